@@ -1,0 +1,40 @@
+"""Evenload: distributed PyTorch training on unequal devices, measured, evenly split, exact.
+
+The public names are loaded when first used: importing evenload imports neither torch nor numpy and has no side effect.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenload.config import Config as Config
+    from evenload.errors import EvenloadError as EvenloadError
+    from evenload.training.run import Run as Run
+    from evenload.training.run import init as init
+    from evenload.training.weighting import count_tokens as count_tokens
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "evenload.config",
+    "EvenloadError": "evenload.errors",
+    "Run": "evenload.training.run",
+    "count_tokens": "evenload.training.weighting",
+    "init": "evenload.training.run",
+}
+
+__all__ = ["Config", "EvenloadError", "Run", "__version__", "count_tokens", "init"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'evenload' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

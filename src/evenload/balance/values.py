@@ -1,0 +1,95 @@
+"""The values of the mathematics: frozen, plain, equal on all ranks.
+
+Times are seconds (`_s`), sizes are samples or bytes, shares are integer samples of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One place a rank computes on, as measured or read, never as advertised."""
+
+    name: str
+    """What a person calls it: ``NVIDIA GeForce RTX 3090`` or ``CPU (cores 0-1)``."""
+    kind: str
+    """``"cuda"`` or ``"cpu"``."""
+    index: int
+    """The device index of its kind on its node; -1 for the CPU."""
+    memory_bytes: int
+    """All the memory there is."""
+    num_cores: int = 0
+    """CPU cores a rank on it may use; 0 where that means nothing."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between two ranks."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank costs: ``t = K * per_micro_s + per_sample_s * n`` for n samples in K micro-batches.
+
+    ``per_sample_error_s`` is the half-width of the 95 % interval of ``per_sample_s``; infinite where it is a guess.
+    """
+
+    per_micro_s: float
+    per_sample_s: float
+    per_sample_error_s: float = float("inf")
+
+    def predict_s(self, num_samples: int, num_micro: int) -> float:
+        """Seconds this rank needs for its share of a step."""
+        return num_micro * self.per_micro_s + self.per_sample_s * num_samples
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Who computes which sample of one global batch.
+
+    ``micro[m][rank]`` counts the samples of rank in micro-batch m. Micro-batch m is the fixed slice of the global batch
+    that starts after the samples of the micro-batches before it; inside the slice the ranks follow one another.
+    """
+
+    generation: int
+    epoch: int
+    step: int
+    """Index of the step within its epoch."""
+    attempt: int
+    start: int
+    """Global position, within the epoch's order, of the first sample of the step."""
+    micro: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_micro(self) -> int:
+        """K, one number for all ranks."""
+        return len(self.micro)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the plan is for."""
+        return len(self.micro[0])
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the whole global batch."""
+        return sum(sum(row) for row in self.micro)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank in this step."""
+        return tuple(sum(row[rank] for row in self.micro) for rank in range(self.world_size))
+
+    def slice_of(self, micro_index: int, rank: int | None = None) -> tuple[int, int]:
+        """Global positions ``[low, high)`` of a micro-batch, or of one rank's part of it."""
+        low = self.start + sum(sum(row) for row in self.micro[:micro_index])
+        row = self.micro[micro_index]
+        if rank is None:
+            return low, low + sum(row)
+        low += sum(row[:rank])
+        return low, low + row[rank]

@@ -1,0 +1,77 @@
+"""Where a rank's time goes: the one stopwatch of a training process.
+
+A rank that waits inside a collective looks busy from outside, so the seconds are kept apart by what they are spent on.
+On a CUDA device the boundaries are events on the current stream, read once per step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+Segment = Literal["data", "compute", "wait", "comm", "optimizer", "compile", "other"]
+SEGMENTS: tuple[Segment, ...] = ("data", "compute", "wait", "comm", "optimizer", "compile", "other")
+
+
+class StepClock:
+    """Sums the seconds of each segment; segments nest, and an inner one stops the outer one.
+
+    ``data`` waits for samples, ``compute`` is forward and backward, ``comm`` is collectives inside them (BatchNorm), ``wait``
+    is the rest of the reduction after the own backward, ``optimizer`` is the user's frame between two steps (clipping,
+    optimizer, scheduler), ``compile`` is a first step that compiles, ``other`` is everything outside a step (evaluation,
+    checkpoints).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._current: Segment = "other"
+        self._seconds: dict[Segment, float] = dict.fromkeys(SEGMENTS, 0.0)
+        self._spans: list[tuple[Segment, torch.cuda.Event, torch.cuda.Event]] = []
+        self._since: float = time.perf_counter()
+        self._event: torch.cuda.Event | None = self._record() if self._cuda else None
+
+    def switch(self, name: Segment) -> Segment:
+        """Ends the running segment, begins ``name``, and returns the one that ran."""
+        before = self._current
+        if self._cuda:
+            event = self._record()
+            if self._event is not None:
+                self._spans.append((before, self._event, event))
+            self._event = event
+        else:
+            now = time.perf_counter()
+            self._seconds[before] += now - self._since
+            self._since = now
+        self._current = name
+        return before
+
+    @contextmanager
+    def segment(self, name: Segment) -> Iterator[None]:
+        """Counts the body as ``name``, then goes back to what ran before."""
+        before = self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def take(self) -> dict[Segment, float]:
+        """Seconds of each segment since the last call; the running segment is cut here and goes on."""
+        self.switch(self._current)
+        if self._spans:
+            self._spans[-1][2].synchronize()
+            for name, start, end in self._spans:
+                self._seconds[name] += start.elapsed_time(end) / 1e3
+            self._spans.clear()
+        taken = self._seconds
+        self._seconds = dict.fromkeys(SEGMENTS, 0.0)
+        return taken
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
