@@ -34,8 +34,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank costs: ``t = K * per_micro_s + per_sample_s * n`` for n samples in K micro-batches.
+    """What one rank costs: ``t = K * per_micro_s + per_sample_s * max(n, K)`` for n samples in K micro-batches.
 
+    A rank computes at least one sample in each micro-batch: where it has none, one of weight 0.
     ``per_sample_error_s`` is the half-width of the 95 % interval of ``per_sample_s``; infinite where it is a guess.
     """
 
@@ -45,7 +46,7 @@ class Cost:
 
     def predict_s(self, num_samples: int, num_micro: int) -> float:
         """Seconds this rank needs for its share of a step."""
-        return num_micro * self.per_micro_s + self.per_sample_s * num_samples
+        return num_micro * self.per_micro_s + self.per_sample_s * max(num_samples, num_micro)
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,15 @@ class WorkerSpec:
     backend: str = "auto"
     """Of the gradients: ``nccl``, ``gloo`` or ``auto``."""
     store: str = ""
-    """``host:port`` of the TCPStore that the launcher serves; empty for a world of one."""
+    """``host:port`` of the TCPStore that the launcher serves, ``env://`` under torchrun; empty for a world of one."""
     cores: tuple[int, ...] = ()
     """CPU cores this worker is bound to; empty: unbound."""
     num_threads: int = 0
     """Threads for torch's own operators; 0 leaves torch's default."""
     launch_dir: str = ""
     """The launcher's folder for this launch: worker files, failures, logs; empty without our launcher."""
+    lifeline: int = -1
+    """File descriptor of a pipe from the launcher: one byte means go, its end means that the launcher is gone."""
     origin: str = "alone"
     """Who started it: ``evenload``, ``torchrun``, ``slurm``, ``group`` (an existing process group) or ``alone``."""
     mode: str = "train"
@@ -53,7 +55,7 @@ class WorkerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     """What the mode needs to know, such as the windows' lengths."""
     throttle: Mapping[str, Any] = field(default_factory=dict)
-    """How this worker is slowed down; empty: not at all (see throttle.py)."""
+    """How this worker is slowed down: ``factor``, ``means`` (``quota`` or ``compute``); empty: not at all (throttle.py)."""
 
 
 def write_spec(spec: WorkerSpec, path: Path) -> None:
@@ -97,7 +99,7 @@ def _from_torchrun() -> WorkerSpec:
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        port = int(os.environ["MASTER_PORT"])
+        int(os.environ["MASTER_PORT"])
     except ValueError as error:
         raise LaunchError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be integers: {error}") from error
     if not 0 <= rank < world_size:
@@ -108,6 +110,6 @@ def _from_torchrun() -> WorkerSpec:
         world_size=world_size,
         node_rank=int(os.environ.get("GROUP_RANK", "0")),
         workers=tuple(f"worker-{index}" for index in range(world_size)),
-        store=f"{os.environ['MASTER_ADDR']}:{port}",
+        store="env://",
         origin="torchrun",
     )

@@ -1,0 +1,172 @@
+"""Whether a rank still is what it was: one rank's recent steps, its fit, and the moment it changed.
+
+A change is seen in two ways. *Steps out of the band*: three in a row that agree with each other, or four that needn't,
+are a step change; a spike is alone, and chance spikes in a row seldom agree. *A slow slide*: the median of the last
+eight steps leaves the fit by more than the noise explains. Only the steps since then are kept, and the shape a / c.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from statistics import median
+from typing import Any
+
+from evenload.balance.cost import MEDIAN_ERROR, Fit, Point, Shape, fit_cost, is_varied
+from evenload.balance.values import Cost
+
+_WINDOW = 64
+_RUN = 3
+_LONG_RUN = 4
+"""So many steps out of the band are a change even where they don't agree, as when it came in the middle of a step."""
+_RECENT = 8
+_RECENT_EVERY = 4
+_LEAST_BAND, _MOST_BAND = 1.2, 1.6
+_LEAST_RANGE = 0.08
+"""Three steps agree where they lie within five standard deviations of the noise, or within this."""
+_LEAST_SLIDE = 0.02
+_SURE = 3.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """A rank is `factor` times as slow as before (below 1: faster), since `step`."""
+
+    step: int
+    factor: float
+
+
+class Track:
+    """The steps of one rank at its present speed, and what they say it costs."""
+
+    def __init__(self) -> None:
+        self._points: deque[Point] = deque(maxlen=_WINDOW)
+        self._shape = Shape()
+        self._fit: Fit | None = None
+        self._odd: list[Point] = []
+        self._since_look = 0
+        self._was_varied = False
+
+    @property
+    def fit(self) -> Fit:
+        """The fit as of the last `refit`."""
+        if self._fit is None:
+            return self.refit()
+        return self._fit
+
+    def add(self, point: Point) -> Change | None:
+        """Takes one step; returns the change it completes, after which the steps before the change are forgotten."""
+        self._points.append(point)
+        if self._fit is None:
+            return None
+        return self._step_change(point) or self._slide(point)
+
+    def refit(self, least_noise: float = 0.0) -> Fit:
+        """Fits all the kept steps; forgets those that the newest share's steps contradict."""
+        fit = self._refit_as_is(least_noise)
+        newest = self._points[-1]
+        same = [p for p in self._points if (p.num_samples, p.num_micro) == (newest.num_samples, newest.num_micro)]
+        if 3 <= len(same) < len(self._points):
+            off = median(p.seconds for p in same) / fit.cost.predict_s(newest.num_samples, newest.num_micro)
+            allowed = max(0.08, 4 * MEDIAN_ERROR * fit.noise / math.sqrt(len(same)))
+            if abs(math.log(off)) > allowed:
+                self._points = deque(same, maxlen=_WINDOW)
+                return self._refit_as_is(least_noise)
+        return fit
+
+    def _refit_as_is(self, least_noise: float) -> Fit:
+        varied = is_varied(self._points)
+        if self._was_varied and not varied and self._fit is not None:
+            # The steps under other shares have left the window; what they told stays.
+            self._shape = self._fit.shape() if self._fit.shape().is_measured else self._shape
+        self._was_varied = varied
+        self._fit = fit_cost(self._points, self._shape, max(least_noise, 0.004))
+        return self._fit
+
+    def _step_change(self, point: Point) -> Change | None:
+        side = self._side(point)
+        if not side:
+            self._odd.clear()
+            return None
+        if self._odd and self._side(self._odd[-1]) != side:
+            self._odd.clear()
+        self._odd.append(point)
+        if len(self._odd) < _RUN:
+            return None
+        ratios = [self._ratio(p) for p in self._odd[-_RUN:]]
+        if max(ratios) < (1 + max(_LEAST_RANGE, 5 * self.fit.noise)) * min(ratios) or len(self._odd) >= _LONG_RUN:
+            return self._forget_before(self._odd[-_RUN], self._odd[0].step)
+        return None
+
+    def _slide(self, point: Point) -> Change | None:
+        self._since_look += 1
+        if self._since_look < _RECENT_EVERY or len(self._points) < _RECENT + _RECENT_EVERY:
+            return None
+        self._since_look = 0
+        recent = [self._points[i] for i in range(-_RECENT, 0)]
+        if any((p.num_samples, p.num_micro) != (point.num_samples, point.num_micro) for p in recent):
+            return None
+        moved = abs(math.log(median(self._ratio(p) for p in recent)))
+        error = math.hypot(
+            MEDIAN_ERROR * self.fit.noise / math.sqrt(_RECENT),
+            self.fit.predict_error(point.num_samples, point.num_micro),
+        )
+        return self._forget_before(recent[0], recent[0].step) if moved > max(_LEAST_SLIDE, _SURE * error) else None
+
+    def _forget_before(self, first: Point, since: int) -> Change:
+        before = self.fit
+        kept = [p for p in self._points if p.step >= first.step]
+        factor = median(self._ratio(p) for p in kept)
+        self._points = deque(kept, maxlen=_WINDOW)
+        self._shape = before.shape()
+        self._was_varied = False
+        self._odd.clear()
+        self._since_look = 0
+        self.refit(before.noise)
+        return Change(since, factor)
+
+    def _ratio(self, point: Point) -> float:
+        return point.seconds / self.fit.cost.predict_s(point.num_samples, point.num_micro)
+
+    def _band(self) -> float:
+        return min(max(_LEAST_BAND, 1 + 4 * self.fit.noise), _MOST_BAND)
+
+    def _side(self, point: Point) -> int:
+        """1 where the step was longer than any shape explains, -1 where it was shorter, 0 in the band."""
+        band, ratio = self._band(), self._ratio(point)
+        if 1 / band < ratio < band:
+            return 0
+        cost = self.fit.cost
+        if not cost.per_sample_error_s < 0.2 * cost.per_sample_s:
+            # The shape is a guess: between "all time is the samples'" and "none is", anything may be the guess's fault.
+            known = min(self._points, key=lambda p: (p is point, abs(p.num_samples - point.num_samples)))
+            level_s = cost.predict_s(known.num_samples, known.num_micro) * point.num_micro / known.num_micro
+            grown = point.num_samples * known.num_micro / (known.num_samples * point.num_micro)
+            if min(1.0, grown) / band < point.seconds / level_s < max(1.0, grown) * band:
+                return 0
+        return 1 if ratio > 1 else -1
+
+    def state(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "points": [list(astuple(point)) for point in self._points],
+            "odd": [list(astuple(point)) for point in self._odd],
+            "shape": list(astuple(self._shape)),
+            "fit": None if self._fit is None else [*astuple(self._fit.cost), *self._fit.covariance, self._fit.noise],
+            "is_telling": self._fit is not None and self._fit.is_telling,
+            "since_look": self._since_look,
+            "was_varied": self._was_varied,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Becomes the track that `state` came from."""
+        self._points = deque((Point(*values) for values in state["points"]), maxlen=_WINDOW)
+        self._odd = [Point(*values) for values in state["odd"]]
+        self._shape = Shape(*state["shape"])
+        self._since_look, self._was_varied = state["since_look"], state["was_varied"]
+        self._fit = None
+        if state["fit"] is not None:
+            a, c, error, var_a, cov, var_c, noise = state["fit"]
+            self._fit = Fit(Cost(a, c, error), (var_a, cov, var_c), noise, state["is_telling"])

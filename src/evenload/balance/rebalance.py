@@ -1,0 +1,334 @@
+"""When to move: observations in, decisions out. No clock, no I/O; the same observations give the same decisions.
+
+One rank holds a `Balancer`, shows it every step, and broadcasts what it decides. A decision holds some steps later, so
+observations go on under the old shares for a while: each says under which shares it was measured, and until the decided
+ones appear nothing is decided again unless a rank changes meanwhile.
+
+A move must pay: its predicted gain must exceed what the noise of the measurements could feign (`_SURE` standard errors)
+and `_LEAST_GAIN`, which stands for the cost of a move (dropped prefetches, allocations of new sizes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evenload.balance.cost import Point
+from evenload.balance.drift import Change, Track
+from evenload.balance.split import Caps, Split, even_shares, num_micro, split_batch
+from evenload.balance.values import Cost
+from evenload.errors import ConfigError
+
+_FIRST_LOOK = 3
+_LOOKS = frozenset((_FIRST_LOOK, 6, 12, 24))
+_LOOK_EVERY = 32
+_SURE = 3.5
+_SURE_AFTER_MOVE = 1.0
+_LEAST_GAIN = 0.01
+_LEAST_GAIN_AFTER_MOVE = 0.03
+_FOLLOWED_UP = ("slower", "faster", "returned", "left_out")
+_LEAST_MICRO_GAIN = 0.02
+"""Another K changes what BatchNorm computes and is announced, so it must pay this much over the best split of the K."""
+_TOLD_CHANGE = 1.1
+_LOST_AFTER = 32
+"""A decision that hasn't appeared after so many steps was not carried out; what is measured holds."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One committed step as measured."""
+
+    step: int
+    """Steps since the start of the run; only grows."""
+    shares: tuple[int, ...]
+    """The shares the step really ran with, also where a newer decision is under way."""
+    num_micro: int
+    seconds: tuple[float, ...]
+    """Each rank's own seconds: compute and optimizer, without waiting for others and without collectives."""
+    left_out: bool = False
+    """The step tells nothing of the next ones: it compiled, was done again, or wrote a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """New shares, and why."""
+
+    shares: tuple[int, ...]
+    num_micro: int
+    kind: str
+    """``measured`` (the first split), ``slower``, ``faster``, ``left_out``, ``returned``, ``refined`` or ``memory``."""
+    rank: int | None
+    """The rank it is about, None where it is about all."""
+    factor: float | None
+    """How many times slower or faster the rank became, at least 1; None where it didn't change."""
+    reason: str
+    """A sentence for people."""
+    before_s: float
+    """Expected seconds of the slowest rank under the shares until now."""
+    expected_s: float
+    """The same under the new shares."""
+
+
+class Balancer:
+    """Learns what the ranks cost and decides when other shares pay."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        world_size: int,
+        caps: Caps = None,
+        *,
+        shares: tuple[int, ...] | None = None,
+        num_micro_batches: int | None = None,
+        num_warmup: int = 1,
+    ) -> None:
+        """Starts with no knowledge.
+
+        Args:
+            num_samples: the global batch, in samples.
+            world_size: how many ranks there are.
+            caps: most samples of each rank in one micro-batch.
+            shares: what the run starts with; None for equal shares.
+            num_micro_batches: the K it starts with; None for the smallest that the caps allow.
+            num_warmup: so many first observations are left out: a run's first step allocates and tunes.
+        """
+        self.num_samples = num_samples
+        self.shares = shares or even_shares(num_samples, world_size)
+        if len(self.shares) != world_size or sum(self.shares) != num_samples:
+            raise ConfigError(
+                f"shares {self.shares} sum to {sum(self.shares)}: expected {world_size} of them, {num_samples} in sum"
+            )
+        self.num_micro = num_micro_batches or num_micro(self.shares, caps)
+        self._caps = caps
+        self._tracks = [Track() for _ in range(world_size)]
+        self._num_warmup = num_warmup
+        self._under: tuple[tuple[int, ...], int] | None = None
+        self._num_under = 0
+        self._num_pending = 0
+        self._changes: dict[int, Change] = {}
+        self._is_measured = False
+        self._last_kind: str | None = None
+        self._has_fits = False
+
+    @property
+    def costs(self) -> tuple[Cost, ...] | None:
+        """What each rank costs as of the last look; None before the first."""
+        return tuple(track.fit.cost for track in self._tracks) if self._has_fits else None
+
+    def observe(self, observation: Observation) -> Decision | None:
+        """Takes one step, in order; returns new shares where they pay.
+
+        Raises:
+            ConfigError: the observation is of another number of ranks.
+        """
+        if not len(observation.shares) == len(observation.seconds) == len(self._tracks):
+            raise ConfigError(
+                f"step {observation.step} shows {len(observation.shares)} shares and {len(observation.seconds)} times: "
+                f"expected {len(self._tracks)}, one a rank"
+            )
+        if not self._is_telling(observation):
+            return None
+        under = (observation.shares, observation.num_micro)
+        if under != self._under:
+            self._under, self._num_under = under, 0
+        self._num_under += 1
+        has_changed = self._add(observation)
+        if under != (self.shares, self.num_micro):
+            self._num_pending += 1
+            if self._num_pending <= _LOST_AFTER:
+                return self._look(observation.step) if has_changed else None
+            self.shares, self.num_micro = under
+        self._num_pending = 0
+        since_last = self._num_under - max(_LOOKS)
+        if has_changed or self._num_under in _LOOKS or (since_last > 0 and since_last % _LOOK_EVERY == 0):
+            return self._look(observation.step)
+        return None
+
+    def set_caps(self, caps: Caps) -> Decision | None:
+        """Takes new limits of memory; returns shares that keep them where the present ones don't.
+
+        With nothing measured the shares stay and K rises; otherwise shares and K are what is fastest within the limits.
+        """
+        self._caps = caps
+        needed = num_micro(self.shares, caps)
+        if needed <= self.num_micro:
+            return None
+        over = next(r for r, cap in enumerate(caps or ()) if cap is not None and self.shares[r] > self.num_micro * cap)
+        split = Split(self.shares, needed, 0.0)
+        if self._has_fits:
+            split = split_batch(self.num_samples, [track.fit.cost for track in self._tracks], caps)
+        cap = caps[over] if caps else None
+        what = f"rank {over} has memory for {cap} samples in a micro-batch"
+        return self._move(split, "memory", over, None, what, self._expected_s())
+
+    def _is_telling(self, observation: Observation) -> bool:
+        if observation.left_out or not all(0 < time_s < math.inf for time_s in observation.seconds):
+            return False
+        if self._num_warmup > 0:
+            self._num_warmup -= 1
+            return False
+        return sum(observation.shares) == self.num_samples
+
+    def _add(self, observation: Observation) -> bool:
+        has_changed = False
+        for rank, (track, share, time_s) in enumerate(
+            zip(self._tracks, observation.shares, observation.seconds, strict=True)
+        ):
+            point = Point(observation.step, max(share, observation.num_micro), observation.num_micro, time_s)
+            if change := track.add(point):
+                has_changed = True
+                before = self._changes.get(rank)
+                if before:
+                    change = Change(before.step, before.factor * change.factor)
+                self._changes[rank] = change
+        return has_changed and self._has_fits
+
+    def _look(self, step: int) -> Decision | None:
+        """Fits everybody anew, and moves where that pays."""
+        noise = sorted(track.refit().noise for track in self._tracks)[len(self._tracks) // 2]
+        fits = [track.refit(noise) for track in self._tracks]
+        self._has_fits = True
+        costs = [fit.cost for fit in fits]
+        before_s = self._expected_s()
+        split = split_batch(self.num_samples, costs, self._caps)
+        if split.num_micro != self.num_micro and num_micro(self.shares, self._caps) <= self.num_micro:
+            stay = split_batch(self.num_samples, costs, self._caps, self.num_micro)
+            if split.expected_s > (1 - _LEAST_MICRO_GAIN) * stay.expected_s:
+                split = stay
+        gain = 1 - split.expected_s / before_s
+        # The first look under new shares tells whether the move hit; it may be followed up on weaker evidence, once.
+        sure = _SURE if self._num_under != _FIRST_LOOK or self._last_kind not in _FOLLOWED_UP else _SURE_AFTER_MOVE
+        least = _LEAST_GAIN if sure == _SURE else _LEAST_GAIN_AFTER_MOVE
+        if gain < max(least, sure * self._gain_error()):
+            return None
+        return self._move(split, *self._why(split, step), before_s)
+
+    def _expected_s(self) -> float:
+        if not self._has_fits:
+            return 0.0
+        return max(
+            track.fit.cost.predict_s(share, self.num_micro)
+            for track, share in zip(self._tracks, self.shares, strict=True)
+        )
+
+    def _gain_error(self) -> float:
+        """Standard error of the gain: of the slowest rank's time against the mean of all, weighted by their shares."""
+        slowest = max(
+            range(len(self._tracks)), key=lambda r: self._tracks[r].fit.cost.predict_s(self.shares[r], self.num_micro)
+        )
+        variance = 0.0
+        for rank, (track, share) in enumerate(zip(self._tracks, self.shares, strict=True)):
+            part = share / self.num_samples
+            weight = 1 - part if rank == slowest else part
+            variance += (weight * track.fit.predict_error(share, self.num_micro)) ** 2
+        return math.sqrt(variance)
+
+    def _why(self, split: Split, step: int) -> tuple[str, int | None, float | None, str]:
+        """Kind, rank, factor, and the first half of the sentence."""
+        told = {
+            r: change for r, change in self._changes.items() if abs(math.log(change.factor)) > math.log(_TOLD_CHANGE)
+        }
+        moved = [
+            (rank, "left_out" if old else "returned")
+            for rank, (old, new) in enumerate(zip(self.shares, split.shares, strict=True))
+            if bool(old) != bool(new)
+        ]
+        about = {
+            rank: f"needs {_seconds(self._tracks[rank].fit.cost.predict_s(0, split.num_micro))} for its first samples "
+            f"and is left out"
+            if kind == "left_out"
+            else "can help again"
+            for rank, kind in moved
+        }
+        if told:
+            # The rank that changed is the cause, also where another one is left out or brought back for it.
+            rank = max(told, key=lambda r: abs(math.log(told[r].factor)))
+            factor, what = _tell(rank, told[rank])
+            others = "".join(f", rank {r} {text}" for r, text in about.items() if r != rank)
+            own = f", {about[rank]}" if rank in about else ""
+            kind = dict(moved).get(rank, "slower" if told[rank].factor > 1 else "faster")
+            return kind, rank, factor, what + own + others
+        if moved:
+            rank, kind = moved[0]
+            return kind, rank, None, ", ".join(f"rank {r} {text}" for r, text in about.items())
+        if not self._is_measured:
+            return "measured", None, None, f"measured up to step {step}"
+        return "refined", None, None, f"measured again up to step {step}"
+
+    def _move(
+        self, split: Split, kind: str, rank: int | None, factor: float | None, what: str, before_s: float
+    ) -> Decision:
+        if rank is not None and split.shares[rank] != self.shares[rank]:
+            how = f"share {self.shares[rank]} → {split.shares[rank]} of {self.num_samples}"
+        elif split.shares != self.shares:
+            how = f"shares {_list(self.shares)} → {_list(split.shares)} of {self.num_samples}"
+        else:
+            how = "shares unchanged"
+        if split.num_micro != self.num_micro:
+            how += f", micro-batches {self.num_micro} → {split.num_micro}"
+        self.shares, self.num_micro = split.shares, split.num_micro
+        self._num_pending = 0
+        self._changes.clear()
+        self._last_kind = kind
+        self._is_measured = self._is_measured or kind != "memory"
+        return Decision(
+            split.shares, split.num_micro, kind, rank, factor, f"{what}: {how}", before_s, self._expected_s()
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All of it as plain values: another rank with the same state decides the same."""
+        return {
+            "num_samples": self.num_samples,
+            "shares": list(self.shares),
+            "num_micro": self.num_micro,
+            "caps": None if self._caps is None else list(self._caps),
+            "num_warmup": self._num_warmup,
+            "under": None if self._under is None else [list(self._under[0]), self._under[1]],
+            "num_under": self._num_under,
+            "num_pending": self._num_pending,
+            "changes": [[rank, change.step, change.factor] for rank, change in self._changes.items()],
+            "last_kind": self._last_kind,
+            "is_measured": self._is_measured,
+            "has_fits": self._has_fits,
+            "tracks": [track.state() for track in self._tracks],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Becomes the balancer that `state` came from.
+
+        Raises:
+            ConfigError: it was of another number of ranks or another global batch.
+        """
+        if (len(state["tracks"]), state["num_samples"]) != (len(self._tracks), self.num_samples):
+            raise ConfigError(
+                f"the balancer's state is of {len(state['tracks'])} ranks and a batch of {state['num_samples']}; this "
+                f"run has {len(self._tracks)} and {self.num_samples}: begin with a new balancer"
+            )
+        self.shares, self.num_micro = tuple(state["shares"]), state["num_micro"]
+        self._caps = None if state["caps"] is None else tuple(state["caps"])
+        self._num_warmup = state["num_warmup"]
+        self._under = None if state["under"] is None else (tuple(state["under"][0]), state["under"][1])
+        self._num_under, self._num_pending = state["num_under"], state["num_pending"]
+        self._changes = {rank: Change(step, factor) for rank, step, factor in state["changes"]}
+        self._last_kind = state["last_kind"]
+        self._is_measured, self._has_fits = state["is_measured"], state["has_fits"]
+        for track, values in zip(self._tracks, state["tracks"], strict=True):
+            track.load_state(values)
+
+
+def _tell(rank: int, change: Change) -> tuple[float, str]:
+    """How many times slower or faster, at least 1, and the same in words."""
+    if change.factor > 1:
+        return change.factor, f"rank {rank} slowed {change.factor:.1f}× since step {change.step}"
+    return 1 / change.factor, f"rank {rank} sped up {1 / change.factor:.1f}× since step {change.step}"
+
+
+def _list(shares: tuple[int, ...]) -> str:
+    text = ", ".join(str(share) for share in shares[:8])
+    return text if len(shares) <= 8 else f"{text}, …"
+
+
+def _seconds(time_s: float) -> str:
+    return f"{time_s:.2f} s" if time_s >= 1 else f"{time_s * 1e3:.3g} ms"

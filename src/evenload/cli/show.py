@@ -1,0 +1,66 @@
+"""`evenload show RUN`: the story of a run, or the run as it goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+POLL_S = 0.2
+
+
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder (project_dir), or the folder of runs.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the story as JSON.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Follow the run until it ends or Ctrl-C.")] = False,
+) -> None:
+    """Tell the story of a run: shares and why, where time went, throughput, efficiency."""
+    from evenload.errors import ConfigError
+    from evenload.records.reader import find_run
+
+    try:
+        if json and live:
+            raise ConfigError("--json and --live are both set; leave one of them out")
+        folder, num_runs = find_run(run)
+        if num_runs > 1:
+            print(f"evenload: {folder} is the newest of {num_runs} runs in {run}", file=sys.stderr)
+        if live:
+            _follow(folder)
+        else:
+            _tell(folder, json)
+    except ConfigError as error:
+        print(f"evenload show: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _tell(folder: Path, as_json: bool) -> None:
+    from evenload.views.story import as_table, tell
+
+    story = tell(folder)
+    if as_json:
+        import json
+
+        print(json.dumps(as_table(story), indent=1, allow_nan=False, ensure_ascii=False, default=str))
+        return
+    from evenload.views.story_text import story_text
+
+    print(story_text(story))
+
+
+def _follow(folder: Path) -> None:
+    """Shows the newest sitting from its beginning, then what comes."""
+    from evenload.records.reader import read_events
+    from evenload.views.progress import Progress
+
+    opened_s = max((event.time for event in read_events(folder) if event.kind == "open"), default=-float("inf"))
+    with Progress(folder, sys.stdout, since_s=opened_s) as progress:
+        try:
+            progress.poll()
+            while not progress.ended:
+                time.sleep(POLL_S)
+                progress.poll()
+        except KeyboardInterrupt:
+            pass

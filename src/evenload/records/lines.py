@@ -1,0 +1,159 @@
+"""One record, one line of JSON: there and back.
+
+The seconds of the ranks are written as columns (``"ranks": {"wait_s": [0.1, 0.2], ...}``): short, and easy to cut with
+other tools.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from evenload.errors import ConfigError
+from evenload.records.values import SEGMENTS, Event, Logged, RankTimes, Record, StepRecord
+
+SCHEMA = 1
+"""Raised when a line changes so that an older reader would misread it; a new key alone doesn't."""
+
+EVENTS_FILE = "events.jsonl"
+STEPS_FILE = "steps.jsonl"
+
+
+def header_line(time: float) -> bytes:
+    """The first line of both files."""
+    return _encode({"schema": SCHEMA, "time": time})
+
+
+def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
+    """A step with its newline; ``metrics`` stands in place of the record's own."""
+    columns: dict[str, list[float]] = {
+        name: [round(getattr(rank, name), 6) for rank in record.ranks] for name in SEGMENTS
+    }
+    columns["memory_bytes"] = [rank.memory_bytes for rank in record.ranks]
+    row: dict[str, Any] = {
+        "step": record.step,
+        "epoch": record.epoch,
+        "epoch_step": record.epoch_step,
+        "num_samples": record.num_samples,
+        "loss": record.loss,
+        "shares": record.shares,
+        "num_micro": record.num_micro,
+        "seconds": round(record.seconds, 6),
+        "ranks": columns,
+        "time": round(record.time, 6),
+    }
+    if metrics:
+        row["metrics"] = metrics
+    if record.arm:
+        row["arm"] = record.arm
+    return _encode(row)
+
+
+def event_line(event: Event) -> bytes:
+    """An event with its newline; a field that JSON doesn't know is written as its text."""
+    row: dict[str, Any] = {
+        "kind": event.kind,
+        "message": event.message,
+        "time": round(event.time, 6),
+        "step": event.step,
+    }
+    if event.fields:
+        row["fields"] = event.fields
+    return _encode(row)
+
+
+def logged_line(logged: Logged) -> bytes:
+    """Late metrics with their newline."""
+    return _encode({"step": logged.step, "log": logged.metrics, "time": round(logged.time, 6)})
+
+
+def parse_line(line: bytes) -> Record | None:
+    """Reads a line of either file; None for the header, and for a line that a crash has torn.
+
+    Raises:
+        ConfigError: the header names a schema of a newer Evenload.
+    """
+    try:
+        row = json.loads(line)
+        if "schema" in row:
+            _check_schema(row["schema"])
+            return None
+        if "kind" in row:
+            return Event(row["kind"], row["message"], float(row["time"]), row["step"], row.get("fields", {}))
+        if "log" in row:
+            return Logged(row["step"], _floats(row["log"]), float(row["time"]))
+        return _parse_step(row)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        return None
+
+
+def _parse_step(row: dict[str, Any]) -> StepRecord:
+    columns = row["ranks"]
+    ranks = tuple(
+        RankTimes(**{name: float(columns[name][rank]) for name in SEGMENTS}, memory_bytes=memory_bytes)
+        for rank, memory_bytes in enumerate(columns["memory_bytes"])
+    )
+    return StepRecord(
+        step=row["step"],
+        epoch=row["epoch"],
+        epoch_step=row["epoch_step"],
+        num_samples=row["num_samples"],
+        loss=float(row["loss"]),
+        shares=tuple(row["shares"]),
+        num_micro=row["num_micro"],
+        seconds=float(row["seconds"]),
+        ranks=ranks,
+        metrics=_floats(row.get("metrics", {})),
+        arm=row.get("arm", ""),
+        time=float(row["time"]),
+    )
+
+
+def _check_schema(schema: Any) -> None:
+    if schema != SCHEMA:
+        raise ConfigError(
+            f"the run's records have schema {schema!r}, this Evenload reads schema {SCHEMA}; use the version of "
+            f"Evenload that wrote them, or another run folder"
+        )
+
+
+def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _encode(row: dict[str, Any]) -> bytes:
+    try:
+        text = _ENCODER.encode(row)
+    except ValueError:  # a number that isn't finite somewhere: rare, so only now look for it
+        text = _ENCODER.encode(spell_floats(row))
+    return text.encode() + b"\n"
+
+
+def spell_floats(value: Any) -> Any:
+    """The value, of any nesting, with NaN and infinities as the strings that `float` reads back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): spell_floats(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [spell_floats(part) for part in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """What JSON doesn't know: mappings, sets, numbers of other libraries, else the text of it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        return spell_floats(item())
+    return str(value)
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_plain)

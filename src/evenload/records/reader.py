@@ -1,0 +1,162 @@
+"""Reads a run folder, also while it is written; never a training process."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from evenload.errors import ConfigError
+from evenload.records.lines import EVENTS_FILE, STEPS_FILE, parse_line
+from evenload.records.values import Event, Logged, Record, StepRecord
+
+_BLOCK_BYTES = 1 << 16
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder holds the records of a run."""
+    return (folder / EVENTS_FILE).is_file() or (folder / STEPS_FILE).is_file()
+
+
+def find_run(path: Path) -> tuple[Path, int]:
+    """The run folder that a person means by ``path``: itself, or the newest run right below it.
+
+    Returns:
+        The folder, and how many runs there were to choose from.
+
+    Raises:
+        ConfigError: there is no such folder, or no run in it.
+    """
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing"
+        raise ConfigError(f"{path}: expected a run folder, found {found} there; the folder is the run's project_dir")
+    if is_run(path):
+        return path, 1
+    runs = [child for child in path.iterdir() if child.is_dir() and is_run(child)]
+    if not runs:
+        raise ConfigError(
+            f"{path}: found no {EVENTS_FILE} or {STEPS_FILE} in it or right below it, so no run has written there; "
+            f"expected a run's project_dir"
+        )
+    return max(runs, key=_changed_s), len(runs)
+
+
+def read_events(folder: Path) -> list[Event]:
+    """All events of a run in the order in which they were written; empty where there are none yet."""
+    return [record for record in _read(folder / EVENTS_FILE) if isinstance(record, Event)]
+
+
+def read_steps(folder: Path) -> list[StepRecord]:
+    """The steps of a run, each once, with all metrics logged for them; empty where there are none yet.
+
+    After a resume from an older checkpoint steps are done again; the steps that were lost by it are left out. Metrics
+    logged for a step without a record (before the first one) are in the file alone.
+    """
+    steps: dict[tuple[str, int], StepRecord] = {}
+    newest: dict[str, int] = {}
+    for record in _read(folder / STEPS_FILE):
+        if isinstance(record, StepRecord):
+            for lost in range(record.step, newest.get(record.arm, -1) + 1):
+                steps.pop((record.arm, lost), None)
+            newest[record.arm] = record.step
+            steps[record.arm, record.step] = record
+        elif isinstance(record, Logged):
+            key = next((key for key in ((arm, record.step) for arm in newest) if key in steps), None)
+            if key is not None:
+                steps[key] = dataclasses.replace(steps[key], metrics={**steps[key].metrics, **record.metrics})
+    return list(steps.values())
+
+
+class Follower:
+    """Yields what is appended to a run folder, from another process, without a thread.
+
+    The folder need not be there yet. A line is read when its newline is there; a torn line that was ended later is
+    skipped. A folder that is moved aside and begun anew (`--fresh`) is read from its beginning.
+
+    Args:
+        folder: the run folder.
+        since_s: leave out what is older, in seconds since 1970; what an earlier sitting wrote isn't read through.
+    """
+
+    def __init__(self, folder: Path, since_s: float | None = None) -> None:
+        self.folder = folder
+        since_s = -float("inf") if since_s is None else since_s
+        self._tails = (_Tail(folder / EVENTS_FILE, since_s), _Tail(folder / STEPS_FILE, since_s))
+
+    def poll(self) -> list[Record]:
+        """The records since the last call, by their times; empty where there are none.
+
+        Raises:
+            ConfigError: they are written by another version of Evenload.
+        """
+        return list(heapq.merge(*(tail.poll() for tail in self._tails), key=lambda record: record.time))
+
+
+class _Tail:
+    """One growing file, and how far it is read."""
+
+    def __init__(self, path: Path, since_s: float) -> None:
+        self._path = path
+        self._since_s = since_s
+        self._offset = 0
+        self._inode = -1
+
+    def poll(self) -> list[Record]:
+        try:
+            with self._path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_ino != self._inode or state.st_size < self._offset:
+                    self._inode = state.st_ino
+                    self._offset = self._first_offset(file.fileno(), state.st_size)
+                if state.st_size == self._offset:
+                    return []
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        records = (parse_line(line) for line in whole.splitlines())
+        return [record for record in records if record is not None and record.time >= self._since_s]
+
+    def _first_offset(self, file: int, size: int) -> int:
+        """A line's start before which everything is older than ``since_s``: goes back from the end in blocks."""
+        if self._since_s == -float("inf"):
+            return 0
+        low = size
+        while low > 0:
+            low = max(0, low - _BLOCK_BYTES)
+            start = 0
+            block = os.pread(file, _BLOCK_BYTES, low)
+            if low > 0:
+                start = block.find(b"\n") + 1
+                if start == 0:
+                    continue
+            for line in block[start:].splitlines(keepends=True):
+                if not line.endswith(b"\n"):
+                    break
+                record = parse_line(line)
+                if record is not None:
+                    if record.time < self._since_s:
+                        return low + start
+                    break
+                start += len(line)
+        return 0
+
+
+def _read(path: Path) -> Iterator[Record]:
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                record = parse_line(line) if line.endswith(b"\n") else None
+                if record is not None:
+                    yield record
+    except FileNotFoundError:
+        return
+
+
+def _changed_s(folder: Path) -> float:
+    files = (folder / EVENTS_FILE, folder / STEPS_FILE)
+    return max(path.stat().st_mtime for path in files if path.exists())

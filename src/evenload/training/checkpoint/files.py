@@ -1,0 +1,129 @@
+"""Checkpoints on disk, through torch.distributed.checkpoint: complete or not there at all.
+
+A checkpoint is the folder ``checkpoints/step-00000400`` in the run folder. It is written beside its place and renamed when
+complete, so a reader never sees half of one. Tensors go through torch.distributed.checkpoint; everything else (the shape of
+the state, numbers, text) is one small file beside them, read with `torch.load(weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+import collections
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from evenload.errors import CheckpointError
+
+FOLDER = "checkpoints"
+_SKELETON = "skeleton.pt"
+_SCHEMA = 1
+_SAFE = [collections.Counter, collections.defaultdict, collections.OrderedDict]
+
+
+def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Writes one checkpoint.
+
+    Args:
+        folder: the run folder.
+        step: steps committed; names the checkpoint.
+        state: nested dicts, lists and tuples of tensors and plain values.
+
+    Raises:
+        CheckpointError: the disk refuses, or the state holds something that can't be saved.
+    """
+    target = folder / FOLDER / f"step-{step:08d}"
+    partial = target.with_name(f".{target.name}.partial")
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = {"schema": _SCHEMA, "step": step, "state": _split(state, "", tensors)}
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        torch.save(skeleton, partial / _SKELETON)
+        _read_skeleton(partial)
+        if tensors:
+            dcp.save(tensors, checkpoint_id=partial / "tensors", no_dist=True)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint {target} can't be written: {error}") from error
+    return target
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder, if there is one."""
+    found = sorted((folder / FOLDER).glob("step-*"))
+    return found[-1] if found else None
+
+
+def read(checkpoint: Path) -> dict[str, Any]:
+    """Reads a checkpoint whole, tensors on the CPU.
+
+    Raises:
+        CheckpointError: it is missing, torn, or of another schema.
+    """
+    skeleton = _read_skeleton(checkpoint)
+    if skeleton.get("schema") != _SCHEMA:
+        raise CheckpointError(f"{checkpoint} has schema {skeleton.get('schema')}; this version reads {_SCHEMA}")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        if (checkpoint / "tensors").exists():
+            metadata = dcp.FileSystemReader(checkpoint / "tensors").read_metadata()
+            for key, entry in metadata.state_dict_metadata.items():
+                if isinstance(entry, dcp.metadata.TensorStorageMetadata):
+                    tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            dcp.load(tensors, checkpoint_id=checkpoint / "tensors", no_dist=True)
+    except (OSError, RuntimeError, ValueError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"{checkpoint} can't be read: {error}; remove it to resume from an older one") from error
+    state: dict[str, Any] = _join(skeleton["state"], tensors)
+    return state
+
+
+def _read_skeleton(checkpoint: Path) -> dict[str, Any]:
+    try:
+        with torch.serialization.safe_globals(_SAFE):
+            skeleton: dict[str, Any] = torch.load(checkpoint / _SKELETON, weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint: {error}") from error
+    except Exception as error:  # torch.load raises pickle's own errors for what it refuses
+        raise CheckpointError(
+            f"the state for {checkpoint} holds values that can't be loaded safely: {error}; keep tensors, numbers, text, "
+            "lists, tuples and dicts in a state_dict"
+        ) from error
+    return skeleton
+
+
+def _split(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(state, torch.Tensor):
+        tensors[path] = state.detach()
+        return ("__tensor__", path)
+    if isinstance(state, Mapping):
+        items = {key: _split(value, f"{path}/{key}", tensors) for key, value in state.items()}
+        return items if type(state) is dict else _like(state, items)
+    if isinstance(state, list | tuple):
+        parts = [_split(value, f"{path}/{index}", tensors) for index, value in enumerate(state)]
+        return parts if isinstance(state, list) else tuple(parts)
+    return state
+
+
+def _join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(skeleton, tuple) and len(skeleton) == 2 and skeleton[0] == "__tensor__":
+        return tensors[skeleton[1]]
+    if isinstance(skeleton, Mapping):
+        items = {key: _join(value, tensors) for key, value in skeleton.items()}
+        return items if type(skeleton) is dict else _like(skeleton, items)
+    if isinstance(skeleton, list | tuple):
+        parts = [_join(value, tensors) for value in skeleton]
+        return parts if isinstance(skeleton, list) else tuple(parts)
+    return skeleton
+
+
+def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if isinstance(mapping, collections.Counter):
+        return collections.Counter(items)
+    return collections.OrderedDict(items) if isinstance(mapping, collections.OrderedDict) else items

@@ -1,0 +1,87 @@
+"""Batches of any nesting: every tensor in them moved, everything else left as it is."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One rank's part of one micro-batch, on its device."""
+
+    data: Any
+    """The samples, collated by the user's `collate_fn`."""
+    num_samples: int
+    """How many of them count; 0 where the rank is idle."""
+    idle: bool = False
+    """The data is one real sample of weight 0, so that the rank can take part in every collective."""
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch on `device`, in containers of its own.
+
+    Copies to a GPU are asynchronous where the memory is pinned. On the CPU the tensors are the same objects; the
+    containers are new, so that `batch.pop("labels")` does no harm when the code runs again.
+    """
+    asynchronous = device.type == "cuda"
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=asynchronous)
+        try:
+            return leaf.to(device, non_blocking=asynchronous)
+        except TypeError:  # a `to` of the user's, which knows devices only
+            return leaf.to(device)
+
+    return _map(batch, one, "to")
+
+
+def pin(batch: Any) -> Any:
+    """The batch in pinned memory; for data that no worker of torch has pinned."""
+    return _map(batch, lambda leaf: leaf.pin_memory(), "pin_memory")
+
+
+def _map(batch: Any, one: Callable[[Any], Any], ability: str) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return one(batch)
+    if batch is None or isinstance(batch, str | bytes | int | float | torch.nn.Module | type):
+        return batch
+    if isinstance(batch, Mapping):
+        return _map_mapping(batch, one, ability)
+    if callable(getattr(batch, ability, None)):  # PackedSequence, graph batches, TensorDict, the user's own class
+        return one(batch)
+    if isinstance(batch, tuple):
+        parts = [_map(part, one, ability) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if isinstance(batch, list):
+        clone = copy.copy(batch)
+        clone[:] = [_map(part, one, ability) for part in batch]
+        return clone
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = dataclasses.fields(batch)
+        clone = copy.copy(cast(Any, batch))
+        for field in fields:
+            # object's own setter: the class may be frozen, and its __post_init__ has run already
+            object.__setattr__(clone, field.name, _map(getattr(batch, field.name), one, ability))
+        return clone
+    return batch
+
+
+def _map_mapping(batch: Mapping[Any, Any], one: Callable[[Any], Any], ability: str) -> Any:
+    parts = {key: _map(value, one, ability) for key, value in batch.items()}
+    if type(batch) is dict:
+        return parts
+    try:
+        if isinstance(batch, MutableMapping):  # BatchEncoding and its like carry more than their keys
+            clone = copy.copy(batch)
+            clone.update(parts)
+            return clone
+        return type(batch)(parts)  # type: ignore[call-arg]
+    except TypeError:
+        return parts

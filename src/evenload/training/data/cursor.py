@@ -1,0 +1,50 @@
+"""Where training stands in its data: plain values, counted in committed global samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evenload.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The place after the last committed step, equal on all ranks and true for any number of them."""
+
+    epoch: int = 0
+    step: int = 0
+    """Steps of this epoch that are behind."""
+    position: int = 0
+    """Global samples of this epoch's order that are behind."""
+    global_step: int = 0
+    """Steps committed since the start of training."""
+    samples_total: int = 0
+    """Samples committed since the start of training."""
+    seed: int = 0
+    """The seed of the order; another one would mix two orders in one epoch."""
+    epoch_samples: int = -1
+    """Samples of this epoch's order; -1 where it has not been drawn or is a stream."""
+    generators: tuple[str, ...] = ()
+    """The states of the sampler's own generators before this epoch's order was drawn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Integers and text only."""
+        return {**dataclasses.asdict(self), "generators": list(self.generators)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
+        """Reads what `state_dict` gave.
+
+        Raises:
+            CheckpointError: a value is missing or unknown.
+        """
+        try:
+            return cls(**{**state, "generators": tuple(state["generators"])})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint's data cursor holds {', '.join(sorted(map(str, state)))}, which this version can't "
+                f"read ({error}); resume with the version that wrote it, or start anew with --fresh"
+            ) from error

@@ -1,0 +1,184 @@
+"""The global order of an epoch: which sample stands at which position, cut in global batches.
+
+Identity and plain shuffling are functions of (seed, epoch), computed by every rank for itself. Any other sampler is
+drawn once, by rank 0, and shared.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import itertools
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
+
+from evenload.errors import DataError, PeerLostError
+from evenload.training.data import checks, randomness
+
+MAX_ENDLESS = 10_000_000
+"""Keys drawn from a sampler without a length before it is taken for endless."""
+
+Agree = Callable[[Sequence[int] | None], list[int]]
+"""Rank 0 gives integers, every rank gets them."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One epoch's samples by global position.
+
+    ``bounds`` holds the position at which each step begins, and at the end the number of samples: step s takes the
+    positions ``[bounds[s], bounds[s + 1])``.
+    """
+
+    source: range | torch.Tensor | list[Any]
+    bounds: Sequence[int]
+    generators_before: tuple[str, ...] = ()
+    """The states of the sampler's own generators before it was drawn, to draw the same again."""
+
+    @property
+    def num_steps(self) -> int:
+        """Global batches of the epoch."""
+        return len(self.bounds) - 1
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the epoch, those that drop_last drops left out."""
+        return self.bounds[-1]
+
+    def keys(self, low: int, high: int) -> list[Any]:
+        """The dataset's keys at the positions ``[low, high)``."""
+        part = self.source[low:high]
+        return part.tolist() if isinstance(part, torch.Tensor) else list(part)
+
+    def step_at(self, position: int) -> int:
+        """The step that begins at a position.
+
+        Raises:
+            DataError: no step begins there, so the batches are not those the position was counted in.
+        """
+        step = bisect.bisect_left(self.bounds, position)
+        if step == len(self.bounds) or self.bounds[step] != position:
+            raise DataError(
+                f"the checkpoint stands at sample {position} of its epoch, where no step of this loader begins "
+                f"({self.num_steps} steps, {self.num_samples} samples): its batch_size, drop_last or sampler was "
+                f"another one; set them as they were, or start anew with --fresh"
+            )
+        return step
+
+
+def draw_order(loader: DataLoader[Any], *, seed: int, epoch: int, rank: int, agree: Agree) -> Order:
+    """The order of one epoch; a collective call where the sampler is the user's.
+
+    The user's sampler draws under global generators keyed by (seed, epoch), and from its own generators as they are;
+    their states move on alike on every rank. ``set_epoch`` is called where there is one.
+
+    Raises:
+        DataError: the sampler has no end, or its keys can't be shared.
+        PeerLostError: rank 0 could not draw it.
+    """
+    sampler = loader.sampler
+    if checks.has_plain_batches(loader):
+        plain: range | torch.Tensor | None = None
+        if type(sampler) is SequentialSampler:
+            plain = range(len(sampler))
+        elif checks.is_plain_shuffle(sampler):
+            generator = torch.Generator().manual_seed(randomness.mix(seed, epoch, randomness.ORDER))
+            plain = torch.randperm(len(sampler), generator=generator)  # type: ignore[arg-type]
+        if plain is not None:
+            return Order(plain, regular_bounds(len(plain), loader))
+    return _share_order(loader, seed, epoch, rank, agree)
+
+
+def regular_bounds(num_samples: int, loader: DataLoader[Any]) -> list[int]:
+    """Where each batch of ``batch_size`` begins, and the end."""
+    size = loader.batch_size or 1
+    bounds = list(range(0, num_samples, size))
+    if num_samples % size == 0 or not loader.drop_last:
+        bounds.append(num_samples)
+    return bounds or [0]
+
+
+def _share_order(loader: DataLoader[Any], seed: int, epoch: int, rank: int, agree: Agree) -> Order:
+    samplers = checks.samplers_of(loader)
+    generators = randomness.find_generators(samplers)
+    for sampler in samplers:
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+    if rank == 0:
+        try:
+            message = _draw(loader, generators, seed, epoch)
+        except Exception as error:
+            # The other ranks wait for the order: they are told before the error goes its way.
+            agree(_pack({"error": f"{type(error).__name__}: {error}"}, []))
+            raise
+        header, keys = _unpack(agree(message))
+    else:
+        header, keys = _unpack(agree(None))
+        if "error" in header:
+            raise PeerLostError(f"rank 0 could not draw the order of epoch {epoch}: {header['error']}")
+        # So that any rank can take over from rank 0, and every rank's cursor is the same.
+        randomness.load_generators(generators, header["after"])
+    source: torch.Tensor | list[Any] = torch.tensor(keys, dtype=torch.int64)
+    if header["keys"] is not None:
+        source = header["keys"]
+    if header["lengths"] is None:
+        bounds = regular_bounds(len(source), loader)
+    else:
+        bounds = [0, *itertools.accumulate(header["lengths"])]
+    return Order(source, bounds, header["before"])
+
+
+def _draw(loader: DataLoader[Any], generators: list[Any], seed: int, epoch: int) -> list[int]:
+    before = randomness.save_generators(generators)
+    lengths: list[int] | None = None
+    with randomness.forked():
+        randomness.reseed(randomness.mix(seed, epoch, randomness.DRAW))
+        if checks.has_plain_batches(loader):
+            keys = _take(loader.sampler)
+        else:
+            lists = [list(keys) for keys in _take(loader.batch_sampler)]
+            if not all(lists):
+                raise DataError(f"batch {lists.index([])} of the batch_sampler is empty; leave empty batches out")
+            lengths = [len(keys) for keys in lists]
+            keys = list(itertools.chain.from_iterable(lists))
+    plain = all(type(key) is int and -(1 << 63) <= key < 1 << 63 for key in keys)
+    header = {
+        "keys": None if plain else keys,
+        "lengths": lengths,
+        "before": before,
+        "after": randomness.save_generators(generators),
+    }
+    try:
+        return _pack(header, keys if plain else [])
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"the sampler gives keys of type {type(keys[0]).__qualname__}, which can't be sent to the other ranks "
+            f"({error}); let it give integers, strings or tuples of them"
+        ) from error
+
+
+def _take(sampler: Any) -> list[Any]:
+    keys = list(itertools.islice(sampler, MAX_ENDLESS + 1)) if not hasattr(sampler, "__len__") else list(sampler)
+    if len(keys) > MAX_ENDLESS and not hasattr(sampler, "__len__"):
+        raise DataError(
+            f"{type(sampler).__qualname__} has no __len__ and gave more than {MAX_ENDLESS:,} keys: an epoch needs an "
+            f"end; give it a __len__, or end it with itertools.islice"
+        )
+    return keys
+
+
+def _pack(header: dict[str, Any], keys: list[int]) -> list[int]:
+    data = pickle.dumps(header)
+    words = array.array("q", data + bytes(-len(data) % 8)).tolist()
+    return [len(data), len(words), *words, *keys]
+
+
+def _unpack(message: list[int]) -> tuple[dict[str, Any], list[int]]:
+    num_bytes, num_words = message[:2]
+    data = array.array("q", message[2 : 2 + num_words]).tobytes()[:num_bytes]
+    return pickle.loads(data), message[2 + num_words :]

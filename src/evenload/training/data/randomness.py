@@ -1,0 +1,127 @@
+"""Random numbers that depend on the sample, not on who computes it.
+
+Every seed is a hash of plain integers: (seed, epoch, purpose, global position). The generators seeded are those that
+datasets use without saying so: torch's default CPU generator, `random`, and numpy's global one where numpy is imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+# What a seed is for, so that no two uses share one.
+ORDER, DRAW, SAMPLE, COLLATE, WORKERS, STREAM = range(6)
+
+
+def mix(*parts: int) -> int:
+    """Hashes integers to one of 63 bits (the finalizer of splitmix64, Steele et al. 2014, over each part)."""
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def reseed(seed: int) -> None:
+    """Seeds the global generators that are there; about 10 microseconds."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def take_state() -> tuple[Any, ...]:
+    """The states of the global generators."""
+    numpy = sys.modules.get("numpy")
+    return torch.default_generator.get_state(), random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def put_state(state: tuple[Any, ...]) -> None:
+    """Puts back what `take_state` took."""
+    torch.default_generator.set_state(state[0])
+    random.setstate(state[1])
+    if state[2] is not None:
+        sys.modules["numpy"].random.set_state(state[2])
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Whatever the body does to the global generators is undone."""
+    state = take_state()
+    try:
+        yield
+    finally:
+        put_state(state)
+
+
+class OwnRandomness:
+    """Global generators of its own for code that runs a piece at a time, between other code that draws too."""
+
+    def __init__(self, seed: int) -> None:
+        with forked():
+            reseed(seed)
+            self._state = take_state()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The body draws from these generators and goes on where the last body stopped."""
+        with forked():
+            put_state(self._state)
+            try:
+                yield
+            finally:
+                self._state = take_state()
+
+
+def find_generators(owners: Iterable[Any]) -> list[Any]:
+    """The generators that objects hold as attributes, each once, in a fixed order."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    found: dict[int, Any] = {}
+    for owner in owners:
+        for value in getattr(owner, "__dict__", {}).values():
+            if isinstance(value, kinds):
+                found.setdefault(id(value), value)
+    return list(found.values())
+
+
+def save_generators(generators: Iterable[Any]) -> tuple[str, ...]:
+    """The states as text, so that a cursor stays plain values."""
+    return tuple(base64.b64encode(pickle.dumps(_get(generator))).decode() for generator in generators)
+
+
+def load_generators(generators: Iterable[Any], states: Iterable[str]) -> None:
+    """Puts back what `save_generators` took."""
+    for generator, state in zip(generators, states, strict=True):
+        _set(generator, pickle.loads(base64.b64decode(state)))
+
+
+def _get(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().tolist())
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(list(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

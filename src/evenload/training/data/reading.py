@@ -1,0 +1,180 @@
+"""What a loader worker does: read the samples of one task, each with randomness of its own, and collate them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from evenload.training.data import randomness
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Samples to be read and collated together."""
+
+    epoch: int
+    low: int
+    """Global position of the first sample; the others follow."""
+    keys: tuple[Any, ...]
+    """The dataset's keys; none: nothing is to be read."""
+    serial: int = -1
+    """Number in the order of sending; -1 where it isn't sent through a queue."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Global positions ``[low, high)``."""
+        return self.low, self.low + len(self.keys)
+
+
+_WORKER_INFO = ("id", "num_workers", "seed", "dataset")
+
+
+class Skipped:
+    """Stands for a task that was called off, or was empty."""
+
+
+class TaskReader(Dataset[Any]):
+    """The user's dataset behind a door that takes tasks; lives in every worker.
+
+    Keyed randomness: before each sample the global generators are seeded by (seed, epoch, global position), before
+    collation by the position of the first sample. A dataset with ``__getitems__`` reads a whole task in one call, so it
+    is seeded once, by the task's first position: its random draws depend on how the batch is split.
+
+    Args:
+        cancelled: shared flags by ``serial % len``; a task whose flag is up is left, between two samples at the latest.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any],
+        *,
+        seed: int,
+        keyed: bool,
+        cancelled: Any = None,
+    ) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self._seed = seed
+        self._keyed = keyed
+        self._cancelled = cancelled
+
+    def __getitems__(self, task: Task) -> Any:
+        """Reads and collates; torch's fetcher passes whatever the batch sampler gave."""
+        if not self._keyed or get_worker_info() is not None:
+            return self._read(task)
+        with randomness.forked():
+            return self._read(task)
+
+    def _read(self, task: Task) -> Any:
+        if not task.keys or self._is_cancelled(task):
+            return Skipped()
+        seed = randomness.mix(self._seed, task.epoch, randomness.SAMPLE)
+        if reads_in_batches(self.dataset):
+            if self._keyed:
+                randomness.reseed(randomness.mix(seed, task.low))
+            samples = self.dataset.__getitems__(list(task.keys))
+        else:
+            samples = []
+            for position, key in enumerate(task.keys, start=task.low):
+                if self._is_cancelled(task):
+                    return Skipped()
+                if self._keyed:
+                    randomness.reseed(randomness.mix(seed, position))
+                samples.append(self.dataset[key])
+        if self._keyed:
+            randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.COLLATE, task.low))
+        return self.collate_fn(samples)
+
+    def _is_cancelled(self, task: Task) -> bool:
+        if self._cancelled is None or task.serial < 0:
+            return False
+        return bool(self._cancelled[task.serial % len(self._cancelled)])
+
+
+def reads_in_batches(dataset: Any) -> bool:
+    """Whether ``__getitems__`` is the dataset's own; torch's Subset has one that may only loop."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def as_read(data: Any) -> Any:
+    """The inner loader's collate_fn: the reader has collated already."""
+    return data
+
+
+class WorkerInit:
+    """Shows the user's worker_init_fn, and the dataset, the user's own dataset in `get_worker_info().dataset`."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        """Runs in the worker, before it reads."""
+        info: Any = get_worker_info()
+        own = info.dataset.dataset
+        # Before torch 2.13 it was no dataclass; these four are all it held.
+        known = [field.name for field in dataclasses.fields(info)] if dataclasses.is_dataclass(info) else _WORKER_INFO
+        shown = {name: getattr(info, name) for name in known}
+        torch_worker._worker_info = type(info)(**{**shown, "dataset": own})
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker_id)
+
+
+def inner_loader(loader: DataLoader[Any], dataset: Any, *, pin: bool, **batching: Any) -> DataLoader[Any]:
+    """A torch DataLoader over `dataset` with the workers that the user's loader asks for.
+
+    Args:
+        loader: the user's.
+        dataset: what the workers read.
+        pin: whether torch pins what the workers give; only sensible where it goes to a GPU.
+        batching: batch_sampler, batch_size, drop_last, collate_fn of the inner loader.
+    """
+    workers: dict[str, Any] = {}
+    if loader.num_workers > 0:
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "worker_init_fn": WorkerInit(loader.worker_init_fn),
+            "timeout": loader.timeout,
+        }
+    with quiet():
+        return DataLoader(
+            dataset,
+            num_workers=loader.num_workers,
+            pin_memory=pin,
+            generator=torch.Generator(),
+            **workers,
+            **batching,
+        )
+
+
+def seed_workers(inner: DataLoader[Any], generator: torch.Generator | None, *parts: int) -> None:
+    """Fixes the base seed of the workers that `inner` starts next; a generator the user gave counts in."""
+    own = 0 if generator is None else generator.initial_seed()
+    inner.generator.manual_seed(randomness.mix(randomness.WORKERS, own, *parts))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch has told the user once that there are more workers than cores; the inner loader need not repeat it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
+def end_workers(iterator: Any) -> None:
+    """Ends the worker processes of a DataLoader's iterator now, not when it is garbage-collected."""
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()

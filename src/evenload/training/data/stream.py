@@ -1,0 +1,215 @@
+"""Iterable datasets: every rank reads the whole stream and keeps its own samples.
+
+What is promised: step s is the s-th batch that the user's own DataLoader would give, ragged batches included, split
+over the ranks by the plan; every sample is used once, the ranks end at the same step, and a resume skips what was
+used. What it needs: the stream must be the same on every rank. It is where it has no randomness, or draws it from the
+global generators (torch, random, numpy), which are seeded by (seed, epoch) on every rank alike; a dataset that shards
+itself by rank must stop doing so. What it costs: every rank reads, decodes and augments every sample, and a resume
+reads the skipped ones again. A map-style dataset has neither cost.
+
+The user's collate_fn runs in the main process, since the plan is known only there.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from evenload.errors import DataError
+from evenload.training.data import randomness
+from evenload.training.data.batches import pin as pin_batch
+from evenload.training.data.reading import end_workers, inner_loader, quiet, seed_workers
+
+
+class StreamBatch:
+    """The samples of one global batch, as read from the stream."""
+
+    def __init__(self, samples: Sequence[Any], position: int) -> None:
+        """Made by the feed; `position` is the global position of the first sample."""
+        self._samples = samples
+        self._position = position
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def samples(self, low: int, high: int) -> list[Any]:
+        """Those at the global positions ``[low, high)``."""
+        return [self._samples[index] for index in range(low - self._position, high - self._position)]
+
+    def joined(self, other: StreamBatch) -> StreamBatch:
+        """This batch and the one that follows it, as one."""
+        return StreamBatch([*self._samples, *other._samples], self._position)
+
+
+class StreamFeed:
+    """Reads the stream batch by batch, in the order that the user's loader would give.
+
+    Args:
+        loader: the user's; not kept, so that a feed may be kept as long as the loader lives.
+        seed: of the stream's randomness.
+        keyed: whether the stream draws from generators seeded by (seed, epoch).
+        pin: whether collated batches are pinned.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, seed: int, keyed: bool, pin: bool) -> None:
+        self._dataset = loader.dataset
+        self._size = loader.batch_size or 1
+        self._drop_last = loader.drop_last
+        self._collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
+        self._generator = loader.generator
+        self._persistent = loader.persistent_workers
+        self._seed, self._keyed, self._pin = seed, keyed, pin
+        self._epoch = 0
+        self._own: randomness.OwnRandomness | None = None
+        self._batches: Iterator[Sequence[Any]] | None = None
+        self._inner: DataLoader[Any] | None = None
+        if loader.num_workers > 0:
+            self._stream = _Stream(loader.dataset, seed if keyed else None)
+            self._inner = inner_loader(
+                loader,
+                self._stream,
+                pin=False,
+                batch_size=loader.batch_size,
+                drop_last=loader.drop_last,
+                collate_fn=PackedSamples.pack,
+            )
+
+    def begin(self, epoch: int, skip_batches: int = 0, skip_samples: int = 0) -> None:
+        """Starts the stream of an epoch, and reads past what was used before.
+
+        Raises:
+            DataError: the batches passed don't hold as many samples as were used.
+        """
+        self._epoch = epoch
+        if self._inner is not None:
+            # The same base seed on every rank: the streams must be the same.
+            seed_workers(self._inner, self._generator, self._seed, epoch)
+            self._stream.epoch.value = epoch
+            with quiet():
+                self._batches = iter(self._inner)
+        else:
+            if self._keyed:
+                self._own = randomness.OwnRandomness(randomness.mix(self._seed, epoch, randomness.STREAM))
+            self._batches = self._cut()
+        passed = sum(len(self._next()) for _ in range(skip_batches))
+        if passed != skip_samples:
+            raise DataError(
+                f"the checkpoint stands after {skip_samples} samples in {skip_batches} batches of the stream; now its "
+                f"first {skip_batches} batches hold {passed}: the dataset, batch_size or num_workers changed; set them "
+                f"as they were, or start anew with --fresh"
+            )
+
+    def next_batch(self, position: int) -> StreamBatch:
+        """The next global batch, whose first sample has this global position; empty at the end."""
+        return StreamBatch(self._next(), position)
+
+    def collate(self, samples: list[Any], low: int) -> Any:
+        """Samples collated by the user's function; `low` is the global position of the first."""
+        if not self._keyed:
+            data = self._collate_fn(samples)
+        else:
+            with randomness.forked():
+                randomness.reseed(randomness.mix(self._seed, self._epoch, randomness.COLLATE, low))
+                data = self._collate_fn(samples)
+        return pin_batch(data) if self._pin else data
+
+    def pause(self) -> None:
+        """The epoch is over, or was left. Workers end unless they are persistent."""
+        self._own = None
+        if self._inner is None or not self._persistent:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the workers."""
+        batches, self._batches = self._batches, None
+        if self._inner is not None:
+            end_workers(batches)
+            self._inner._iterator = None
+
+    def _next(self) -> Sequence[Any]:
+        if self._batches is None:
+            return ()
+        if self._own is None:
+            return next(self._batches, ())
+        with self._own.active():
+            return next(self._batches, ())
+
+    def _cut(self) -> Iterator[list[Any]]:
+        samples = iter(self._dataset)
+        while batch := list(itertools.islice(samples, self._size)):
+            if len(batch) == self._size or not self._drop_last:
+                yield batch
+
+
+class _Stream(IterableDataset[Any]):
+    """The user's dataset in a worker, seeded by (seed, epoch, worker) each time it begins."""
+
+    def __init__(self, dataset: Any, seed: int | None) -> None:
+        self.dataset = dataset
+        self.epoch = multiprocessing.RawValue("q", 0)  # persistent workers see it change
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        if self._seed is not None and info is not None:
+            randomness.reseed(randomness.mix(self._seed, self.epoch.value, randomness.STREAM, info.id))
+        return iter(self.dataset)
+
+
+class PackedSamples(Sequence[Any]):
+    """Samples on their way from a worker: one buffer, each unpacked only where it is used.
+
+    As they are, every tensor of every sample would need an open file of its own.
+    """
+
+    def __init__(self, buffer: torch.Tensor, ends: list[int]) -> None:
+        """`buffer` is bytes; sample i ends at ``ends[i]``."""
+        self._buffer = buffer
+        self._ends = ends
+
+    @classmethod
+    def pack(cls, samples: list[Any]) -> PackedSamples:
+        """Packs them in the worker."""
+        stream = io.BytesIO()
+        ends = []
+        for sample in samples:
+            _Pickler(stream, protocol=5).dump(sample)
+            ends.append(stream.tell())
+        return cls(torch.frombuffer(stream.getbuffer(), dtype=torch.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        low = self._ends[index - 1] if index else 0
+        return pickle.loads(self._buffer.numpy()[low : self._ends[index]].data)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes plain CPU tensors as their bytes; torch's own way costs some 50 microseconds each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        if value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
+            return NotImplemented
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, value.dtype, tuple(value.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

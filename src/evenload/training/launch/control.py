@@ -1,0 +1,129 @@
+"""The control channel: small exchanges at the boundaries of a step, each checked to be the same on all ranks.
+
+Every exchange carries what this rank is doing and where. If two ranks do different things, all of them learn it from the
+same exchange and raise `DesyncError` that names who does what: a `break` on one rank is an error, never a hang.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from evenload.errors import DesyncError, PeerLostError
+from evenload.training.launch.groups import Groups
+
+CAPACITY = 56
+"""Values that one exchange carries; longer ones take further rounds."""
+_HEAD = 4
+
+
+class Operation(enum.IntEnum):
+    """What a rank does at an exchange."""
+
+    PREPARE = 1
+    AGREE = 2
+    BEGIN = 3
+    BACKWARD = 4
+    FLAGS = 5
+    EVALUATE = 6
+    CHECKPOINT = 7
+    RESUME = 8
+    ANY = 9
+    REDUCE = 10
+    BARRIER = 11
+    CLOSE = 12
+
+
+_DOING = {
+    Operation.PREPARE: "calls run.prepare",
+    Operation.AGREE: "begins an epoch",
+    Operation.BEGIN: "is in step.backward",
+    Operation.BACKWARD: "is in step.backward",
+    Operation.FLAGS: "is in step.backward",
+    Operation.EVALUATE: "begins run.batches",
+    Operation.CHECKPOINT: "calls run.checkpoint",
+    Operation.RESUME: "calls run.resume",
+    Operation.ANY: "calls run.any",
+    Operation.REDUCE: "calls run.reduce",
+    Operation.BARRIER: "is in run.main_first or run.group",
+    Operation.CLOSE: "has ended its script",
+}
+
+
+class Control:
+    """Exchanges of small vectors of float64 (exact for integers below 2^53) between all ranks."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self.place: tuple[int, int] = (0, -1)
+        """(epoch, step in the epoch) of this rank, checked at each exchange; -1 outside of a step."""
+
+    def exchange(self, operation: Operation, values: Sequence[float] = ()) -> list[list[float]]:
+        """All ranks' values, by rank.
+
+        Raises:
+            DesyncError: a rank does another operation, is at another step, or gives another number of values.
+            PeerLostError: a rank is gone.
+        """
+        if self._groups.control is None:
+            return [list(values)]
+        rounds = max(1, -(-len(values) // CAPACITY))
+        rows: list[list[float]] = [[] for _ in range(self._groups.world_size)]
+        for index in range(rounds):
+            part = list(values[index * CAPACITY : (index + 1) * CAPACITY])
+            mine = torch.zeros(_HEAD + CAPACITY, dtype=torch.float64)
+            mine[: _HEAD + len(part)] = torch.tensor(
+                [float(operation), float(self.place[0]), float(self.place[1]), float(len(values)), *part],
+                dtype=torch.float64,
+            )
+            everyone = torch.empty(self._groups.world_size, _HEAD + CAPACITY, dtype=torch.float64)
+            try:
+                dist.all_gather(list(everyone.unbind()), mine, group=self._groups.control)
+            except RuntimeError as error:
+                raise PeerLostError(f"a rank is gone ({error})") from error
+            table = everyone.tolist()
+            if any(row[:_HEAD] != table[0][:_HEAD] for row in table):
+                raise DesyncError(_tell([row[:_HEAD] for row in table]))
+            for row, received in zip(rows, table, strict=True):
+                row.extend(received[_HEAD : _HEAD + len(part)])
+        return rows
+
+    def agree(self, values: Sequence[int] | None) -> list[int]:
+        """Rank 0's integers, on all ranks. Other ranks give None."""
+        rank = self._groups.rank
+        if self._groups.control is None:
+            return list(values or ())
+        own = torch.tensor(list(values or ()), dtype=torch.int64) if rank == 0 else None
+        length = int(self.exchange(Operation.AGREE, [float(own.numel()) if own is not None else 0.0])[0][0])
+        tensor = own if own is not None else torch.empty(length, dtype=torch.int64)
+        if length:
+            try:
+                dist.broadcast(tensor, group_src=0, group=self._groups.control)
+            except RuntimeError as error:
+                raise PeerLostError(f"rank 0 is gone ({error})") from error
+        return tensor.tolist()
+
+    def barrier(self, operation: Operation = Operation.BARRIER) -> None:
+        """Waits until all ranks are here."""
+        self.exchange(operation)
+
+
+def _tell(heads: list[list[float]]) -> str:
+    """Who does what, ranks that do the same together."""
+    places: dict[str, list[int]] = {}
+    for rank, (operation, epoch, step, length) in enumerate(heads):
+        doing = _DOING[Operation(int(operation))]
+        where = f" at epoch {int(epoch)}, step {int(step)}" if step >= 0 else ""
+        size = f" with {int(length)} values" if len({head[3] for head in heads}) > 1 else ""
+        places.setdefault(doing + where + size, []).append(rank)
+    who = "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} {doing}"
+        for doing, ranks in places.items()
+    )
+    return (
+        f"the ranks do different things: {who}. All ranks must leave a loop together: "
+        "make one rank's decision everybody's with `if run.any(flag): break`"
+    )

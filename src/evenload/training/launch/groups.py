@@ -1,0 +1,217 @@
+"""The one holder of process groups: control, gradients, statistics.
+
+Three groups, because their collectives interleave differently on each rank: gradients leave in the middle of a backward,
+statistics (BatchNorm) inside forward and backward, control at the boundaries. A generation of groups lives as long as the
+membership; `rebuild` makes the next one, `abort` fails whatever is outstanding so that nobody waits for a lost peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from evenload.errors import ConfigError, LaunchError, PeerLostError
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who takes part in one generation; the index of a worker is its rank."""
+
+    generation: int
+    workers: tuple[str, ...]
+    store: str
+    """``host:port`` of the store; empty for a world of one or where the process group was there before us."""
+
+
+class Pending:
+    """A collective under way. `wait` returns when it is done, or raises when it failed or its generation was aborted."""
+
+    def __init__(self, work: dist.Work | None, blocking: bool) -> None:
+        self._work = work
+        self._future: torch.futures.Future[None] | None = None
+        self._lock = threading.Lock()
+        if work is not None and blocking:
+            # Our own future, not the work's: a lost peer does not wake every waiter, so abort() must be able to.
+            self._future = torch.futures.Future()
+            work.get_future().add_done_callback(self._done)
+
+    def wait(self) -> None:
+        """Waits for the end.
+
+        Raises:
+            PeerLostError: a peer went away, or the generation was aborted.
+        """
+        try:
+            if self._future is not None:
+                self._future.wait()
+            elif self._work is not None:
+                self._work.wait()
+        except PeerLostError:
+            raise
+        except RuntimeError as error:
+            raise PeerLostError(f"a collective failed: {error}") from error
+
+    def fail(self, error: PeerLostError) -> None:
+        """Ends the waiting with an error, if it has not ended."""
+        with self._lock:
+            if self._future is not None and not self._future.done():
+                self._future.set_exception(error)
+
+    def _done(self, finished: torch.futures.Future[object]) -> None:
+        failure: Exception | None = None
+        try:
+            finished.value()
+        except Exception as error:  # the work's own error, whatever its type, belongs to the waiter
+            failure = error
+        with self._lock:
+            if self._future is None or self._future.done():
+                return
+            if failure is None:
+                self._future.set_result(None)
+            else:
+                self._future.set_exception(failure)
+
+
+class Groups:
+    """The process groups of the current generation; nothing else in Evenload makes or ends one."""
+
+    def __init__(self, membership: Membership, rank: int, *, backend: str, timeout_s: float) -> None:
+        """Joins all workers of `membership`; returns when all of them are there.
+
+        Raises:
+            LaunchError: the store or the peers can't be reached within `timeout_s`.
+        """
+        self.rank = rank
+        self._timeout = timedelta(seconds=timeout_s)
+        self._backend = backend
+        self._adopted = dist.is_initialized()
+        self._store: dist.Store | None = None
+        self._pending: list[Pending] = []
+        self.control: dist.ProcessGroup | None = None
+        self.gradients: dist.ProcessGroup | None = None
+        self.statistics: dist.ProcessGroup | None = None
+        self.membership = membership
+        self._build()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of this generation."""
+        return len(self.membership.workers)
+
+    def rebuild(self, membership: Membership) -> None:
+        """Ends this generation's groups and builds those of `membership`; this worker's rank follows from its id."""
+        worker = self.membership.workers[self.rank]
+        if worker not in membership.workers:
+            raise LaunchError(f"{worker} is no member of generation {membership.generation}: {membership.workers}")
+        self._destroy()
+        self.membership = membership
+        self.rank = membership.workers.index(worker)
+        self._build()
+
+    def abort(self, reason: str) -> None:
+        """Fails every collective under way with `PeerLostError(reason)`; the groups can't be used until `rebuild`."""
+        error = PeerLostError(reason)
+        for pending in self._pending:
+            pending.fail(error)
+        self._pending.clear()
+
+    def sum_async(self, tensor: torch.Tensor) -> Pending:
+        """Begins a sum of gradients over all ranks, in place."""
+        if self.gradients is None:
+            return Pending(None, blocking=False)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.gradients, async_op=True)
+        # On NCCL wait() only orders streams; on gloo it blocks the thread and must be wakeable.
+        pending = Pending(work, blocking=tensor.device.type == "cpu")
+        self._pending = [p for p in self._pending if p._future is not None and not p._future.done()]
+        self._pending.append(pending)
+        return pending
+
+    def sum_statistics(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor of statistics over all ranks, in place, and waits."""
+        if self.statistics is None:
+            return
+        try:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.statistics)
+        except RuntimeError as error:
+            raise PeerLostError(f"BatchNorm's statistics could not be summed: {error}") from error
+
+    def gather_statistics(self, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' vectors of statistics, shape ``(world_size, len(own))``."""
+        if self.statistics is None:
+            return own.unsqueeze(0)
+        everyone = own.new_empty(self.world_size, own.numel())
+        try:
+            dist.all_gather(list(everyone.unbind()), own, group=self.statistics)
+        except RuntimeError as error:
+            raise PeerLostError(f"BatchNorm's statistics could not be gathered: {error}") from error
+        return everyone
+
+    def subset(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of some ranks for the user's own collectives; ends with this generation.
+
+        Raises:
+            ConfigError: a rank that is not there, or none.
+        """
+        bad = [rank for rank in ranks if not 0 <= rank < self.world_size]
+        if bad or not ranks or len(set(ranks)) != len(ranks):
+            raise ConfigError(
+                f"run.group(ranks={list(ranks)}): expected different ranks from 0 to {self.world_size - 1}"
+            )
+        if self.control is None:
+            return None
+        return dist.new_group(ranks=list(ranks), backend=self._backend, timeout=self._timeout)
+
+    def close(self) -> None:
+        """Ends the groups that this object made; a process group of the user's is left alone."""
+        self._destroy()
+
+    def _build(self) -> None:
+        world_size = self.world_size
+        if world_size == 1 and not self._adopted:
+            return
+        if not self._adopted:
+            try:
+                if self._store is None:
+                    self._store = self._connect()
+                dist.init_process_group(
+                    backend="cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo",
+                    store=dist.PrefixStore(f"evenload/{self.membership.generation}", self._store),
+                    rank=self.rank,
+                    world_size=world_size,
+                    timeout=self._timeout,
+                )
+            except (RuntimeError, ValueError) as error:
+                raise LaunchError(
+                    f"rank {self.rank} could not join the other {world_size - 1} ranks at {self.membership.store}: {error}"
+                ) from error
+        self.control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.gradients = dist.new_group(backend=self._backend, timeout=self._timeout)
+        self.statistics = dist.new_group(backend=self._backend, timeout=self._timeout)
+
+    def _connect(self) -> dist.Store:
+        """The store: our launcher's, or the one that torchrun's variables name (rank 0 serves it, or torchrun's agent)."""
+        if self.membership.store == "env://":
+            store: dist.Store = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=self._timeout))[0]
+            return store
+        host, _, port = self.membership.store.rpartition(":")
+        return dist.TCPStore(host, int(port), None, is_master=False, timeout=self._timeout)
+
+    def _destroy(self) -> None:
+        self.abort("the process groups were closed")
+        groups = (self.control, self.gradients, self.statistics)
+        self.control = self.gradients = self.statistics = None
+        if not dist.is_initialized():
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
+            if self._adopted:
+                for group in groups:
+                    if group is not None:
+                        dist.destroy_process_group(group)
+            else:
+                dist.destroy_process_group()

@@ -1,0 +1,49 @@
+"""Is the script or module there? Looked up without running any of it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from evenload.errors import LaunchError
+
+
+def check_target(arguments: Sequence[str]) -> None:
+    """Whether the script or module is there, without running any of it.
+
+    Raises:
+        LaunchError: it isn't.
+    """
+    if not arguments or tuple(arguments) == ("-m",):
+        raise LaunchError("there is no script to run; write `evenload run train.py`")
+    if arguments[0] == "-m":
+        _check_module(arguments[1])
+        return
+    path = Path(arguments[0])
+    if path.is_dir():
+        raise LaunchError(f"{path} is a folder; give the script in it, or `-m package.module`")
+    if not path.exists():
+        near = sorted(other.name for other in path.absolute().parent.glob("*.py"))[:8]
+        here = f"; scripts in that folder: {', '.join(near)}" if near else ""
+        raise LaunchError(f"there is no script {path}{here}")
+
+
+def _check_module(name: str) -> None:
+    # Found part by part: `importlib.util.find_spec` would import the packages around it here, torch and all.
+    where: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    found = ""
+    for part in name.split("."):
+        found = f"{found}.{part}" if found else part
+        spec = importlib.machinery.PathFinder.find_spec(part, list(where) if where is not None else [])
+        if spec is None and found == part:
+            with suppress(ImportError, ValueError):
+                spec = importlib.util.find_spec(part)
+        if spec is None:
+            raise LaunchError(f"-m {name}: there is no module {found} here or on the path")
+        where = spec.submodule_search_locations
+    if where is not None and importlib.machinery.PathFinder.find_spec("__main__", list(where)) is None:
+        raise LaunchError(f"-m {name}: {name} is a package without a __main__.py, so it can't be run")

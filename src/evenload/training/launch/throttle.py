@@ -1,0 +1,343 @@
+"""Unequal ranks on one machine: CPU ranks that run at a chosen part of their own speed.
+
+Where control groups can be written, a rank's group gets a CPU quota; else the rank repeats part of its own computation.
+Nobody ever sleeps: a sleeping rank lends its core to the others and hides communication. The quota's period is 20 ms;
+with the usual 100 ms, steps of a second scatter by 10 %.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from evenload.errors import ConfigError, LaunchError
+from evenload.training.launch.environment import WorkerSpec
+
+PERIOD_US = 20_000
+_LEAST_QUOTA_US = 1_000
+"""The kernel takes no smaller one; a rank with less gets a longer period."""
+_REQUEST = "throttle-request.json"
+_APPLIED = "throttle.json"
+
+
+def parse_throttle(text: str) -> tuple[float, ...]:
+    """Reads ``1,0.5`` as the command line gives it."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--throttle {text}: expected one speed for each rank, such as 1,0.5") from None
+
+
+def check_factors(factors: Sequence[float], num_ranks: int) -> tuple[float, ...]:
+    """The relative speeds, one for each rank.
+
+    Raises:
+        ConfigError: another number of them than ranks, or one outside (0, 1].
+    """
+    spelled = ",".join(f"{factor:g}" for factor in factors)
+    if len(factors) != num_ranks:
+        raise ConfigError(
+            f"--throttle {spelled}: {len(factors)} speeds for {num_ranks} ranks; give one for each rank, such as "
+            f"{','.join(['1'] * num_ranks)}"
+        )
+    if not all(0 < factor <= 1 for factor in factors):
+        raise ConfigError(f"--throttle {spelled}: a speed is more than 0 and at most 1, the rank's own full speed")
+    return tuple(float(factor) for factor in factors)
+
+
+class Throttle:
+    """The supervisor's side: holds the ranks at their speeds, and changes them when asked.
+
+    ``num_cores[rank]`` is how many cores are the rank's own; a fraction where ranks share cores.
+    """
+
+    def __init__(
+        self,
+        launch_dir: Path,
+        factors: Sequence[float],
+        num_cores: Sequence[float],
+        devices: Sequence[str],
+        use_quota: bool = True,
+    ) -> None:
+        self._launch_dir = launch_dir
+        self._num_cores = tuple(num_cores)
+        self._quotas: CpuGroups | None = None
+        cpu_ranks = [rank for rank, device in enumerate(devices) if device == "cpu"]
+        if use_quota and cpu_ranks:
+            with suppress(OSError):
+                self._quotas = CpuGroups(cpu_ranks)
+        self._factors: tuple[float, ...] = ()
+        self._seen: tuple[int, int] | None = None
+        try:
+            self._apply(check_factors(factors, len(self._num_cores)), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def spec_of(self, rank: int) -> dict[str, Any]:
+        """`WorkerSpec.throttle` of one rank."""
+        means = "quota" if self._quotas is not None and rank in self._quotas.ranks else "compute"
+        return {"factor": self._factors[rank], "means": means}
+
+    def admit(self, rank: int, pid: int) -> None:
+        """Puts a worker's process under its quota; what it starts later comes under it too."""
+        if self._quotas is not None and rank in self._quotas.ranks:
+            self._quotas.admit(rank, pid)
+
+    def poll(self) -> None:
+        """Applies a change that `request` asked for."""
+        path = self._launch_dir / _REQUEST
+        try:
+            stat = path.stat()
+        except OSError:
+            return
+        if (stat.st_ino, stat.st_mtime_ns) == self._seen:
+            return
+        self._seen = (stat.st_ino, stat.st_mtime_ns)
+        asked = json.loads(path.read_text())
+        self._apply(tuple(asked["factors"]), asked["number"])
+
+    def close(self) -> None:
+        """Takes the quotas away; the workers have ended."""
+        if self._quotas is not None:
+            self._quotas.remove()
+            self._quotas = None
+
+    def _apply(self, factors: tuple[float, ...], number: int) -> None:
+        self._factors = factors
+        if self._quotas is not None:
+            for rank in self._quotas.ranks:
+                own = self._num_cores[rank]
+                # A rank at full speed on cores of its own needs no limit; one that shares its cores does.
+                full = factors[rank] == 1 and own == int(own)
+                try:
+                    self._quotas.limit(rank, None if full else factors[rank] * own)
+                except OSError as error:
+                    # Seen where a group above has a quota of its own that this one would exceed.
+                    if number:
+                        raise LaunchError(f"the CPU quota of rank {rank} can't be changed: {error}") from error
+                    self._quotas.remove()
+                    self._quotas = None
+                    break
+        _write(self._launch_dir / _APPLIED, {"number": number, "factors": factors})
+
+
+def request(launch_dir: Path, factors: Sequence[float], timeout_s: float = 5.0) -> None:
+    """Asks the supervisor of a throttled launch for other speeds, and waits until they hold.
+
+    Raises:
+        ConfigError: the launch isn't throttled, or the speeds don't fit it.
+        LaunchError: nothing was applied in time.
+    """
+    try:
+        applied = json.loads((launch_dir / _APPLIED).read_text())
+    except OSError:
+        raise ConfigError(
+            f"the speeds of the launch in {launch_dir} can't be changed: it was started without `--throttle`; "
+            f"start it with `--throttle 1,1` (one speed for each rank)"
+        ) from None
+    checked = check_factors(factors, len(applied["factors"]))
+    number = time.monotonic_ns()
+    _write(launch_dir / _REQUEST, {"number": number, "factors": checked})
+    deadline = time.monotonic() + timeout_s
+    while json.loads((launch_dir / _APPLIED).read_text())["number"] < number:
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the supervisor did not apply the speeds {list(checked)} in {timeout_s:g} s")
+        time.sleep(0.002)
+
+
+class Burner:
+    """A rank's side where there is no quota: pays for its own computation with more of it.
+
+    A rank at speed f that computed for t seconds computes (1/f − 1)·t seconds more.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._rank = spec.rank
+        self._device = spec.device
+        self._active = spec.throttle.get("means") == "compute"
+        self._factor = float(spec.throttle.get("factor", 1.0))
+        self._path = Path(spec.launch_dir) / _APPLIED
+        self._seen: tuple[int, int] | None = None
+        self._matrix: Any = None
+
+    @property
+    def active(self) -> bool:
+        """Whether `pay` may take time: this rank is slowed by repeated computation."""
+        return self._active
+
+    def pay(self, seconds: float) -> float:
+        """Computes on for what ``seconds`` of own computation cost at this rank's speed.
+
+        Returns:
+            The seconds it took.
+        """
+        if not self._active:
+            return 0.0
+        self._reread()
+        owed_s = (1.0 / self._factor - 1.0) * seconds
+        if owed_s <= 0:
+            return 0.0
+        start = time.perf_counter()
+        while time.perf_counter() - start < owed_s:
+            self._compute()
+        return time.perf_counter() - start
+
+    def _compute(self) -> None:
+        import torch
+
+        if self._matrix is None:
+            device = torch.device("cpu" if self._device == "auto" else self._device)
+            self._matrix = torch.full((192, 192), 1 / 192, device=device)
+        with torch.inference_mode():
+            torch.mm(self._matrix, self._matrix)
+        if self._matrix.is_cuda:
+            torch.cuda.synchronize(self._matrix.device)
+
+    def _reread(self) -> None:
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return
+        if (stat.st_ino, stat.st_mtime_ns) != self._seen:
+            self._seen = (stat.st_ino, stat.st_mtime_ns)
+            self._factor = json.loads(self._path.read_text())["factors"][self._rank]
+
+
+class CpuGroups:
+    """One control group for each rank below this process's own; version 1 or 2, whichever has the CPU controller here.
+
+    A quota that this process itself is under stays as it is and holds on top.
+
+    Raises:
+        OSError: groups can't be made here.
+    """
+
+    def __init__(self, ranks: Sequence[int], proc: Path = Path("/proc/self")) -> None:
+        self.ranks = tuple(ranks)
+        above, self._version = find_cpu_group(proc)
+        _sweep(above)
+        self._folder = _make_folder(above)
+        try:
+            if self._version == 2:
+                (self._folder / "cgroup.subtree_control").write_text("+cpu")
+            for rank in self.ranks:
+                self._of(rank).mkdir()
+                self.limit(rank, None)
+        except OSError:
+            self.remove()
+            raise
+
+    def admit(self, rank: int, pid: int) -> None:
+        """Puts the process into the rank's group."""
+        (self._of(rank) / "cgroup.procs").write_text(str(pid))
+
+    def limit(self, rank: int, num_cores: float | None) -> None:
+        """Lets the rank use the time of ``num_cores`` cores; None takes the limit away."""
+        group = self._of(rank)
+        period_us, quota_us = PERIOD_US, -1
+        if num_cores is not None:
+            period_us = min(1_000_000, max(PERIOD_US, round(_LEAST_QUOTA_US / num_cores)))
+            quota_us = max(_LEAST_QUOTA_US, round(num_cores * period_us))
+        if self._version == 2:
+            (group / "cpu.max").write_text(f"{'max' if quota_us < 0 else quota_us} {period_us}")
+            return
+        # Lifted first: a quota that fits the new period may exceed what the old one allows.
+        (group / "cpu.cfs_quota_us").write_text("-1")
+        (group / "cpu.cfs_period_us").write_text(str(period_us))
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+
+    def remove(self) -> None:
+        """Takes the groups away; processes that have just ended may hold them for a moment."""
+        _remove(self._folder, wait_s=1.0)
+
+    def _of(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}"
+
+
+def find_cpu_group(proc: Path = Path("/proc/self")) -> tuple[Path, int]:
+    """The folder of this process's own group that has the CPU controller, and the version of control groups.
+
+    Raises:
+        FileNotFoundError: there is none that this process sees.
+    """
+    own = _own_groups((proc / "cgroup").read_text())
+    for line in (proc / "mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        kind, _, options = rest.split(" ", 2)
+        root, mount = fields.split()[3:5]
+        if kind == "cgroup" and "cpu" in options.split(",") and "cpu" in own:
+            return _below(Path(mount), root, own["cpu"]), 1
+        if kind == "cgroup2" and "" in own:
+            folder = _below(Path(mount), root, own[""])
+            controllers = folder / "cgroup.subtree_control"
+            if controllers.exists() and "cpu" in controllers.read_text().split():
+                return folder, 2
+    raise FileNotFoundError("no control group with the CPU controller is mounted here")
+
+
+def _own_groups(text: str) -> Mapping[str, str]:
+    """Path of this process's group by controller; the empty name is version 2."""
+    own = {}
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            own[controller] = path
+    return own
+
+
+def _below(mount: Path, root: str, path: str) -> Path:
+    """The folder of group ``path`` where the group ``root`` is mounted at ``mount``."""
+    if path == root or path.startswith(root.rstrip("/") + "/"):
+        return mount / path[len(root.rstrip("/")) :].lstrip("/")
+    return mount
+
+
+def _make_folder(above: Path) -> Path:
+    for number in itertools.count():
+        folder = above / (f"evenload-{os.getpid()}" + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")
+
+
+def _sweep(above: Path) -> None:
+    """Takes away what supervisors left that were killed."""
+    for folder in above.glob("evenload-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            _remove(folder, wait_s=0.0)
+
+
+def _remove(folder: Path, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    while True:
+        for group in folder.glob("rank-*"):
+            with suppress(OSError):
+                group.rmdir()
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.01)
+        else:
+            return
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    """Readers see all of it or none; a file of its own each time, so that its identity tells the change."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(value))
+    partial.replace(path)

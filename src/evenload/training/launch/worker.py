@@ -1,0 +1,242 @@
+"""The life of one worker process: from the launcher's file to `os._exit`.
+
+    python -m evenload.training.launch.worker train.py --its --args
+    python -m evenload.training.launch.worker -m package.module --its --args
+
+It becomes the user's script as far as the script can tell: `__main__`, `sys.argv`, `sys.path[0]`. It leaves by
+`os._exit`, because a process that used gloo may die in its destructors after its work (DESIGN §9). Its module holds no
+torch: the number of threads must be set before torch is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.machinery
+import importlib.util
+import io
+import os
+import shutil
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenload.errors import LaunchError
+from evenload.training.launch.environment import WorkerSpec, detect
+from evenload.training.launch.failure import describe_error, write_failure
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_LAST_WORDS_S = 5.0
+"""How long a failed worker may take for its clean-up; a peer it waits for may be gone."""
+
+
+@dataclass
+class Progress:
+    """What the core tells about this process, for the story of a failure."""
+
+    initialised: bool = False
+    """`evenload.init` was called."""
+    step: int | None = None
+    """The global step that is running or was last."""
+    exit_code: int | None = None
+    """Set before the clean-up callbacks run; anything but 0 means that peers may be gone: no collectives then."""
+
+
+progress = Progress()
+_callbacks: list[Callable[[], object]] = []
+
+
+def at_exit(callback: Callable[[], object]) -> None:
+    """Registers a clean-up that runs before this worker leaves, last registered first.
+
+    Under `os._exit` nothing of the kind runs by itself. `progress.exit_code` tells the callback how the script ended.
+    Without our bootstrap (``python train.py``) it runs as an ordinary exit function.
+    """
+    if not _callbacks:
+        atexit.register(_at_interpreter_exit)
+    _callbacks.append(callback)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the script or module of the command line as a worker; never returns."""
+    arguments = sys.argv[1:] if argv is None else argv
+    spec = detect()
+    _watch_supervisor(spec)
+    _bind(spec)
+    # SIGTERM runs `finally` blocks and the clean-up; the supervisor kills what doesn't end by itself.
+    signal.signal(signal.SIGTERM, _leave_on_signal)
+    code = 0
+    try:
+        run_script(arguments)
+        if spec.world_size > 1 and not progress.initialised:
+            raise LaunchError(_no_init(arguments, spec.world_size))
+    except SystemExit as leave:
+        code = _exit_code(leave)
+    except BaseException as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        progress.exit_code = code
+        _tell(error, spec, code)
+    _leave(code, spec)
+
+
+def run_script(arguments: list[str]) -> None:
+    """Becomes ``SCRIPT args...`` or ``-m MODULE args...``, as python itself would run it.
+
+    `__main__` stays in place afterwards (`runpy` takes it away), so that what the clean-up pickles is still found, and
+    the start method spawn finds the script by its file or its module's name.
+    """
+    if arguments[:1] == ["-m"]:
+        _prepend(str(Path.cwd()))
+        spec, code = _find_module(arguments[1])
+        origin = spec.origin or arguments[1]
+        sys.argv = [origin, *arguments[2:]]
+        module = types.ModuleType("__main__")
+        module.__dict__.update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader, __file__=origin)
+    else:
+        path = Path(arguments[0]).absolute()
+        sys.argv = list(arguments)
+        _prepend(str(path.resolve().parent))
+        with io.open_code(str(path)) as file:
+            code = compile(file.read(), str(path), "exec", dont_inherit=True)
+        loader = importlib.machinery.SourceFileLoader("__main__", str(path))
+        module = types.ModuleType("__main__")
+        module.__dict__.update(__spec__=None, __loader__=loader, __file__=str(path), __cached__=None)
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _prepend(folder: str) -> None:
+    """Makes the folder ``sys.path[0]``; the worker starts with -P, so nothing stands there yet."""
+    if sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    else:
+        sys.path[0] = folder
+
+
+def _find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, types.CodeType]:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    loader: Any = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if loader is not None and spec is not None else None
+    if spec is None or code is None:
+        raise LaunchError(f"-m {name}: there is no such module, or it can't be run")
+    return spec, code
+
+
+def _no_init(arguments: list[str], world_size: int) -> str:
+    script = " ".join(arguments[: 2 if arguments[0] == "-m" else 1])
+    return (
+        f"{script} ended without `evenload.init()`, so each of the {world_size} ranks ran all of it alone; add\n"
+        "    run = evenload.init()\n"
+        "    model, loader = run.prepare(model, loader)\n"
+        "and `step.backward(loss_fn)` in the loop, or start it with plain python"
+    )
+
+
+def _bind(spec: WorkerSpec) -> None:
+    """Sets cores and threads; libraries read the variables when they are loaded."""
+    if spec.cores:
+        os.sched_setaffinity(0, spec.cores)
+    if spec.num_threads:
+        for variable in _THREAD_VARIABLES:
+            os.environ[variable] = str(spec.num_threads)
+
+
+def _watch_supervisor(spec: WorkerSpec) -> None:
+    """Waits for the supervisor's go, then watches that it lives: this process group must not outlive it."""
+    if spec.lifeline < 0:
+        return
+    os.set_inheritable(spec.lifeline, False)
+    if not os.read(spec.lifeline, 1):
+        os._exit(1)
+
+    def watch() -> None:
+        os.read(spec.lifeline, 1)
+        shutil.rmtree(spec.launch_dir, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="evenload-lifeline", daemon=True).start()
+
+
+def _leave_on_signal(number: int, _: object) -> None:
+    # A second one ends the process where it stands.
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
+
+
+def _exit_code(leave: SystemExit) -> int:
+    if leave.code is None:
+        return 0
+    if isinstance(leave.code, int):
+        return leave.code & 0xFF
+    print(leave.code, file=sys.stderr)
+    return 1
+
+
+def _tell(error: BaseException, spec: WorkerSpec, code: int) -> None:
+    failure = describe_error(error, spec.rank, progress.step, code)
+    if spec.launch_dir:
+        with suppress(OSError):
+            write_failure(failure, Path(spec.launch_dir))
+            return
+    print(f"evenload: {failure.story()}", file=sys.stderr)
+
+
+def _leave(code: int, spec: WorkerSpec) -> None:
+    """Runs every clean-up, flushes, and ends the process."""
+    progress.exit_code = code
+    if code:
+        late = threading.Timer(_LAST_WORDS_S, os._exit, (code,))
+        late.daemon = True
+        late.start()
+    else:
+        _join_threads()
+    error = _run_callbacks()
+    if error is not None and not code:
+        code = 1
+        _tell(error, spec, code)
+    # What the interpreter would call: loggers and trackers flush here.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _join_threads() -> None:
+    """Waits for the script's own threads, as the interpreter does at its end."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread not in (threading.current_thread(), threading.main_thread()):
+            thread.join()
+
+
+def _run_callbacks() -> BaseException | None:
+    """Runs all of them, whatever one raises; returns the first error."""
+    first: BaseException | None = None
+    while _callbacks:
+        callback = _callbacks.pop()
+        try:
+            callback()
+        except BaseException as error:
+            first = first or error
+    return first
+
+
+def _at_interpreter_exit() -> None:
+    error = _run_callbacks()
+    if error is not None:
+        raise error
+
+
+if __name__ == "__main__":
+    # The module the core imports and this one must be the same, or nobody would see `progress`.
+    from evenload.training.launch import worker
+
+    worker.main()

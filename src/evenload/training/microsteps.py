@@ -1,0 +1,90 @@
+"""The micro-batches of one attempt on this rank: loss_fn and backward, once for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evenload.training import batchnorm, randomness
+from evenload.training.data.loader import GlobalBatch
+from evenload.training.parallel.strategy import Strategy
+from evenload.training.precision import Precision
+from evenload.training.weighting import Result, nominal_units, read_result
+
+LossFn = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What micro-batches run in: the same for all steps of a job."""
+
+    rank: int
+    device: torch.device
+    seed: int
+    strategy: Strategy
+    statistics: batchnorm.Statistics
+    precision: Precision
+    check_unweighted: Callable[[Any], None]
+    """Told the batch of a micro-batch whose loss came without weight."""
+
+
+@dataclass
+class Sums:
+    """What this rank's micro-batches summed up to."""
+
+    weighted: bool = False
+    units: float = 0.0
+    loss_sum: torch.Tensor | float = 0.0
+    metrics: dict[str, torch.Tensor | float] = field(default_factory=dict)
+    nominal: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+
+def run_micro_steps(
+    around: Surroundings, batch: GlobalBatch, loss_fn: LossFn, call_index: int, last_units: float | None, sums: Sums
+) -> None:
+    """Runs all micro-batches of `batch`, adding up in `sums`.
+
+    Args:
+        around: see `Surroundings`.
+        batch: the global batch with its plan.
+        loss_fn: the user's.
+        call_index: which backward of the step this is.
+        last_units: N of the same call in the last step, where there was one.
+        sums: filled as far as it went, if this raises.
+    """
+    num_micro = batch.plan.num_micro
+    for m in range(num_micro):
+        micro = batch.micro(m)
+        around.statistics.idle = micro.idle
+        key = randomness.key_of(around.seed, batch.global_step, call_index, m, around.rank)
+        randomness.seed_all(key, around.device)
+        with torch.enable_grad():
+            with around.precision.autocast():
+                result = read_result(loss_fn(micro.data))
+            if result.weight is None and not micro.idle:
+                around.check_unweighted(micro.data)
+            weight = 0.0 if micro.idle else float(micro.num_samples if result.weight is None else result.weight)
+            sums.nominal = nominal_units(batch.plan.num_samples, result.weight is not None, last_units)
+            _add(sums, result, weight)
+            factor = weight * around.precision.scale / sums.nominal
+            # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count.
+            around.strategy.backward(
+                result.loss if factor == 1.0 else result.loss * factor, last=m == num_micro - 1, idle=weight == 0.0
+            )
+
+
+def _add(sums: Sums, result: Result, weight: float) -> None:
+    sums.weighted = result.weight is not None
+    if result.loss.dtype == torch.float64:
+        sums.dtype = torch.float64
+    for name in result.metrics:
+        sums.metrics.setdefault(name, 0.0)
+    if weight:
+        sums.units += weight
+        sums.loss_sum = sums.loss_sum + result.loss.detach().double() * weight
+        for name, value in result.metrics.items():
+            sums.metrics[name] = sums.metrics[name] + value * weight

@@ -1,0 +1,131 @@
+"""`ddp`: a replica of the model on each rank, gradients summed over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evenload.errors import PeerLostError
+from evenload.training.launch.groups import Groups
+from evenload.training.parallel.reducer import BucketReducer, Expectation
+
+
+class ReplicaStrategy:
+    """Replicated data parallelism; see reducer.py for how and why."""
+
+    def __init__(self) -> None:
+        self._groups: Groups | None = None
+        self._reducer: BucketReducer | None = None
+        self._expectations: dict[int, Expectation] = {}
+        self._call_index = 0
+        self._used: Expectation | None = None
+        self._touched: list[int] = []
+
+    def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
+        """Copies rank 0's parameters and buffers to all ranks, and hooks the gradients."""
+        self.detach()
+        self._groups = groups
+        for model in models:
+            _broadcast(model, groups)
+        self._reducer = BucketReducer(models, groups)
+        self._expectations.clear()
+
+    def detach(self) -> None:
+        """Takes the hooks off."""
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+
+    def begin(self, call_index: int, *, expect: bool) -> None:
+        """Sets aside gradients that earlier calls of this step left."""
+        self._call_index = call_index
+        self._used = self._expectations.get(call_index) if expect else None
+        self._of().begin(self._used)
+
+    def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
+        """Runs autograd for one micro-batch."""
+        reducer = self._of()
+        reducer.micro(last=last, idle=idle)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if idle:
+            reducer.end_idle()
+
+    def report(self) -> tuple[float, bool]:
+        """The checksum of touched parameters, and whether a gradient came after its bucket had left."""
+        reducer = self._of()
+        return reducer.touched_key(), reducer.late
+
+    def resolve(self, same: bool) -> None:
+        """Where ranks touched different parameters, all of them learn the union."""
+        reducer = self._of()
+        self._touched = reducer.touched()
+        if not same:
+            self._touched = _over_ranks(self._touched, self._groups, dist.ReduceOp.MAX)
+
+    def finish(self, correction: float) -> bool:
+        """Waits for the buckets; remembers what arrived for the next step."""
+        reducer = self._of()
+        finite = reducer.finish(self._touched, correction)
+        known = self._expectations.get(self._call_index)
+        if known is None or any(now and not then for now, then in zip(self._touched, known, strict=True)):
+            learnt = self._agreed(reducer.observed())
+            if known is not None:
+                learnt = tuple(max(now, then) for now, then in zip(learnt, known, strict=True))
+            self._expectations[self._call_index] = learnt
+        return finite
+
+    def retreat(self) -> None:
+        """Gradients are as they were before the attempt."""
+        self._of().retreat()
+
+    def clear(self) -> None:
+        """No gradient is left."""
+        self._of().clear()
+
+    def leftovers(self) -> list[str]:
+        """Names of parameters with a gradient other than zero."""
+        return self._of().leftovers()
+
+    def _of(self) -> BucketReducer:
+        if self._reducer is None:
+            raise RuntimeError("the strategy is not attached to a model")
+        return self._reducer
+
+    def _agreed(self, observed: Expectation) -> Expectation:
+        """Which buckets leave early must be the same everywhere: none with a parameter that only some ranks touch."""
+        somewhere = _over_ranks([min(count, 1) for count in observed], self._groups, dist.ReduceOp.MAX)
+        everywhere = _over_ranks([min(count, 1) for count in observed], self._groups, dist.ReduceOp.MIN)
+        agreed = list(observed)
+        for bucket in self._of().buckets:
+            if any(somewhere[slot.index] != everywhere[slot.index] for slot in bucket.slots):
+                for slot in bucket.slots:
+                    agreed[slot.index] = 0
+        return tuple(agreed)
+
+
+def _broadcast(model: nn.Module, groups: Groups) -> None:
+    if groups.gradients is None:
+        return
+    try:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dense = tensor.detach().contiguous()
+                dist.broadcast(dense, group_src=0, group=groups.gradients)
+                if dense.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(dense)
+    except RuntimeError as error:
+        raise PeerLostError(f"rank 0's parameters did not arrive: {error}") from error
+
+
+def _over_ranks(values: Sequence[int], groups: Groups | None, op: dist.ReduceOp.RedOpType) -> list[int]:
+    if groups is None or groups.control is None:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.int32)
+    try:
+        dist.all_reduce(tensor, op=op, group=groups.control)
+    except RuntimeError as error:
+        raise PeerLostError(f"the ranks could not agree on the parameters in use: {error}") from error
+    return tensor.tolist()

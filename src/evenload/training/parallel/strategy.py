@@ -1,0 +1,45 @@
+"""What a strategy is: how models are spread over ranks, and how their gradients become those of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from evenload.training.launch.groups import Groups
+
+
+class Strategy(Protocol):
+    """One way to spread models. The step drives it; it never sees a batch or a loss function."""
+
+    def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
+        """Takes the models of a generation; they stay the user's own objects."""
+
+    def detach(self) -> None:
+        """Leaves the user's own modules bare."""
+
+    def begin(self, call_index: int, *, expect: bool) -> None:
+        """Starts an attempt of the step's `call_index`-th backward; without `expect` nothing learnt earlier is used."""
+
+    def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
+        """Backward of one micro-batch; `idle` ones take part in collectives but never count."""
+
+    def report(self) -> tuple[float, bool]:
+        """After the own backwards: a key of what was touched here, and whether the attempt must be done again."""
+
+    def resolve(self, same: bool) -> None:
+        """All ranks agreed on the attempt; `same` tells whether their keys were equal."""
+
+    def finish(self, correction: float) -> bool:
+        """Ends the reduction; `.grad` is final. Returns whether it is finite."""
+
+    def retreat(self) -> None:
+        """All ranks agreed to do the attempt again: gradients are as they were before it."""
+
+    def clear(self) -> None:
+        """Takes all gradients away (a skipped step)."""
+
+    def leftovers(self) -> list[str]:
+        """Names of parameters that hold a gradient before a step's first backward."""

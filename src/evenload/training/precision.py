@@ -1,0 +1,61 @@
+"""Precision of a step: autocast, and the dynamic scale of the loss in fp16.
+
+The rule of the scale is torch.amp.GradScaler's (halve at a non-finite gradient, double after 2,000 good steps), decided
+alike on all ranks because it looks at the reduced gradient. Scales are powers of two: they cost no rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast for the forward, a scale for the loss."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self._device = device
+        self.scaled = name == "fp16"
+        self.scale = 2.0**16 if self.scaled else 1.0
+        self._good_steps = 0
+
+    growth_interval_steps = 2000
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of one forward."""
+        if self.name == "no":
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=_DTYPES[self.name])
+
+    def update(self, finite: bool) -> None:
+        """After a step: adapts the scale."""
+        if not self.scaled:
+            return
+        if not finite:
+            self.scale = max(self.scale / 2.0, 1.0)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps >= self.growth_interval_steps:
+            self.scale *= 2.0
+            self._good_steps = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a non-finite gradient can't be blamed on the scale."""
+        return self.scale <= 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale and how long it has been good."""
+        return {"scale": self.scale, "good_steps": float(self._good_steps)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Takes a saved scale, where this run scales at all."""
+        if self.scaled:
+            self.scale = state["scale"]
+            self._good_steps = int(state["good_steps"])

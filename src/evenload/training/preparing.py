@@ -1,0 +1,170 @@
+"""What `run.prepare` does: takes models and loaders, checks them, and gives back what the loop needs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from evenload.balance.rebalance import Decision
+from evenload.errors import ConfigError, DesyncError, StepError
+from evenload.training import batchnorm
+from evenload.training.data.loader import GlobalLoader
+from evenload.training.job import Job, device_names
+from evenload.training.launch.control import Operation
+from evenload.training.planning import Planner
+from evenload.training.step import StepLoader
+
+
+def prepare_model(job: Job, model: nn.Module) -> nn.Module:
+    """Moves the model to the device and converts its BatchNorm; the same object.
+
+    Raises:
+        ConfigError: it can't be trained here as it is.
+    """
+    name = type(model).__name__
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ConfigError(f"{name}: give run.prepare the bare model (model.module); Evenload sums the gradients itself")
+    parameters = list(model.named_parameters())
+    lazy = [key for key, p in parameters if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise ConfigError(
+            f"{name} has uninitialised lazy parameters ({lazy[0]}): run a batch through it before run.prepare"
+        )
+    meta = [key for key, p in parameters if p.is_meta]
+    if meta:
+        raise ConfigError(f"{name} has parameters on the meta device ({meta[0]}): materialise them before run.prepare")
+    if not any(p.requires_grad for _, p in parameters):
+        raise ConfigError(
+            f"{name} has no trainable parameter ({len(parameters)} parameters, all frozen or none at all); a frozen model "
+            "needs no run.prepare: move it with model.to(run.device)"
+        )
+    model.to(job.device)
+    if job.config.batch_norm == "global" and job.groups.world_size > 1:
+        converted, left = batchnorm.convert(model)
+        if converted:
+            job.journal.event(
+                "batch_norm",
+                f"{converted} BatchNorm modules of {name} take their statistics over all ranks "
+                '(batch_norm="local" leaves them alone)',
+            )
+        if left:
+            job.journal.event(
+                "batch_norm",
+                f"{name}: {', '.join(left)} are subclasses of BatchNorm with their own forward and keep statistics of their "
+                "rank alone",
+            )
+    return model
+
+
+def attach_models(job: Job, models: Sequence[nn.Module]) -> None:
+    """Makes all models' gradients the job's.
+
+    Raises:
+        DesyncError: the ranks prepare different models.
+    """
+    shapes = [(name, tuple(p.shape), p.requires_grad) for model in models for name, p in model.named_parameters()]
+    key = float(zlib.crc32(repr(shapes).encode()))
+    rows = job.control.exchange(Operation.PREPARE, [float(len(models)), key])
+    different = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if different:
+        raise DesyncError(
+            f"run.prepare got other models on ranks {', '.join(map(str, different))} than on rank 0 (number, names, shapes "
+            "or frozen parameters differ); build the same model on all ranks"
+        )
+    job.engine.strategy.attach(models, job.groups)
+    job.engine.attach(models)
+
+
+def prepare_loader(job: Job, loader: DataLoader[Any]) -> StepLoader:
+    """Wraps a DataLoader whose batch_size is the global batch."""
+
+    def announce(decision: Decision, from_step: int) -> None:
+        job.journal.event(
+            "balance",
+            decision.reason,
+            step=from_step,
+            decision=decision.kind,
+            shares=list(decision.shares),
+            num_micro=decision.num_micro,
+            rank=decision.rank,
+            factor=decision.factor,
+            expected_s=decision.expected_s,
+            before_s=decision.before_s,
+            **planner.outlook(),
+        )
+
+    batch_size = loader.batch_size
+    usual = batch_size if batch_size is not None else _usual_batch(loader)
+    planner = Planner(
+        job.control,
+        rank=job.groups.rank,
+        world_size=job.groups.world_size,
+        batch_size=usual,
+        balance=job.config.balance,
+        micro_batch=job.config.micro_batch,
+        announce=announce,
+    )
+    global_loader = GlobalLoader(
+        loader,
+        planner,
+        seed=job.config.seed,
+        device=job.device,
+        keyed_rng=job.config.dataset_rng == "keyed",
+        clock=job.clock,
+    )
+    prepared = StepLoader(global_loader, planner, job.loop)
+    _describe(job, prepared, planner, usual)
+    return prepared
+
+
+def refuse(value: Any) -> None:
+    """Says why `run.prepare` doesn't take something.
+
+    Raises:
+        ConfigError: always.
+    """
+    if isinstance(value, torch.optim.Optimizer | LRScheduler):
+        raise ConfigError(
+            f"run.prepare got a {type(value).__name__}: optimizers and schedulers stay your own; use them as they are, and "
+            "give them to run.resume so that checkpoints hold them"
+        )
+    if isinstance(value, StepLoader):
+        raise ConfigError("run.prepare got a loader that is prepared already")
+    raise ConfigError(f"run.prepare takes models and DataLoaders; it got a {type(value).__name__}")
+
+
+def check_models_prepared(models: Sequence[nn.Module]) -> None:
+    """Raises where steps are asked for without a model."""
+    if not models:
+        raise StepError("no model was given to run.prepare; write: model, loader = run.prepare(model, loader)")
+
+
+def _usual_batch(loader: DataLoader[Any]) -> int:
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else 32
+
+
+def _describe(job: Job, loader: StepLoader, planner: Planner, batch_size: int) -> None:
+    try:
+        epoch_steps: int | None = len(loader)
+    except TypeError:
+        epoch_steps = None
+    names = device_names(job)
+    lines = [
+        f"rank {rank}: {name}, share {share} of {batch_size}, micro-batch {-(-share // planner.num_micro)}"
+        for rank, (name, share) in enumerate(zip(names, planner.shares, strict=True))
+    ]
+    epoch = f"{epoch_steps} steps an epoch" if epoch_steps is not None else "epochs of unknown length"
+    job.journal.event(
+        "loader",
+        f"global batch {batch_size}, {epoch}\n  " + "\n  ".join(lines),
+        epoch_steps=epoch_steps,
+        devices=names,
+        shares=list(planner.shares),
+    )

@@ -1,0 +1,90 @@
+"""What each rank tells the others once per `backward`: one row of numbers in the one exchange of a step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evenload.errors import StepError
+from evenload.training.launch.clock import SEGMENTS
+from evenload.training.launch.control import CAPACITY
+
+OK, OUT_OF_MEMORY, LATE_GRADIENT = 0, 1, 2
+_FIXED = 9
+_TIMES_END = _FIXED + len(SEGMENTS)
+MAX_METRICS = CAPACITY - _TIMES_END
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's row."""
+
+    status: int
+    weighted: bool
+    units: float
+    """Sum of this rank's weights."""
+    loss_sum: float
+    """Sum of weight x mean loss over this rank's micro-batches."""
+    touched_key: float
+    has_news: bool
+    """Rank 0 has a decision to tell."""
+    elapsed_s: float
+    """Since the start of the run; rank 0's counts."""
+    memory_bytes: float
+    seconds: Mapping[str, float]
+    """Of each segment since the last report."""
+    metrics: Mapping[str, float]
+    """Name -> sum of weight x value; nothing in an attempt that failed here."""
+
+    def row(self) -> list[float]:
+        """As numbers; always the same length, since a rank that failed early does not know the metrics.
+
+        Raises:
+            StepError: more metrics than a row holds.
+        """
+        names = sorted(self.metrics)
+        if len(names) > MAX_METRICS:
+            raise StepError(
+                f"loss_fn returned {len(names)} metrics beside the loss; at most {MAX_METRICS} are averaged"
+            )
+        values = [
+            float(self.status),
+            float(self.weighted),
+            self.units,
+            self.loss_sum,
+            self.touched_key,
+            float(self.has_news),
+            self.elapsed_s,
+            self.memory_bytes,
+            float(zlib.crc32("\0".join(names).encode())),
+            *(self.seconds[name] for name in SEGMENTS),
+            *(self.metrics[name] for name in names),
+        ]
+        return values + [0.0] * (CAPACITY - len(values))
+
+
+def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str]) -> list[Report]:
+    """All ranks' rows as reports; `names` are this rank's own metrics, sorted.
+
+    Raises:
+        StepError: ranks that succeeded returned other metrics than this one.
+    """
+    good = [row for row in rows if row[0] == OK]
+    if len(good) == len(rows) and len({row[8] for row in good}) > 1:
+        raise StepError(f"loss_fn returned other metrics on other ranks (here: {', '.join(names) or 'none'})")
+    return [
+        Report(
+            status=int(row[0]),
+            weighted=bool(row[1]),
+            units=row[2],
+            loss_sum=row[3],
+            touched_key=row[4],
+            has_news=bool(row[5]),
+            elapsed_s=row[6],
+            memory_bytes=row[7],
+            seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
+            metrics=dict(zip(names, row[_TIMES_END : _TIMES_END + len(names)], strict=True)),
+        )
+        for row in rows
+    ]

@@ -1,0 +1,185 @@
+"""`init` and `Run`: what a script speaks to. Wiring only; no file imports this one or takes a Run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from evenload.errors import ConfigError
+from evenload.training import collect
+from evenload.training.checkpoint.export import pick_model, write_weights
+from evenload.training.data.evaluate import evaluation_batches
+from evenload.training.job import Job, open_job
+from evenload.training.launch import worker
+from evenload.training.launch.control import Operation
+from evenload.training.saving import Saver
+from evenload.training.sitting import Sitting
+from evenload.training.step import StepLoader
+
+_open: Run | None = None
+
+
+def init(
+    *,
+    project_dir: str | PathLike[str] | None = None,
+    seed: int | None = None,
+    precision: str | None = None,
+    strategy: str | None = None,
+    micro_batch: int | str | None = None,
+    balance: str | Sequence[int] | None = None,
+    batch_norm: str | None = None,
+    dataset_rng: str | None = None,
+    loggers: str | Sequence[str] | None = None,
+    log_every_s: float | None = None,
+    timeout_s: float | None = None,
+) -> Run:
+    """Joins the job that this process was started for: by ``evenload run``, torchrun, plain python.
+
+    The settings are those of `evenload.Config`; what is not given here may come from the command line, and the same key
+    given differently in both places is an error.
+
+    Raises:
+        ConfigError: a wrong setting, or a run that is open already.
+        LaunchError: the other ranks can't be reached.
+    """
+    global _open
+    script = {key: value for key, value in locals().items() if value is not None}
+    if _open is not None:
+        raise ConfigError(
+            "evenload.init was called twice; keep the run it returned, or close it with run.close() first"
+        )
+    _open = Run(open_job(script))
+    return _open
+
+
+class Run:
+    """One training job on this rank. Made by `init`."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._models: list[nn.Module] = []
+        self._loaders: list[StepLoader] = []
+        self._saver = Saver(job, self._loaders)
+        self._sitting = Sitting(job, self._saver, self._models, self._loaders)
+        self._closed = False
+        worker.at_exit(self.close)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._job.device
+
+    @property
+    def rank(self) -> int:
+        """This rank's index now; 0 to world_size - 1."""
+        return self._job.groups.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that take part now."""
+        return self._job.groups.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    def prepare(self, *objects: Any) -> Any:
+        """Takes models and training DataLoaders; gives them back in the same order.
+
+        A model is the same object, moved to the device. A loader becomes one that yields steps, its batch_size the global
+        batch. Optimizers and schedulers stay the user's own and are not given here.
+
+        Raises:
+            ConfigError: something that can't be prepared, with the reason.
+        """
+        if not objects:
+            raise ConfigError("run.prepare got nothing; write: model, loader = run.prepare(model, loader)")
+        prepared = [self._sitting.prepare(value) for value in objects]
+        self._sitting.attach()
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def resume(self, **state: Any) -> bool:
+        """Registers what a checkpoint holds and loads the newest one, if there is one. Call it once, before the loop.
+
+        Args:
+            **state: by name, anything with `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages. The
+                cursor, the epoch and randomness are always included.
+
+        Returns:
+            Whether a checkpoint was loaded.
+
+        Raises:
+            CheckpointError: the checkpoint doesn't fit what is registered.
+        """
+        return self._sitting.resume(state)
+
+    def checkpoint(self, every: str | int | None = None) -> bool:
+        """Writes a checkpoint at the end of the loop body; loads on any other set of devices.
+
+        Args:
+            every: ``"10min"``, ``"90s"``, ``"500steps"`` or a number of steps; None for now.
+
+        Returns:
+            Whether one was written.
+        """
+        return self._saver.checkpoint(every)
+
+    def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
+        """Writes a model's weights for use elsewhere: ``.safetensors``, or else torch.save's format. Rank 0 writes.
+
+        Raises:
+            ConfigError: several models are prepared and none is named, or a package is missing.
+        """
+        chosen = pick_model(model, self._models)
+        if self.is_main:
+            write_weights(path, chosen)
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """This rank's batches of a plain loader: over all ranks every sample once, none twice, equally many batches each.
+
+        Sum over the samples and call `reduce`: means of batches of different sizes are no mean.
+        """
+        return self._sitting.evaluate(loader, evaluation_batches)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Writes numbers to the run's records and loggers, at the current step. Every rank may call it."""
+        self._sitting.log(metrics)
+
+    def any(self, flag: Any) -> bool:
+        """Whether the flag is true on any rank; the way to leave a loop together."""
+        return collect.any_flag(flag, self._job.control)
+
+    def reduce(self, value: Any, op: str = "sum") -> Any:
+        """A number, a tensor, or a dict or list of them, over all ranks: ``sum``, ``mean``, ``min`` or ``max``."""
+        return collect.reduce_value(value, op, self._job.groups, self._job.control)
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A process group of some ranks, for collectives of the user's own; None in a world of one. All ranks call it."""
+        self._job.control.barrier(Operation.BARRIER)
+        return self._job.groups.subset(ranks)
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The body runs on rank 0 first, then on the others: a download, a cache that is built once."""
+        if not self.is_main:
+            self._job.control.barrier(Operation.BARRIER)
+        yield
+        if self.is_main:
+            self._job.control.barrier(Operation.BARRIER)
+
+    def close(self) -> None:
+        """Ends the run: last checkpoint, records, workers, groups. Called by itself when the script ends."""
+        global _open
+        if self._closed:
+            return
+        self._closed = True
+        _open = None
+        self._sitting.close()

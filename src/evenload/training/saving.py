@@ -1,0 +1,187 @@
+"""When a checkpoint is written and what is in it: `run.resume` and `run.checkpoint`."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from evenload.errors import CheckpointError, ConfigError
+from evenload.training import randomness
+from evenload.training.checkpoint import files
+from evenload.training.data.cursor import Cursor
+from evenload.training.job import Job
+from evenload.training.launch.control import Operation
+from evenload.training.step import StepLoader
+
+_EVERY = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|step|steps)\s*$")
+_UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+
+
+class Own:
+    """Evenload's own part of the state: cursors, randomness, the loss scale, the shares."""
+
+    def __init__(self, job: Job, loaders: list[StepLoader]) -> None:
+        self._job = job
+        self._loaders = loaders
+        self.finished = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and generator states."""
+        generators = randomness.capture(self._job.device)
+        numpy_state = generators.pop("numpy")
+        generators["numpy"] = [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]]
+        return {
+            "finished": self.finished,
+            "steps_done": self._job.loop.steps_done,
+            "loaders": [
+                {"cursor": loader.loader.cursor().state_dict(), "planner": loader.planner.state_dict()}
+                for loader in self._loaders
+            ],
+            "precision": self._job.engine.precision.state_dict(),
+            "generators": generators,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts this run where the checkpoint stands."""
+        if len(state["loaders"]) != len(self._loaders):
+            raise CheckpointError(
+                f"the checkpoint was made with {len(state['loaders'])} prepared loaders, now there are {len(self._loaders)}"
+            )
+        self.finished = bool(state["finished"])
+        self._job.loop.steps_done = int(state["steps_done"])
+        for loader, saved in zip(self._loaders, state["loaders"], strict=True):
+            cursor = Cursor.from_state_dict(saved["cursor"])
+            loader.loader.load(cursor)
+            loader.planner.load_state_dict(saved["planner"], cursor.global_step)
+        self._job.engine.precision.load_state_dict(state["precision"])
+        generators = dict(state["generators"])
+        kind, keys, *rest = generators["numpy"]
+        generators["numpy"] = (kind, keys, *rest)
+        randomness.restore(generators, self._job.device)
+
+
+class Saver:
+    """Writes and reads the checkpoints of one job."""
+
+    def __init__(self, job: Job, loaders: list[StepLoader]) -> None:
+        self._job = job
+        self._own = Own(job, loaders)
+        self._last_s = 0.0
+        self._last_step = -1
+        self._asked = False
+        self.resumed = False
+
+    def resume(self, named: dict[str, Any]) -> bool:
+        """Registers the state and loads the newest checkpoint, if there is one."""
+        job = self._job
+        if self.resumed:
+            raise CheckpointError("run.resume was called twice; give it all state at once")
+        for name, value in named.items():
+            if name == "evenload":
+                raise CheckpointError("the name 'evenload' is Evenload's own; give this state another name")
+            job.registry.register(name, value)
+        job.registry.register("evenload", self._own)
+        self.resumed = True
+        found = None if job.config.fresh else files.newest(job.folder)
+        step = float(found.name.removeprefix("step-")) if found is not None else -1.0
+        rows = job.control.exchange(Operation.RESUME, [step])
+        if any(row != rows[0] for row in rows):
+            raise CheckpointError(
+                f"the ranks see different checkpoints in {job.folder} (steps {[int(row[0]) for row in rows]}); project_dir "
+                "must be the same folder for all of them"
+            )
+        if found is None:
+            return False
+        job.registry.load(files.read(found))
+        step_index, finished = job.loop.steps_done, self._own.finished
+        self._last_step, self._own.finished = step_index, False
+        epochs = ", ".join(str(loader.epoch) for loader in self._own._loaders)
+        job.journal.event(
+            "resumed",
+            f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts anew"
+            if finished
+            else f"resuming at step {step_index}",
+            step=step_index,
+        )
+        return True
+
+    def checkpoint(self, every: str | int | None) -> bool:
+        """Writes a checkpoint now, or when it is time; returns whether it did."""
+        job = self._job
+        if not self.resumed:
+            raise CheckpointError(
+                "run.checkpoint doesn't know what to save: call run.resume(model=model, optimizer=optimizer, ...) once "
+                "before the loop; it also loads the newest checkpoint"
+            )
+        self._asked = True
+        step = self._step_after_body()
+        job.loop.check_between_steps("run.checkpoint")
+        if every is not None and not self._is_time(every, step):
+            return False
+        self._write(step)
+        return True
+
+    def close(self) -> None:
+        """The script ended well: the last steps are saved too, and the run is marked finished."""
+        if self.resumed and self._asked and self._job.loop.steps_done > self._last_step:
+            self._own.finished = True
+            self._write(self._job.loop.steps_done)
+
+    def _step_after_body(self) -> int:
+        step = self._job.loop.step
+        return step.index + 1 if step is not None and step.tally.calls else self._job.loop.steps_done
+
+    def _is_time(self, every: str | int, step: int) -> bool:
+        amount, unit = _parse_every(every)
+        if unit == "steps":
+            return step > 0 and step % int(amount) == 0 and step != self._last_step
+        # The clock is rank 0's, as of the last exchange: the same number everywhere, so the same answer.
+        return self._job.engine.elapsed_s - self._last_s >= amount * _UNIT_S[unit]
+
+    def _write(self, step: int) -> None:
+        job = self._job
+        self._last_s, self._last_step = job.engine.elapsed_s, step
+        if job.loop.step is not None and job.loop.step.tally.calls:
+            job.loop.step.commit()
+        failure: CheckpointError | None = None
+        with job.clock.segment("other"):
+            state = job.registry.capture()
+            if job.groups.rank == 0 and not job.config.dry_run:
+                try:
+                    files.write(job.folder, step, state)
+                except CheckpointError as error:
+                    failure = error
+            rows = job.control.exchange(Operation.CHECKPOINT, [float(failure is not None)])
+        if failure is not None:
+            raise failure
+        if rows[0][0]:
+            raise CheckpointError("rank 0 could not write the checkpoint")
+        job.journal.event("checkpoint", f"checkpoint at step {step}", step=step)
+
+    def unregistered(self) -> list[str]:
+        """Kinds of schedulers and averaged models that are alive but were not given to `run.resume`."""
+        if not self.resumed:
+            return []
+        held = {id(value) for value in self._job.registry.values()} | {id(part) for value in self._job.registry.values() for part in getattr(value, "_schedulers", [])}
+        found = []
+        for value in gc.get_objects():
+            # type(), not isinstance: asking some objects for their __class__ runs code of theirs.
+            if issubclass(type(value), LRScheduler | AveragedModel) and id(value) not in held:
+                found.append(type(value).__name__)
+        return sorted(found)
+
+
+def _parse_every(every: str | int) -> tuple[float, str]:
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return float(every), "steps"
+    match = _EVERY.match(every) if isinstance(every, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(
+            f"run.checkpoint(every={every!r}): expected '10min', '90s', '2h', '500steps' or a number of steps"
+        )
+    unit = match[2]
+    return float(match[1]), "steps" if unit.startswith("step") else unit

@@ -1,0 +1,166 @@
+"""One sitting of a run, from `init` to the end of the script: what is prepared, what is looked at once, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+
+from evenload.config import as_table
+from evenload.errors import ConfigError, EvenloadError
+from evenload.training import batchnorm, preparing
+from evenload.training.job import Job
+from evenload.training.launch import worker
+from evenload.training.launch.control import Operation
+from evenload.training.saving import Saver
+from evenload.training.step import Step, StepLoader
+
+
+class Sitting:
+    """What happens around the steps of one job in this process."""
+
+    def __init__(self, job: Job, saver: Saver, models: list[nn.Module], loaders: list[StepLoader]) -> None:
+        self._job = job
+        self._saver = saver
+        self._models = models
+        self._loaders = loaders
+        self._attached = 0
+        self._evaluations = 0
+        self._looked = False
+        job.loop.on_begin = self._at_step
+        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+
+    def prepare(self, value: Any) -> Any:
+        """Prepares one object; see `Run.prepare`."""
+        if isinstance(value, nn.Module):
+            if not any(value is model for model in self._models):
+                self._models.append(preparing.prepare_model(self._job, value))
+            return value
+        if isinstance(value, DataLoader):
+            if self._saver.resumed:
+                raise ConfigError(
+                    "run.prepare got a loader after run.resume, which restores the loaders' place; prepare first"
+                )
+            loader = preparing.prepare_loader(self._job, value)
+            self._loaders.append(loader)
+            return loader
+        return preparing.refuse(value)
+
+    def attach(self) -> None:
+        """After a call of prepare: all models' gradients are the job's."""
+        if len(self._models) != self._attached:
+            preparing.attach_models(self._job, self._models)
+            self._attached = len(self._models)
+
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """See `Run.resume`."""
+        if not self._loaders:
+            raise ConfigError(
+                "run.resume before run.prepare(model, loader): prepare first, then resume restores the loader's place"
+            )
+        return self._saver.resume(dict(state))
+
+    def evaluate(self, loader: DataLoader[Any], batches: Callable[..., Iterator[Any]]) -> Iterator[Any]:
+        """See `Run.batches`."""
+        if isinstance(loader, StepLoader):
+            raise ConfigError(
+                "run.batches got a loader that was given to run.prepare, which is for training; give it a plain one"
+            )
+        job = self._job
+        world_size = job.groups.world_size
+        speeds = self._loaders[0].planner.speeds() if self._loaders else (1.0 / world_size,) * world_size
+        return self._evaluate(
+            batches(
+                loader,
+                rank=job.groups.rank,
+                world_size=world_size,
+                weights=speeds,
+                agree=job.control.agree,
+                seed=job.config.seed,
+                epoch=0,
+                device=job.device,
+                keyed_rng=job.config.dataset_rng == "keyed",
+            )
+        )
+
+    def _evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._job.control.barrier(Operation.EVALUATE)
+        with self._job.clock.segment("other"):
+            yield from batches
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """See `Run.log`."""
+        step = self._job.loop.step
+        index = step.index if step is not None else max(0, self._job.loop.steps_done - 1)
+        self._job.journal.log(metrics, index)
+
+    def close(self) -> None:
+        """Ends the sitting; what needs the other ranks only where this one ended well."""
+        job = self._job
+        well = _ended_well()
+        try:
+            if well:
+                job.control.place = (0, -1)
+                self._saver.close()
+                job.control.exchange(Operation.CLOSE)
+        finally:
+            self._hook.remove()
+            for loader in self._loaders:
+                loader.loader.close()
+            job.engine.strategy.detach()
+            for model in self._models:
+                batchnorm.restore(model)
+            job.recorder.close()
+            with contextlib.suppress(EvenloadError):
+                job.groups.close()
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._job.loop.optimizer_stepped = True
+
+    def _at_step(self, step: Step) -> None:
+        worker.progress.step = step.index
+        if self._looked:
+            return
+        self._looked = True
+        preparing.check_models_prepared(self._models)
+        if self._job.config.dry_run:
+            self._print_dry_run(step)
+            raise SystemExit(0)
+        forgotten = self._saver.unregistered()
+        if forgotten:
+            self._job.journal.event(
+                "unregistered",
+                f"NOT IN CHECKPOINTS: {', '.join(forgotten)} is alive but was not given to run.resume; after a resume it would "
+                "start anew",
+            )
+
+    def _print_dry_run(self, step: Step) -> None:
+        job = self._job
+        if job.groups.rank != 0:
+            return
+        sources = job.config.sources
+        lines = ["settings:"]
+        for key, value in as_table(job.config).items():
+            if key != "sources":
+                lines.append(f"  {key} = {value!r}  ({sources.get(key, 'default')})")
+        plan = step.batch.plan
+        lines.append(
+            f"first step: {plan.num_samples} samples, shares {list(plan.shares)}, {plan.num_micro} micro-batches"
+        )
+        for model in self._models:
+            count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            held = sum(p.numel() * p.element_size() for p in model.parameters())
+            lines.append(f"model {type(model).__name__}: {count:,} trainable parameters, {held / 2**20:,.1f} MiB")
+        print("\n".join(lines), flush=True)
+
+
+def _ended_well() -> bool:
+    """Whether the script ended without an error, under our bootstrap or under plain python."""
+    if worker.progress.exit_code is not None:
+        return worker.progress.exit_code == 0
+    return sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None

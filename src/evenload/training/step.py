@@ -1,0 +1,180 @@
+"""A step in the user's loop: one global batch, from the loader to its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from evenload.errors import StepError
+from evenload.training.data.loader import GlobalBatch, GlobalLoader
+from evenload.training.engine import Engine
+from evenload.training.journal import Tally
+from evenload.training.microsteps import LossFn
+from evenload.training.planning import Planner
+
+
+class Step:
+    """One optimizer step = one global batch. Yielded by a prepared loader, valid inside the loop body.
+
+    Attributes:
+        index: global index of the step, over all epochs.
+        epoch: the epoch.
+        num_samples: samples of the global batch.
+    """
+
+    def __init__(self, loop: StepLoop, loader: GlobalLoader, planner: Planner, batch: GlobalBatch) -> None:
+        self._loop = loop
+        self._loader = loader
+        self.batch = batch
+        self.planner = planner
+        self.tally = Tally()
+        self.index = batch.global_step
+        self.epoch = batch.epoch
+        self.num_samples = batch.plan.num_samples
+        self.committed = False
+
+    def backward(self, loss_fn: LossFn) -> torch.Tensor:
+        """Forward and backward of the whole global batch; this rank's share of it is computed here.
+
+        Args:
+            loss_fn: called with each micro-batch of this rank's share, on its device, as the user's collate_fn made it.
+                Returns the loss as a mean over the samples, ``(loss, weight)`` as a mean over `weight` units, or a dict
+                with ``loss``, perhaps ``weight``, and further scalars.
+
+        Returns:
+            The weighted mean loss over the global batch: a scalar CPU tensor, the same on all ranks. `.grad` of the
+            parameters is final: clip it, step the optimizer.
+
+        Raises:
+            StepError: wrong use, with the line to write instead.
+            NonFiniteError: the loss or gradient was NaN or infinite in several steps in a row.
+        """
+        if self._loop.step is not self:
+            raise StepError("this step is over; call step.backward inside the loop body of its own step")
+        if self._loop.inspect is not None:
+            self._loop.inspect(self, loss_fn)
+        loss = self._loop.engine.backward(self.batch, self.planner, self.tally, loss_fn)
+        self._loop.optimizer_stepped = False
+        return loss
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Averages over the global batch of the further scalars that loss_fn returned."""
+        return self.tally.metrics
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank in this step."""
+        return self.batch.plan.shares
+
+    def commit(self) -> None:
+        """Counts the step's samples as used; a checkpoint in the loop body does it before the body ends."""
+        if not self.committed:
+            self.committed = True
+            self._loader.commit(self.batch)
+            self._loop.steps_done = self.index + 1
+
+    def __repr__(self) -> str:
+        return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
+
+
+class StepLoop:
+    """Which step's loop body runs now; one for all loaders of a job."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.step: Step | None = None
+        self.steps_done = 0
+        """Global index of the next step to run, over all epochs and sittings."""
+        self.optimizer_stepped = False
+        self.inspect: Callable[[Step, LossFn], None] | None = None
+        """Called before a backward by `evenload verify`."""
+        self.on_begin: Callable[[Step], None] | None = None
+        """Told that a loop body begins (the first step of a sitting looks around)."""
+        self.arm: Callable[[Step], str] | None = None
+        """Names the arm of a step while windows are measured."""
+        self._sitting_steps = 0
+
+    def begin(self, step: Step) -> None:
+        """The loop body of `step` begins."""
+        self.step = step
+        self.optimizer_stepped = False
+        self.engine.control.place = (step.epoch, step.batch.epoch_step)
+        if self.on_begin is not None:
+            self.on_begin(step)
+        self.engine.clock.switch("optimizer")
+
+    def end(self, step: Step) -> None:
+        """The loop body of `step` has ended: what it did is looked at by the planner, and written down."""
+        engine = self.engine
+        engine.clock.switch("other")
+        self.step = None
+        engine.control.place = (step.epoch, -1)
+        if not step.tally.calls:
+            return
+        first = self._sitting_steps == 0
+        self._sitting_steps += 1
+        arm = self.arm(step) if self.arm is not None else ""
+        step.planner.observe(step.index, step.batch.plan, step.tally.own_seconds(), first or step.tally.unusual)
+        engine.journal.step(step.index, step.batch.plan, step.tally, arm)
+
+    def check_between_steps(self, what: str) -> None:
+        """Raises where `what` would see gradients that no optimizer has used yet."""
+        step = self.step
+        if step is not None and step.tally.calls and not self.optimizer_stepped and not step.tally.skipped:
+            raise StepError(
+                f"{what} between step.backward and optimizer.step(): the step is half done; call it at the end of the "
+                "loop body"
+            )
+
+
+class StepLoader:
+    """What `run.prepare` makes of a DataLoader: it yields steps."""
+
+    def __init__(self, loader: GlobalLoader, planner: Planner, loop: StepLoop) -> None:
+        self.loader = loader
+        self.planner = planner
+        self._loop = loop
+
+    def __len__(self) -> int:
+        """Steps per epoch; depends on the data and the global batch alone."""
+        return len(self.loader)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next (or the running) iteration is; after `run.resume` the one to go on with."""
+        return self.loader.epoch
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """The global batch, in samples; None where a batch_sampler decides."""
+        return self.loader.batch_size
+
+    def __iter__(self) -> Iterator[Step]:
+        loop = self._loop
+        batches = iter(self.loader)
+        while True:
+            loop.engine.clock.switch("data")
+            try:
+                batch = next(batches)
+            except StopIteration:
+                loop.engine.clock.switch("other")
+                return
+            step = Step(loop, self.loader, self.planner, batch)
+            loop.begin(step)
+            finished = False
+            try:
+                yield step
+                finished = True
+            finally:
+                # A `break` ends the generator here: what the body did counts, what it left undone does not.
+                loop.end(step)
+                if finished or step.tally.calls:
+                    step.commit()

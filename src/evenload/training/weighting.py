@@ -1,0 +1,145 @@
+"""The arithmetic of exactness: units, weights, and the one division.
+
+A step's gradient is g = (sum_i w_i grad l_i) / N over all samples i of the global batch, N = sum_i w_i (DESIGN §4.1). Each
+micro-batch's loss is a mean over its own units, so it enters the backward as ``loss * weight / nominal``: in units common to
+all ranks before anything is summed, and therefore also right where a collective runs inside the backward. ``nominal`` is
+known to all ranks before the first backward; the sum is corrected once by ``nominal / N``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evenload.errors import StepError
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a loss_fn returned for one micro-batch, read."""
+
+    loss: torch.Tensor
+    """Scalar with a graph: the mean over the micro-batch's units."""
+    weight: torch.Tensor | float | None
+    """Units that the loss is a mean over; None: samples."""
+    metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
+
+
+def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
+    """Counts the labels that a language model's loss averages over.
+
+    Args:
+        labels: integer labels of any shape, ``(..., sequence)``; -100 is ignored by the loss.
+        shift: the model shifts the labels itself (as Hugging Face's do), so the first of each sequence is never predicted.
+
+    Returns:
+        A scalar int64 tensor on the labels' device.
+    """
+    if shift:
+        labels = labels[..., 1:]
+    return (labels != IGNORED_LABEL).sum()
+
+
+def read_result(returned: Any) -> Result:
+    """Reads what a loss_fn returned: a loss, ``(loss, weight)``, or a mapping with ``loss``.
+
+    Raises:
+        StepError: it is something else, not a scalar, or doesn't depend on a trainable parameter.
+    """
+    if isinstance(returned, torch.Tensor):
+        return Result(_scalar_loss(returned), None)
+    if isinstance(returned, tuple) and not hasattr(returned, "_fields"):
+        if len(returned) != 2:
+            raise StepError(
+                f"loss_fn returned {len(returned)} values; return a loss, (loss, weight), or a dict with 'loss'"
+            )
+        return Result(_scalar_loss(returned[0]), _weight(returned[1]))
+    if isinstance(returned, Mapping):
+        if returned.get("loss") is None:
+            raise StepError(
+                f"loss_fn returned a mapping without 'loss' (its keys: {', '.join(map(str, returned))}); "
+                "for a Hugging Face model, give it labels"
+            )
+        weight = returned.get("weight")
+        metrics = {}
+        for name, value in returned.items():
+            if name in ("loss", "weight"):
+                continue
+            number = _metric(value)
+            if number is not None:
+                metrics[str(name)] = number
+            elif type(returned) is dict:
+                raise StepError(
+                    f"loss_fn's dict holds {name!r}, which is {_kind(value)}; beside 'loss' and 'weight' it may hold "
+                    "scalars, which are averaged into step.metrics"
+                )
+        return Result(_scalar_loss(returned["loss"]), None if weight is None else _weight(weight), metrics)
+    raise StepError(f"loss_fn returned {_kind(returned)}; return a loss, (loss, weight), or a dict with 'loss'")
+
+
+def nominal_units(num_samples: int, weighted: bool, last_units: float | None) -> float:
+    """The divisor used inside the backward, equal on all ranks before the step's true N is known.
+
+    Without weights it is N itself, so that no correction is needed. With weights it is the power of two nearest to the last
+    step's N: the correction is then the only rounding, and the result does not depend on what `nominal` was.
+    """
+    if not weighted:
+        return float(num_samples)
+    units = last_units if last_units else float(num_samples)
+    return 2.0 ** round(math.log2(units))
+
+
+def ignores_labels(batch: Any) -> bool:
+    """Whether a batch carries labels of which some are -100, so that a mean over samples would be wrong."""
+    if not isinstance(batch, Mapping):
+        return False
+    labels = batch.get("labels")
+    return isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool((labels == IGNORED_LABEL).any())
+
+
+def _scalar_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise StepError(f"the loss is {_kind(loss)}, not a tensor; don't call .item() on it inside loss_fn")
+    if loss.numel() != 1:
+        raise StepError(
+            f"the loss has shape {tuple(loss.shape)}; return a scalar: the mean over the micro-batch's samples "
+            "(reduction='mean'), or (loss, weight)"
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "the loss does not depend on any trainable parameter; was it computed under torch.no_grad, detached, or are "
+            "all parameters frozen?"
+        )
+    return loss.reshape(())
+
+
+def _weight(weight: Any) -> torch.Tensor | float:
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1:
+            raise StepError(f"the weight has shape {tuple(weight.shape)}; return one number: the units of the mean")
+        return weight.detach().reshape(())
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise StepError(f"the weight is {_kind(weight)}; return one number: how many units the loss is a mean over")
+    if not 0 <= weight < math.inf:
+        raise StepError(f"the weight is {weight}; it must be finite and at least 0")
+    return float(weight)
+
+
+def _metric(value: Any) -> torch.Tensor | float | None:
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(()) if value.numel() == 1 else None
+    if isinstance(value, bool | int | float):
+        return float(value)
+    return None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

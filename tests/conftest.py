@@ -1,0 +1,126 @@
+"""What every test must leave as it was: processes, threads, environment variables, torch's defaults."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+# Libraries set these when they are first imported.
+_SET_BY_LIBRARIES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_MODULE_LOADING", "TORCH_NCCL_", "TF_")
+_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+_GRACE_S = 2.0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; torch sees none here")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaks, names what it leaked, and mends it so that the next test starts clean."""
+    processes, threads, environment, defaults = _children(), _threads(), dict(os.environ), _torch_defaults()
+    yield
+    problems = []
+    if late := _wait_until_gone(_children, processes):
+        problems += [f"the process {_describe(process)}" for process in late]
+        for process in late:
+            process.kill()
+    if late_threads := _wait_until_gone(_threads, threads):
+        problems += [f"the thread {thread.name!r}" for thread in late_threads]
+    changed = [
+        name
+        for name in environment.keys() | os.environ.keys()
+        if environment.get(name) != os.environ.get(name) and not name.startswith(_SET_BY_LIBRARIES)
+    ]
+    if changed:
+        problems.append(f"a change of the environment variables {', '.join(sorted(changed))}")
+        for name in changed:
+            os.environ.pop(name, None)
+            if name in environment:
+                os.environ[name] = environment[name]
+    for name, before in defaults.items():
+        now = _torch_defaults()[name]
+        if now != before:
+            problems.append(f"torch's {name} at {now} (was {before})")
+            _restore(name, before)
+    if problems:
+        pytest.fail(f"{request.node.nodeid} leaves behind {'; '.join(problems)}", pytrace=False)
+
+
+def _children() -> set[psutil.Process]:
+    """All processes below this one, the servers of multiprocessing apart."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and not _is_server(child, command):
+                found.add(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _is_server(child: psutil.Process, command: str) -> bool:
+    # What the fork server has forked carries its command line, but has another parent.
+    return any(server in command for server in _SERVERS) and child.ppid() == os.getpid()
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def _wait_until_gone(look: Any, before: set[Any]) -> set[Any]:
+    """What is new, and still there after a moment: an end may be under way."""
+    deadline = time.monotonic() + _GRACE_S
+    while late := look() - before:
+        if time.monotonic() > deadline:
+            return late
+        time.sleep(0.02)
+    return set()
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({' '.join(process.cmdline())[:120]})"
+    except psutil.NoSuchProcess:
+        return str(process.pid)
+
+
+def _torch_defaults() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_num_threads"):
+        return {}
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "number of threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "process group": torch.distributed.is_initialized(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def _restore(name: str, before: Any) -> None:
+    torch = sys.modules["torch"]
+    match name:
+        case "default dtype":
+            torch.set_default_dtype(before)
+        case "number of threads":
+            torch.set_num_threads(before)
+        case "deterministic algorithms":
+            torch.use_deterministic_algorithms(before)
+        case "grad mode":
+            torch.set_grad_enabled(before)
+        case "process group":
+            torch.distributed.destroy_process_group()

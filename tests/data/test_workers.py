@@ -1,0 +1,246 @@
+"""Real worker processes: the user's settings honoured, and plans that change while work is queued."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, get_worker_info
+
+from evenload.training.data.feed import TaskFeed
+from evenload.training.data.reading import Task
+from tests.data.fakes import Board, Numbers, flat, joined, lockstep, make_ranks, plan_of
+
+
+class Counted(Numbers):
+    """Counts reads in shared memory; each takes a while."""
+
+    def __init__(self, num_samples: int, seconds: float = 0.0) -> None:
+        super().__init__(num_samples)
+        self.reads = multiprocessing.RawArray("i", num_samples)
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> int:
+        self.reads[index] += 1  # one worker at a time has a given sample
+        time.sleep(self.seconds)
+        return index
+
+
+class Where(Numbers):
+    """Tells who read a sample."""
+
+    opened = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, os.getpid(), self.opened])
+
+
+def open_dataset(worker_id: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == worker_id
+    assert isinstance(info.dataset, Where)
+    info.dataset.opened = worker_id + 1
+
+
+def raise_at_seven(samples: list[int]) -> Any:
+    if 7 in samples:
+        raise KeyError("sample 7 is broken")
+    return torch.tensor(samples)
+
+
+@pytest.mark.parametrize("num_micro", [1, 3])
+def test_plans_that_change_in_mid_epoch_lose_and_repeat_nothing(num_micro: int) -> None:
+    loader = DataLoader(Numbers(90), batch_size=9, shuffle=True, num_workers=2)
+    alone = [flat(joined(step)) for step in lockstep(make_ranks(Board((1,)), DataLoader(Numbers(90), 9, shuffle=True)))]
+    board = Board((1, 1), num_micro)
+    found = []
+    for number, step in enumerate(lockstep(make_ranks(board, loader))):
+        found.append(flat(joined(step)))
+        if number % 2:
+            board.decide(number + 2, [(3, 1), (0, 1), (1, 0), (2, 7)][number // 2 % 4], 1 + number % 3)
+    assert found == alone
+
+
+def test_queued_work_that_a_decision_made_stale_is_called_off() -> None:
+    data = Counted(400, seconds=0.02)
+    board = Board((1, 1))
+    # Only rank 0: 8 of 16 samples a step, 8 tasks of 8 samples queued on 2 workers.
+    (rank,) = make_ranks(Board((1, 1)), DataLoader(data, batch_size=16, num_workers=2, prefetch_factor=4))[:1]
+    rank._planner.board = board  # type: ignore[attr-defined]
+    found: list[list[int]] = []
+    reads_then = 0
+    for batch in rank:
+        if batch.epoch_step == 3:  # decided before: this step is the first under the new shares
+            assert batch.plan.shares == (5, 11)
+        found.append(batch.micro(0).data.tolist())
+        rank.commit(batch)
+        if batch.epoch_step == 2:
+            board.decide(3, (5, 11))
+            reads_then = sum(data.reads)
+    assert found == [list(range(16 * s, 16 * s + (8 if s < 3 else 5))) for s in range(25)]
+    needed_then = sum(len(part) for part in found[3:])
+    wasted = sum(data.reads) - reads_then - needed_then
+    # Each of two workers was in the middle of a sample, and may have begun the next before it was told. Without the
+    # flags it would have been 8 tasks of 8 samples.
+    assert 0 <= wasted <= 4
+
+
+def test_fresh_work_is_queued_as_soon_as_stale_work_is_called_off() -> None:
+    data = Counted(1000, seconds=0.0)
+    feed = TaskFeed(
+        DataLoader(data, batch_size=4, num_workers=2, prefetch_factor=3), seed=0, rank=0, keyed=True, pin=False
+    )
+
+    def tasks(size: int, start: int = 0) -> Any:
+        return lambda: (Task(0, low, tuple(range(low, low + size))) for low in range(start, 400, 10))
+
+    feed.read_ahead(0, tasks(4))
+    assert feed.get(Task(0, 0, (0, 1, 2, 3))).tolist() == [0, 1, 2, 3]
+    feed.read_ahead(0, tasks(7, start=10))
+    assert feed.get(Task(0, 10, tuple(range(10, 17)))).tolist() == list(range(10, 17))
+    # All that is outstanding now is wanted: the queue was filled anew before the second step was computed.
+    assert [feed._live.get(span) for _, span in feed._queue] == [serial for serial, _ in feed._queue]
+    assert len(feed._queue) == 6
+    assert [span for _, span in feed._queue] == [(low, low + 7) for low in range(20, 80, 10)]
+    feed.close()
+
+
+@settings(max_examples=8, deadline=None)
+@given(script=st.lists(st.sampled_from(["get", "skip", "cut 3", "cut 5", "other"]), min_size=5, max_size=25))
+def test_whatever_is_asked_for_in_whatever_order_comes_right(script: list[str]) -> None:
+    feed = TaskFeed(DataLoader(Numbers(1000), batch_size=4, num_workers=1), seed=0, rank=0, keyed=False, pin=False)
+    size, now = 4, 0
+
+    def wanted() -> Any:
+        return (Task(0, low, tuple(range(low, low + size))) for low in range(now, 900, 10))
+
+    feed.read_ahead(0, wanted)
+    for what in script:
+        if what == "get":
+            assert feed.get(Task(0, now, tuple(range(now, now + size)))).tolist() == list(range(now, now + size))
+            now += 10
+        elif what == "other":
+            assert feed.get(Task(0, 950, (950, 951))).tolist() == [950, 951]
+        else:
+            size = int(what[-1]) if what.startswith("cut") else size
+            now += 10 * (what == "skip")
+            feed.read_ahead(0, wanted)
+    feed.close()
+
+
+def test_a_step_planned_anew_is_read_at_once_and_the_rest_goes_on() -> None:
+    ranks = make_ranks(Board((1, 1)), DataLoader(Numbers(80), batch_size=8, num_workers=2))
+    found = []
+    for number, step in enumerate(lockstep(ranks)):
+        joined(step)
+        if number % 3 == 1 or number == 9:  # the last step too: nothing is left to be read ahead there
+            plan = step[0].plan
+            for batch in step:
+                batch.replan(plan_of(0, plan.step, plan.start, plan.num_samples, (1, 3), 4))
+        assert step[0].whole(0).tolist() == joined(step)[0]
+        found += flat(joined(step))
+    assert found == list(range(80))
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_worker_init_fn_sees_the_users_dataset(context: str) -> None:
+    loader = DataLoader(
+        Where(12), batch_size=3, num_workers=2, worker_init_fn=open_dataset, multiprocessing_context=context
+    )
+    (rank,) = make_ranks(Board((1,)), loader)
+    rows = torch.cat([batch.micro(0).data for batch in rank])
+    assert rows[:, 0].tolist() == list(range(12))
+    assert os.getpid() not in rows[:, 1].tolist()
+    assert rows[:, 2].tolist() == [1, 1, 1, 2, 2, 2, 1, 1, 1, 2, 2, 2]
+
+
+def pids(rank: Any) -> set[int]:
+    return {pid for batch in rank for pid in batch.micro(0).data[:, 1].tolist()}
+
+
+def test_workers_end_with_the_epoch_unless_they_are_persistent() -> None:
+    (rank,) = make_ranks(Board((1,)), DataLoader(Where(40), batch_size=4, num_workers=2))
+    first = pids(rank)
+    assert not multiprocessing.active_children()
+    assert first.isdisjoint(pids(rank))
+    (kept,) = make_ranks(Board((1,)), DataLoader(Where(40), batch_size=4, num_workers=2, persistent_workers=True))
+    first = pids(kept)
+    assert len(multiprocessing.active_children()) == 2
+    for batch in kept:
+        kept.commit(batch)
+        break
+    assert pids(kept) == first
+    kept.close()
+    assert not multiprocessing.active_children()
+
+
+def test_workers_end_when_the_loop_is_left() -> None:
+    (rank,) = make_ranks(Board((1,)), DataLoader(Where(40), batch_size=4, num_workers=2))
+    threads = threading.active_count()
+    for batch in rank:
+        batch.micro(0)
+        break
+    assert not multiprocessing.active_children()
+    with pytest.raises(ZeroDivisionError):
+        for _ in rank:
+            raise ZeroDivisionError
+    rank.close()
+    assert not multiprocessing.active_children()
+    assert threading.active_count() == threads
+    # A batch kept after its loop can still be read.
+    assert batch.whole(0)[:, 0].tolist() == [0, 1, 2, 3]
+    batch._held.clear()
+    assert batch.micro(0).data[:, 0].tolist() == [0, 1, 2, 3]
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_the_data_comes_when_its_batch_is_asked_for(num_workers: int) -> None:
+    loader = DataLoader(Numbers(20), batch_size=2, num_workers=num_workers, collate_fn=raise_at_seven)
+    (rank,) = make_ranks(Board((1,)), loader)
+    found = []
+    with pytest.raises(KeyError, match="sample 7 is broken"):
+        for batch in rank:
+            found += batch.micro(0).data.tolist()
+    assert found == [0, 1, 2, 3, 4, 5]
+    rank.close()
+
+
+class Dying(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            os._exit(3)
+        return index
+
+
+def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
+    (rank,) = make_ranks(Board((1,)), DataLoader(Dying(20), batch_size=2, num_workers=2))
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        for batch in rank:
+            batch.micro(0)
+    rank.close()
+
+
+class Stuck(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            time.sleep(60)
+        return index
+
+
+def test_the_timeout_is_honoured() -> None:
+    (rank,) = make_ranks(Board((1,)), DataLoader(Stuck(20), batch_size=2, num_workers=2, timeout=1))
+    with pytest.raises(RuntimeError, match="timed out after 1"):
+        for batch in rank:
+            batch.micro(0)
+    children = multiprocessing.active_children()
+    rank.close()
+    assert not any(child.is_alive() for child in children)

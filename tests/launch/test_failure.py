@@ -1,0 +1,75 @@
+import pytest
+
+from evenload.errors import DataError, PeerLostError
+from evenload.testing.ranks import run_ranks
+from evenload.training.launch.failure import (
+    Failure,
+    describe_error,
+    failure_path,
+    is_consequence,
+    read_failure,
+    user_traceback,
+    write_failure,
+)
+
+
+def _caught(fn):
+    try:
+        fn()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def _misuse():
+    run_ranks(print, 0)
+
+
+def _library():
+    # A frame of ours between the user's and the error.
+    run_ranks(print, "two")
+
+
+def test_our_error_points_at_the_users_line():
+    text = user_traceback(_caught(_misuse))
+    assert "in _misuse" in text and 'ranks.py", line' not in text
+    assert text.rstrip().endswith("expected at least 1")
+
+
+def test_of_another_error_the_last_of_our_frames_stays():
+    text = user_traceback(_caught(_library))
+    assert "in _library" in text and text.count("evenload/testing/ranks.py") == 1
+
+
+def test_causes_are_cut_too_and_kept():
+    def chained():
+        try:
+            _misuse()
+        except ValueError as error:
+            raise DataError("no data") from error
+
+    text = user_traceback(_caught(chained))
+    assert "direct cause" in text and "in _misuse" in text and 'ranks.py", line' not in text
+
+
+def test_consequences():
+    assert is_consequence(PeerLostError("gone"))
+    assert is_consequence(RuntimeError("[gloo/pair.cc:535] Connection closed by peer [127.0.0.1]:23"))
+    assert not is_consequence(RuntimeError("shapes differ"))
+    assert not is_consequence(ValueError("Connection closed by peer"))
+
+
+def test_round_trip_and_story(tmp_path):
+    failure = describe_error(_caught(_misuse), rank=1, step=4)
+    assert read_failure(tmp_path, 1) is None
+    write_failure(failure, tmp_path)
+    assert read_failure(tmp_path, 1) == failure and failure_path(tmp_path, 1).exists()
+    assert failure.story("cpu").startswith("rank 1 (cpu) failed at step 4: ConfigError: run_ranks(num_ranks=0)")
+    assert Failure(0, "killed by SIGKILL", "").story() == "rank 0 failed: killed by SIGKILL"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"colour": 1}'])
+def test_a_torn_file_is_an_error(tmp_path, text):
+    failure_path(tmp_path, 0).write_text(text)
+    with pytest.raises(Exception, match="can't be read"):
+        read_failure(tmp_path, 0)
