@@ -39,7 +39,11 @@ def distributed() -> Any:
         ),
         (lambda: DataLoader(Numbers(0), 4), DataError, "is empty"),
         (lambda: DataLoader(Numbers(3), 4, sampler=[]), DataError, "sampler, list, is empty"),
-        (lambda: DataLoader(Numbers(3), 4, drop_last=True), DataError, "batch_size=4 with drop_last=True and 3 samples"),
+        (
+            lambda: DataLoader(Numbers(3), 4, drop_last=True),
+            DataError,
+            "batch_size=4 with drop_last=True and 3 samples",
+        ),
         (lambda: DataLoader(Numbers(3), batch_size=None), DataError, "has no batches to split"),
         (lambda: DataLoader(Stream(), batch_size=None), DataError, "can't be split over"),
         (lambda: DataLoader(Numbers(8), 4, num_workers=1, in_order=False), ConfigError, "has no effect"),

@@ -41,7 +41,9 @@ def side_by_side(loader: Any, weights: list[float], **settings: Any) -> list[lis
 
 def in_order(ranks: list[list[Any]]) -> list[int]:
     rounds = max(len(batches) for batches in ranks)
-    return [value for t in range(rounds) for batches in ranks for batch in batches[t : t + 1] for value in batch.tolist()]
+    return [
+        value for t in range(rounds) for batches in ranks for batch in batches[t : t + 1] for value in batch.tolist()
+    ]
 
 
 weights_of_ranks = st.lists(st.floats(0, 100), min_size=1, max_size=5)

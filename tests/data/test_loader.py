@@ -224,6 +224,13 @@ def test_committing_twice_is_an_error() -> None:
         rank.commit(batch)
 
 
+def test_committing_after_the_epoch_is_an_error() -> None:
+    (rank,) = make_ranks(Board((1,)), DataLoader(Numbers(8), batch_size=4))
+    batch = list(rank)[-1]
+    with pytest.raises(StepError, match="stood in epoch 1; commit a step before"):
+        rank.commit(batch)
+
+
 def cursor_after_two_steps(**settings: Any) -> Cursor:
     (rank,) = make_ranks(Board((1,)), DataLoader(Numbers(20), batch_size=4, shuffle=True), **settings)
     for batch in rank:

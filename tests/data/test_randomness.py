@@ -26,7 +26,6 @@ class NoisyInBatches(Noisy):
         return [self[index] for index in indices]
 
 
-
 def rows(shares: tuple[int, ...], num_micro: int = 1, epochs: int = 2, **loader: Any) -> dict[tuple[int, int], Any]:
     """What each sample drew, by (epoch, sample)."""
     settings = {"batch_size": 9, "shuffle": True, **loader}
@@ -129,7 +128,9 @@ def test_collation_is_keyed_by_micro_batch() -> None:
 
 
 def test_mix_spreads_neighbours() -> None:
-    seeds = {randomness.mix(seed, epoch, position) for seed in range(10) for epoch in range(10) for position in range(99)}
+    seeds = {
+        randomness.mix(seed, epoch, position) for seed in range(10) for epoch in range(10) for position in range(99)
+    }
     assert len(seeds) == 9900
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     assert len({seed & 0xFFFFFFFF for seed in seeds}) > 9890

@@ -214,6 +214,27 @@ def test_an_error_in_the_data_comes_when_its_batch_is_asked_for(num_workers: int
     rank.close()
 
 
+def test_an_error_in_work_called_off_is_nobodys_error() -> None:
+    loader = DataLoader(Numbers(20), batch_size=4, num_workers=2, collate_fn=raise_at_seven)
+    board = Board((1, 1))
+    (rank, _) = make_ranks(board, loader)
+    found = []
+    for batch in rank:  # sample 7 is the other rank's at first, and after the change; in between it is queued here
+        found += batch.micro(0).data.tolist()
+        rank.commit(batch)
+        if batch.epoch_step == 0:
+            board.decide(1, (3, 1))
+    assert found == [0, 1, 4, 5, 6, 8, 9, 10, 12, 13, 14, 16, 17, 18]
+    board = Board((0, 1))
+    (rank, _) = make_ranks(board, loader)
+    board.decide(1, (1, 0))  # the whole batch, sample 7 in it, is queued for step 1
+    for batch in rank:
+        batch.micro(0)
+        rank.commit(batch)
+        time.sleep(0.2)  # so that the worker has failed by now
+        board.decide(1, (3, 1))
+
+
 class Dying(Numbers):
     def __getitem__(self, index: int) -> int:
         if index == 5:

@@ -69,8 +69,9 @@ class _GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         statistics = _current
         if statistics is None or statistics.world_size == 1 or not self.training:
             return super().forward(input)
-        self._check_input_dim(input)
-        return _forward_global(self, input, statistics)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _forward_global(self, input, statistics)
+        return output
 
 
 class _GlobalBatchNorm1d(_GlobalBatchNorm, nn.BatchNorm1d):
@@ -127,7 +128,7 @@ def has_global_statistics(model: nn.Module) -> bool:
     return any(type(module) in _BACK for module in model.modules())
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward_global(
     module: nn.modules.batchnorm._BatchNorm, input: torch.Tensor, statistics: Statistics
 ) -> torch.Tensor:
@@ -148,7 +149,7 @@ def _forward_global(
     mean = (counts * means).sum(0) / total
     var = (counts * (variances + (means - mean) ** 2)).sum(0) / total
     _update_running(module, mean, var * (total / (total - 1)))
-    output: torch.Tensor = _Normalize.apply(
+    output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
         input, module.weight, module.bias, mean, var, total, module.eps, statistics, statistics.idle
     )
     return output
@@ -193,7 +194,7 @@ class _Normalize(torch.autograd.Function):
         return F.batch_norm(input, mean, var, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, mean, var, total = ctx.saved_tensors
         channels = input.shape[1]

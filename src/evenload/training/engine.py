@@ -26,6 +26,7 @@ from evenload.training.data.loader import GlobalBatch
 from evenload.training.journal import Journal, Tally
 from evenload.training.launch.clock import StepClock
 from evenload.training.launch.control import Control, Operation
+from evenload.training.launch.throttle import Burner
 from evenload.training.microsteps import LossFn, Sums, Surroundings, run_micro_steps
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.planning import Planner
@@ -54,6 +55,7 @@ class Engine:
         precision: Precision,
         clock: StepClock,
         journal: Journal,
+        burner: Burner,
     ) -> None:
         self.device = device
         self.control = control
@@ -62,6 +64,7 @@ class Engine:
         self.precision = precision
         self.clock = clock
         self.journal = journal
+        self.burner = burner
         self.models: list[nn.Module] = []
         self.elapsed_s = 0.0
         """Seconds since the start of the run on rank 0's clock, as of the last exchange: equal on all ranks."""
@@ -95,6 +98,7 @@ class Engine:
             self.clock.switch("optimizer")
             self.statistics.idle = False
         tally.calls += 1
+        tally.body_since_s = time.perf_counter()
         return loss
 
     def _attempts(self, batch: GlobalBatch, planner: Planner, tally: Tally, loss_fn: LossFn) -> torch.Tensor:
@@ -119,6 +123,7 @@ class Engine:
     def _compute(self, batch: GlobalBatch, tally: Tally, loss_fn: LossFn, sums: Sums) -> int:
         """Runs the micro-batches; what a device can fail with becomes a status that all ranks will hear."""
         graphs = _compiled_graphs()
+        started_s = time.perf_counter()
         try:
             run_micro_steps(self.around, batch, loss_fn, tally.calls, self._units.get(tally.calls), sums)
         except RuntimeError as error:
@@ -131,6 +136,7 @@ class Engine:
                     "init(micro_batch=...)) lower"
                 ) from error
             return OUT_OF_MEMORY
+        self.burner.pay(time.perf_counter() - started_s)
         if _compiled_graphs() != graphs:
             tally.compiled = True
         return LATE_GRADIENT if self.strategy.report()[1] else OK

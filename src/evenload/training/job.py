@@ -26,6 +26,8 @@ from evenload.training.launch.clock import StepClock
 from evenload.training.launch.control import Control, Operation
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.groups import Groups, Membership
+from evenload.training.launch.supervisor import RUN_FOLDER_FILE
+from evenload.training.launch.throttle import Burner
 from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.precision import Precision
 from evenload.training.step import StepLoop
@@ -74,7 +76,7 @@ def open_job(script: dict[str, Any]) -> Job:
         timeout_s=config.timeout_s,
     )
     control = Control(groups)
-    randomness.seed_all(config.seed, device)
+    randomness.seed_all(device, config.seed)
     folder = Path(config.project_dir).absolute()
     writes = spec.rank == 0 and not config.dry_run
     if config.fresh and writes:
@@ -89,7 +91,7 @@ def open_job(script: dict[str, Any]) -> Job:
     if writes:
         recorder.settings(as_table(config))
         if spec.launch_dir:
-            (Path(spec.launch_dir) / "run_folder").write_text(str(folder))
+            _tell_launcher(Path(spec.launch_dir), folder)
     clock = StepClock(device)
     journal = Journal(recorder, writes)
     engine = Engine(
@@ -102,6 +104,7 @@ def open_job(script: dict[str, Any]) -> Job:
         precision=Precision(config.precision, device),
         clock=clock,
         journal=journal,
+        burner=Burner(spec),
     )
     loop = StepLoop(engine)
     registry = Registry(lambda: loop.steps_done)
@@ -159,6 +162,13 @@ def _check_balance(config: Config, world_size: int) -> None:
             f"{config.sources['balance']}: {len(config.balance)} shares, but there are {world_size} ranks; give one share "
             "for each"
         )
+
+
+def _tell_launcher(launch_dir: Path, folder: Path) -> None:
+    """The launcher's view follows the run folder from now on."""
+    partial = launch_dir / f".{RUN_FOLDER_FILE}.partial"
+    partial.write_text(str(folder))
+    partial.replace(launch_dir / RUN_FOLDER_FILE)
 
 
 def _move_aside(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from evenload.balance.values import StepPlan
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes, StepRecord
+from evenload.training.launch.clock import Segment
 from evenload.training.report import Report
 
 
@@ -24,7 +25,9 @@ class Tally:
         self.redone = False
         self.compiled = False
         self.begun_s = time.perf_counter()
-        self._times: list[dict[str, float]] = []
+        self.body_since_s = self.begun_s
+        """When the user's frame went on after the last backward."""
+        self._times: list[dict[Segment, float]] = []
         self._memory: list[int] = []
 
     def add(self, reports: Sequence[Report]) -> None:

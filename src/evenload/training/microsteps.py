@@ -60,8 +60,7 @@ def run_micro_steps(
     for m in range(num_micro):
         micro = batch.micro(m)
         around.statistics.idle = micro.idle
-        key = randomness.key_of(around.seed, batch.global_step, call_index, m, around.rank)
-        randomness.seed_all(key, around.device)
+        randomness.seed_all(around.device, around.seed, batch.global_step, call_index, m, around.rank)
         with torch.enable_grad():
             with around.precision.autocast():
                 result = read_result(loss_fn(micro.data))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def prepare_loader(job: Job, loader: DataLoader[Any]) -> StepLoader:
     def announce(decision: Decision, from_step: int) -> None:
         job.journal.event(
             "balance",
-            decision.reason,
+            decision.reason + _outlook(planner.outlook()),
             step=from_step,
             decision=decision.kind,
             shares=list(decision.shares),
@@ -145,6 +145,13 @@ def check_models_prepared(models: Sequence[nn.Module]) -> None:
         raise StepError("no model was given to run.prepare; write: model, loader = run.prepare(model, loader)")
 
 
+def _outlook(outlook: Mapping[str, float]) -> str:
+    """What the new shares are expected to bring."""
+    if not outlook:
+        return ""
+    return f" (expected {outlook['over_equal']:.2f}× equal shares, {outlook['over_best_alone']:.2f}× the best device alone)"
+
+
 def _usual_batch(loader: DataLoader[Any]) -> int:
     size = getattr(loader.batch_sampler, "batch_size", None)
     return size if isinstance(size, int) and size > 0 else 32
@@ -166,5 +173,9 @@ def _describe(job: Job, loader: StepLoader, planner: Planner, batch_size: int) -
         f"global batch {batch_size}, {epoch}\n  " + "\n  ".join(lines),
         epoch_steps=epoch_steps,
         devices=names,
-        shares=list(planner.shares),
     )
+    how = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
+        str(job.config.balance), "shares as set"
+    )
+    if job.groups.world_size > 1:
+        job.journal.event("shares", how, shares=list(planner.shares))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evenload.errors import StepError
-from evenload.training.launch.clock import SEGMENTS
+from evenload.training.launch.clock import SEGMENTS, Segment
 from evenload.training.launch.control import CAPACITY
 
 OK, OUT_OF_MEMORY, LATE_GRADIENT = 0, 1, 2
@@ -32,7 +32,7 @@ class Report:
     elapsed_s: float
     """Since the start of the run; rank 0's counts."""
     memory_bytes: float
-    seconds: Mapping[str, float]
+    seconds: Mapping[Segment, float]
     """Of each segment since the last report."""
     metrics: Mapping[str, float]
     """Name -> sum of weight x value; nothing in an attempt that failed here."""

@@ -32,8 +32,9 @@ class Own:
     def state_dict(self) -> dict[str, Any]:
         """Plain values and generator states."""
         generators = randomness.capture(self._job.device)
-        numpy_state = generators.pop("numpy")
-        generators["numpy"] = [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]]
+        if generators["numpy"] is not None:
+            kind, keys, *rest = generators["numpy"]
+            generators["numpy"] = [kind, keys.tolist(), *rest]
         return {
             "finished": self.finished,
             "steps_done": self._job.loop.steps_done,
@@ -59,8 +60,8 @@ class Own:
             loader.planner.load_state_dict(saved["planner"], cursor.global_step)
         self._job.engine.precision.load_state_dict(state["precision"])
         generators = dict(state["generators"])
-        kind, keys, *rest = generators["numpy"]
-        generators["numpy"] = (kind, keys, *rest)
+        if generators["numpy"] is not None:
+            generators["numpy"] = tuple(generators["numpy"])
         randomness.restore(generators, self._job.device)
 
 
@@ -166,7 +167,9 @@ class Saver:
         """Kinds of schedulers and averaged models that are alive but were not given to `run.resume`."""
         if not self.resumed:
             return []
-        held = {id(value) for value in self._job.registry.values()} | {id(part) for value in self._job.registry.values() for part in getattr(value, "_schedulers", [])}
+        held = {id(value) for value in self._job.registry.values()} | {
+            id(part) for value in self._job.registry.values() for part in getattr(value, "_schedulers", [])
+        }
         found = []
         for value in gc.get_objects():
             # type(), not isinstance: asking some objects for their __class__ runs code of theirs.

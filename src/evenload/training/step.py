@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,6 +110,8 @@ class StepLoop:
     def end(self, step: Step) -> None:
         """The loop body of `step` has ended: what it did is looked at by the planner, and written down."""
         engine = self.engine
+        if step.tally.calls and engine.burner.active:
+            engine.burner.pay(time.perf_counter() - step.tally.body_since_s)
         engine.clock.switch("other")
         self.step = None
         engine.control.place = (step.epoch, -1)

@@ -8,20 +8,30 @@ the state, numbers, text) is one small file beside them, read with `torch.load(w
 from __future__ import annotations
 
 import collections
+import contextlib
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenload.errors import CheckpointError
 
 FOLDER = "checkpoints"
 _SKELETON = "skeleton.pt"
 _SCHEMA = 1
-_SAFE = [collections.Counter, collections.defaultdict, collections.OrderedDict]
+_SAFE: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    collections.Counter,
+    collections.defaultdict,
+    collections.OrderedDict,
+]
 
 
 def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
@@ -45,7 +55,8 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
         torch.save(skeleton, partial / _SKELETON)
         _read_skeleton(partial)
         if tensors:
-            dcp.save(tensors, checkpoint_id=partial / "tensors", no_dist=True)
+            with _alone():
+                save(tensors, checkpoint_id=partial / "tensors", no_dist=True)
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
@@ -73,15 +84,24 @@ def read(checkpoint: Path) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     try:
         if (checkpoint / "tensors").exists():
-            metadata = dcp.FileSystemReader(checkpoint / "tensors").read_metadata()
+            metadata = FileSystemReader(checkpoint / "tensors").read_metadata()
             for key, entry in metadata.state_dict_metadata.items():
-                if isinstance(entry, dcp.metadata.TensorStorageMetadata):
+                if isinstance(entry, TensorStorageMetadata):
                     tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            dcp.load(tensors, checkpoint_id=checkpoint / "tensors", no_dist=True)
-    except (OSError, RuntimeError, ValueError, dcp.api.CheckpointException) as error:
+            with _alone():
+                load(tensors, checkpoint_id=checkpoint / "tensors", no_dist=True)
+    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise CheckpointError(f"{checkpoint} can't be read: {error}; remove it to resume from an older one") from error
     state: dict[str, Any] = _join(skeleton["state"], tensors)
     return state
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One rank reads or writes for itself, on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to", category=UserWarning)
+        yield
 
 
 def _read_skeleton(checkpoint: Path) -> dict[str, Any]:

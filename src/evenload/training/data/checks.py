@@ -55,7 +55,7 @@ def is_plain_shuffle(sampler: Any) -> bool:
         type(sampler) is RandomSampler
         and not sampler.replacement
         and sampler.generator is None
-        and sampler._num_samples is None
+        and sampler.num_samples == len(sampler.data_source)
     )
 
 

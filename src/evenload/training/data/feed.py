@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 
 from evenload.errors import DataError
 from evenload.training.data.reading import (
-    Skipped,
     Task,
     TaskReader,
     as_read,
@@ -211,5 +210,5 @@ class TaskFeed:
                 raise  # not of a task: a worker died, or the time is over
             data = _Failure(error)
         serial, span = self._queue.popleft()
-        if self._live.get(span) == serial and not isinstance(data, Skipped):
+        if self._live.get(span) == serial:
             self._ready[span] = data

@@ -231,8 +231,13 @@ class GlobalLoader:
         """Counts a step; called once for each, before the next batch is asked for.
 
         Raises:
-            StepError: the batch was committed before.
+            StepError: the batch was committed before, or its epoch is over.
         """
+        if batch.epoch != self._cursor.epoch:
+            raise StepError(
+                f"step {batch.epoch_step} of epoch {batch.epoch} was committed when the loader stood in epoch "
+                f"{self._cursor.epoch}; commit a step before the next is asked for"
+            )
         if self._committed is not None and self._committed() is batch:
             raise StepError(f"step {batch.epoch_step} of epoch {batch.epoch} was committed twice")
         self._committed = weakref.ref(batch)

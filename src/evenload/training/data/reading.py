@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from evenload.training.data import randomness
@@ -64,7 +64,7 @@ class TaskReader(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self._seed = seed
-        self._keyed = keyed
+        self._keyed = keyed and not (draws_nothing(dataset) and collate_fn is default_collate)
         self._cancelled = cancelled
 
     def __getitems__(self, task: Task) -> Any:
@@ -105,6 +105,13 @@ def reads_in_batches(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def draws_nothing(dataset: Any) -> bool:
+    """Whether reading surely draws no random number, so that seeding for each sample would be for nothing."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) in (TensorDataset, list, tuple, range, torch.Tensor)
 
 
 def as_read(data: Any) -> Any:

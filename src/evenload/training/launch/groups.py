@@ -15,6 +15,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import ConfigError, LaunchError, PeerLostError
 
@@ -61,7 +64,7 @@ class Pending:
         """Ends the waiting with an error, if it has not ended."""
         with self._lock:
             if self._future is not None and not self._future.done():
-                self._future.set_exception(error)
+                self._future.set_exception(error)  # type: ignore[arg-type]
 
     def _done(self, finished: torch.futures.Future[object]) -> None:
         failure: Exception | None = None
@@ -75,7 +78,7 @@ class Pending:
             if failure is None:
                 self._future.set_result(None)
             else:
-                self._future.set_exception(failure)
+                self._future.set_exception(failure)  # type: ignore[arg-type]
 
 
 class Groups:
@@ -91,7 +94,7 @@ class Groups:
         self._timeout = timedelta(seconds=timeout_s)
         self._backend = backend
         self._adopted = dist.is_initialized()
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._pending: list[Pending] = []
         self.control: dist.ProcessGroup | None = None
         self.gradients: dist.ProcessGroup | None = None
@@ -165,7 +168,8 @@ class Groups:
             )
         if self.control is None:
             return None
-        return dist.new_group(ranks=list(ranks), backend=self._backend, timeout=self._timeout)
+        group: dist.ProcessGroup = dist.new_group(ranks=list(ranks), backend=self._backend, timeout=self._timeout)
+        return group
 
     def close(self) -> None:
         """Ends the groups that this object made; a process group of the user's is left alone."""
@@ -181,7 +185,7 @@ class Groups:
                     self._store = self._connect()
                 dist.init_process_group(
                     backend="cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo",
-                    store=dist.PrefixStore(f"evenload/{self.membership.generation}", self._store),
+                    store=PrefixStore(f"evenload/{self.membership.generation}", self._store),
                     rank=self.rank,
                     world_size=world_size,
                     timeout=self._timeout,
@@ -194,13 +198,13 @@ class Groups:
         self.gradients = dist.new_group(backend=self._backend, timeout=self._timeout)
         self.statistics = dist.new_group(backend=self._backend, timeout=self._timeout)
 
-    def _connect(self) -> dist.Store:
+    def _connect(self) -> Store:
         """The store: our launcher's, or the one that torchrun's variables name (rank 0 serves it, or torchrun's agent)."""
         if self.membership.store == "env://":
-            store: dist.Store = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=self._timeout))[0]
+            store: Store = next(rendezvous("env://", self.rank, self.world_size, timeout=self._timeout))[0]
             return store
         host, _, port = self.membership.store.rpartition(":")
-        return dist.TCPStore(host, int(port), None, is_master=False, timeout=self._timeout)
+        return TCPStore(host, int(port), None, is_master=False, timeout=self._timeout)
 
     def _destroy(self) -> None:
         self.abort("the process groups were closed")

@@ -92,7 +92,7 @@ class BucketReducer:
             ]
             self._add_model(named)
         for slot in self.slots:
-            slot.handle = slot.param.register_post_accumulate_grad_hook(self._hook(slot))
+            slot.handle = slot.param.register_post_accumulate_grad_hook(self._hook(slot))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Takes the hooks off; the parameters stay as they are."""
