@@ -109,10 +109,17 @@ def test_randomness_of_the_stream_is_the_same_on_all_ranks_and_after_a_resume(nu
     assert not multiprocessing.active_children()
 
 
+def test_spawned_workers_read_the_same_stream() -> None:
+    forked = DataLoader(Stream(20, shuffled=True), batch_size=4, num_workers=1)
+    spawned = DataLoader(Stream(20, shuffled=True), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    found = [[flat(joined(step)) for step in lockstep(make_ranks(Board((1,)), loader))] for loader in (forked, spawned)]
+    assert found[0] == found[1]
+
+
 def test_streams_that_differ_are_an_error_not_a_hang() -> None:
     lengths = iter([12, 8])
     ranks = make_ranks(Board((1, 1)), lambda: DataLoader(Stream(next(lengths)), batch_size=4))
-    with pytest.raises(DataError, match="step 2: rank 1 read 0 samples where rank 0 read 4.*don't shard it by rank"):
+    with pytest.raises(DataError, match=r"step 2: rank 1 read 0 samples where rank 0 read 4.*don't shard it by rank"):
         list(lockstep(ranks))
 
 

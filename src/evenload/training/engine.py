@@ -9,7 +9,7 @@ after its bucket had left. Buffers, randomness and gradients are put back before
 from __future__ import annotations
 
 import math
-import os
+import resource
 import sys
 import time
 import warnings
@@ -37,7 +37,6 @@ from evenload.training.weighting import ignores_labels
 MAX_SKIPPED_STEPS = 3
 """So many steps in a row may be skipped for a non-finite gradient that no loss scale explains."""
 MAX_ATTEMPTS = 40
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Engine:
@@ -264,15 +263,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return _resident_bytes()
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm") as file:  # noqa: PTH123  (a system file, read every step)
-            return int(file.read().split()[1]) * _PAGE_BYTES
-    except (OSError, ValueError, IndexError):
-        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _compiled_graphs() -> int:

@@ -73,7 +73,7 @@ class TaskFeed:
         self._loader = loader
         self._seed, self._rank = seed, rank
         self._depth = loader.num_workers * (loader.prefetch_factor or 0)
-        # Twice as many flags as can be outstanding would do; a shared byte each.
+        # A shared byte for each task outstanding, and some to spare.
         self._cancelled = multiprocessing.RawArray("B", max(1024, 4 * self._depth)) if self._depth else None
         reader = TaskReader(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed, cancelled=self._cancelled)
         self._inner = inner_loader(loader, reader, pin=pin, batch_sampler=_Endless(self._following), collate_fn=as_read)
@@ -82,6 +82,7 @@ class TaskFeed:
         self._source: Iterator[Task] = iter(())  # what will be asked for, in order
         self._peeked: Task | None = None  # the first of it, looked at and not yet sent
         self._urgent: deque[Task] = deque()
+        self._overtaken: set[Span] = set()  # asked for before their turn; the source still names them
         self._num_sent = 0
         self._queue: deque[tuple[int, Span]] = deque()  # outstanding, in the order of sending: serial and span
         self._live: dict[Span, int] = {}  # sent and wanted, whether outstanding or ready: the serial
@@ -104,6 +105,7 @@ class TaskFeed:
             for span in [span for span in self._live if span not in still]:
                 self._call_off(span)
         self._source, self._peeked = wanted(), None
+        self._overtaken.clear()
         self._open = True
         self._start(epoch)
         self._refill()
@@ -117,6 +119,8 @@ class TaskFeed:
         span = task.span
         if span not in self._live:
             self._urgent.append(task)
+            if self._depth:
+                self._overtaken.add(span)
             self._start(task.epoch)
         while span not in self._ready:
             self._take()
@@ -179,13 +183,15 @@ class TaskFeed:
         self._peeked = None
         return task
 
+    def _is_sent(self, task: Task) -> bool:
+        return task.span in self._live or task.span in self._overtaken
+
     def _peek(self) -> Task | None:
         # One more than the depth: a task is sent just before the one taken for it leaves `_live`.
+        if self._peeked is not None and self._is_sent(self._peeked):
+            self._peeked = None
         if self._peeked is None and len(self._live) <= self._depth:
-            for task in self._source:
-                if task.span not in self._live:
-                    self._peeked = task
-                    break
+            self._peeked = next((task for task in self._source if not self._is_sent(task)), None)
         return self._peeked
 
     def _refill(self) -> None:

@@ -300,7 +300,8 @@ class GlobalLoader:
                     yield task(read_span(plan, micro_index, planner.rank))
 
         def recut() -> None:
-            feed.read_ahead(epoch, functools.partial(wanted, batch))
+            with self._clock.segment("data"):
+                feed.read_ahead(epoch, functools.partial(wanted, batch))
 
         revision: int | None = None
         try:

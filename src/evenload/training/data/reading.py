@@ -183,5 +183,9 @@ def quiet() -> Iterator[None]:
 def end_workers(iterator: Any) -> None:
     """Ends the worker processes of a DataLoader's iterator now, not when it is garbage-collected."""
     shutdown = getattr(iterator, "_shutdown_workers", None)
-    if shutdown is not None:
-        shutdown()
+    if shutdown is None:
+        return
+    shutdown()
+    for queue in getattr(iterator, "_index_queues", ()):
+        if (thread := getattr(queue, "_thread", None)) is not None:
+            thread.join(timeout=0.5)  # it has nothing more to send; torch leaves it to end some time

@@ -1,4 +1,4 @@
-"""Which worker this process is: told by our launcher's file, by torchrun's or Slurm's variables, or alone.
+"""Which worker this process is: told by our launcher's file, by torchrun's variables, or alone.
 
 The launcher speaks to a worker through one channel: a JSON file named by the variable `EVENLOAD_WORKER`.
 """
@@ -47,7 +47,7 @@ class WorkerSpec:
     lifeline: int = -1
     """File descriptor of a pipe from the launcher: one byte means go, its end means that the launcher is gone."""
     origin: str = "alone"
-    """Who started it: ``evenload``, ``torchrun``, ``slurm``, ``group`` (an existing process group) or ``alone``."""
+    """Who started it: ``evenload``, ``torchrun``, ``group`` (an existing process group) or ``alone``."""
     mode: str = "train"
     """``train``, ``verify`` or ``windows`` (the demo's and the benchmarks' alternating windows)."""
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -8,6 +8,7 @@ membership; `rebuild` makes the next one, `abort` fails whatever is outstanding 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import ConfigError, LaunchError, PeerLostError
+
+
+# A store outlives the groups that met in it: each `init` of a process meets under keys of its own.
+_sittings = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Groups:
         self._timeout = timedelta(seconds=timeout_s)
         self._backend = backend
         self._adopted = dist.is_initialized()
+        self._sitting = next(_sittings)
         self._store: Store | None = None
         self._pending: list[Pending] = []
         self.control: dist.ProcessGroup | None = None

@@ -1,1 +1,1 @@
-"""parallel"""
+"""Strategies: how models are spread over ranks, one file each."""

@@ -18,6 +18,8 @@ class ReplicaStrategy:
 
     def __init__(self) -> None:
         self._groups: Groups | None = None
+        self._models: list[nn.Module] = []
+        self._signature: list[tuple[bool, torch.dtype, torch.device]] = []
         self._reducer: BucketReducer | None = None
         self._expectations: dict[int, Expectation] = {}
         self._call_index = 0
@@ -30,8 +32,8 @@ class ReplicaStrategy:
         self._groups = groups
         for model in models:
             _broadcast(model, groups)
-        self._reducer = BucketReducer(models, groups)
-        self._expectations.clear()
+        self._models = list(models)
+        self._build(groups)
 
     def detach(self) -> None:
         """Takes the hooks off."""
@@ -41,6 +43,7 @@ class ReplicaStrategy:
 
     def begin(self, call_index: int, *, expect: bool) -> None:
         """Sets aside gradients that earlier calls of this step left."""
+        self._follow_parameters()
         self._call_index = call_index
         self._used = self._expectations.get(call_index) if expect else None
         self._of().begin(self._used)
@@ -88,6 +91,20 @@ class ReplicaStrategy:
     def leftovers(self) -> list[str]:
         """Names of parameters with a gradient other than zero."""
         return self._of().leftovers()
+
+    def _build(self, groups: Groups) -> None:
+        self._reducer = BucketReducer(self._models, groups)
+        self._signature = self._sign()
+        self._expectations.clear()
+
+    def _sign(self) -> list[tuple[bool, torch.dtype, torch.device]]:
+        return [(p.requires_grad, p.dtype, p.device) for model in self._models for p in model.parameters()]
+
+    def _follow_parameters(self) -> None:
+        """Parameters may be frozen, thawed or converted between steps, on all ranks alike."""
+        if self._reducer is not None and self._groups is not None and self._sign() != self._signature:
+            self._reducer.remove()
+            self._build(self._groups)
 
     def _of(self) -> BucketReducer:
         if self._reducer is None:

@@ -141,7 +141,7 @@ class BucketReducer:
 
     def touched_key(self) -> float:
         """A checksum of the set of parameters that received a gradient, exact in a float64."""
-        return float(zlib.crc32(bytes(slot.touched for slot in self.slots)))
+        return float(zlib.crc32(bytes([slot.touched for slot in self.slots])))
 
     def touched(self) -> list[int]:
         """For each slot whether it received a gradient on this rank."""
@@ -270,11 +270,12 @@ class BucketReducer:
                 raise StepError(
                     f"the gradient of {slot.name} is sparse; strategy='ddp' sums dense gradients: use sparse=False"
                 )
-            with torch.no_grad():
-                if slot.filled:
-                    slot.view.add_(grad)
-                else:
-                    slot.view.copy_(grad)
+            # Hooks run with autograd off, unless the user's own backward builds a graph, which a leaf's gradient never joins.
+            view = slot.view
+            if slot.filled:
+                view.add_(grad.detach())
+            else:
+                view.copy_(grad.detach())
             slot.param.grad = slot.view
         slot.filled = True
         if not self._last or self._expected is None or not bucket.missing:
