@@ -1,4 +1,4 @@
-"""The measure of exactness (DESIGN §4): relative differences in the 2-norm, over all parameters."""
+"""The measure of exactness : relative differences in the 2-norm, over all parameters."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def _run_rank(pipe: Connection, call: bytes, environment: dict[str, str], folder
     pipe.send_bytes(message)
     sys.stdout.flush()
     sys.stderr.flush()
-    # A process that used gloo may die in its destructors, after its work; DESIGN §9.
+    # A process that used gloo may die in its destructors, after its work.
     os._exit(0)
 
 

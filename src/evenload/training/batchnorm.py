@@ -1,4 +1,4 @@
-"""BatchNorm over ranks, on CPUs too: statistics of micro-batch m over all ranks (DESIGN §4.3).
+"""BatchNorm over ranks, on CPUs too: statistics of micro-batch m over all ranks (docs/how-it-works.md).
 
 With n_r values per channel on rank r:  mu = sum_r n_r mu_r / n,   var = sum_r n_r (var_r + (mu_r - mu)^2) / n.
 torch's SyncBatchNorm computes the same on GPUs only. A module keeps its identity: only its class is swapped while it is

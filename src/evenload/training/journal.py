@@ -41,7 +41,7 @@ class Tally:
         self._memory = [int(report.memory_bytes) for report in reports]
 
     def own_seconds(self) -> list[float]:
-        """Of each rank: what it computed, without waiting (DESIGN §5.1)."""
+        """Of each rank: what it computed, without waiting."""
         return [times["compute"] + times["optimizer"] for times in self._times]
 
     @property

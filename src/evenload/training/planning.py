@@ -1,4 +1,4 @@
-"""Which rank computes what in the next steps: decided on rank 0, known to all as integers (DESIGN §5.4).
+"""Which rank computes what in the next steps: decided on rank 0, known to all as integers.
 
 A ruling is a set of shares, caps and the step from which they hold. Every rank keeps the same list of rulings and turns
 them into plans with the same integer arithmetic, so plans for steps that have not come yet can be made ahead, by the

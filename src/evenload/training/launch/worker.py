@@ -4,7 +4,7 @@
     python -m evenload.training.launch.worker -m package.module --its --args
 
 It becomes the user's script as far as the script can tell: `__main__`, `sys.argv`, `sys.path[0]`. It leaves by
-`os._exit`, because a process that used gloo may die in its destructors after its work (DESIGN §9). Its module holds no
+`os._exit`, because a process that used gloo may die in its destructors after its work. Its module holds no
 torch: the number of threads must be set before torch is imported.
 """
 
