@@ -15,6 +15,7 @@ from evenload.balance.rebalance import Decision
 from evenload.errors import ConfigError, DesyncError, StepError
 from evenload.training import batchnorm
 from evenload.training.data.loader import GlobalLoader
+from evenload.training.data.randomness import mix
 from evenload.training.job import Job, device_names
 from evenload.training.launch.control import Operation
 from evenload.training.planning import Planner
@@ -81,8 +82,8 @@ def attach_models(job: Job, models: Sequence[nn.Module]) -> None:
     job.engine.attach(models)
 
 
-def prepare_loader(job: Job, loader: DataLoader[Any]) -> StepLoader:
-    """Wraps a DataLoader whose batch_size is the global batch."""
+def prepare_loader(job: Job, loader: DataLoader[Any], index: int) -> StepLoader:
+    """Wraps a DataLoader whose batch_size is the global batch; the `index`-th of the job has an order of its own."""
 
     def announce(decision: Decision, from_step: int) -> None:
         job.journal.event(
@@ -113,7 +114,7 @@ def prepare_loader(job: Job, loader: DataLoader[Any]) -> StepLoader:
     global_loader = GlobalLoader(
         loader,
         planner,
-        seed=job.config.seed,
+        seed=job.config.seed if index == 0 else mix(job.config.seed, index),
         device=job.device,
         keyed_rng=job.config.dataset_rng == "keyed",
         clock=job.clock,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from evenload.config import as_table
 from evenload.errors import ConfigError, EvenloadError
 from evenload.training import batchnorm, preparing
+from evenload.training.data.evaluate import close_kept_workers
 from evenload.training.job import Job
 from evenload.training.launch import worker
 from evenload.training.launch.control import Operation
@@ -46,7 +47,7 @@ class Sitting:
                 raise ConfigError(
                     "run.prepare got a loader after run.resume, which restores the loaders' place; prepare first"
                 )
-            loader = preparing.prepare_loader(self._job, value)
+            loader = preparing.prepare_loader(self._job, value, len(self._loaders))
             self._loaders.append(loader)
             return loader
         return preparing.refuse(value)
@@ -112,6 +113,7 @@ class Sitting:
             self._hook.remove()
             for loader in self._loaders:
                 loader.loader.close()
+            close_kept_workers()
             job.engine.strategy.detach()
             for model in self._models:
                 batchnorm.restore(model)

@@ -1,0 +1,77 @@
+"""Random numbers that belong to samples, not to ranks: a part of a batch draws what it would draw within the whole.
+
+A draw whose first dimension is the number of samples at hand is drawn for the whole slice, and the part's rows are taken.
+With equal seeds a split and one process then see the same noise, so that a loss with noise of its own can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_SIZED = (torch.rand, torch.randn, torch.randint)
+_LIKE: dict[Any, Any] = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
+_FILLING = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.random_, torch.Tensor.bernoulli_)
+
+
+class SharedDraws(TorchFunctionMode):
+    """While it is entered, draws are those of the rows ``[low, low + num)`` of a slice of ``num_whole`` samples."""
+
+    def __init__(self, low: int, num: int, num_whole: int) -> None:
+        super().__init__()
+        self._low, self._num, self._num_whole = low, num, num_whole
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of `func`."""
+        kwargs = dict(kwargs or {})
+        if func in _LIKE:
+            like = args[0]
+            options = {"dtype": like.dtype, "device": like.device, **kwargs}
+            options.pop("memory_format", None)
+            return self._rows(_LIKE[func], tuple(like.shape), options)
+        if func in _SIZED and "out" not in kwargs and "generator" not in kwargs:
+            return self._sized(func, args, kwargs)
+        if func is torch.bernoulli and len(args) == 1 and not kwargs:
+            return (self._rows(torch.rand, tuple(args[0].shape), {"device": args[0].device}) < args[0]).to(args[0].dtype)
+        if func in _FILLING and self._matches(tuple(args[0].shape)) and "generator" not in kwargs:
+            target = args[0]
+            whole = target.new_empty(self._whole(tuple(target.shape)))
+            with torch.no_grad():
+                func(whole, *args[1:], **kwargs)
+                return target.copy_(self._cut(whole, target.shape[0]))
+        return func(*args, **kwargs)
+
+    def _sized(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bounds: tuple[Any, ...] = ()
+        if func is torch.randint:
+            # randint(high, size) or randint(low, high, size)
+            bounds = tuple(a for a in args if isinstance(a, int))
+            sizes = [a for a in args if not isinstance(a, int)] + ([kwargs.pop("size")] if "size" in kwargs else [])
+            if len(sizes) != 1:
+                return func(*args, **kwargs)
+            size = tuple(sizes[0])
+        elif "size" in kwargs:
+            size = tuple(kwargs.pop("size"))
+        else:
+            size = tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else tuple(args)
+        return self._rows(lambda shape, **options: func(*bounds, shape, **options), size, kwargs)
+
+    def _rows(self, draw: Callable[..., Any], size: tuple[int, ...], options: dict[str, Any]) -> Any:
+        if not self._matches(size):
+            return draw(size, **options)
+        return self._cut(draw(self._whole(size), **options), size[0])
+
+    def _matches(self, size: tuple[int, ...]) -> bool:
+        return bool(size) and size[0] > 0 and size[0] % self._num == 0
+
+    def _whole(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        return (size[0] // self._num * self._num_whole, *size[1:])
+
+    def _cut(self, whole: torch.Tensor, rows: int) -> torch.Tensor:
+        per_sample = rows // self._num
+        return whole[self._low * per_sample : self._low * per_sample + rows].clone()
