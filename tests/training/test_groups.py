@@ -1,0 +1,158 @@
+"""Process groups, the control channel and state on its way between ranks, over real gloo processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evenload.errors import CheckpointError, ConfigError, DesyncError, PeerLostError
+from evenload.testing import run_ranks
+from evenload.training.checkpoint.registry import Registry, clone_state
+from evenload.training.launch.control import CAPACITY, Control, Operation
+from evenload.training.launch.environment import detect
+from evenload.training.launch.groups import Groups, Membership
+
+
+def _groups() -> tuple[Groups, int]:
+    spec = detect()
+    groups = Groups(Membership(0, spec.workers, spec.store), spec.rank, backend="gloo", timeout_s=20)
+    return groups, spec.rank
+
+
+def _sum(groups: Groups, value: float) -> float:
+    tensor = torch.tensor([value])
+    groups.sum_async(tensor).wait()
+    return float(tensor)
+
+
+def _generations() -> list[Any]:
+    groups, rank = _groups()
+    found: list[Any] = [_sum(groups, rank + 1.0)]
+    spec = detect()
+    if rank == 2:
+        groups.close()
+        return found
+    smaller = Membership(
+        1, tuple(spec.workers[i] for i in (1, 0)), spec.store
+    )  # rank 2 left, the others changed places
+    groups.rebuild(smaller)
+    found += [groups.rank, groups.world_size, _sum(groups, rank + 1.0)]
+    groups.close()
+    return found
+
+
+def test_a_generation_follows_another_with_other_members() -> None:
+    zero, one, two = run_ranks(_generations, 3)
+    assert two == [6.0]
+    assert zero == [6.0, 1, 2, 3.0]
+    assert one == [6.0, 0, 2, 3.0]
+
+
+def _abort() -> tuple[str, float]:
+    groups, rank = _groups()
+    if rank == 1:
+        time.sleep(1.5)  # never joins the sum
+        groups.abort("over")
+        return "", 0.0
+    pending = groups.sum_async(torch.ones(1000))
+    threading.Timer(0.3, groups.abort, ("the generation was aborted",)).start()
+    start = time.perf_counter()
+    with pytest.raises(PeerLostError, match="aborted") as caught:
+        pending.wait()
+    return str(caught.value), time.perf_counter() - start
+
+
+def test_abort_wakes_a_rank_that_waits_for_a_peer() -> None:
+    (message, waited_s), _ = run_ranks(_abort, 2)
+    assert "aborted" in message
+    assert waited_s < 1.2
+
+
+def _desync() -> str:
+    groups, rank = _groups()
+    control = Control(groups)
+    control.place = (1, 7 if rank == 0 else 8)
+    with pytest.raises(DesyncError) as caught:
+        control.exchange(Operation.BACKWARD if rank == 0 else Operation.CLOSE)
+    groups.close()
+    return str(caught.value)
+
+
+def test_ranks_at_different_places_learn_who_does_what() -> None:
+    zero, one = run_ranks(_desync, 2)
+    assert zero == one
+    assert "rank 0 is in step.backward at epoch 1, step 7" in zero
+    assert "rank 1 has ended its script at epoch 1, step 8" in zero
+    assert "run.any" in zero
+
+
+def _exchange() -> Any:
+    groups, rank = _groups()
+    control = Control(groups)
+    many = [float(rank * 1000 + index) for index in range(CAPACITY * 2 + 3)]
+    rows = control.exchange(Operation.FLAGS, many)
+    integers = control.agree([2**52 + 1, -3, 0] if rank == 0 else None)
+    empty = control.agree([] if rank == 0 else None)
+    with pytest.raises(ConfigError, match="different ranks from 0 to 1"):
+        groups.subset([0, 2])
+    groups.close()
+    return rows, integers, empty
+
+
+def test_exchanges_carry_any_number_of_values_and_exact_integers() -> None:
+    for rows, integers, empty in run_ranks(_exchange, 2):
+        assert rows == [[float(r * 1000 + i) for i in range(CAPACITY * 2 + 3)] for r in range(2)]
+        assert integers == [2**52 + 1, -3, 0]
+        assert empty == []
+
+
+def _send_state() -> list[float]:
+    groups, rank = _groups()
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (rank + 1))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    registry = Registry(lambda: 5)
+    registry.register("model", model)
+    registry.register("optimizer", optimizer)
+    if rank == 0:
+        registry.send(groups, to=1)
+    else:
+        registry.receive(groups, source=0)
+    groups.close()
+    state = optimizer.state_dict()["state"][0]
+    return [
+        float(model.weight.sum()),
+        float(state["exp_avg"].sum()),
+        optimizer.param_groups[0]["lr"],
+        registry.last_step,
+    ]
+
+
+def test_a_peers_state_arrives_whole() -> None:
+    zero, one = run_ranks(_send_state, 2)
+    assert zero == one
+
+
+def test_a_registry_says_what_does_not_fit() -> None:
+    registry = Registry(lambda: 0)
+    model = nn.Linear(2, 2)
+    registry.register("model", model)
+    with pytest.raises(CheckpointError, match="two different objects"):
+        registry.register("model", nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="int, which has no state_dict"):
+        registry.register("steps", 3)
+    with pytest.raises(CheckpointError, match="ema would be lost"):
+        registry.load({"model": model.state_dict(), "ema": {}})
+    with pytest.raises(CheckpointError, match="does not fit"):
+        registry.load({"model": nn.Linear(3, 2).state_dict()})
+    copy = clone_state(registry.capture())
+    with torch.no_grad():
+        model.weight.zero_()
+    assert copy["model"]["weight"].abs().sum() > 0

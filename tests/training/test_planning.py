@@ -1,0 +1,91 @@
+"""Rulings and plans: integers, the same on all ranks, ahead of time."""
+
+from __future__ import annotations
+
+import pytest
+
+from evenload.balance.rebalance import Decision
+from evenload.errors import ConfigError, DataError
+from evenload.training.launch.control import Control
+from evenload.training.launch.groups import Groups, Membership
+from evenload.training.planning import LEAD_STEPS, Planner
+
+
+def _planner(
+    balance: object = "auto", world_size: int = 3, batch_size: int = 32, micro_batch: object = "auto"
+) -> tuple[Planner, list[tuple[Decision, int]]]:
+    announced: list[tuple[Decision, int]] = []
+    alone = Control(Groups(Membership(0, ("w",), ""), 0, backend="gloo", timeout_s=1))
+    planner = Planner(
+        alone,
+        rank=0,
+        world_size=world_size,
+        batch_size=batch_size,
+        balance=balance,  # type: ignore[arg-type]
+        micro_batch=micro_batch,  # type: ignore[arg-type]
+        announce=lambda decision, step: announced.append((decision, step)),
+    )
+    return planner, announced
+
+
+def test_fixed_shares_and_a_ragged_batch_keep_their_proportions() -> None:
+    planner, _ = _planner((24, 6, 2), micro_batch=8)
+    plan = planner.plan(0, 3, 3, 96, 32)
+    assert plan.shares == (24, 6, 2)
+    assert plan.num_micro == 3
+    assert [sum(row) for row in plan.micro] == [11, 11, 10]
+    assert max(row[0] for row in plan.micro) <= 8
+    ragged = planner.plan(0, 4, 4, 128, 10)
+    assert sum(ragged.shares) == 10
+    assert ragged.slice_of(0)[0] == 128
+
+
+def test_a_decision_holds_two_steps_after_it_is_told_and_plans_ahead_change() -> None:
+    planner, announced = _planner(world_size=2)
+    step = 0
+    while not planner.has_news and step < 20:
+        plan = planner.plan(0, step, step, 32 * step, 32)
+        planner.observe(step, plan, [0.01 * plan.shares[0], 0.03 * plan.shares[1]], left_out=step == 0)
+        step += 1
+    assert planner.has_news
+    before, revision = planner.plan(0, step + 5, step + 5, 0, 32).shares, planner.revision()
+    assert before == (16, 16)
+    planner.hear(step)
+    assert planner.revision() > revision
+    assert planner.plan(0, 0, step + LEAD_STEPS - 1, 0, 32).shares == (16, 16)
+    assert planner.plan(0, 0, step + LEAD_STEPS, 0, 32).shares == (24, 8)
+    ((decision, from_step),) = announced
+    assert from_step == step + LEAD_STEPS
+    assert decision.shares == (24, 8)
+    assert not planner.has_news
+
+
+def test_out_of_memory_halves_the_cap_of_the_rank_that_failed() -> None:
+    planner, _ = _planner((24, 6, 2))
+    plan = planner.plan(0, 0, 0, 0, 32)
+    smaller = planner.lower_caps(plan, [True, False, False])
+    assert smaller.num_micro == 2
+    assert smaller.shares == plan.shares
+    assert smaller.attempt == 1
+    assert max(row[0] for row in smaller.micro) <= 12
+    assert planner.plan(0, 1, 1, 32, 32).num_micro == 2
+    for _ in range(3):
+        smaller = planner.lower_caps(smaller, [True, False, False])
+    with pytest.raises(DataError, match="one sample"):
+        planner.lower_caps(smaller, [True, False, False])
+
+
+def test_shares_that_do_not_fit_are_told() -> None:
+    with pytest.raises(ConfigError, match="sums to 31, but the loader's batch_size is 32"):
+        _planner((24, 5, 2))
+    with pytest.raises(ConfigError, match="2 shares, but there are 3 ranks"):
+        _planner((24, 8))
+
+
+def test_a_saved_ruling_is_taken_where_it_fits() -> None:
+    planner, _ = _planner()
+    planner.load_state_dict({"shares": [20, 8, 4], "num_micro": 1, "world_size": 3}, step=100)
+    assert planner.plan(0, 0, 100, 0, 32).shares == (20, 8, 4)
+    other, _ = _planner(world_size=2)
+    other.load_state_dict({"shares": [20, 8, 4], "num_micro": 1, "world_size": 3}, step=100)
+    assert other.plan(0, 0, 100, 0, 32).shares == (16, 16)
