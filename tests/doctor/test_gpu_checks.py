@@ -42,8 +42,8 @@ def test_driver_too_old_for_the_wheel() -> None:
     finding = judge((8, 6), wheel_cuda="13.0")
     assert finding.status == "fail"
     assert "a driver for CUDA 13" in finding.expected
-    assert finding.mend.endswith("/cu126")
-    assert judge((12, 0), wheel_cuda="13.0").mend.endswith("/cu128")
+    assert finding.mend.endswith("=cu126")
+    assert judge((12, 0), wheel_cuda="13.0").mend.endswith("=cu128")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_wheel_without_code_for_a_card(capability: tuple[int, int], driver: tupl
     finding = judge((8, 0), capability, driver_cuda=driver, architectures=("sm_70", "sm_80", "sm_90a"))
     assert finding.status == "fail"
     assert finding.expected.startswith("code for Card 1;")
-    assert finding.mend.endswith(f"/{tag}")
+    assert finding.mend.endswith(f"={tag}")
 
 
 def test_cpu_wheel_beside_a_gpu() -> None:

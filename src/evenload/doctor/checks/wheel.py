@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,7 +19,6 @@ from evenload.doctor.finding import Finding, Options
 WHEEL, LIBRARIES = "wheel and driver", "CUDA libraries"
 TORCH = f"torch>={REQUIRED['torch']}"
 NO_TORCH = "torch is missing (see packages)"
-WHEELS = "https://download.pytorch.org/whl/"
 OLDEST_CUDA_13 = (7, 5)
 """CUDA 13 knows no GPU older than Turing; wheels for CUDA 12.6 still do."""
 ONLY_CUDA_13_SINCE = (10, 0)
@@ -89,7 +90,7 @@ def judge_wheel(
         return Finding(WHEEL, "ok", f"torch {built.version}, {why}: runs use the CPU")
     cuda = f"{driver.cuda[0]}.{driver.cuda[1]}"
     here = f"driver {driver.version} (CUDA up to {cuda}), {_spell_gpus(gpus, driver.capabilities)}"
-    reinstall = pip_install("--force-reinstall", TORCH, "--index-url", WHEELS + _tag(driver))
+    reinstall = _install_build(_tag(driver))
     if built.cuda is None:
         found = f"torch {built.version}, a build for the CPU alone, beside {here}"
         return Finding(WHEEL, "warn", found, "a build for CUDA: without it the GPUs stay idle", reinstall)
@@ -174,6 +175,13 @@ def judge_libraries(libraries: Libraries, *, num_gpus: int, library_path: str) -
         expected = f"NCCL, to reduce between {num_gpus} GPUs; gloo goes through the CPU"
         return Finding(LIBRARIES, "warn", found, expected, pip_install("--force-reinstall", TORCH))
     return Finding(LIBRARIES, "ok", found)
+
+
+def _install_build(tag: str) -> str:
+    """The command that installs torch's build for one CUDA; uv knows where each build is."""
+    install = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable]
+    build = shlex.join([*install, "--reinstall-package", "torch", TORCH, f"--torch-backend={tag}"])
+    return f"{pip_install('uv')} && {build}"
 
 
 def _tag(driver: hardware.GpuDriver) -> str:
