@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from typing import Any
 
 from evenload.errors import ConfigError
@@ -173,6 +174,8 @@ def _check_positive_s(key: str, value: Any, spelled: str) -> float:
 
 
 def _check_loggers(key: str, value: Any, spelled: str) -> tuple[str, ...]:
+    if not isinstance(value, str | list | tuple):
+        raise ConfigError(f"{spelled}: expected the names of loggers, some of {', '.join(LOGGERS)}")
     names = (value,) if isinstance(value, str) else tuple(value)
     for name in names:
         if name not in LOGGERS:
@@ -181,10 +184,9 @@ def _check_loggers(key: str, value: Any, spelled: str) -> tuple[str, ...]:
 
 
 def _check_path(key: str, value: Any, spelled: str) -> str:
-    text = str(value)
-    if not text:
+    if not isinstance(value, str | PathLike) or not str(value):
         raise ConfigError(f"{spelled}: expected a folder")
-    return text
+    return str(value)
 
 
 _CHECKS: dict[str, Callable[[str, Any, str], Any]] = {

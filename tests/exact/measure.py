@@ -51,11 +51,12 @@ def difference(got: Recorder, expected: Recorder) -> Difference:
         buffers=relative(got.buffers, expected.buffers),
         losses=relative(losses[0][finite], losses[1][finite]),
         metrics=max(
-            abs(a[name] - b[name]) / max(1.0, abs(b[name])) if name in a else float("inf")
-            for a, b in zip(got.metrics, expected.metrics, strict=True)
-            for name in ["", *b]
-            if name or not b
-            for a, b in [(a or {"": 0.0}, b or {"": 0.0})]
+            [
+                abs(a[name] - value) / max(1.0, abs(value))
+                for a, b in zip(got.metrics, expected.metrics, strict=True)
+                for name, value in b.items()
+            ],
+            default=0.0,
         ),
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 import evenload
+from evenload.training.parallel import reducer
 from tests.exact.tasks import TASKS, Recorder, Task
 
 CHANGING = ((24, 6, 2), (2, 10, 20), (11, 10, 11), (0, 24, 8), (24, 0, 8), (22, 10, 0))
@@ -44,6 +45,8 @@ class Setting:
     precision: str = "no"
     strategy: str = "ddp"
     optimizer_first: bool = False
+    bucket_bytes: int | None = 400
+    """Buckets so small that even these models have several; None: as they are."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -77,7 +80,9 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
         balance=setting.balance,
         **setting.options,
     )
-    task.rank = run.rank
+    if setting.bucket_bytes is not None:
+        reducer.FIRST_BUCKET_BYTES, reducer.BUCKET_BYTES = setting.bucket_bytes // 2, setting.bucket_bytes
+    task.rank, task.run_by_evenload = run.rank, True
     torch.manual_seed(task.seed + run.rank)  # other initial weights on each rank: rank 0's must count
     task.build()
     if setting.optimizer_first:

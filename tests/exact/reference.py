@@ -34,6 +34,7 @@ class Reference:
         self.metrics: dict[str, float] = {}
         self._step = 0
         self._batch: list[Any] = []
+        self._overflowed: set[torch.nn.Parameter] = set()
 
     def train(self) -> Recorder:
         """Trains to the end of the task."""
@@ -42,6 +43,8 @@ class Reference:
         task.build()
         task.place(task.models)
         task.make_optimizers()
+        for optimizer in task.optimizers:
+            optimizer.register_step_post_hook(lambda *_: self._overflowed.clear())
         record = Recorder(task)
         epoch = 0
         while self._step < task.num_steps:
@@ -51,6 +54,7 @@ class Reference:
                     break
                 self._batch = order[start : start + task.batch_size]
                 task.step_index = self._step
+                self._overflowed.clear()
                 task.body(self.backward, record)
                 record.end_of_step(self.metrics)
                 self._step += 1
@@ -62,34 +66,49 @@ class Reference:
 
     def backward(self, loss_fn: Any) -> torch.Tensor:
         """What `step.backward` must equal."""
-        losses, weights, metrics = [], [], []
-        for part in self._slices():
-            returned = loss_fn(self.task.collate([self.task.dataset[index] for index in part]))
-            loss, weight, extra = _read(returned)
-            weights.append(float(len(part) if weight is None else weight))
-            losses.append(loss)
-            metrics.append(extra)
-        units = math.fsum(weights)
-        total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / units
-        before = {p: None if p.grad is None else p.grad.clone() for p in self.task.parameters()}
-        scale = 1.0 if self.scale is None else self.scale.scale
-        (total * scale).backward()
+        earlier = [p.grad for p in self.task.parameters()]
         for p in self.task.parameters():
-            if p.grad is not None and scale != 1.0:
+            p.grad = None
+        scale = 1.0 if self.scale is None else self.scale.scale
+        held, terms, weights, metrics = [], [], [], []
+        for part in self._slices():
+            loss, weight, extra = _read(loss_fn(self.task.collate([self.task.dataset[index] for index in part])))
+            weights.append(float(len(part) if weight is None else weight))
+            metrics.append(extra)
+            # 0 units: the mean over them may be NaN, and has no part in the sum
+            terms.append(loss.detach() * weights[-1] if weights[-1] else 0.0)
+            if weight is None:
+                # N is known, so each slice goes backward at once: the order in which checkpointing computes again
+                (loss * (len(part) / len(self._batch) * scale)).backward()
+            elif weights[-1]:
+                held.append(loss * weight)
+        units = math.fsum(weights)
+        if held:
+            (sum(held) / units * scale).backward()
+        total = sum(terms) / units
+        touched = [p for p in self.task.parameters() if p.grad is not None]
+        for p, grad in zip(self.task.parameters(), earlier, strict=True):
+            if p.grad is None:
+                p.grad = grad
+            else:
                 p.grad.div_(scale)
+                if grad is not None:
+                    p.grad.add_(grad)
         if self.scale is not None:
-            self._unless_finite(before)
+            self._unless_finite(touched)
         self.metrics = {
             name: math.fsum(m[name] * w for m, w in zip(metrics, weights, strict=True) if w) / units
             for name in metrics[0]
         }
-        return total.detach()
+        return total
 
-    def _unless_finite(self, before: dict[Any, Any]) -> None:
-        if not all(bool(p.grad.isfinite().all()) for p in self.task.parameters() if p.grad is not None):
+    def _unless_finite(self, touched: list[torch.nn.Parameter]) -> None:
+        """The parameters of a backward that overflowed get no update, whatever later backwards add."""
+        if not all(bool(p.grad.isfinite().all()) for p in touched):
             self.scale.scale /= 2.0
-            for p in before:
-                p.grad = None
+            self._overflowed.update(touched)
+        for p in self._overflowed:
+            p.grad = None
         self.scale.seen.append(self.scale.scale)
 
     def _slices(self) -> list[list[Any]]:

@@ -51,7 +51,9 @@ def test_no_file_tells_two_things() -> None:
         for path in SOURCE.rglob("*.py")
         if (lines := len(path.read_text().splitlines())) > LONGEST_FILE_LINES
     }
-    assert not long, f"files over {LONGEST_FILE_LINES} lines, each a place to ask whether two things live in one room: {long}"
+    assert not long, (
+        f"files over {LONGEST_FILE_LINES} lines, each a place to ask whether two things live in one room: {long}"
+    )
 
 
 def test_readme_names_only_commands_that_exist() -> None:

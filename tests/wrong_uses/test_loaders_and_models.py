@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from evenload.errors import ConfigError, DataError, DesyncError, StepError
+from evenload.errors import ConfigError, DataError, StepError
 from tests.wrong_uses.jobs import Job, dataset, told_by_ranks
 
 
@@ -28,8 +28,14 @@ def _loader(data=None, **settings):
     [
         (lambda: _loader(batch_size=None), r"DataLoader\(batch_size=None\) has no batches to split over ranks"),
         (lambda: _loader(Empty()), "the dataset, Empty, is empty; give at least one sample"),
-        (lambda: _loader(dataset(10), drop_last=True), "batch_size=16 with drop_last=True and 10 samples makes no step"),
-        (lambda: _loader(sampler=DistributedSampler(dataset(), 2, 0)), "a DistributedSampler, which gives each rank a part"),
+        (
+            lambda: _loader(dataset(10), drop_last=True),
+            "batch_size=16 with drop_last=True and 10 samples makes no step",
+        ),
+        (
+            lambda: _loader(sampler=DistributedSampler(dataset(), 2, 0)),
+            "a DistributedSampler, which gives each rank a part",
+        ),
         (lambda: _loader(num_workers=1, in_order=False), r"in_order=False\) has no effect"),
     ],
 )
@@ -54,7 +60,10 @@ def _frozen():
         (_lazy, r"LazyLinear has uninitialised lazy parameters \(weight\): run a batch through it"),
         (lambda: nn.Linear(4, 1, device="meta"), r"parameters on the meta device \(weight\)"),
         (lambda: nn.DataParallel(nn.Linear(4, 1)), r"DataParallel: give run.prepare the bare model \(model.module\)"),
-        (lambda: torch.optim.SGD(nn.Linear(4, 1).parameters()), "run.prepare got a SGD: optimizers and schedulers stay"),
+        (
+            lambda: torch.optim.SGD(nn.Linear(4, 1).parameters()),
+            "run.prepare got a SGD: optimizers and schedulers stay",
+        ),
         (dataset, "run.prepare takes models and DataLoaders; it got a TensorDataset"),
         (lambda: [1], "run.prepare takes models and DataLoaders; it got a list"),
         (lambda: nn.Linear, "run.prepare takes models and DataLoaders; it got the class Linear"),
@@ -66,7 +75,7 @@ def test_what_prepare_does_not_take(init, value, told):
 
 
 def test_nothing_to_prepare(init):
-    with pytest.raises(ConfigError, match="run.prepare got nothing; write: model, loader = run.prepare"):
+    with pytest.raises(ConfigError, match=r"run.prepare got nothing; write: model, loader = run.prepare"):
         init().prepare()
 
 
@@ -74,7 +83,7 @@ def test_a_ddp_model(init):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-        with pytest.raises(ConfigError, match="DistributedDataParallel: give run.prepare the bare model"):
+        with pytest.raises(ConfigError, match=r"DistributedDataParallel: give run.prepare the bare model"):
             init().prepare(wrapped)
     finally:
         del wrapped
@@ -84,24 +93,24 @@ def test_a_ddp_model(init):
 
 def test_a_loader_prepared_twice(init):
     job = Job(init())
-    with pytest.raises(ConfigError, match="run.prepare got a loader that is prepared already"):
+    with pytest.raises(ConfigError, match=r"run.prepare got a loader that is prepared already"):
         job.run.prepare(job.loader)
 
 
 def test_a_prepared_loader_given_to_batches(init):
     job = Job(init())
-    with pytest.raises(ConfigError, match="run.batches got a loader that was given to run.prepare"):
+    with pytest.raises(ConfigError, match=r"run.batches got a loader that was given to run.prepare"):
         job.run.batches(job.loader)
 
 
 def test_no_loader_given_to_batches(init):
-    with pytest.raises(ConfigError, match="expected a torch.utils.data.DataLoader, got builtins.list"):
+    with pytest.raises(ConfigError, match=r"expected a torch.utils.data.DataLoader, got builtins.list"):
         list(init().batches([1, 2]))
 
 
 def test_a_loader_without_a_model(init):
     loader = init().prepare(_loader())
-    with pytest.raises(StepError, match="no model was given to run.prepare; write: model, loader = run.prepare"):
+    with pytest.raises(StepError, match=r"no model was given to run.prepare; write: model, loader = run.prepare"):
         next(iter(loader))
 
 
@@ -116,10 +125,14 @@ def _fixed(run):
 
 def test_fixed_shares_that_are_not_the_batch_on_two_ranks(tmp_path):
     told = told_by_ranks(_fixed, tmp_path, balance=(12, 8))
-    assert told == [
-        "ConfigError: balance 12,8 sums to 20, but the loader's batch_size is 16: shares are the samples of each rank in "
-        "one global batch"
-    ] * 2
+    assert (
+        told
+        == [
+            "ConfigError: balance 12,8 sums to 20, but the loader's batch_size is 16: shares are the samples of each rank in "
+            "one global batch"
+        ]
+        * 2
+    )
 
 
 def _batch_of_one(run):
@@ -154,16 +167,16 @@ def test_different_models_on_different_ranks(tmp_path):
 
 def test_different_datasets_on_different_ranks(tmp_path):
     told = told_by_ranks(_other_length, tmp_path)
-    expected = "DesyncError: the loaders differ: rank 0 has 64 samples in batches of 16, rank 1 has 60 in batches of 16"
+    expected = "DesyncError: the loaders differ: rank 0 has 64 samples in batches of 16, rank 1 has 60 samples in batches of 16"
     assert all(line.startswith(expected) for line in told), told
     told = told_by_ranks(_other_batch, tmp_path / "batch")
-    assert all("rank 1 has 64 in batches of 8" in line for line in told), told
+    assert all("rank 1 has 64 samples in batches of 8" in line for line in told), told
 
 
 def _batch_sampler(run):
     data = dataset()
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), 8, drop_last=False)
-    model, loader = run.prepare(nn.Linear(4, 1), DataLoader(data, batch_sampler=list(sampler)))
+    _, loader = run.prepare(nn.Linear(4, 1), DataLoader(data, batch_sampler=list(sampler)))
     return next(iter(loader)).shares
 
 
@@ -173,7 +186,9 @@ def test_fixed_shares_with_a_batch_sampler_that_tells_no_size(init):
 
 @pytest.mark.parametrize("value", ["text", None, object(), {"a": ["text"]}])
 def test_reduce_of_something_else(init, value):
-    with pytest.raises(ConfigError, match="run.reduce got a .*; it takes numbers, tensors, and dicts or lists of them"):
+    with pytest.raises(
+        ConfigError, match=r"run.reduce got a .*; it takes numbers, tensors, and dicts or lists of them"
+    ):
         init().reduce(value)
 
 
@@ -226,5 +241,5 @@ def test_the_run_is_of_no_use_after_close(init):
     run = init()
     run.close()
     run.close()
-    with pytest.raises(DesyncError, match="after run.close"):
+    with pytest.raises(StepError, match=r"the script calls run.prepare after run.close"):
         run.prepare(nn.Linear(4, 1))

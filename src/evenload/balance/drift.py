@@ -63,6 +63,11 @@ class Track:
             return None
         return self._step_change(point) or self._slide(point)
 
+    def seen_s(self, num_samples: int, num_micro: int) -> float | None:
+        """Seconds as measured at the present speed for just this share; None where there are fewer than three steps."""
+        same = [p.seconds for p in self._points if (p.num_samples, p.num_micro) == (num_samples, num_micro)]
+        return median(same) if len(same) >= _RUN else None
+
     def refit(self, least_noise: float = 0.0) -> Fit:
         """Fits all the kept steps; forgets those that the newest share's steps contradict."""
         fit = self._refit_as_is(least_noise)

@@ -198,6 +198,11 @@ class Balancer:
             if split.expected_s > (1 - _LEAST_MICRO_GAIN) * stay.expected_s:
                 split = stay
         gain = 1 - split.expected_s / before_s
+        # Where both splits have been run, what they took counts for more than the line through them: time may grow in
+        # steps (a quota's periods, tiles of a kernel), and then a fit of either sends us to the other and back for ever.
+        seen_s, seen_before_s = self._seen_s(split.shares, split.num_micro), self._seen_s(self.shares, self.num_micro)
+        if seen_s is not None and seen_before_s is not None:
+            gain = min(gain, 1 - seen_s / seen_before_s)
         # The first look under new shares tells whether the move hit; it may be followed up on weaker evidence, once.
         sure = _SURE if self._num_under != _FIRST_LOOK or self._last_kind not in _FOLLOWED_UP else _SURE_AFTER_MOVE
         least = _LEAST_GAIN if sure == _SURE else _LEAST_GAIN_AFTER_MOVE
@@ -212,6 +217,14 @@ class Balancer:
             track.fit.cost.predict_s(share, self.num_micro)
             for track, share in zip(self._tracks, self.shares, strict=True)
         )
+
+    def _seen_s(self, shares: tuple[int, ...], num_micro: int) -> float | None:
+        """The slowest rank's seconds as measured under these shares; None where they haven't been run lately."""
+        seen = [
+            track.seen_s(max(share, num_micro), num_micro) for track, share in zip(self._tracks, shares, strict=True)
+        ]
+        known = [time_s for time_s in seen if time_s is not None]
+        return max(known) if len(known) == len(seen) else None
 
     def _gain_error(self) -> float:
         """Standard error of the gain: of the slowest rank's time against the mean of all, weighted by their shares."""

@@ -95,12 +95,14 @@ class Recorder:
         if self._closed:
             return
         with self._lock:
-            logged = self._pending.pop(record.step, {})
-            for earlier in [step for step in self._pending if step < record.step]:
-                self._write_logged(Logged(earlier, self._pending.pop(earlier)))
-            self._last_step = record.step
+            logged: dict[str, float] = {}
+            if not record.arm:  # a window's step is no training: it neither takes metrics nor ends the wait for them
+                logged = self._pending.pop(record.step, {})
+                for earlier in [step for step in self._pending if step < record.step]:
+                    self._write_logged(Logged(earlier, self._pending.pop(earlier)))
+                self._last_step = record.step
             self._steps.write(lines.step_line(record, {**record.metrics, **logged} if logged else record.metrics))
-            for logger in self._loggers:
+            for logger in () if record.arm else self._loggers:
                 logger.step(record, logged)
             self._show(record)
 

@@ -34,7 +34,7 @@ from evenload.training.launch.throttle import Throttle
 
 Result = TypeVar("Result")
 
-_PRELOAD = ["torch", "torch.distributed", "evenload.training.launch.environment"]
+_PRELOAD = ["torch", "torch.distributed", "evenload.training.run"]
 _THROTTLE_POLL_S = 0.02
 _CAUSE_WAIT_S = 1.0
 """After the first failure, how long ranks that fail in its wake may still tell theirs; the earliest is the cause."""

@@ -29,6 +29,8 @@ class Statistics:
         self._groups = groups
         self._clock = clock
         self.idle = False
+        self.in_use = False
+        """Whether a model of the job takes its statistics over several ranks."""
 
     @property
     def world_size(self) -> int:
@@ -67,7 +69,9 @@ class _GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         statistics = _current
-        if statistics is None or statistics.world_size == 1 or not self.training:
+        # Without running statistics torch takes the batch's in eval mode too.
+        of_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if statistics is None or statistics.world_size == 1 or not of_batch:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         output: torch.Tensor = _forward_global(self, input, statistics)
@@ -191,7 +195,13 @@ class _Normalize(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight, mean, var, total)
         ctx.eps, ctx.statistics, ctx.idle = eps, statistics, idle
-        return F.batch_norm(input, mean, var, weight, bias, training=False, eps=eps)
+        if weight is None or weight.dtype == mean.dtype:
+            return F.batch_norm(input, mean, var, weight, bias, training=False, eps=eps)
+        # A model in half precision: the statistics are wider than the weights, and torch takes no such mixture.
+        wide_bias = None if bias is None else bias.to(mean.dtype)
+        return F.batch_norm(
+            input.to(mean.dtype), mean, var, weight.to(mean.dtype), wide_bias, training=False, eps=eps
+        ).to(input.dtype)
 
     @staticmethod
     @once_differentiable

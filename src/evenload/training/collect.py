@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from evenload.errors import ConfigError, PeerLostError
+from evenload.errors import ConfigError, DesyncError, PeerLostError
 from evenload.training.launch.control import Control, Operation
 from evenload.training.launch.groups import Groups
 
@@ -17,32 +18,35 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+_INTEGER, _FLOAT = 0, 1
+_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+_FIRST_DTYPE = 2
 
 
 def reduce_value(value: Any, op: str, groups: Groups, control: Control) -> Any:
     """A number, a tensor, or a dict, list or tuple of them, over all ranks; of the same kind as it came.
 
-    Integers are summed exactly as int64, floats in float64, tensors in their own dtype (on the CPU).
+    Integers are summed exactly as int64, floats in float64, tensors in their own dtype (on the CPU). A number that is an
+    integer on one rank and a float on another is a float on all.
 
     Raises:
         ConfigError: an unknown operation or kind of value.
+        DesyncError: the ranks give different dicts, lists, shapes or dtypes.
     """
     if op not in _OPERATIONS:
         raise ConfigError(f"run.reduce(op={op!r}): expected one of {', '.join(_OPERATIONS)}")
-    if isinstance(value, dict):
-        return {key: reduce_value(value[key], op, groups, control) for key in sorted(value, key=str)}
-    if isinstance(value, list | tuple):
-        return type(value)(reduce_value(part, op, groups, control) for part in value)
-    if isinstance(value, torch.Tensor):
-        return _reduce(value, op, groups, control).to(value.device)
-    if isinstance(value, bool | int):
-        total = _reduce(
-            torch.tensor(int(value), dtype=torch.float64 if op == "mean" else torch.int64), op, groups, control
-        )
-        return total.item()
-    if isinstance(value, float) or hasattr(value, "__float__"):
-        return _reduce(torch.tensor(float(value), dtype=torch.float64), op, groups, control).item()
-    raise ConfigError(f"run.reduce got a {type(value).__name__}; it takes numbers, tensors, and dicts or lists of them")
+    outline = _outline(value)
+    rows = control.exchange(Operation.REDUCE, [float(zlib.crc32(outline.encode()))])
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise DesyncError(
+                f"run.reduce got different things: rank 0 and rank {rank} give other keys, lengths or kinds; on rank "
+                f"{groups.rank} it is {outline}"
+            )
+    return _reduce_parts(value, op, groups, control)
 
 
 def any_flag(flag: Any, control: Control) -> bool:
@@ -50,11 +54,51 @@ def any_flag(flag: Any, control: Control) -> bool:
     return any(row[0] for row in control.exchange(Operation.ANY, [float(bool(flag))]))
 
 
-def _reduce(tensor: torch.Tensor, op: str, groups: Groups, control: Control) -> torch.Tensor:
+def _outline(value: Any) -> str:
+    """What a value is made of, without the values.
+
+    Raises:
+        ConfigError: it holds something that can't be reduced.
+    """
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_outline(value[key])}" for key in sorted(value, key=str)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_outline(part) for part in value) + "]"
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, int) or hasattr(value, "__float__"):
+        return "number"
+    raise ConfigError(f"run.reduce got a {type(value).__name__}; it takes numbers, tensors, and dicts or lists of them")
+
+
+def _reduce_parts(value: Any, op: str, groups: Groups, control: Control) -> Any:
+    if isinstance(value, dict):
+        return {key: _reduce_parts(value[key], op, groups, control) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        parts = [_reduce_parts(part, op, groups, control) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in _DTYPES:
+            raise ConfigError(f"run.reduce got a tensor of {value.dtype}; convert it to one of the usual dtypes first")
+        return _reduce(value, _FIRST_DTYPE + _DTYPES.index(value.dtype), op, groups, control).to(value.device)
+    if isinstance(value, int):
+        dtype = torch.float64 if op == "mean" else torch.int64
+        return _reduce(torch.tensor(int(value), dtype=dtype), _INTEGER, op, groups, control).item()
+    return _reduce(torch.tensor(float(value), dtype=torch.float64), _FLOAT, op, groups, control).item()
+
+
+def _reduce(tensor: torch.Tensor, kind: int, op: str, groups: Groups, control: Control) -> torch.Tensor:
     result = tensor.detach().cpu().clone()
     if op == "mean" and not (result.is_floating_point() or result.is_complex()):
         result = result.double()
-    control.exchange(Operation.REDUCE, [float(result.numel()), float(result.dim())])
+    shape = float(zlib.crc32(repr(tuple(result.shape)).encode()))
+    rows = control.exchange(Operation.REDUCE, [float(kind), float(result.numel()), shape])
+    kinds = {row[0] for row in rows}
+    if kinds == {_INTEGER, _FLOAT}:
+        result = result.double()
+    elif any(row != rows[0] for row in rows):
+        told = "; ".join(f"rank {rank} {_tell(int(row[0]), int(row[1]))}" for rank, row in enumerate(rows))
+        raise DesyncError(f"run.reduce got different things: {told}; give the same shape and dtype on every rank")
     if groups.control is None:
         return result
     # gloo has no booleans.
@@ -66,3 +110,9 @@ def _reduce(tensor: torch.Tensor, op: str, groups: Groups, control: Control) -> 
     if op == "mean":
         wire = wire / groups.world_size
     return wire.bool() if result.dtype == torch.bool else wire
+
+
+def _tell(kind: int, num_elements: int) -> str:
+    if kind < _FIRST_DTYPE:
+        return "a number"
+    return f"a tensor of {num_elements} values of {_DTYPES[kind - _FIRST_DTYPE]}"

@@ -13,13 +13,13 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from evenload.errors import NonFiniteError, StepError
+from evenload.errors import DesyncError, NonFiniteError, StepError
 from evenload.training import batchnorm, randomness
 from evenload.training.buffers import BufferGuard
 from evenload.training.data.loader import GlobalBatch
@@ -79,20 +79,28 @@ class Engine:
         """Takes the models whose gradients are the job's."""
         self.models = list(models)
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
+        self.statistics.in_use = self._has_statistics and self.statistics.world_size > 1
         self._buffers = BufferGuard(models)
 
-    def backward(self, batch: GlobalBatch, planner: Planner, tally: Tally, loss_fn: LossFn) -> torch.Tensor:
-        """One backward of a step; see `Step.backward`."""
+    def backward(
+        self, batch: GlobalBatch, planner: Planner, tally: Tally, loss_fn: LossFn, *, stepped: bool = False
+    ) -> torch.Tensor:
+        """One backward of a step; see `Step.backward`. `stepped`: an optimizer stepped since the last one."""
         if not self.models:
             raise StepError(
                 "step.backward before run.prepare(model, ...): there is no model whose gradients it could sum"
             )
         if tally.calls == 0:
             self._check_leftovers()
+        if tally.calls == 0 or stepped:
+            self.strategy.forgive()
         self.clock.switch("compute")
         try:
             with randomness.set_aside(self.device), batchnorm.active(self.statistics):
                 loss = self._attempts(batch, planner, tally, loss_fn)
+        except BaseException:
+            self.strategy.abandon()
+            raise
         finally:
             self.clock.switch("optimizer")
             self.statistics.idle = False
@@ -171,6 +179,8 @@ class Engine:
         self._buffers.restore()
         tally.redone = True
         failed = [report.status == OUT_OF_MEMORY for report in reports]
+        if len(failed) < planner.world_size:  # this rank runs alone, in a window
+            failed = [failed[0] and rank == self.around.rank for rank in range(planner.world_size)]
         if any(failed):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -187,11 +197,19 @@ class Engine:
         self.clock.switch("compute")
 
     def _finish(self, batch: GlobalBatch, tally: Tally, sums: Sums, reports: Sequence[Report]) -> torch.Tensor:
+        num_trainable = [int(report.touched_key) >> 32 for report in reports]
+        if len(set(num_trainable)) > 1:
+            raise DesyncError(
+                f"the ranks train different numbers of parameters in step {batch.global_step}: {num_trainable}; freeze and "
+                "unfreeze on all ranks alike"
+            )
         weighted = [report.weighted for report in reports]
         if any(weighted) and not all(weighted):
+            self.strategy.retreat()
             raise StepError(f"loss_fn returned a weight on ranks {_where(weighted)} only; return one always or never")
-        units = math.fsum(report.units for report in reports)
+        units = _total(report.units for report in reports)
         if units <= 0:
+            self.strategy.retreat()
             raise StepError(
                 f"step {batch.global_step}: all weights are 0, so the mean loss over the global batch is undefined; are all "
                 "labels -100?"
@@ -199,10 +217,10 @@ class Engine:
         self.strategy.resolve(len({report.touched_key for report in reports}) == 1)
         finite = self.strategy.finish(sums.nominal / (units * self.precision.scale))
         self._units[tally.calls] = units
-        loss = math.fsum(report.loss_sum for report in reports) / units
+        loss = _total(report.loss_sum for report in reports) / units
         tally.loss = loss
         for name in sums.metrics:
-            tally.metrics[name] = math.fsum(report.metrics[name] for report in reports) / units
+            tally.metrics[name] = _total(report.metrics[name] for report in reports) / units
         self.precision.update(finite)
         if finite and math.isfinite(loss):
             self._skipped = 0
@@ -211,7 +229,7 @@ class Engine:
         return torch.tensor(loss, dtype=sums.dtype)
 
     def _skip(self, batch: GlobalBatch, tally: Tally, reports: Sequence[Report]) -> None:
-        """No gradient is left, so a plain optimizer.step() changes nothing, on all ranks alike."""
+        """None of its gradients is left, so a plain optimizer.step() changes nothing, on all ranks alike."""
         self.strategy.clear()
         tally.skipped = True
         culprits = [not math.isfinite(report.loss_sum) for report in reports]
@@ -250,6 +268,15 @@ class Engine:
                 stacklevel=2,
             )
         self._label_checks = max(0, self._label_checks - 1)
+
+
+def _total(values: Iterable[float]) -> float:
+    """The exact sum; where it has none (inf - inf, or beyond the largest float) what floats give."""
+    terms = list(values)
+    try:
+        return math.fsum(terms)
+    except (ValueError, OverflowError):
+        return sum(terms)
 
 
 def _where(flags: Sequence[bool]) -> str:

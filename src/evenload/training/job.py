@@ -6,7 +6,8 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass, replace
+import zlib
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,13 @@ def open_job(script: dict[str, Any]) -> Job:
         timeout_s=config.timeout_s,
     )
     control = Control(groups)
+    _check_same_settings(config, control)
     randomness.seed_all(device, config.seed)
     folder = Path(config.project_dir).absolute()
-    writes = spec.rank == 0 and not config.dry_run
+    writes = spec.rank == 0 and not config.dry_run and spec.mode != "verify"
     if config.fresh and writes:
         _move_aside(folder)
-    control.barrier(Operation.PREPARE)
+    control.barrier(Operation.INIT)
     recorder = Recorder(
         folder if writes else None,
         loggers=config.loggers,
@@ -169,6 +171,24 @@ def _tell_launcher(launch_dir: Path, folder: Path) -> None:
     partial = launch_dir / f".{RUN_FOLDER_FILE}.partial"
     partial.write_text(str(folder))
     partial.replace(launch_dir / RUN_FOLDER_FILE)
+
+
+def _check_same_settings(config: Config, control: Control) -> None:
+    """Compares what the ranks set; what concerns rank 0 alone may differ (a folder named after the time of day).
+
+    Raises:
+        ConfigError: on all ranks, if one has another setting; ``seed=rank`` would give each rank its own order of samples.
+    """
+    keys = [
+        f.name for f in fields(config) if f.name not in ("project_dir", "loggers", "log_every_s", "fresh", "sources")
+    ]
+    rows = control.exchange(Operation.INIT, [float(zlib.crc32(repr(getattr(config, key)).encode())) for key in keys])
+    for rank, row in enumerate(rows):
+        for key, own, first in zip(keys, row, rows[0], strict=True):
+            if own != first:
+                raise ConfigError(
+                    f"{key} is set otherwise on rank {rank} than on rank 0; every rank must give init the same settings"
+                )
 
 
 def _move_aside(folder: Path) -> None:

@@ -85,7 +85,8 @@ class Journal:
                 epoch_step=plan.step,
                 num_samples=plan.num_samples,
                 loss=tally.loss,
-                shares=plan.shares,
+                # A rank alone (windows.py) knows of no other.
+                shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),
                 num_micro=plan.num_micro,
                 seconds=max(0.0, now - since - ranks[0].other_s),
                 ranks=ranks,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from evenload.errors import StepError
 from evenload.training import batchnorm, randomness
 from evenload.training.data.loader import GlobalBatch
 from evenload.training.parallel.strategy import Strategy
@@ -67,12 +68,16 @@ def run_micro_steps(
             if result.weight is None and not micro.idle:
                 around.check_unweighted(micro.data)
             weight = 0.0 if micro.idle else float(micro.num_samples if result.weight is None else result.weight)
+            if m and sums.weighted != (result.weight is not None):
+                raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
             sums.nominal = nominal_units(batch.plan.num_samples, result.weight is not None, last_units)
             _add(sums, result, weight)
             factor = weight * around.precision.scale / sums.nominal
-            # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count.
+            # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
+            # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
+            without = micro.idle or (weight == 0.0 and not around.statistics.in_use)
             around.strategy.backward(
-                result.loss if factor == 1.0 else result.loss * factor, last=m == num_micro - 1, idle=weight == 0.0
+                result.loss if factor == 1.0 else result.loss * factor, last=m == num_micro - 1, idle=without
             )
 
 

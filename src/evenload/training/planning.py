@@ -109,6 +109,16 @@ class Planner:
 
     # -- decisions ------------------------------------------------------------------------------------------------------
 
+    @property
+    def rulings(self) -> tuple[Ruling, ...]:
+        """What is ruled; equal on all ranks. Set by who forces shares, to leave no trace."""
+        return tuple(self._rulings)
+
+    @rulings.setter
+    def rulings(self, rulings: Sequence[Ruling]) -> None:
+        self._rulings = list(rulings)
+        self._revision += 1
+
     def observe(self, step: int, plan: StepPlan, seconds: Sequence[float], left_out: bool) -> None:
         """Rank 0 learns what a step cost each rank, in own seconds."""
         if self._balancer is None or self.forced is not None:
@@ -149,7 +159,7 @@ class Planner:
                     )
                 caps[rank] = largest // 2
         new = tuple(caps)
-        if self._balancer is not None:
+        if self._balancer is not None and self.forced is None:
             self._balancer.set_caps(new)
         shares = plan.shares
         micro = self._cut(shares, plan.num_samples, 1, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from evenload.balance.rebalance import Decision
 from evenload.errors import ConfigError, DesyncError, StepError
 from evenload.training import batchnorm
+from evenload.training.data import checks
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.randomness import mix
 from evenload.training.job import Job, device_names
@@ -100,8 +101,9 @@ def prepare_loader(job: Job, loader: DataLoader[Any], index: int) -> StepLoader:
             **planner.outlook(),
         )
 
-    batch_size = loader.batch_size
-    usual = batch_size if batch_size is not None else _usual_batch(loader)
+    checks.check_loader(loader)
+    _check_same_loader(job, loader)
+    usual = loader.batch_size or _usual_batch(loader, job.config.balance)
     planner = Planner(
         job.control,
         rank=job.groups.rank,
@@ -137,7 +139,21 @@ def refuse(value: Any) -> None:
         )
     if isinstance(value, StepLoader):
         raise ConfigError("run.prepare got a loader that is prepared already")
-    raise ConfigError(f"run.prepare takes models and DataLoaders; it got a {type(value).__name__}")
+    got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise ConfigError(f"run.prepare takes models and DataLoaders; it got {got}")
+
+
+def check_optimizer(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """Raises StepError before a step of parameters whose gradients are this rank's alone: the ranks would drift apart."""
+    covers = job.engine.strategy.covers
+    strays = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not covers(p)]
+    if not strays:
+        return
+    raise StepError(
+        f"{type(optimizer).__name__} steps {len(strays)} parameters that are in no model given to run.prepare (the first has "
+        f"shape {tuple(strays[0].shape)}): their gradients are this rank's alone. Give the module that holds them to "
+        "run.prepare too"
+    )
 
 
 def check_models_prepared(models: Sequence[nn.Module]) -> None:
@@ -153,9 +169,29 @@ def _outlook(outlook: Mapping[str, float]) -> str:
     return f" (expected {outlook['over_equal']:.2f}× equal shares, {outlook['over_best_alone']:.2f}× the best device alone)"
 
 
-def _usual_batch(loader: DataLoader[Any]) -> int:
+def _check_same_loader(job: Job, loader: DataLoader[Any]) -> None:
+    """Raises DesyncError, on all ranks, where one has other data: its part of a batch would be of other samples."""
+    num_samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else -1
+    rows = job.control.exchange(Operation.PREPARE, [float(num_samples), float(loader.batch_size or 0)])
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise DesyncError(
+                f"the loaders differ: rank 0 has {_tell_loader(*rows[0])}, rank {rank} has {_tell_loader(*row)}. Give every "
+                "rank the whole dataset and the same DataLoader; Evenload takes each rank's part"
+            )
+
+
+def _tell_loader(num_samples: float, batch_size: float) -> str:
+    samples = f"{int(num_samples)} samples" if num_samples >= 0 else "samples without a length"
+    return f"{samples} in batches of {int(batch_size)}" if batch_size else samples
+
+
+def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> int:
+    """The global batch of a batch_sampler: what it tells, else what fixed shares sum up to."""
     size = getattr(loader.batch_sampler, "batch_size", None)
-    return size if isinstance(size, int) and size > 0 else 32
+    if isinstance(size, int) and size > 0:
+        return size
+    return sum(balance) if isinstance(balance, tuple) else 32
 
 
 def _describe(job: Job, loader: StepLoader, planner: Planner, batch_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -50,6 +51,12 @@ def init(
         LaunchError: the other ranks can't be reached.
     """
     global _open
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A spawned process imports the script before it does its work.
+        raise ConfigError(
+            "evenload.init was called while a new process (a DataLoader worker?) imports the script; put the training under "
+            "`if __name__ == '__main__':`"
+        )
     script = {key: value for key, value in locals().items() if value is not None}
     if _open is not None:
         raise ConfigError(
@@ -139,7 +146,7 @@ class Run:
             ConfigError: several models are prepared and none is named, or a package is missing.
         """
         chosen = pick_model(model, self._models)
-        if self.is_main:
+        if self.is_main and self._job.spec.mode != "verify":
             write_weights(path, chosen)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:

@@ -118,6 +118,10 @@ class Saver:
                 "run.checkpoint doesn't know what to save: call run.resume(model=model, optimizer=optimizer, ...) once "
                 "before the loop; it also loads the newest checkpoint"
             )
+        if job.loop.step is not None and job.loop.step.arm:
+            return False  # a window's step is no training
+        if job.spec.mode == "verify":
+            return False  # nothing is changed on the disk
         self._asked = True
         step = self._step_after_body()
         job.loop.check_between_steps("run.checkpoint")

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from evenload.config import as_table
-from evenload.errors import ConfigError, EvenloadError
+from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.training import batchnorm, preparing
 from evenload.training.data.evaluate import close_kept_workers
 from evenload.training.job import Job
@@ -20,6 +21,8 @@ from evenload.training.launch import worker
 from evenload.training.launch.control import Operation
 from evenload.training.saving import Saver
 from evenload.training.step import Step, StepLoader
+from evenload.training.verify import Verifier
+from evenload.training.windows import Windows, read_options
 
 
 class Sitting:
@@ -34,7 +37,13 @@ class Sitting:
         self._evaluations = 0
         self._looked = False
         job.loop.on_begin = self._at_step
-        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+        if job.spec.mode == "windows":
+            job.loop.interlude = Windows(job, read_options(job.spec.options))
+        self._verifier = Verifier(job, models) if job.spec.mode == "verify" else None
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        )
 
     def prepare(self, value: Any) -> Any:
         """Prepares one object; see `Run.prepare`."""
@@ -48,6 +57,8 @@ class Sitting:
                     "run.prepare got a loader after run.resume, which restores the loaders' place; prepare first"
                 )
             loader = preparing.prepare_loader(self._job, value, len(self._loaders))
+            if self._verifier is not None:
+                self._verifier.split(loader)
             self._loaders.append(loader)
             return loader
         return preparing.refuse(value)
@@ -64,6 +75,8 @@ class Sitting:
             raise ConfigError(
                 "run.resume before run.prepare(model, loader): prepare first, then resume restores the loader's place"
             )
+        if self._looked:
+            raise StepError("run.resume after the loop has begun; call it once, before the loop")
         return self._saver.resume(dict(state))
 
     def evaluate(self, loader: DataLoader[Any], batches: Callable[..., Iterator[Any]]) -> Iterator[Any]:
@@ -74,11 +87,13 @@ class Sitting:
             )
         job = self._job
         world_size = job.groups.world_size
-        speeds = self._loaders[0].planner.speeds() if self._loaders else (1.0 / world_size,) * world_size
+        speeds = self._loaders[0].planner.speeds() if self._loaders else (1.0,)
+        if len(speeds) != world_size:
+            speeds = (1.0 / world_size,) * world_size
         return self._evaluate(
             batches(
                 loader,
-                rank=job.groups.rank,
+                rank=job.groups.rank if world_size > 1 else 0,
                 world_size=world_size,
                 weights=speeds,
                 agree=job.control.agree,
@@ -97,6 +112,8 @@ class Sitting:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """See `Run.log`."""
         step = self._job.loop.step
+        if step is not None and step.arm:
+            return  # a window's step is no training
         index = step.index if step is not None else max(0, self._job.loop.steps_done - 1)
         self._job.journal.log(metrics, index)
 
@@ -110,7 +127,8 @@ class Sitting:
                 self._saver.close()
                 job.control.exchange(Operation.CLOSE)
         finally:
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             for loader in self._loaders:
                 loader.loader.close()
             close_kept_workers()
@@ -121,11 +139,17 @@ class Sitting:
             with contextlib.suppress(EvenloadError):
                 job.groups.close()
 
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._verifier is None and self._job.groups.world_size > 1 and self._job.loop.step is not None:
+            preparing.check_optimizer(self._job, optimizer)
+
     def _after_optimizer(self, *_: Any) -> None:
         self._job.loop.optimizer_stepped = True
 
     def _at_step(self, step: Step) -> None:
         worker.progress.step = step.index
+        if self._verifier is not None:
+            self._verifier.begin()
         if self._looked:
             return
         self._looked = True

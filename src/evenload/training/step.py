@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,10 @@ class Step:
         self.planner = planner
         self.tally = Tally()
         self.index = batch.global_step
+        self.number = self.index
+        """What the records count it as: the index, except in a window."""
+        self.arm = ""
+        """The arm of a window's step (windows.py); empty in training."""
         self.epoch = batch.epoch
         self.num_samples = batch.plan.num_samples
         self.committed = False
@@ -56,7 +60,9 @@ class Step:
             raise StepError("this step is over; call step.backward inside the loop body of its own step")
         if self._loop.inspect is not None:
             self._loop.inspect(self, loss_fn)
-        loss = self._loop.engine.backward(self.batch, self.planner, self.tally, loss_fn)
+        loss = self._loop.engine.backward(
+            self.batch, self.planner, self.tally, loss_fn, stepped=self._loop.optimizer_stepped
+        )
         self._loop.optimizer_stepped = False
         return loss
 
@@ -81,6 +87,18 @@ class Step:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
 
 
+class Interlude(Protocol):
+    """Takes over the loader between two steps of training, and leaves everything as it was."""
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether it begins after so many steps of this sitting."""
+        ...
+
+    def steps(self, loader: StepLoader) -> Iterator[Step]:
+        """The steps it puts in."""
+        ...
+
+
 class StepLoop:
     """Which step's loop body runs now; one for all loaders of a job."""
 
@@ -94,8 +112,10 @@ class StepLoop:
         """Called before a backward by `evenload verify`."""
         self.on_begin: Callable[[Step], None] | None = None
         """Told that a loop body begins (the first step of a sitting looks around)."""
-        self.arm: Callable[[Step], str] | None = None
-        """Names the arm of a step while windows are measured."""
+        self.on_end: Callable[[Step], None] | None = None
+        """Told that a loop body with a backward has ended, by `evenload verify`."""
+        self.interlude: Interlude | None = None
+        """What yields further steps between two steps of training (windows.py)."""
         self._sitting_steps = 0
 
     def begin(self, step: Step) -> None:
@@ -119,9 +139,14 @@ class StepLoop:
             return
         first = self._sitting_steps == 0
         self._sitting_steps += 1
-        arm = self.arm(step) if self.arm is not None else ""
         step.planner.observe(step.index, step.batch.plan, step.tally.own_seconds(), first or step.tally.unusual)
-        engine.journal.step(step.index, step.batch.plan, step.tally, arm)
+        engine.journal.step(step.number, step.batch.plan, step.tally, step.arm)
+        if self.on_end is not None:
+            self.on_end(step)
+
+    def is_due(self) -> bool:
+        """Whether the interlude begins now, after a committed step."""
+        return self.interlude is not None and self.interlude.is_due(self._sitting_steps)
 
     def check_between_steps(self, what: str) -> None:
         """Raises where `what` would see gradients that no optimizer has used yet."""
@@ -161,6 +186,12 @@ class StepLoader:
         return self.loader.batch_size
 
     def __iter__(self) -> Iterator[Step]:
+        while (yield from self._train()):
+            if self._loop.interlude is not None:
+                yield from self._loop.interlude.steps(self)
+
+    def _train(self) -> Generator[Step, None, bool]:
+        """Steps to the end of the epoch, or until the interlude is due; tells whether it is."""
         loop = self._loop
         batches = iter(self.loader)
         while True:
@@ -169,7 +200,7 @@ class StepLoader:
                 batch = next(batches)
             except StopIteration:
                 loop.engine.clock.switch("other")
-                return
+                return False
             step = Step(loop, self.loader, self.planner, batch)
             loop.begin(step)
             finished = False
@@ -181,3 +212,5 @@ class StepLoader:
                 loop.end(step)
                 if finished or step.tally.calls:
                     step.commit()
+            if loop.is_due():
+                return True

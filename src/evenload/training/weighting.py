@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Result:
 
     loss: torch.Tensor
     """Scalar with a graph: the mean over the micro-batch's units."""
-    weight: torch.Tensor | float | None
+    weight: float | None
     """Units that the loss is a mean over; None: samples."""
     metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
 
@@ -119,22 +120,23 @@ def _scalar_loss(loss: Any) -> torch.Tensor:
     return loss.reshape(())
 
 
-def _weight(weight: Any) -> torch.Tensor | float:
+def _weight(weight: Any) -> float:
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise StepError(f"the weight has shape {tuple(weight.shape)}; return one number: the units of the mean")
-        return weight.detach().reshape(())
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, Real):
         raise StepError(f"the weight is {_kind(weight)}; return one number: how many units the loss is a mean over")
-    if not 0 <= weight < math.inf:
+    number = float(weight)
+    if not 0 <= number < math.inf:
         raise StepError(f"the weight is {weight}; it must be finite and at least 0")
-    return float(weight)
+    return number
 
 
 def _metric(value: Any) -> torch.Tensor | float | None:
     if isinstance(value, torch.Tensor):
         return value.detach().reshape(()) if value.numel() == 1 else None
-    if isinstance(value, bool | int | float):
+    if isinstance(value, Real):
         return float(value)
     return None
 

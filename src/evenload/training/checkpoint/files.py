@@ -52,17 +52,17 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        torch.save(skeleton, partial / _SKELETON)
-        _read_skeleton(partial)
+        _write_skeleton(skeleton, partial, target)
         if tensors:
             with _alone():
                 save(tensors, checkpoint_id=partial / "tensors", no_dist=True)
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch's own writers raise all three on a full disk
         raise CheckpointError(f"the checkpoint {target} can't be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -90,10 +90,18 @@ def read(checkpoint: Path) -> dict[str, Any]:
                     tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
             with _alone():
                 load(tensors, checkpoint_id=checkpoint / "tensors", no_dist=True)
-    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
-        raise CheckpointError(f"{checkpoint} can't be read: {error}; remove it to resume from an older one") from error
-    state: dict[str, Any] = _join(skeleton["state"], tensors)
+        state: dict[str, Any] = _join(skeleton["state"], tensors)
+    except (Exception, CheckpointException) as error:  # a torn file may raise anything, pickle's errors too
+        raise _unreadable(checkpoint, error) from error
     return state
+
+
+def _unreadable(checkpoint: Path, error: BaseException) -> CheckpointError:
+    what = (str(error).splitlines() or [type(error).__name__])[0]
+    return CheckpointError(
+        f"the checkpoint {checkpoint} can't be read, it is torn or damaged ({type(error).__name__}: {what}); remove it to "
+        "resume from an older one"
+    )
 
 
 @contextlib.contextmanager
@@ -104,17 +112,32 @@ def _alone() -> Iterator[None]:
         yield
 
 
+def _write_skeleton(skeleton: Mapping[str, Any], folder: Path, target: Path) -> None:
+    """Writes it and reads it back: what can't be loaded must be told now, not at the resume."""
+    try:
+        torch.save(skeleton, folder / _SKELETON)
+        _load_skeleton(folder)
+    except OSError:
+        raise
+    except Exception as error:  # pickle raises errors of many types for what it refuses
+        raise CheckpointError(
+            f"the state for {target} holds values that can't be saved and loaded safely: {error}; keep tensors, numbers, "
+            "text, lists, tuples and dicts in a state_dict"
+        ) from error
+
+
 def _read_skeleton(checkpoint: Path) -> dict[str, Any]:
     try:
-        with torch.serialization.safe_globals(_SAFE):
-            skeleton: dict[str, Any] = torch.load(checkpoint / _SKELETON, weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint} is not a checkpoint: {error}") from error
-    except Exception as error:  # torch.load raises pickle's own errors for what it refuses
-        raise CheckpointError(
-            f"the state for {checkpoint} holds values that can't be loaded safely: {error}; keep tensors, numbers, text, "
-            "lists, tuples and dicts in a state_dict"
-        ) from error
+        return _load_skeleton(checkpoint)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint: {error}; move it away") from error
+    except Exception as error:
+        raise _unreadable(checkpoint, error) from error
+
+
+def _load_skeleton(folder: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals(_SAFE):
+        skeleton: dict[str, Any] = torch.load(folder / _SKELETON, weights_only=True)
     return skeleton
 
 

@@ -116,7 +116,11 @@ class GlobalBatch:
 
     def whole(self, micro_index: int) -> Any:
         """The whole slice of micro-batch `micro_index`, all ranks' samples, collated, on this rank's device."""
-        return move(self._read(*self.plan.slice_of(micro_index)), self._device)
+        return self.read(*self.plan.slice_of(micro_index))
+
+    def read(self, low: int, high: int) -> Any:
+        """The samples at global positions ``[low, high)``, whosever they are, collated, on this rank's device."""
+        return move(self._read(low, high), self._device)
 
     def spans(self) -> list[tuple[int, int]]:
         """The global positions ``[low, high)`` this rank reads for each micro-batch."""

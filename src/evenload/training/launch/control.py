@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from evenload.errors import DesyncError, PeerLostError
+from evenload.errors import DesyncError, PeerLostError, StepError
 from evenload.training.launch.groups import Groups
 
 CAPACITY = 56
@@ -23,6 +23,7 @@ _HEAD = 4
 class Operation(enum.IntEnum):
     """What a rank does at an exchange."""
 
+    INIT = 0
     PREPARE = 1
     AGREE = 2
     BEGIN = 3
@@ -35,9 +36,11 @@ class Operation(enum.IntEnum):
     REDUCE = 10
     BARRIER = 11
     CLOSE = 12
+    WINDOW = 13
 
 
 _DOING = {
+    Operation.INIT: "calls evenload.init",
     Operation.PREPARE: "calls run.prepare",
     Operation.AGREE: "begins an epoch",
     Operation.BEGIN: "is in step.backward",
@@ -50,6 +53,7 @@ _DOING = {
     Operation.REDUCE: "calls run.reduce",
     Operation.BARRIER: "is in run.main_first or run.group",
     Operation.CLOSE: "has ended its script",
+    Operation.WINDOW: "is at the edge of a window",
 }
 
 
@@ -68,6 +72,8 @@ class Control:
             DesyncError: a rank does another operation, is at another step, or gives another number of values.
             PeerLostError: a rank is gone.
         """
+        if self._groups.closed:
+            raise StepError(f"the script {_DOING[operation]} after run.close(): the run is over; close it last")
         if self._groups.control is None:
             return [list(values)]
         rounds = max(1, -(-len(values) // CAPACITY))
@@ -83,13 +89,23 @@ class Control:
             try:
                 dist.all_gather(list(everyone.unbind()), mine, group=self._groups.control)
             except RuntimeError as error:
-                raise PeerLostError(f"a rank is gone ({error})") from error
+                raise self._lost(operation, error) from None
             table = everyone.tolist()
             if any(row[:_HEAD] != table[0][:_HEAD] for row in table):
                 raise DesyncError(_tell([row[:_HEAD] for row in table]))
             for row, received in zip(rows, table, strict=True):
                 row.extend(received[_HEAD : _HEAD + len(part)])
         return rows
+
+    def _lost(self, operation: Operation, error: RuntimeError) -> PeerLostError:
+        """What a failed exchange means: nobody came in time, or somebody is gone."""
+        if "imed out" in str(error):
+            return PeerLostError(
+                f"rank {self._groups.rank} {_DOING[operation]} and waited {self._groups.timeout_s:g} s for another rank, which "
+                "lives but did not come: it hangs, or is very slow; look at what it does there, or raise "
+                "init(timeout_s=...)"
+            )
+        return PeerLostError(f"another rank is gone while rank {self._groups.rank} {_DOING[operation]} ({error})")
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         """Rank 0's integers, on all ranks. Other ranks give None."""
@@ -117,7 +133,7 @@ def _tell(heads: list[list[float]]) -> str:
     for rank, (operation, epoch, step, length) in enumerate(heads):
         doing = _DOING[Operation(int(operation))]
         where = f" at epoch {int(epoch)}, step {int(step)}" if step >= 0 else ""
-        size = f" with {int(length)} values" if len({head[3] for head in heads}) > 1 else ""
+        size = f" with {int(length)} values" if len({tuple(head[:3]) for head in heads}) == 1 else ""
         places.setdefault(doing + where + size, []).append(rank)
     who = "; ".join(
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} {doing}"

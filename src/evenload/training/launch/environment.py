@@ -16,6 +16,7 @@ from typing import Any
 from evenload.errors import LaunchError
 
 WORKER_VARIABLE = "EVENLOAD_WORKER"
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,17 @@ def detect() -> WorkerSpec:
     """
     if path := os.environ.get(WORKER_VARIABLE):
         return read_spec(Path(path))
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if not missing:
         return _from_torchrun()
+    if os.environ.get("RANK", "0") != "0" or os.environ.get("WORLD_SIZE", "1") != "1":
+        # Going on alone would train as many models as there are processes.
+        there = [name for name in _TORCHRUN if name not in missing]
+        raise LaunchError(
+            f"{', '.join(f'{name}={os.environ[name]}' for name in there)} {'are' if len(there) > 1 else 'is'} set, but "
+            f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not; start with `evenload run` or torchrun, which "
+            f"set all of them, or unset {', '.join(there)} to run alone"
+        )
     return WorkerSpec()
 
 

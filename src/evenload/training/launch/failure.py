@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 import traceback
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from pathlib import Path
 from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError
 
 _OURS = str(Path(__file__).resolve().parents[2])
+_TORCH_DATA = str(Path("torch", "utils", "data"))
+_WORKER_ERROR = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.\nOriginal (Traceback .*)", re.DOTALL)
+_FRAME = re.compile(r'^  File "([^"]*)"[^\n]*\n(?:    [^\n]*\n)*', re.MULTILINE)
 _PASSED_THROUGH = {"_wrapped_call_impl", "_call_impl"}
 """Functions of torch that stand between a model and its parts, and say nothing."""
 
@@ -50,11 +54,12 @@ def failure_path(launch_dir: Path, rank: int) -> Path:
 
 def describe_error(error: BaseException, rank: int, step: int | None, exit_code: int = 1) -> Failure:
     """Tells an exception as a failure of this rank."""
+    kind, message, story = _in_loader_worker(error) or (type(error).__name__, str(error), user_traceback(error))
     return Failure(
         rank=rank,
-        kind=type(error).__name__,
-        message=str(error),
-        traceback=user_traceback(error),
+        kind=kind,
+        message=message,
+        traceback=story,
         step=step,
         consequence=is_consequence(error),
         exit_code=exit_code,
@@ -101,6 +106,24 @@ def user_traceback(error: BaseException) -> str:
     return "".join(story.format())
 
 
+def _in_loader_worker(error: BaseException) -> tuple[str, str, str] | None:
+    """Of an error in a DataLoader worker, which torch sends as a text: its kind, message and traceback there."""
+    match = _WORKER_ERROR.match(str(error))
+    if match is None:
+        return None
+    kind, worker, story = match.groups()
+    last = _FRAME.split(story)[-1].strip()
+    message = last.partition(": ")[2]
+    where = f"in DataLoader worker {worker} of this rank"
+    own = _FRAME.sub(lambda frame: "" if _is_inside(frame[1]) else frame[0], story)
+    return kind, f"{message} ({where})" if message else where, own
+
+
+def _is_inside(filename: str) -> bool:
+    """Whether a frame of this file says nothing about an error in the user's dataset."""
+    return filename.startswith(_OURS) or _TORCH_DATA in filename
+
+
 def _cut(story: traceback.TracebackException, seen: set[int]) -> None:
     if id(story) in seen:
         return
@@ -108,7 +131,11 @@ def _cut(story: traceback.TracebackException, seen: set[int]) -> None:
     ours_raised = _is_type(story, EvenloadError)
     kept: list[traceback.FrameSummary] = []
     frames = [
-        frame for frame in story.stack if frame.name not in _PASSED_THROUGH and not frame.filename.startswith("<frozen")
+        frame
+        for frame in story.stack
+        if frame.name not in _PASSED_THROUGH
+        and not frame.filename.startswith("<frozen")
+        and _TORCH_DATA not in frame.filename
     ]
     for index, frame in enumerate(frames):
         if not frame.filename.startswith(_OURS):

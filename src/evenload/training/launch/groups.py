@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import ConfigError, LaunchError, PeerLostError
-
 
 # A store outlives the groups that met in it: each `init` of a process meets under keys of its own.
 _sittings = itertools.count()
@@ -65,6 +64,11 @@ class Pending:
         except RuntimeError as error:
             raise PeerLostError(f"a collective failed: {error}") from error
 
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
     def fail(self, error: PeerLostError) -> None:
         """Ends the waiting with an error, if it has not ended."""
         with self._lock:
@@ -96,22 +100,48 @@ class Groups:
             LaunchError: the store or the peers can't be reached within `timeout_s`.
         """
         self.rank = rank
+        self.timeout_s = timeout_s
+        self.closed = False
         self._timeout = timedelta(seconds=timeout_s)
         self._backend = backend
         self._adopted = dist.is_initialized()
         self._sitting = next(_sittings)
         self._store: Store | None = None
         self._pending: list[Pending] = []
+        self._all: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
         self.gradients: dist.ProcessGroup | None = None
         self.statistics: dist.ProcessGroup | None = None
         self.membership = membership
+        self._alone = False
         self._build()
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of this generation."""
-        return len(self.membership.workers)
+        """Number of ranks of this generation; 1 inside `alone`."""
+        return 1 if self._alone else len(self.membership.workers)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While the body runs this rank is a world of one: nothing is sent, every collective returns at once.
+
+        It keeps its rank, so that still only one rank prints and writes. All ranks enter and leave it, each at its own
+        pace; `arrive` tells who is through.
+        """
+        held = self.control, self.gradients, self.statistics
+        self.control = self.gradients = self.statistics = None
+        self._alone, self._all = True, held[0]
+        try:
+            yield
+        finally:
+            self._alone, self._all = False, None
+            self.control, self.gradients, self.statistics = held
+
+    def arrive(self) -> Pending:
+        """Inside `alone`: tells the others that this rank is through; done when all of them are. Doesn't wait."""
+        if self._all is None:
+            return Pending(None, blocking=False)
+        return Pending(dist.all_reduce(torch.zeros(1), group=self._all, async_op=True), blocking=False)
 
     def rebuild(self, membership: Membership) -> None:
         """Ends this generation's groups and builds those of `membership`; this worker's rank follows from its id."""
@@ -167,7 +197,7 @@ class Groups:
         Raises:
             ConfigError: a rank that is not there, or none.
         """
-        bad = [rank for rank in ranks if not 0 <= rank < self.world_size]
+        bad = [rank for rank in ranks if not isinstance(rank, int) or not 0 <= rank < self.world_size]
         if bad or not ranks or len(set(ranks)) != len(ranks):
             raise ConfigError(
                 f"run.group(ranks={list(ranks)}): expected different ranks from 0 to {self.world_size - 1}"
@@ -179,6 +209,7 @@ class Groups:
 
     def close(self) -> None:
         """Ends the groups that this object made; a process group of the user's is left alone."""
+        self.closed = True
         self._destroy()
 
     def _build(self) -> None:
@@ -191,7 +222,7 @@ class Groups:
                     self._store = self._connect()
                 dist.init_process_group(
                     backend="cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo",
-                    store=PrefixStore(f"evenload/{self.membership.generation}", self._store),
+                    store=PrefixStore(f"evenload/{self._sitting}/{self.membership.generation}", self._store),
                     rank=self.rank,
                     world_size=world_size,
                     timeout=self._timeout,

@@ -19,7 +19,7 @@ class ReplicaStrategy:
     def __init__(self) -> None:
         self._groups: Groups | None = None
         self._models: list[nn.Module] = []
-        self._signature: list[tuple[bool, torch.dtype, torch.device]] = []
+        self._signature: list[tuple[int, bool, torch.dtype, torch.device]] = []
         self._reducer: BucketReducer | None = None
         self._expectations: dict[int, Expectation] = {}
         self._call_index = 0
@@ -53,6 +53,7 @@ class ReplicaStrategy:
         reducer = self._of()
         reducer.micro(last=last, idle=idle)
         loss.backward()  # type: ignore[no-untyped-call]
+        reducer.end_micro()
         if idle:
             reducer.end_idle()
 
@@ -84,9 +85,22 @@ class ReplicaStrategy:
         """Gradients are as they were before the attempt."""
         self._of().retreat()
 
+    def abandon(self) -> None:
+        """Gradients are as they were before the attempt; sums under way are left to themselves."""
+        if self._reducer is not None:
+            self._reducer.abandon()
+
     def clear(self) -> None:
-        """No gradient is left."""
-        self._of().clear()
+        """No gradient is left where the last call gave one."""
+        self._of().clear(self._touched)
+
+    def forgive(self) -> None:
+        """A new update begins."""
+        self._of().forgive()
+
+    def covers(self, param: torch.Tensor) -> bool:
+        """Whether the parameter is in a bucket."""
+        return self._of().covers(param)
 
     def leftovers(self) -> list[str]:
         """Names of parameters with a gradient other than zero."""
@@ -97,11 +111,11 @@ class ReplicaStrategy:
         self._signature = self._sign()
         self._expectations.clear()
 
-    def _sign(self) -> list[tuple[bool, torch.dtype, torch.device]]:
-        return [(p.requires_grad, p.dtype, p.device) for model in self._models for p in model.parameters()]
+    def _sign(self) -> list[tuple[int, bool, torch.dtype, torch.device]]:
+        return [(id(p), p.requires_grad, p.dtype, p.device) for model in self._models for p in model.parameters()]
 
     def _follow_parameters(self) -> None:
-        """Parameters may be frozen, thawed or converted between steps, on all ranks alike."""
+        """Parameters may be frozen, thawed, converted or replaced between steps, on all ranks alike."""
         if self._reducer is not None and self._groups is not None and self._sign() != self._signature:
             self._reducer.remove()
             self._build(self._groups)

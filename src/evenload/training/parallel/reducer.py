@@ -42,7 +42,7 @@ Expectation = tuple[int, ...]
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("arrivals", "filled", "handle", "index", "name", "param", "stash", "touched", "view")
+    __slots__ = ("arrivals", "filled", "handle", "index", "name", "param", "spoiled", "stash", "touched", "view")
 
     def __init__(self, index: int, name: str, param: nn.Parameter, view: torch.Tensor) -> None:
         self.index = index
@@ -52,6 +52,7 @@ class Slot:
         self.arrivals = 0  # in the last micro-batch
         self.touched = False  # by any micro-batch of this call, idle or not
         self.filled = False  # the view holds this call's gradient
+        self.spoiled = False  # a call of this update was skipped, so all of it is
         self.stash: torch.Tensor | None = None  # a gradient that was there before this call
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
@@ -76,6 +77,7 @@ class BucketReducer:
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
         self._live = False
+        self._running = False
         self._last = False
         self._idle = False
         self._expected: Expectation | None = None
@@ -91,6 +93,7 @@ class BucketReducer:
                 if p.requires_grad and not (id(p) in seen or seen.add(id(p)))  # type: ignore[func-returns-value]
             ]
             self._add_model(named)
+        self._covered = {id(slot.param) for slot in self.slots}
         for slot in self.slots:
             slot.handle = slot.param.register_post_accumulate_grad_hook(self._hook(slot))  # type: ignore[no-untyped-call]
 
@@ -105,7 +108,8 @@ class BucketReducer:
 
     def begin(self, expected: Expectation | None) -> None:
         """Sets aside gradients of earlier calls in this step, and waits for new ones."""
-        self._live, self._last, self._idle, self.late = True, False, False, False
+        self._live, self._running = True, False
+        self._last = self._idle = self.late = False
         self._expected = expected
         self._next = 0
         for slot in self.slots:
@@ -123,10 +127,14 @@ class BucketReducer:
 
     def micro(self, *, last: bool, idle: bool) -> None:
         """Tells which micro-batch the next backward belongs to."""
-        self._last, self._idle = last, idle
+        self._running, self._last, self._idle = True, last, idle
         if idle:
             for slot in self.slots:
                 slot.param.grad = None
+
+    def end_micro(self) -> None:
+        """The backward of a micro-batch is over: gradients that come now are not ours."""
+        self._running = False
 
     def end_idle(self) -> None:
         """After the backward of an idle micro-batch: throws its gradients away."""
@@ -140,8 +148,8 @@ class BucketReducer:
         return tuple(slot.arrivals for slot in self.slots)
 
     def touched_key(self) -> float:
-        """A checksum of the set of parameters that received a gradient, exact in a float64."""
-        return float(zlib.crc32(bytes([slot.touched for slot in self.slots])))
+        """A checksum of the set of parameters that received a gradient, and above 32 bits how many can; exact in a float64."""
+        return float(zlib.crc32(bytes([slot.touched for slot in self.slots])) + (len(self.slots) % 2**20 << 32))
 
     def touched(self) -> list[int]:
         """For each slot whether it received a gradient on this rank."""
@@ -191,10 +199,34 @@ class BucketReducer:
             slot.param.grad = slot.stash
             slot.stash = None
 
-    def clear(self) -> None:
-        """Takes all gradients away, so that an optimizer's step changes nothing."""
+    def abandon(self) -> None:
+        """Ends an attempt that failed on this rank: restores what was there before, and waits for nobody."""
+        if not self._live:
+            return
+        self._live = self._running = False
         for slot in self.slots:
-            slot.param.grad = None
+            slot.param.grad = slot.stash
+            slot.stash = None
+
+    def clear(self, touched: Sequence[int]) -> None:
+        """Takes the gradients of a call away, so that an optimizer's step changes nothing.
+
+        Another call of the same step may add to the same parameters: its part alone would be half an update, so they stay
+        without gradient until `forgive`.
+        """
+        for slot in self.slots:
+            if touched[slot.index]:
+                slot.param.grad = None
+                slot.spoiled = True
+
+    def forgive(self) -> None:
+        """An optimizer has stepped, or a new step began: gradients count again."""
+        for slot in self.slots:
+            slot.spoiled = False
+
+    def covers(self, param: torch.Tensor) -> bool:
+        """Whether a parameter has a place in a bucket."""
+        return id(param) in self._covered
 
     def leftovers(self) -> list[str]:
         """Names of parameters that hold a gradient other than zero."""
@@ -243,8 +275,12 @@ class BucketReducer:
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         def arrived(param: torch.Tensor) -> None:
-            if not self._live:
+            if not self._running:
                 param.grad = None
+                if self._live:
+                    raise StepError(
+                        "loss_fn called backward() itself; let it return the loss: step.backward(loss_fn) does the rest"
+                    )
                 raise StepError(
                     "loss.backward() was called on a model that run.prepare returned: its gradient would be this rank's "
                     "alone. Write instead:  loss = step.backward(loss_fn)  with a function loss_fn(batch) that returns "
@@ -299,6 +335,8 @@ class BucketReducer:
         bucket.pending = self._groups.sum_async(bucket.flat)
 
     def _final(self, slot: Slot, touched: bool) -> torch.Tensor | None:
+        if slot.spoiled:
+            return None
         if not touched:
             return slot.stash
         if slot.stash is None:

@@ -38,8 +38,17 @@ class Strategy(Protocol):
     def retreat(self) -> None:
         """All ranks agreed to do the attempt again: gradients are as they were before it."""
 
+    def abandon(self) -> None:
+        """This rank's attempt ended with an error; gradients are as they were before it. Waits for nobody."""
+
     def clear(self) -> None:
-        """Takes all gradients away (a skipped step)."""
+        """Takes the gradients of the last call away (a skipped step), and those of later calls until `forgive`."""
+
+    def forgive(self) -> None:
+        """A new update begins: what was skipped before has no part in it."""
+
+    def covers(self, param: torch.Tensor) -> bool:
+        """Whether this parameter's gradient is made that of the global batch."""
 
     def leftovers(self) -> list[str]:
         """Names of parameters that hold a gradient before a step's first backward."""

@@ -21,7 +21,16 @@ from evenload.training.proof.held import Tracked
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-_UNTOUCHED = _IN_PLACE | {"__get__", "__set__", "__delete__", "__setitem__", "view", "backward", "register_hook", "data_ptr"}
+_UNTOUCHED = _IN_PLACE | {
+    "__get__",
+    "__set__",
+    "__delete__",
+    "__setitem__",
+    "view",
+    "backward",
+    "register_hook",
+    "data_ptr",
+}
 """Functions that change their argument, ask for its identity, or look at its bits."""
 
 

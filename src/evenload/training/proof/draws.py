@@ -37,7 +37,9 @@ class SharedDraws(TorchFunctionMode):
         if func in _SIZED and "out" not in kwargs and "generator" not in kwargs:
             return self._sized(func, args, kwargs)
         if func is torch.bernoulli and len(args) == 1 and not kwargs:
-            return (self._rows(torch.rand, tuple(args[0].shape), {"device": args[0].device}) < args[0]).to(args[0].dtype)
+            return (self._rows(torch.rand, tuple(args[0].shape), {"device": args[0].device}) < args[0]).to(
+                args[0].dtype
+            )
         if func in _FILLING and self._matches(tuple(args[0].shape)) and "generator" not in kwargs:
             target = args[0]
             whole = target.new_empty(self._whole(tuple(target.shape)))

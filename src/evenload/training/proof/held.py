@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from evenload.training.batchnorm import has_global_statistics
+
 
 @dataclass(frozen=True)
 class Tracked:
@@ -111,9 +113,19 @@ def switched_off(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def dropouts(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """The dropout modules that drop now."""
-    return [m for model in models for m in model.modules() if isinstance(m, _DropoutNd) and m.training and m.p > 0]
+@contextmanager
+def no_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
+    """While the body runs, no dropout module drops, and no recurrent module between its layers."""
+    modules = [module for model in models for module in model.modules()]
+    recurrent = [(module, module.dropout) for module in modules if isinstance(module, nn.RNNBase)]
+    for module, _ in recurrent:
+        module.dropout = 0.0
+    try:
+        with switched_off([module for module in modules if isinstance(module, _DropoutNd)]):
+            yield
+    finally:
+        for module, dropout in recurrent:
+            module.dropout = dropout
 
 
 def batch_norms(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -124,6 +136,11 @@ def batch_norms(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
     ]
+
+
+def is_global(module: nn.Module) -> bool:
+    """Whether a BatchNorm module takes its statistics over all ranks."""
+    return has_global_statistics(module)
 
 
 def params_key(models: Sequence[nn.Module]) -> list[float]:

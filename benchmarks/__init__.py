@@ -1,0 +1,1 @@
+"""What Evenload promises, measured: ``python -m benchmarks [name ...] [--quick]``."""

@@ -1,0 +1,41 @@
+"""Runs benchmarks by name, or all of them; each prints a table and writes ``benchmarks/results/<name>.json``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+from benchmarks.report import write_result
+
+NAMES = ("solver", "exact", "overhead", "adapt", "efficiency")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"some of {', '.join(NAMES)}; all if none is given")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke run: seconds instead of minutes, no bar is judged"
+    )
+    parser.add_argument("--results", default=None, help="where the JSON goes; benchmarks/results if not given")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - set(NAMES):
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    missed = False
+    for name in options.names or NAMES:
+        module = import_module(f"benchmarks.{name}")
+        print(f"== {name} ==", flush=True)
+        result = module.measure(quick=options.quick)
+        print(module.table(result), flush=True)
+        path = write_result(name, module.__doc__ or "", result, quick=options.quick, folder=options.results)
+        print(f"written to {path}", flush=True)
+        bars = result.get("bars", {})
+        for bar, kept in {} if options.quick else bars.items():
+            print(f"{'kept  ' if kept else 'MISSED'} {bar}", flush=True)
+            missed = missed or not kept
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

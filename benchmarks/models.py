@@ -1,0 +1,99 @@
+"""The models that are measured, and their data; the same for Evenload and for its peers (no Evenload in here)."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+
+
+@dataclass(frozen=True)
+class Size:
+    """One model with its global batch; `arguments` are those of the script that trains it under Evenload."""
+
+    model: str
+    batch_size: int
+    context: int = 0
+    width: int = 0
+    depth: int = 0
+
+    @property
+    def arguments(self) -> list[str]:
+        """For the script."""
+        if self.model == "cnn":
+            return ["--batch-size", str(self.batch_size)]
+        return [
+            *("--batch-size", str(self.batch_size), "--context", str(self.context)),
+            *("--width", str(self.width), "--depth", str(self.depth), "--sample-bytes", "1"),
+        ]
+
+
+GPT = Size("gpt", 60, 128, 192, 4)
+"""The example's own size: steps of about a second on two CPU cores."""
+CNN = Size("cnn", 180)
+"""Steps of about 25 ms on two CPU cores."""
+TINY_GPT = Size("gpt", 12, 16, 32, 1)
+
+
+def build(size: Size) -> tuple[nn.Module, Dataset[Any]]:
+    """The model with fresh weights, and enough data."""
+    if size.model == "cnn":
+        return small_cnn(), images()
+    classes = _example_classes()
+    text = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return classes.GPT(size.width, size.depth, size.context), classes.Crops(text, 100_000, size.context)
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The mean loss of a batch, for both models."""
+    x, y = batch
+    logits = model(x)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) if logits.dim() == 3 else F.cross_entropy(logits, y)
+
+
+def small_cnn() -> nn.Module:
+    """Three convolutions and a line: 54,000 parameters on 16 x 16 images."""
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(24, 48, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(48, 96, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(96, 10),
+    )
+
+
+def images() -> Dataset[Any]:
+    """Random ones: only their cost matters here."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(24_000, 3, 16, 16, generator=generator), torch.randint(0, 10, (24_000,), generator=generator)
+    )
+
+
+def _example_classes() -> Any:
+    """The classes of the example, which is a script: its definitions without what it runs."""
+    tree = ast.parse(EXAMPLE.read_text())
+    wanted = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.ImportFrom | ast.Import)
+        and not any(alias.name == "evenload" for alias in getattr(node, "names", ()))
+    ]
+    module = ModuleType("train_gpt_classes")
+    exec(compile(ast.Module(wanted, []), str(EXAMPLE), "exec"), module.__dict__)
+    return module

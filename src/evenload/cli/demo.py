@@ -1,0 +1,70 @@
+"""``evenload demo``: a language model trains on two unequal devices, and the gain is measured on the way."""
+
+from __future__ import annotations
+
+import importlib.resources
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import evenload
+from evenload.errors import ConfigError
+
+_STEPS, _STEPS_BEFORE = 150, 130
+_GPU_SIZES = ("--width", "512", "--depth", "8", "--context", "256", "--batch-size", "96")
+_CPU_SIZES = ("--width", "128", "--depth", "4", "--context", "64", "--batch-size", "60")
+
+
+def demo(
+    project_dir: Annotated[str, typer.Option(help="The run folder.")] = "runs/demo",
+    steps: Annotated[int, typer.Option(min=20, help="Steps of training.")] = _STEPS,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the measurement.")] = 5,
+    block_s: Annotated[float, typer.Option("--block", metavar="SECONDS", help="Length of a block of it.")] = 2.0,
+) -> None:
+    """Watch a language model train on two unequal devices, a minute or two.
+
+    With two or more GPUs it runs on those; otherwise on two CPU ranks, the second held to half its speed.
+    """
+    from evenload.config import Config
+    from evenload.hardware import gpus
+    from evenload.training.launch.devices import describe_workers
+    from evenload.training.launch.supervisor import LaunchRequest, launch, plan
+    from evenload.views.progress import Progress
+
+    on_gpus = len(gpus()) >= 2
+    # The measurement comes late: its table stands next to the text that the model writes at the end.
+    before = max(2, steps * _STEPS_BEFORE // _STEPS)
+    request = LaunchRequest(
+        arguments=(str(find_example("train_gpt.py")), "--steps", str(steps), *(_GPU_SIZES if on_gpus else _CPU_SIZES)),
+        devices="auto" if on_gpus else "cpu:2",
+        settings={"project_dir": project_dir, "fresh": True},
+        throttle=() if on_gpus else (1.0, 0.5),
+        mode="windows",
+        options={"after_steps": before, "num_rounds": rounds, "block_s": block_s},
+    )
+    workers = plan(request)
+    print("evenload: a small GPT learns from the Python standard library's source, one global batch for all devices:")
+    for line in describe_workers(workers):
+        print(f"evenload: {line}", flush=True)
+    view = Progress(None, sys.stdout, log_every_s=Config.log_every_s, devices=workers[0].device_names)
+    code = launch(replace(request, view=view))
+    if code == 0:
+        print(f"evenload: the story of this run: evenload show {project_dir}")
+    raise typer.Exit(code)
+
+
+def find_example(name: str) -> Path:
+    """An example's file: inside the installed package, or beside its source in a clone.
+
+    Raises:
+        ConfigError: it is in neither place.
+    """
+    installed = Path(str(importlib.resources.files(evenload))) / "examples" / name
+    clone = Path(evenload.__file__).parents[2] / "examples" / name
+    for path in (installed, clone):
+        if path.exists():
+            return path
+    raise ConfigError(f"the example {name} is neither at {installed} nor at {clone}; install evenload again")

@@ -1,0 +1,195 @@
+"""``evenload verify``: prove on the user's own script that the split gives one device's gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evenload.cli.run import _devices_of, _merge
+from evenload.cli.script import CONTEXT_SETTINGS as CONTEXT_SETTINGS
+from evenload.cli.script import ScriptCommand
+from evenload.config import parse_balance, parse_micro_batch
+from evenload.errors import ConfigError
+
+COMMAND_CLASS = ScriptCommand
+
+EQUAL, DIFFERENT, NOT_VERIFIED = 0, 1, 2
+_SIGNALLED = (130, 143)
+_NO_EFFECT = ("throttle", "log_every_s", "dry_run")
+"""Settings of a run that say nothing about a gradient."""
+
+
+def verify(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
+    ] = None,
+    module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, as python -m does.")] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option("-d", "--devices", help="As for run; without it, two ranks where there is one device only."),
+    ] = None,
+    balance: Annotated[
+        str | None, typer.Option(help="even, or one share for each rank: 24,6,2. Without it the shares are uneven.")
+    ] = None,
+    micro_batch: Annotated[str | None, typer.Option(help="auto, or most samples a rank computes at once.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="no, bf16 or fp16; counts where float64 is not possible.")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="How the model is spread: ddp.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the order of samples and all keyed randomness.")] = None,
+    project_dir: Annotated[str | None, typer.Option(help="The run folder; nothing in it is changed.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="With the script's own weights, whatever checkpoint there is.")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", metavar="FILE", help="A TOML file of settings, by the same keys.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Of the ranks' meeting point; 0: a free one.")
+    ] = None,
+    nproc_per_node: Annotated[
+        str | None, typer.Option("--nproc-per-node", "--nproc_per_node", help="As torchrun spells it: so many ranks.")
+    ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON on stdout; what the script prints goes to stderr.")
+    ] = False,
+) -> None:
+    """Run the first step of a script on the real split and in one process, and compare the gradients.
+
+    The script is not changed, and nothing is written into its run folder. Exit code: 0 the gradients are equal up to
+    rounding, 1 they differ, 2 it could not be verified.
+    """
+    given: dict[str, Any] = {
+        "devices": devices,
+        "port": port,
+        "balance": parse_balance(balance) if balance is not None else None,
+        "micro_batch": parse_micro_batch(micro_batch) if micro_batch is not None else None,
+        "precision": precision,
+        "strategy": strategy,
+        "seed": seed,
+        "project_dir": project_dir,
+        "fresh": fresh or None,
+    }
+    values, sources = _merge(given, config)
+    if nproc_per_node is not None:
+        if "devices" in values:
+            raise ConfigError(
+                f"--nproc-per-node {nproc_per_node} and {sources['devices']} both say which ranks to start"
+            )
+        values["devices"] = _devices_of(nproc_per_node)
+    target = ("-m", module, *(arguments or ())) if module is not None else tuple(arguments or ())
+    values = {key: value for key, value in values.items() if key not in _NO_EFFECT}
+    values.setdefault("devices", _default_devices())
+    # Under --json stdout holds the report alone.
+    with contextlib.redirect_stdout(sys.stderr) if json_ else contextlib.nullcontext():
+        code, report = _launch(target, values)
+    if report is not None:
+        print(json.dumps(report, indent=1) if json_ else render(report), flush=True)
+    raise typer.Exit(code)
+
+
+def _default_devices() -> str:
+    """All GPUs; where there is one device only, two ranks on it, so that there is a split to verify."""
+    from evenload.hardware import gpus
+
+    num_gpus = len(gpus())
+    return "auto" if num_gpus > 1 else "0,0" if num_gpus == 1 else "cpu:2"
+
+
+def _launch(target: tuple[str, ...], values: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """The exit code and the report, where the step came so far."""
+    from evenload.training.launch.supervisor import LaunchRequest, launch
+
+    with tempfile.TemporaryDirectory(prefix="evenload-verify-") as folder:
+        path = Path(folder) / "report.json"
+        code = launch(
+            LaunchRequest(
+                arguments=target,
+                devices=values["devices"],
+                settings={key: value for key, value in values.items() if key not in ("devices", "port")},
+                port=values.get("port", 0),
+                mode="verify",
+                options={"report": str(path)},
+            )
+        )
+        if code:
+            if code not in _SIGNALLED:
+                print("evenload: not verified: the script failed", file=sys.stderr)
+            return (code if code in _SIGNALLED else NOT_VERIFIED), None
+        if not path.exists():
+            script = " ".join(target[: 2 if target[0] == "-m" else 1])
+            print(
+                f"evenload: not verified: {script} ended without `step.backward(loss_fn)`; does its loop run at all (a "
+                "finished run resumed: --fresh starts with the script's own weights)?",
+                file=sys.stderr,
+            )
+            return NOT_VERIFIED, None
+        report: dict[str, Any] = json.loads(path.read_text())
+    return (EQUAL if report["equal"] else DIFFERENT), report
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as a person reads it."""
+    calls = report["calls"]
+    lines = ["", f"verify: step {report['step']} on {len(report['devices'])} ranks ({', '.join(report['devices'])})"]
+    for call in calls:
+        lines += _render_call(call, several=len(calls) > 1)
+    lines.append("")
+    if report["equal"]:
+        lines.append("equal: the split gives the gradients of one process, up to rounding")
+    else:
+        lines.append("DIFFERENT: the split does not give the gradients of one process")
+    return "\n".join(lines)
+
+
+def _render_call(call: Mapping[str, Any], several: bool) -> list[str]:
+    shares = " + ".join(map(str, call["shares"]))
+    lines = [
+        "",
+        *(
+            [f"call {call['call'] + 1} of step.backward: {'equal' if call['equal'] else 'DIFFERENT'}"]
+            if several
+            else []
+        ),
+        f"  samples      {call['num_samples']} = {shares}, in K = {call['num_micro']} micro-batches",
+        f"  dtype        {call['dtype']}"
+        + (f", not float64: {call['why_not_float64']}" if call["why_not_float64"] else ""),
+        f"  limit        {call['tolerance']:g}",
+    ]
+    for comparison in call["comparisons"]:
+        if len(call["comparisons"]) > 1:
+            lines.append(f"  {comparison['what']}:")
+        lines += [
+            f"  ‖Δg‖/‖g‖     {_number(comparison['difference'])}   (‖g‖ = {_number(comparison['norm'])})",
+            f"  loss         split {_number(comparison['loss_split'], 12)}, one process "
+            f"{_number(comparison['loss_one_process'], 12)}",
+        ]
+    worst = [*call["comparisons"][-1]["worst"], *call["comparisons"][-1]["strangers"][:5]]
+    if worst:
+        width = max(len(one["name"]) for one in worst)
+        lines.append(f"  {'worst':<{width + 2}}  of its own ‖g‖   of the whole ‖g‖")
+        lines += [
+            f"    {one['name']:<{width}}  {_number(one['difference']):<14}   {_number(one['part'])}" for one in worst
+        ]
+    for cause in call["causes"]:
+        lines += ["", *_wrap(f"  {cause['kind']}: ", cause["finding"]), *_wrap("    → ", cause["mend"])]
+    lines += [line for note in call["notes"] for line in _wrap("  note: ", note)]
+    return lines
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.{digits}g}" if digits > 2 else f"{value:.1e}"
+
+
+def _wrap(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, width=110, initial_indent=head, subsequent_indent=" " * 4, break_on_hyphens=False)

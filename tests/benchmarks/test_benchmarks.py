@@ -1,0 +1,60 @@
+"""Each benchmark runs to its end and writes what it must; no figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def quick(folder: Path, name: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", name, "--quick", "--results", str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((folder / f"{name}.quick.json").read_text())
+    assert written["benchmark"] == name and written["quick"] is True
+    assert written["hardware"]["cores"] >= 1 and written["versions"]["torch"] and written["method"] and written["date"]
+    result: dict[str, Any] = written["result"]
+    return result
+
+
+def test_solver(tmp_path: Path) -> None:
+    assert quick(tmp_path, "solver")["median_s"] > 0
+
+
+@pytest.mark.slow
+def test_exact(tmp_path: Path) -> None:
+    result = quick(tmp_path, "exact")
+    assert result["tests_passed"] and result["worst"] <= 1e-12 and result["cases"]
+
+
+@pytest.mark.slow
+def test_overhead(tmp_path: Path) -> None:
+    case = quick(tmp_path, "overhead")["cases"]["gpt"]
+    assert case["num_rounds"] >= 1 and case["own_cpu_s"] > 0 and sum(case["shares"]) == 12
+    assert case["evenload_over_ddp"]["low"] <= case["evenload_over_ddp"]["high"]
+
+
+@pytest.mark.slow
+def test_adapt(tmp_path: Path) -> None:
+    result = quick(tmp_path, "adapt")
+    assert len(result["runs"]) == 1 and result["traces"]["count"] == result["spikes"]["count"] == 5
+
+
+@pytest.mark.slow
+def test_efficiency(tmp_path: Path) -> None:
+    (case,) = quick(tmp_path, "efficiency")["cases"]
+    assert case["ratio"] == 0.5 and len(case["arms"]["solo"]) == 2
+    assert {"even", "evenload", "static:8,4"} == set(case["arms"]["speeds"])
+    assert case["arms"]["efficiency"]["value"] > 0 and "ddp" in case["peers"]

@@ -1,0 +1,40 @@
+"""The demo finds its example in a clone, and ends with a table and a text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenload.cli.demo import find_example
+from evenload.errors import ConfigError
+from evenload.records.reader import read_events
+
+
+def test_the_example_is_found() -> None:
+    assert "run.prepare" in find_example("train_gpt.py").read_text()
+    with pytest.raises(ConfigError, match="neither at"):
+        find_example("train_nothing.py")
+
+
+@pytest.mark.slow
+def test_a_short_demo(tmp_path: Path) -> None:
+    short = ["--steps", "20", "--rounds", "1", "--block", "0.3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "evenload.cli.main", "demo", "--project-dir", "runs/it", *short],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, _, after = done.stdout.partition("measured in 1 rounds")
+    assert "rank 1" in before and "shares" in before
+    for row in ("rank 0 alone", "rank 1 alone", "sum of these", "equal shares", "Evenload", "efficiency"):
+        assert row in after, row
+    assert after.index("efficiency") < after.index("validation loss") < after.index("def ")
+    assert "\x1b" not in done.stdout  # a pipe gets plain lines
+    kinds = [event.kind for event in read_events(tmp_path / "runs" / "it")]
+    assert "windows" in kinds and kinds[-1] == "close"
