@@ -6,8 +6,10 @@ import argparse
 import sys
 from importlib import import_module
 
-from benchmarks.report import write_result
+from benchmarks.report import Neighbours, write_result
 
+_QUIET = 0.05
+"""Other programs may take this part of a core before a result is called disturbed."""
 NAMES = ("solver", "exact", "overhead", "adapt", "efficiency")
 
 
@@ -26,9 +28,20 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.names or NAMES:
         module = import_module(f"benchmarks.{name}")
         print(f"== {name} ==", flush=True)
+        neighbours = Neighbours()
         result = module.measure(quick=options.quick)
+        others_cpu = neighbours.share()
         print(module.table(result), flush=True)
-        path = write_result(name, module.__doc__ or "", result, quick=options.quick, folder=options.results)
+        if others_cpu is not None and others_cpu > _QUIET:
+            print(f"DISTURBED: other programs took {others_cpu:.0%} of a core meanwhile")
+        path = write_result(
+            name,
+            module.__doc__ or "",
+            result,
+            quick=options.quick,
+            folder=options.results,
+            others_cpu=others_cpu,
+        )
         print(f"written to {path}", flush=True)
         bars = result.get("bars", {})
         for bar, kept in {} if options.quick else bars.items():

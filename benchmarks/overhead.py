@@ -6,8 +6,8 @@ in rotating order: Evenload (as a user runs it, balancing on), plain DDP, and pl
 with a 95 % bootstrap interval; rounds go on until its half-width is at most 0.5 %, or to a time limit.
 
 Evenload's own CPU time: a profile by thread CPU time of one block; the self time of all functions in evenload/, without
-what they call in torch. The profiler's cost on each call is in it, so it is an upper bound. `thread_cpu_s` is all CPU time
-of the training thread a step, by arm.
+what they call in torch and less what the profiler adds to a call of an empty function. What it adds to the calls they make
+stays in, so it is an upper bound. `thread_cpu_s` is all CPU time of the training thread a step, by arm.
 
 Bars: the lower bound of the interval of Evenload/DDP at least 0.985; own CPU time at most 1 % of a step.
 """

@@ -6,7 +6,10 @@ import datetime
 import json
 import os
 import platform
+import resource
 import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,9 +20,17 @@ RESULTS = HOME / "results"
 _PACKAGES = ("evenload", "torch", "numpy", "accelerate", "lightning")
 
 
-def write_result(name: str, method: str, result: Mapping[str, Any], *, quick: bool, folder: str | None = None) -> Path:
-    """Writes a result beside its surroundings; a quick one never takes a real one's place."""
-    target = Path(folder) if folder is not None else RESULTS
+def write_result(
+    name: str,
+    method: str,
+    result: Mapping[str, Any],
+    *,
+    quick: bool,
+    folder: str | None = None,
+    others_cpu: float | None = None,
+) -> Path:
+    """Writes a result beside its surroundings; a quick one goes to the system's folder for such things."""
+    target = Path(folder) if folder is not None else Path(tempfile.gettempdir()) if quick else RESULTS
     target.mkdir(parents=True, exist_ok=True)
     path = target / f"{name}{'.quick' if quick else ''}.json"
     path.write_text(
@@ -29,6 +40,7 @@ def write_result(name: str, method: str, result: Mapping[str, Any], *, quick: bo
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "commit": commit(),
                 "hardware": hardware(),
+                "cpu_of_other_programs": others_cpu,
                 "versions": {"python": platform.python_version(), **versions(_PACKAGES)},
                 "quick": quick,
                 "method": method.strip(),
@@ -39,6 +51,37 @@ def write_result(name: str, method: str, result: Mapping[str, Any], *, quick: bo
         + "\n"
     )
     return path
+
+
+class Neighbours:
+    """What other programs took of this machine meanwhile: it disturbs what is measured."""
+
+    def __init__(self) -> None:
+        self._began_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
+
+    def share(self) -> float | None:
+        """CPU time of all other programs since, as a part of one core's; None where the system doesn't tell."""
+        busy_s = _busy_s()
+        if busy_s is None or self._busy_s is None:
+            return None
+        others_s = (busy_s - self._busy_s) - (_own_s() - self._own_s)
+        return round(max(0.0, others_s) / (time.monotonic() - self._began_s), 3)
+
+
+def _busy_s() -> float | None:
+    """CPU seconds of everything since the machine started."""
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    """CPU seconds of this process and of the children that have ended."""
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
 def commit() -> str:
@@ -56,7 +99,7 @@ def commit() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPUs, memory, GPUs; and how busy the machine was already."""
+    """CPUs, memory, GPUs."""
     from evenload.hardware import gpus
 
     info = Path("/proc/cpuinfo")
@@ -68,7 +111,6 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": [gpu.name for gpu in gpus()],
-        "load_before": round(os.getloadavg()[0], 2),
     }
 
 

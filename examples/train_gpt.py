@@ -26,7 +26,7 @@ parser.add_argument("--batch-size", type=int, default=60, help="crops in a step,
 parser.add_argument("--context", type=int, default=128, help="bytes in a crop")
 parser.add_argument("--width", type=int, default=192)
 parser.add_argument("--depth", type=int, default=4)
-parser.add_argument("--lr", type=float, default=2e-3)
+parser.add_argument("--lr", type=float, default=3e-3)
 parser.add_argument("--seed", type=int, help="of the weights and the order; 0 if nobody says")
 parser.add_argument("--project-dir", help="the run folder; runs/train_gpt if nobody says")
 parser.add_argument("--sample-bytes", type=int, default=400, help="how much to write at the end")
@@ -102,8 +102,8 @@ val_set = Crops(val_text, 240, args.context)
 model = GPT(args.width, args.depth, args.context)
 loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)  # the global batch
 model, loader = run.prepare(model, loader)
-optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * len(loader))
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * len(loader), pct_start=0.1)
 run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
 
 

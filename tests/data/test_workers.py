@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 
+from evenload.errors import DataError
 from evenload.training.data.feed import TaskFeed
 from evenload.training.data.reading import Task
 from tests.data.fakes import Board, Numbers, flat, joined, lockstep, make_ranks, plan_of
@@ -255,7 +256,7 @@ class Dying(Numbers):
 
 def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(Dying(20), batch_size=2, num_workers=2))
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+    with pytest.raises(DataError, match="ended by itself, with exit code 3"):
         for batch in rank:
             batch.micro(0)
     rank.close()

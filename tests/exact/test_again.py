@@ -39,6 +39,7 @@ def test_out_of_memory_alone_puts_buffers_back(strategy: str, tmp_path: Path) ->
     """In a world of one BatchNorm may be done again too: its running statistics count each micro-batch once."""
     (records,) = run_ranks(train_all, 1, [("OutOfMemoryNormed", Setting("even", strategy=strategy))], str(tmp_path))
     assert records[0].redone == [True] + [False] * 19
+    assert max(records[0].num_micro) == 2
     expected = Reference(TASKS["OutOfMemoryNormed"](), records[0].num_micro).train()
     check("OutOfMemoryNormed world of one", records, expected)
 

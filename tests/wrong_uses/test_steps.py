@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import evenload
 from evenload.errors import NonFiniteError, StepError
 from tests.wrong_uses.jobs import Job, dataset, told_by_ranks
 
@@ -396,7 +395,3 @@ def _trains(run):
 def test_narrow_precision_is_fine(tmp_path, precision):
     first, second = told_by_ranks(_trains, tmp_path, precision=precision)
     assert first == second and all(math.isfinite(loss) for loss in first)
-
-
-def test_count_tokens_is_the_name_that_the_warning_gives():
-    assert int(evenload.count_tokens(torch.tensor([[1, -100, 3]]))) == 1

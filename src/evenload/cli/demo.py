@@ -13,7 +13,7 @@ import typer
 import evenload
 from evenload.errors import ConfigError
 
-_STEPS, _STEPS_BEFORE = 150, 130
+_STEPS, _STEPS_BEFORE = 240, 220
 _GPU_SIZES = ("--width", "512", "--depth", "8", "--context", "256", "--batch-size", "96")
 _CPU_SIZES = ("--width", "128", "--depth", "4", "--context", "64", "--batch-size", "60")
 

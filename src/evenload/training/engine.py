@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Engine:
         self._has_statistics = False
         self._buffers = BufferGuard()
         self._units: dict[int, float] = {}
-        self._skipped = 0
+        self._skipped: dict[int, int] = {}
         self._label_checks = 3
 
     def attach(self, models: Sequence[nn.Module]) -> None:
@@ -81,6 +81,15 @@ class Engine:
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self.statistics.in_use = self._has_statistics and self.statistics.world_size > 1
         self._buffers = BufferGuard(models)
+
+    def learnt(self) -> tuple[Mapping[int, float], Mapping[int, Any]]:
+        """What earlier steps left for the next, equal on all ranks: N of each call, and what the strategy learnt."""
+        return dict(self._units), self.strategy.learnt()
+
+    def relearn(self, learnt: tuple[Mapping[int, float], Mapping[int, Any]]) -> None:
+        """Puts back what `learnt` gave, after steps that ranks did alone."""
+        self._units = dict(learnt[0])
+        self.strategy.relearn(learnt[1])
 
     def backward(
         self, batch: GlobalBatch, planner: Planner, tally: Tally, loss_fn: LossFn, *, stepped: bool = False
@@ -223,7 +232,7 @@ class Engine:
             tally.metrics[name] = _total(report.metrics[name] for report in reports) / units
         self.precision.update(finite)
         if finite and math.isfinite(loss):
-            self._skipped = 0
+            self._skipped[tally.calls] = 0
         else:
             self._skip(batch, tally, reports)
         return torch.tensor(loss, dtype=sums.dtype)
@@ -235,16 +244,17 @@ class Engine:
         culprits = [not math.isfinite(report.loss_sum) for report in reports]
         what = f"the loss of rank {_where(culprits)}" if any(culprits) else "the gradient"
         if not self.precision.scaled or self.precision.exhausted:
-            self._skipped += 1
+            self._skipped[tally.calls] = self._skipped.get(tally.calls, 0) + 1
+        in_a_row = self._skipped.get(tally.calls, 0)
         scale = f"; the loss scale is now {self.precision.scale:g}" if self.precision.scaled else ""
         self.journal.event(
             "skipped",
             f"step {batch.global_step} is skipped on all ranks: {what} is not finite{scale}",
             step=batch.global_step,
         )
-        if self._skipped >= MAX_SKIPPED_STEPS:
+        if in_a_row >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{what} was NaN or infinite in {self._skipped} steps in a row, the last at step {batch.global_step}; look "
+                f"{what} was NaN or infinite in {in_a_row} steps in a row, the last at step {batch.global_step}; look "
                 "at the learning rate, at the data of these steps, and at log, sqrt or division in the loss"
             )
 

@@ -75,6 +75,7 @@ def run_micro_steps(
             factor = weight * around.precision.scale / sums.nominal
             # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
             # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
+            # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step, which is told.)
             without = micro.idle or (weight == 0.0 and not around.statistics.in_use)
             around.strategy.backward(
                 result.loss if factor == 1.0 else result.loss * factor, last=m == num_micro - 1, idle=without

@@ -1,7 +1,7 @@
 """The arithmetic of exactness: units, weights, and the one division.
 
-A step's gradient is g = (sum_i w_i grad l_i) / N over all samples i of the global batch, N = sum_i w_i (docs/how-it-works.md). Each
-micro-batch's loss is a mean over its own units, so it enters the backward as ``loss * weight / nominal``: in units common to
+A step's gradient is g = (sum_i w_i grad l_i) / N over all samples i of the global batch, N = sum_i w_i; see
+docs/how-it-works.md. Each micro-batch's loss is a mean over its own units, so it enters the backward as ``loss * weight / nominal``: in units common to
 all ranks before anything is summed, and therefore also right where a collective runs inside the backward. ``nominal`` is
 known to all ranks before the first backward; the sum is corrected once by ``nominal / N``.
 """

@@ -258,6 +258,8 @@ class Windows:
         speeds = [
             row[0] for row in job.control.exchange(Operation.WINDOW, [float(job.spec.throttle.get("factor", 1.0))])
         ]
+        if job.groups.rank != 0:
+            return  # the others wait for it in the next step; a slowed one would take its time
         found = arms.evaluate(self._blocks)
         if found.solo:
             job.journal.event("solo_speeds", "", speeds_per_s=[speed.value for speed in found.solo])
@@ -281,6 +283,7 @@ class _Kept:
         self._steps_done = job.loop.steps_done
         self._rulings = loader.planner.rulings
         self._generators = randomness.capture(job.device)
+        self._learnt = job.engine.learnt()
         self._precision = clone_state(job.engine.precision.state_dict())
         # Evenload's own part of the registry holds what is kept here beside it.
         self._objects = [
@@ -301,6 +304,7 @@ class _Kept:
             for value, state in self._objects:
                 value.load_state_dict(clone_state(state))
             self._job.engine.precision.load_state_dict(clone_state(self._precision))
+            self._job.engine.relearn(self._learnt)
             self._job.loop.steps_done = self._steps_done
             self._loader.planner.rulings = self._rulings
             self._loader.loader.load(self._cursor)

@@ -58,13 +58,18 @@ class SilentRank(Tokens):
 
     def loss(self, batch: Any) -> Any:
         labels = batch["labels"]
-        each = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), labels.flatten(), reduction="none")
+        logits = self.model(batch["input_ids"]).flatten(0, 1)
+        # cross_entropy itself gives gradient 0 where all is ignored; a mean over a mask of one's own does not
+        each = F.cross_entropy(logits, labels.flatten().clamp(min=0), reduction="none")
         mask = (labels.flatten() != IGNORED).to(each.dtype)
         return (each * mask).sum() / mask.sum(), int(mask.sum())  # NaN, and NaN gradients, where all is masked
 
 
 class SilentRankNormed(SilentRank):
-    """As before, with BatchNorm: samples without a label still count in its statistics, and have gradients through them."""
+    """As before, with BatchNorm: samples without a label still count in its statistics, and have gradients through them.
+
+    With torch's own cross_entropy: its loss is NaN there, its gradient is 0.
+    """
 
     class _PerToken(nn.Module):
         def __init__(self, features: int) -> None:
@@ -82,6 +87,9 @@ class SilentRankNormed(SilentRank):
         return nn.Sequential(
             nn.Embedding(11, 12), nn.Linear(12, 16, bias=False), self._PerToken(16), nn.Tanh(), nn.Linear(16, 11)
         )
+
+    def loss(self, batch: Any) -> Any:
+        return Tokens.loss(self, batch)
 
 
 Point = collections.namedtuple("Point", ["x", "y"])

@@ -53,8 +53,9 @@ class InfInDiscriminator(Gan):
 
 
 class OutOfMemory(Clipped):
-    """Rank 0 holds at most 5 samples at once (as a GPU would tell it), from step `since` on."""
+    """Rank 0 holds at most `limit` samples at once (as a GPU would tell it), from step `since` on."""
 
+    limit = 5
     since = 0
 
     def make_model(self) -> nn.Module:
@@ -66,7 +67,7 @@ class OutOfMemory(Clipped):
         return self.raise_if_too_many(batch[0], super().loss(batch))
 
     def raise_if_too_many(self, x: torch.Tensor, loss: Any) -> Any:
-        if self.run_by_evenload and self.rank == 0 and self.step_index >= self.since and len(x) > 5:
+        if self.run_by_evenload and self.rank == 0 and self.step_index >= self.since and len(x) > self.limit:
             raise torch.OutOfMemoryError("injected")
         return loss
 
@@ -81,6 +82,8 @@ class OutOfMemoryTokens(Tokens, OutOfMemory):
 
 
 class OutOfMemoryNormed(Normed, OutOfMemory):
+    limit = 20  # BatchNorm over very few samples blows rounding up
+
     def loss(self, batch: Any) -> Any:
         return self.raise_if_too_many(batch[0], Normed.loss(self, batch))  # after the forward has moved the statistics
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -213,8 +215,29 @@ class TaskFeed:
             raise DataError("the loader's workers ended although samples are still wanted") from stop
         except Exception as error:
             if self._num_sent == num_sent:
-                raise  # not of a task: a worker died, or the time is over
+                # Not of a task: a worker died, or the time is over.
+                if told := _tell_dead_workers(self._iterator, error):
+                    raise DataError(told) from None
+                raise
             data = _Failure(error)
         serial, span = self._queue.popleft()
         if self._live.get(span) == serial:
             self._ready[span] = data
+
+
+def _tell_dead_workers(iterator: Any, error: Exception) -> str:
+    """Why the workers can't give any more, where it is that one is dead; torch may say only that a socket was closed."""
+    workers = getattr(iterator, "_workers", ())
+    if workers and isinstance(error, OSError | EOFError):
+        connection.wait([worker.sentinel for worker in workers], timeout=1.0)
+    for index, worker in enumerate(workers):
+        code = worker.exitcode
+        if code is not None:
+            where = f"DataLoader worker {index} of this rank (pid {worker.pid})"
+            if code >= 0:
+                return f"{where} ended by itself, with exit code {code}; look for what calls exit in the dataset"
+            return (
+                f"{where} was killed by {signal.Signals(-code).name}: SIGKILL usually means that memory ran out, SIGBUS that "
+                "/dev/shm is full; use fewer loader workers or a smaller prefetch_factor"
+            )
+    return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,14 @@ class ReplicaStrategy:
     def forgive(self) -> None:
         """A new update begins."""
         self._of().forgive()
+
+    def learnt(self) -> Mapping[int, Expectation]:
+        """Which gradients each call expects."""
+        return dict(self._expectations)
+
+    def relearn(self, learnt: Mapping[int, Expectation]) -> None:
+        """Puts back what `learnt` gave."""
+        self._expectations = dict(learnt)
 
     def covers(self, param: torch.Tensor) -> bool:
         """Whether the parameter is in a bucket."""

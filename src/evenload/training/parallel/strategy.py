@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -46,6 +46,12 @@ class Strategy(Protocol):
 
     def forgive(self) -> None:
         """A new update begins: what was skipped before has no part in it."""
+
+    def learnt(self) -> Mapping[int, Any]:
+        """What earlier calls taught, by index of the call; equal on all ranks."""
+
+    def relearn(self, learnt: Mapping[int, Any]) -> None:
+        """Puts back what `learnt` gave, after steps that ranks did alone."""
 
     def covers(self, param: torch.Tensor) -> bool:
         """Whether this parameter's gradient is made that of the global batch."""
