@@ -1,7 +1,7 @@
 """How much of the devices' speed a training gets, when one of two is slower.
 
-Method: two models, the example's GPT (1.9 million parameters, global batch 60 of 128 bytes, steps of about a second on two
-CPU cores) and a small CNN (54,000 parameters, global batch 180, steps of about 25 ms), each with two CPU ranks of one core
+Method: two models, the example's GPT (1.9 million parameters, global batch 90 of 128 bytes, steps of about a second on two
+CPU cores) and a small CNN (54,000 parameters, global batch 270, steps of about 25 ms), each with two CPU ranks of one core
 and one thread, at speeds of 1:1, 1:0.5 and 1:0.25 by CPU quota. On a machine with GPUs: two of them as they are, or one that
 two ranks share.
 
@@ -50,7 +50,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 def _measure(size: Size, ratio: float | None, peers: tuple[str, ...], quick: bool) -> dict[str, Any]:
     factors = (1.0, ratio) if ratio is not None else ()
-    block_s, num_rounds = (0.2, 1) if quick else (4.0, 8)
+    block_s, num_rounds = (0.2, 1) if quick else (3.0, 6)
     told: dict[str, Any] = {}
     for peer in peers if factors else ():
         try:

@@ -37,9 +37,9 @@ class Size:
         ]
 
 
-GPT = Size("gpt", 60, 128, 192, 4)
+GPT = Size("gpt", 90, 128, 192, 4)
 """The example's own size: steps of about a second on two CPU cores."""
-CNN = Size("cnn", 180)
+CNN = Size("cnn", 270)
 """Steps of about 25 ms on two CPU cores."""
 TINY_GPT = Size("gpt", 12, 16, 32, 1)
 

@@ -9,7 +9,8 @@ Evenload's own CPU time: a profile by thread CPU time of one block; the self tim
 what they call in torch and less what the profiler adds to a call of an empty function. What it adds to the calls they make
 stays in, so it is an upper bound. `thread_cpu_s` is all CPU time of the training thread a step, by arm.
 
-Bars: the lower bound of the interval of Evenload/DDP at least 0.985; own CPU time at most 1 % of a step.
+Bars, for the GPT: the lower bound of the interval of Evenload/DDP at least 0.985; own CPU time at most 1 % of a step. The
+CNN, with steps of about 25 ms, shows what a step costs at least.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def measure(quick: bool) -> dict[str, Any]:
         cases[size.model] = json.loads((folder / "overhead.json").read_text())
         shutil.rmtree(folder.parent)
     bars = {}
-    for model, case in cases.items():
-        bars[f"{model}: lower bound of Evenload/DDP >= 0.985"] = case["evenload_over_ddp"]["low"] >= 0.985
-        bars[f"{model}: own CPU time <= 1 % of a step"] = case["own_cpu_share"] <= 0.01
+    if "gpt" in cases and not quick:
+        bars["gpt: lower bound of Evenload/DDP >= 0.985"] = cases["gpt"]["evenload_over_ddp"]["low"] >= 0.985
+        bars["gpt: own CPU time <= 1 % of a step"] = cases["gpt"]["own_cpu_share"] <= 0.01
     return {"cases": cases, "bars": bars}
 
 

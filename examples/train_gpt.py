@@ -22,7 +22,7 @@ import evenload
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=1, help="times through the same crops")
 parser.add_argument("--steps", type=int, default=200, help="optimizer steps in an epoch")
-parser.add_argument("--batch-size", type=int, default=60, help="crops in a step, over all devices")
+parser.add_argument("--batch-size", type=int, default=90, help="crops in a step, over all devices")
 parser.add_argument("--context", type=int, default=128, help="bytes in a crop")
 parser.add_argument("--width", type=int, default=192)
 parser.add_argument("--depth", type=int, default=4)

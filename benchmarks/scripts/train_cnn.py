@@ -14,7 +14,7 @@ from benchmarks.models import images, loss_of, small_cnn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--batch-size", type=int, default=180)
+parser.add_argument("--batch-size", type=int, default=270)
 args = parser.parse_args()
 
 run = evenload.init()

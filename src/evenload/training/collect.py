@@ -101,15 +101,15 @@ def _reduce(tensor: torch.Tensor, kind: int, op: str, groups: Groups, control: C
         raise DesyncError(f"run.reduce got different things: {told}; give the same shape and dtype on every rank")
     if groups.control is None:
         return result
-    # gloo has no booleans.
-    wire = result.to(torch.int32) if result.dtype == torch.bool else result.contiguous()
+    # gloo has no integers of 16 bits, and sums booleans as bytes.
+    wire = result.to(torch.int32) if result.dtype in (torch.bool, torch.int16) else result.contiguous()
     try:
         dist.all_reduce(wire, op=_OPERATIONS[op], group=groups.control)
     except RuntimeError as error:
         raise PeerLostError(f"run.reduce failed: {error}") from error
     if op == "mean":
         wire = wire / groups.world_size
-    return wire.bool() if result.dtype == torch.bool else wire
+    return wire.to(result.dtype) if result.dtype in (torch.bool, torch.int16) else wire
 
 
 def _tell(kind: int, num_elements: int) -> str:

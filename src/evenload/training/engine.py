@@ -117,6 +117,14 @@ class Engine:
         tally.body_since_s = time.perf_counter()
         return loss
 
+    def pay(self, since_s: float) -> None:
+        """Where this rank is slowed: computes on for what it computed since then, by `time.perf_counter`."""
+        if not self.burner.active:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what was only queued so far has not cost its time yet
+        self.burner.pay(time.perf_counter() - since_s)
+
     def _attempts(self, batch: GlobalBatch, planner: Planner, tally: Tally, loss_fn: LossFn) -> torch.Tensor:
         expect = True
         for _ in range(MAX_ATTEMPTS):
@@ -152,7 +160,7 @@ class Engine:
                     "init(micro_batch=...)) lower"
                 ) from error
             return OUT_OF_MEMORY
-        self.burner.pay(time.perf_counter() - started_s)
+        self.pay(started_s)
         if _compiled_graphs() != graphs:
             tally.compiled = True
         return LATE_GRADIENT if self.strategy.report()[1] else OK

@@ -46,12 +46,14 @@ class Planner:
         balance: str | Shares,
         micro_batch: int | str,
         announce: Callable[[Decision, int], None],
+        is_guess: bool = False,
     ) -> None:
         """Args:
         batch_size: the usual global batch, in samples.
         balance: ``auto``, ``even`` or fixed shares.
         micro_batch: cap for every rank, or ``auto``.
         announce: told each decision and the step from which it holds, on rank 0.
+        is_guess: `batch_size` is not known (a batch_sampler doesn't tell): the first step's takes its place.
         """
         self.rank = rank
         self.world_size = world_size
@@ -59,6 +61,7 @@ class Planner:
         self._control = control
         self._announce = announce
         self._batch_size = batch_size
+        self._is_guess = is_guess
         cap = None if micro_batch == "auto" else int(micro_batch)
         caps: Caps = (cap,) * world_size
         self._adapts = balance == "auto" and world_size > 1
@@ -120,8 +123,12 @@ class Planner:
         self._revision += 1
 
     def observe(self, step: int, plan: StepPlan, seconds: Sequence[float], left_out: bool) -> None:
-        """Rank 0 learns what a step cost each rank, in own seconds."""
-        if self._balancer is None or self.forced is not None:
+        """Rank 0 learns what a step cost each rank, in own seconds. All ranks call it."""
+        if self.forced is not None:
+            return
+        if self._is_guess:
+            self._settle(plan.num_samples)
+        if self._balancer is None:
             return
         decision = self._balancer.observe(Observation(step, plan.shares, plan.num_micro, tuple(seconds), left_out))
         if decision is not None:
@@ -160,7 +167,8 @@ class Planner:
                 caps[rank] = largest // 2
         new = tuple(caps)
         if self._balancer is not None and self.forced is None:
-            self._balancer.set_caps(new)
+            # Shares that suit the new caps are told in the exchange of the next attempt.
+            self._pending = self._balancer.set_caps(new) or self._pending
         shares = plan.shares
         micro = self._cut(shares, plan.num_samples, 1, new)
         self._rule(Ruling(0, self._rulings[-1].shares, 1, new))
@@ -193,11 +201,30 @@ class Planner:
         shares = state["shares"]
         if not self._adapts or state["world_size"] != self.world_size or not isinstance(shares, list):
             return
+        if self._is_guess:
+            self._settle(sum(shares))
         if sum(shares) == self._batch_size:
             least = state["num_micro"]
-            self._rule(Ruling(step, tuple(shares), least if isinstance(least, int) else 1, self._rulings[-1].caps))
+            caps = self._rulings[-1].caps
+            self._rule(Ruling(step, tuple(shares), least if isinstance(least, int) else 1, caps))
+            if self._balancer is not None:
+                # Else it would wait some thirty steps for the equal shares that it thinks were decided.
+                self._balancer = Balancer(
+                    self._batch_size, self.world_size, caps, shares=tuple(shares), num_micro_batches=self.num_micro
+                )
 
     # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _settle(self, batch_size: int) -> None:
+        """All ranks alike: the usual global batch is known now; the balancer looks at steps of just this size."""
+        self._is_guess = False
+        if batch_size == self._batch_size:
+            return
+        self._batch_size = batch_size
+        caps = self._rulings[-1].caps
+        self.rulings = (Ruling(0, even_shares(batch_size, self.world_size), 1, caps),)
+        if self._balancer is not None:
+            self._balancer = Balancer(batch_size, self.world_size, caps)
 
     def _at(self, step: int) -> Ruling:
         for ruling in reversed(self._rulings):

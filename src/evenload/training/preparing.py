@@ -103,7 +103,7 @@ def prepare_loader(job: Job, loader: DataLoader[Any], index: int) -> StepLoader:
 
     checks.check_loader(loader)
     _check_same_loader(job, loader)
-    usual = loader.batch_size or _usual_batch(loader, job.config.balance)
+    usual, is_guess = _usual_batch(loader, job.config.balance)
     planner = Planner(
         job.control,
         rank=job.groups.rank,
@@ -112,6 +112,7 @@ def prepare_loader(job: Job, loader: DataLoader[Any], index: int) -> StepLoader:
         balance=job.config.balance,
         micro_batch=job.config.micro_batch,
         announce=announce,
+        is_guess=is_guess,
     )
     global_loader = GlobalLoader(
         loader,
@@ -186,12 +187,17 @@ def _tell_loader(num_samples: float, batch_size: float) -> str:
     return f"{samples} in batches of {int(batch_size)}" if batch_size else samples
 
 
-def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> int:
-    """The global batch of a batch_sampler: what it tells, else what fixed shares sum up to."""
-    size = getattr(loader.batch_sampler, "batch_size", None)
+def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tuple[int, bool]:
+    """The global batch: of a batch_sampler what it tells, else what fixed shares sum up to; and whether it is a guess."""
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:
-        return size
-    return sum(balance) if isinstance(balance, tuple) else 32
+        return size, False
+    if isinstance(balance, tuple):
+        return sum(balance), False
+    try:
+        return max(1, -(-len(loader.dataset) // len(loader))), True  # type: ignore[arg-type]
+    except (TypeError, ZeroDivisionError):  # one of them has no length
+        return 32, True
 
 
 def _describe(job: Job, loader: StepLoader, planner: Planner, batch_size: int) -> None:

@@ -88,7 +88,7 @@ class Saver:
         job.registry.register("evenload", self._own)
         self.resumed = True
         found = None if job.config.fresh else files.newest(job.folder)
-        step = float(found.name.removeprefix("step-")) if found is not None else -1.0
+        step = float(files.step_of(found)) if found is not None else -1.0
         rows = job.control.exchange(Operation.RESUME, [step])
         if any(row != rows[0] for row in rows):
             raise CheckpointError(
@@ -131,10 +131,21 @@ class Saver:
         return True
 
     def close(self) -> None:
-        """The script ended well: the last steps are saved too, and the run is marked finished."""
-        if self.resumed and self._asked and self._job.loop.steps_done > self._last_step:
-            self._own.finished = True
-            self._write(self._job.loop.steps_done)
+        """The script ended well: the last steps are saved too, and where its loop ran to the end the run is marked finished."""
+        job, loop = self._job, self._job.loop
+        if not self.resumed or not self._asked or loop.is_half_done:
+            return
+        # A script that leaves its loop early (the time is over, somebody asked it to stop) may go on later.
+        self._own.finished = loop.step is None and not loop.left_early
+        step = self._step_after_body()
+        if step > self._last_step:
+            self._write(step)
+        elif not self._own.finished:
+            return
+        elif job.groups.rank == 0 and not job.config.dry_run and (newest := files.newest(job.folder)) is not None:
+            # The last steps are saved already: only told that they were the last. What the script did to its objects since
+            # then (averaged weights put in place) is none of the checkpoint's.
+            files.amend(newest, "evenload", {"finished": True})
 
     def _step_after_body(self) -> int:
         step = self._job.loop.step
@@ -190,5 +201,7 @@ def _parse_every(every: str | int) -> tuple[float, str]:
         raise ConfigError(
             f"run.checkpoint(every={every!r}): expected '10min', '90s', '2h', '500steps' or a number of steps"
         )
-    unit = match[2]
-    return float(match[1]), "steps" if unit.startswith("step") else unit
+    unit = "steps" if match[2].startswith("step") else match[2]
+    if unit == "steps" and not match[1].isdecimal():
+        raise ConfigError(f"run.checkpoint(every={every!r}): expected a whole number of steps")
+    return float(match[1]), unit

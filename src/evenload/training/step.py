@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ class Step:
     """One optimizer step = one global batch. Yielded by a prepared loader, valid inside the loop body.
 
     Attributes:
-        index: global index of the step, over all epochs.
+        index: global index of the step, over all epochs and loaders.
         epoch: the epoch.
         num_samples: samples of the global batch.
     """
@@ -31,7 +30,7 @@ class Step:
         self.batch = batch
         self.planner = planner
         self.tally = Tally()
-        self.index = batch.global_step
+        self.index = loop.steps_done
         self.number = self.index
         """What the records count it as: the index, except in a window."""
         self.arm = ""
@@ -81,7 +80,7 @@ class Step:
         if not self.committed:
             self.committed = True
             self._loader.commit(self.batch)
-            self._loop.steps_done = self.index + 1
+            self._loop.steps_done += 1
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
@@ -108,6 +107,8 @@ class StepLoop:
         self.steps_done = 0
         """Global index of the next step to run, over all epochs and sittings."""
         self.optimizer_stepped = False
+        self.left_early = False
+        """Whether the last loop over a loader was left before the end of its epoch."""
         self.inspect: Callable[[Step, LossFn], None] | None = None
         """Called before a backward by `evenload verify`."""
         self.on_begin: Callable[[Step], None] | None = None
@@ -130,8 +131,8 @@ class StepLoop:
     def end(self, step: Step) -> None:
         """The loop body of `step` has ended: what it did is looked at by the planner, and written down."""
         engine = self.engine
-        if step.tally.calls and engine.burner.active:
-            engine.burner.pay(time.perf_counter() - step.tally.body_since_s)
+        if step.tally.calls:
+            engine.pay(step.tally.body_since_s)
         engine.clock.switch("other")
         self.step = None
         engine.control.place = (step.epoch, -1)
@@ -139,7 +140,9 @@ class StepLoop:
             return
         first = self._sitting_steps == 0
         self._sitting_steps += 1
-        step.planner.observe(step.index, step.batch.plan, step.tally.own_seconds(), first or step.tally.unusual)
+        step.planner.observe(
+            step.batch.global_step, step.batch.plan, step.tally.own_seconds(), first or step.tally.unusual
+        )
         engine.journal.step(step.number, step.batch.plan, step.tally, step.arm)
         if self.on_end is not None:
             self.on_end(step)
@@ -148,10 +151,15 @@ class StepLoop:
         """Whether the interlude begins now, after a committed step."""
         return self.interlude is not None and self.interlude.is_due(self._sitting_steps)
 
+    @property
+    def is_half_done(self) -> bool:
+        """Whether there are gradients of a running step that no optimizer has used yet."""
+        step = self.step
+        return step is not None and step.tally.calls > 0 and not self.optimizer_stepped and not step.tally.skipped
+
     def check_between_steps(self, what: str) -> None:
         """Raises where `what` would see gradients that no optimizer has used yet."""
-        step = self.step
-        if step is not None and step.tally.calls and not self.optimizer_stepped and not step.tally.skipped:
+        if self.is_half_done:
             raise StepError(
                 f"{what} between step.backward and optimizer.step(): the step is half done; call it at the end of the "
                 "loop body"
@@ -200,6 +208,7 @@ class StepLoader:
                 batch = next(batches)
             except StopIteration:
                 loop.engine.clock.switch("other")
+                loop.left_early = False
                 return False
             step = Step(loop, self.loader, self.planner, batch)
             loop.begin(step)
@@ -209,6 +218,7 @@ class StepLoader:
                 finished = True
             finally:
                 # A `break` ends the generator here: what the body did counts, what it left undone does not.
+                loop.left_early = not finished
                 loop.end(step)
                 if finished or step.tally.calls:
                     step.commit()

@@ -1,9 +1,10 @@
 """The arithmetic of exactness: units, weights, and the one division.
 
 A step's gradient is g = (sum_i w_i grad l_i) / N over all samples i of the global batch, N = sum_i w_i; see
-docs/how-it-works.md. Each micro-batch's loss is a mean over its own units, so it enters the backward as ``loss * weight / nominal``: in units common to
-all ranks before anything is summed, and therefore also right where a collective runs inside the backward. ``nominal`` is
-known to all ranks before the first backward; the sum is corrected once by ``nominal / N``.
+docs/how-it-works.md. Each micro-batch's loss is a mean over its own units, so it enters the backward as
+``loss * weight / nominal``: in units common to all ranks before anything is summed, and therefore also right where a
+collective runs inside the backward. ``nominal`` is known to all ranks before the first backward; the sum is corrected once
+by ``nominal / N``.
 """
 
 from __future__ import annotations
@@ -72,10 +73,13 @@ def read_result(returned: Any) -> Result:
         for name, value in returned.items():
             if name in ("loss", "weight"):
                 continue
-            number = _metric(value)
+            own = type(returned) is dict
+            # A model's output holds tensors too, which have one value where a rank has one sample: only what is a scalar
+            # whatever the share counts there.
+            number = _metric(value) if own or not isinstance(value, torch.Tensor) or value.dim() == 0 else None
             if number is not None:
                 metrics[str(name)] = number
-            elif type(returned) is dict:
+            elif own:
                 raise StepError(
                     f"loss_fn's dict holds {name!r}, which is {_kind(value)}; beside 'loss' and 'weight' it may hold "
                     "scalars, which are averaged into step.metrics"

@@ -47,6 +47,7 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
     """
     target = folder / FOLDER / f"step-{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
+    aside = target.with_name(f".{target.name}.before")
     tensors: dict[str, torch.Tensor] = {}
     skeleton = {"schema": _SCHEMA, "step": step, "state": _split(state, "", tensors)}
     try:
@@ -56,9 +57,11 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
         if tensors:
             with _alone():
                 save(tensors, checkpoint_id=partial / "tensors", no_dist=True)
-        if target.exists():
-            shutil.rmtree(target)
+        if target.exists():  # put aside, not taken away: the newest one must not be missing if we die here
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
         partial.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
     except (OSError, RuntimeError, CheckpointException) as error:  # torch's own writers raise all three on a full disk
         raise CheckpointError(f"the checkpoint {target} can't be written: {error}") from error
     finally:
@@ -68,8 +71,30 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
 
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run folder, if there is one."""
-    found = sorted((folder / FOLDER).glob("step-*"))
-    return found[-1] if found else None
+    # By number, and nothing else: a copy that somebody put beside them ("step-00000400.bak") is not ours.
+    found = [path for path in (folder / FOLDER).glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The steps that were committed when it was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def amend(checkpoint: Path, name: str, values: Mapping[str, Any]) -> None:
+    """Changes plain values in the state of the object registered as `name`, and leaves all tensors as they are.
+
+    Raises:
+        CheckpointError: it can't be read or written.
+    """
+    skeleton = _read_skeleton(checkpoint)
+    skeleton["state"][name].update(values)
+    partial = checkpoint / f".{_SKELETON}.partial"
+    try:
+        torch.save(skeleton, partial)
+        partial.replace(checkpoint / _SKELETON)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"the checkpoint {checkpoint} can't be written: {error}") from error
 
 
 def read(checkpoint: Path) -> dict[str, Any]:

@@ -204,7 +204,9 @@ class Groups:
             )
         if self.control is None:
             return None
-        group: dist.ProcessGroup = dist.new_group(ranks=list(ranks), backend=self._backend, timeout=self._timeout)
+        # The user's tensors may be on the CPU, too, which NCCL doesn't take.
+        backend = "cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo"
+        group: dist.ProcessGroup = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
         return group
 
     def close(self) -> None:
@@ -232,8 +234,18 @@ class Groups:
                     f"rank {self.rank} could not join the other {world_size - 1} ranks at {self.membership.store}: {error}"
                 ) from error
         self.control = dist.new_group(backend="gloo", timeout=self._timeout)
-        self.gradients = dist.new_group(backend=self._backend, timeout=self._timeout)
-        self.statistics = dist.new_group(backend=self._backend, timeout=self._timeout)
+        backend = self._backend = self._common_backend(self.control)
+        self.gradients = dist.new_group(backend=backend, timeout=self._timeout)
+        self.statistics = dist.new_group(backend=backend, timeout=self._timeout)
+
+    def _common_backend(self, control: dist.ProcessGroup) -> str:
+        """NCCL where every rank wants it; machines that are not alike (under torchrun) may each have chosen for themselves."""
+        wants_nccl = torch.tensor([int(self._backend == "nccl")])
+        try:
+            dist.all_reduce(wants_nccl, op=dist.ReduceOp.MIN, group=control)
+        except RuntimeError as error:
+            raise LaunchError(f"rank {self.rank} could not agree with the others on a backend: {error}") from error
+        return "nccl" if int(wants_nccl) else "gloo"
 
     def _connect(self) -> Store:
         """The store: our launcher's, or the one that torchrun's variables name (rank 0 serves it, or torchrun's agent)."""

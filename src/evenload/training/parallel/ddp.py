@@ -12,6 +12,13 @@ from evenload.errors import PeerLostError
 from evenload.training.launch.groups import Groups
 from evenload.training.parallel.reducer import BucketReducer, Expectation
 
+_SENT_AS_THEY_ARE = frozenset(
+    (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    )
+)
+
 
 class ReplicaStrategy:
     """Replicated data parallelism; see reducer.py for how and why."""
@@ -152,7 +159,9 @@ def _broadcast(model: nn.Module, groups: Groups) -> None:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 dense = tensor.detach().contiguous()
-                dist.broadcast(dense, group_src=0, group=groups.gradients)
+                # Dtypes that gloo or NCCL don't know travel as their bytes.
+                wire = dense if dense.dtype in _SENT_AS_THEY_ARE else dense.reshape(-1).view(torch.uint8)
+                dist.broadcast(wire, group_src=0, group=groups.gradients)
                 if dense.data_ptr() != tensor.data_ptr():
                     tensor.copy_(dense)
     except RuntimeError as error:
