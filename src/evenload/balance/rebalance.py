@@ -24,7 +24,12 @@ from evenload.errors import ConfigError
 _FIRST_LOOK = 3
 _LOOKS = frozenset((_FIRST_LOOK, 6, 12, 24))
 _LOOK_EVERY = 32
+_BIG_CHANGE = 1.4
+_LOOKS_AFTER_CHANGE = frozenset((1, 2, 3, 5, 8, 13, 21))
+"""A big change that was seen but didn't pay surely enough yet is looked at again as its steps come in."""
 _SURE = 3.5
+_SURE_AFTER_CHANGE = 2.0
+"""A run of steps out of the band is evidence by itself; the noise must not feign the rest of the gain."""
 _SURE_AFTER_MOVE = 1.0
 _LEAST_GAIN = 0.01
 _LEAST_GAIN_AFTER_MOVE = 0.03
@@ -107,6 +112,7 @@ class Balancer:
         self._under: tuple[tuple[int, ...], int] | None = None
         self._num_under = 0
         self._num_pending = 0
+        self._num_since_change = _LOST_AFTER
         self._changes: dict[int, Change] = {}
         self._is_measured = False
         self._last_kind: str | None = None
@@ -135,6 +141,8 @@ class Balancer:
             self._under, self._num_under = under, 0
         self._num_under += 1
         has_changed = self._add(observation)
+        big = has_changed and any(abs(math.log(c.factor)) > math.log(_BIG_CHANGE) for c in self._changes.values())
+        self._num_since_change = 0 if big else self._num_since_change + 1
         if under != (self.shares, self.num_micro):
             self._num_pending += 1
             if self._num_pending <= _LOST_AFTER:
@@ -142,7 +150,12 @@ class Balancer:
             self.shares, self.num_micro = under
         self._num_pending = 0
         since_last = self._num_under - max(_LOOKS)
-        if has_changed or self._num_under in _LOOKS or (since_last > 0 and since_last % _LOOK_EVERY == 0):
+        if (
+            has_changed
+            or self._num_under in _LOOKS
+            or self._num_since_change in _LOOKS_AFTER_CHANGE
+            or (since_last > 0 and since_last % _LOOK_EVERY == 0)
+        ):
             return self._look(observation.step)
         return None
 
@@ -204,8 +217,11 @@ class Balancer:
         if seen_s is not None and seen_before_s is not None:
             gain = min(gain, 1 - seen_s / seen_before_s)
         # The first look under new shares tells whether the move hit; it may be followed up on weaker evidence, once.
-        sure = _SURE if self._num_under != _FIRST_LOOK or self._last_kind not in _FOLLOWED_UP else _SURE_AFTER_MOVE
-        least = _LEAST_GAIN if sure == _SURE else _LEAST_GAIN_AFTER_MOVE
+        sure, least = _SURE, _LEAST_GAIN
+        if self._num_under == _FIRST_LOOK and self._last_kind in _FOLLOWED_UP:
+            sure, least = _SURE_AFTER_MOVE, _LEAST_GAIN_AFTER_MOVE
+        elif self._num_since_change < _FIRST_LOOK:
+            sure, least = _SURE_AFTER_CHANGE, _LEAST_GAIN_AFTER_MOVE
         if gain < max(least, sure * self._gain_error()):
             return None
         return self._move(split, *self._why(split, step), before_s)
@@ -283,6 +299,7 @@ class Balancer:
             how += f", micro-batches {self.num_micro} → {split.num_micro}"
         self.shares, self.num_micro = split.shares, split.num_micro
         self._num_pending = 0
+        self._num_since_change = _LOST_AFTER
         self._changes.clear()
         self._last_kind = kind
         self._is_measured = self._is_measured or kind != "memory"
@@ -301,6 +318,7 @@ class Balancer:
             "under": None if self._under is None else [list(self._under[0]), self._under[1]],
             "num_under": self._num_under,
             "num_pending": self._num_pending,
+            "num_since_change": self._num_since_change,
             "changes": [[rank, change.step, change.factor] for rank, change in self._changes.items()],
             "last_kind": self._last_kind,
             "is_measured": self._is_measured,
@@ -324,6 +342,7 @@ class Balancer:
         self._num_warmup = state["num_warmup"]
         self._under = None if state["under"] is None else (tuple(state["under"][0]), state["under"][1])
         self._num_under, self._num_pending = state["num_under"], state["num_pending"]
+        self._num_since_change = state["num_since_change"]
         self._changes = {rank: Change(step, factor) for rank, step, factor in state["changes"]}
         self._last_kind = state["last_kind"]
         self._is_measured, self._has_fits = state["is_measured"], state["has_fits"]

@@ -102,6 +102,12 @@ def detect() -> WorkerSpec:
             f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not; start with `evenload run` or torchrun, which "
             f"set all of them, or unset {', '.join(there)} to run alone"
         )
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1 and "SLURM_PROCID" in os.environ:
+        raise LaunchError(
+            f"srun started {os.environ['SLURM_STEP_NUM_TASKS']} tasks of this script, each of which would train alone; start "
+            "one task a node that starts the others: srun --ntasks-per-node=1 torchrun --nnodes=... train.py, or "
+            "`evenload run train.py` on one node"
+        )
     return WorkerSpec()
 
 

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ def _bind(spec: WorkerSpec) -> None:
     """Sets cores and threads; libraries read the variables when they are loaded."""
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
+        # Torch counts the cores of this rank alone; loader workers give way to it (data/reading.py).
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
     if spec.num_threads:
         for variable in _THREAD_VARIABLES:
             os.environ[variable] = str(spec.num_threads)
