@@ -1,7 +1,7 @@
 """How soon the shares fit again after a rank becomes three times as slow, and whether noise moves them.
 
-Method, real runs: two CPU ranks at equal speeds train the small CNN with two loader workers each (steps of about 0.2 s);
-before step 30 the CPU quota of one of them is cut to a third. The seconds a sample of each rank after the change are
+Method, real runs: two CPU ranks at equal speeds train a small GPT with two loader workers each (steps of about 0.4 s);
+before step 20 the CPU quota of one of them is cut to a third. The seconds a sample of each rank after the change are
 the medians of its own seconds over its share in the last ten steps; they give the optimum of the new speeds, and the time
 that each step's shares take at best (so that the scatter of single steps doesn't decide). Counted are the steps from the
 first slow one to the first whose shares, and all later ones, are within 5 % of the optimum. Prefetched batches of the old
@@ -28,7 +28,7 @@ from evenload.balance.split import split_batch
 from evenload.balance.values import Cost
 from evenload.records.reader import read_events, read_steps
 
-_CHANGE_AT, _STEPS = 30, 60
+_CHANGE_AT, _STEPS = 20, 45
 
 
 def measure(quick: bool) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _run(index: int, quick: bool) -> dict[str, Any]:
     slowed = index % 2
     arguments = ["--steps", str(steps), "--change-at", str(change_at), "--rank", str(slowed)]
     if quick:
-        arguments += ["--batch-size", "240"]
+        arguments += ["--batch-size", "24"]
     folder = run_script(
         SCRIPTS / "train_changing.py",
         arguments,

@@ -41,6 +41,8 @@ GPT = Size("gpt", 90, 128, 192, 4)
 """The example's own size: steps of about a second on two CPU cores."""
 CNN = Size("cnn", 270)
 """Steps of about 25 ms on two CPU cores."""
+CHANGING = Size("gpt", 192, 64, 128, 3)
+"""Steps of about 0.4 s on two CPU cores, and enough samples that a share can be cut finely."""
 TINY_GPT = Size("gpt", 12, 16, 32, 1)
 
 
