@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="a smoke run: seconds instead of minutes, no bar is judged"
     )
     parser.add_argument("--results", default=None, help="where the JSON goes; benchmarks/results if not given")
+    parser.add_argument("--peers", default=None, help="of efficiency: ddp,accelerate,lightning or some of them")
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -29,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         module = import_module(f"benchmarks.{name}")
         print(f"== {name} ==", flush=True)
         neighbours = Neighbours()
-        result = module.measure(quick=options.quick)
+        chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
+        result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()
         print(module.table(result), flush=True)
         if others_cpu is not None and others_cpu > _QUIET:

@@ -36,30 +36,30 @@ _SCRIPT = {"gpt": EXAMPLE, "cnn": SCRIPTS / "train_cnn.py"}
 _BAR_EFFICIENCY, _BAR_STATIC = {"gpt": 0.95}, {"gpt": 0.98, "cnn": 0.95}
 
 
-def measure(quick: bool) -> dict[str, Any]:
+def measure(quick: bool, peers: tuple[str, ...] = PEERS) -> dict[str, Any]:
     """All models at all ratios."""
     on_cpu = default_devices()[0].startswith("cpu")
     cases = []
     for size in (TINY_GPT,) if quick else (GPT, CNN):
         for ratio in (0.5,) if quick else RATIOS if on_cpu else (None,):
-            peers = ("ddp",) if quick else PEERS
-            cases.append(_measure(size, ratio, peers, quick))
-            print(f"measured {size.model} at 1:{ratio:g}" if ratio else f"measured {size.model}", flush=True)
+            cases.append(_measure(size, ratio, ("ddp",) if quick else peers, quick))
+            # Told at once: what comes later may fail, and each case takes minutes.
+            print(_lines(cases[-1:]), flush=True)
     return {"cases": cases, "bars": _bars(cases)}
 
 
 def _measure(size: Size, ratio: float | None, peers: tuple[str, ...], quick: bool) -> dict[str, Any]:
     factors = (1.0, ratio) if ratio is not None else ()
-    block_s, num_rounds = (0.2, 1) if quick else (3.0, 6)
+    block_s, num_rounds = (0.2, 1) if quick else (2.5, 5)
     told: dict[str, Any] = {}
     for peer in peers if factors else ():
         try:
-            told[peer] = {"per_s": median(measure_peer(peer, size, factors, block_s, 3 if quick else 6))}
+            told[peer] = {"per_s": median(measure_peer(peer, size, factors, block_s, 3 if quick else 4))}
         except SkippedError as reason:
             told[peer] = {"skipped": str(reason)}
     ideal = size.batch_size / (1 + (ratio or 1.0))
     unit = max(1, size.batch_size // 60)
-    sweep = {min(max(1, round(ideal) + unit * off), size.batch_size - 1) for off in ((0,) if quick else range(-2, 3))}
+    sweep = {min(max(1, round(ideal) + unit * off), size.batch_size - 1) for off in ((0,) if quick else range(-1, 2))}
     after = 8 if quick else 40 if size.model == "gpt" else 400
     folder = run_script(
         _SCRIPT[size.model],

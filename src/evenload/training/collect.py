@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,7 +28,7 @@ _FIRST_DTYPE = 2
 
 
 def reduce_value(value: Any, op: str, groups: Groups, control: Control) -> Any:
-    """A number, a tensor, or a dict, list or tuple of them, over all ranks; of the same kind as it came.
+    """A number, a tensor, an array, or a dict, list or tuple of them, over all ranks; of the same kind as it came.
 
     Integers are summed exactly as int64, floats in float64, tensors in their own dtype (on the CPU). A number that is an
     integer on one rank and a float on another is a float on all.
@@ -64,7 +65,7 @@ def _outline(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_outline(value[key])}" for key in sorted(value, key=str)) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_outline(part) for part in value) + "]"
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | np.ndarray):
         return "tensor"
     if isinstance(value, int) or hasattr(value, "__float__"):
         return "number"
@@ -73,10 +74,13 @@ def _outline(value: Any) -> str:
 
 def _reduce_parts(value: Any, op: str, groups: Groups, control: Control) -> Any:
     if isinstance(value, dict):
-        return {key: _reduce_parts(value[key], op, groups, control) for key in sorted(value, key=str)}
+        reduced = {key: _reduce_parts(value[key], op, groups, control) for key in sorted(value, key=str)}
+        return {key: reduced[key] for key in value}
     if isinstance(value, list | tuple):
         parts = [_reduce_parts(part, op, groups, control) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, np.ndarray):
+        return _reduce_parts(torch.from_numpy(value), op, groups, control).numpy()
     if isinstance(value, torch.Tensor):
         if value.dtype not in _DTYPES:
             raise ConfigError(f"run.reduce got a tensor of {value.dtype}; convert it to one of the usual dtypes first")

@@ -34,7 +34,6 @@ class Sitting:
         self._models = models
         self._loaders = loaders
         self._attached = 0
-        self._evaluations = 0
         self._looked = False
         job.loop.on_begin = self._at_step
         if job.spec.mode == "windows":
