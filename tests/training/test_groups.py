@@ -95,7 +95,7 @@ def _exchange() -> Any:
     groups, rank = _groups()
     control = Control(groups)
     many = [float(rank * 1000 + index) for index in range(CAPACITY * 2 + 3)]
-    rows = control.exchange(Operation.FLAGS, many)
+    rows = control.exchange(Operation.WINDOW, many)
     integers = control.agree([2**52 + 1, -3, 0] if rank == 0 else None)
     empty = control.agree([] if rank == 0 else None)
     with pytest.raises(ConfigError, match="different ranks from 0 to 1"):

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from evenload.cli.run import _devices_of, _merge
 from evenload.cli.script import CONTEXT_SETTINGS as CONTEXT_SETTINGS
 from evenload.cli.script import ScriptCommand
+from evenload.cli.settings import devices_of, merge
 from evenload.config import parse_balance, parse_micro_batch
 from evenload.errors import ConfigError
 
@@ -78,13 +78,13 @@ def verify(
         "project_dir": project_dir,
         "fresh": fresh or None,
     }
-    values, sources = _merge(given, config)
+    values, sources = merge(given, config)
     if nproc_per_node is not None:
         if "devices" in values:
             raise ConfigError(
                 f"--nproc-per-node {nproc_per_node} and {sources['devices']} both say which ranks to start"
             )
-        values["devices"] = _devices_of(nproc_per_node)
+        values["devices"] = devices_of(nproc_per_node)
     target = ("-m", module, *(arguments or ())) if module is not None else tuple(arguments or ())
     values = {key: value for key, value in values.items() if key not in _NO_EFFECT}
     values.setdefault("devices", _default_devices())

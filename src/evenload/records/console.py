@@ -119,19 +119,22 @@ class PlainLines:
         return [text]
 
 
-def plain_line(window: Sequence[StepRecord], facts: Facts) -> str:
-    """One line for a window of at least one step."""
-    last = window[-1]
-    summary = summarise(window, facts.solo_per_s)
-    parts = [
+def head_parts(last: StepRecord, summary: Summary, facts: Facts) -> list[str]:
+    """What is said of a window first, whoever shows it."""
+    return [
         last.arm,
         facts.position(last),
         f"loss {format_number(last.loss)}",
         f"{format_number(summary.samples_per_s)} samples/s",
         format_busy(summary),
-        *_rank_parts(summary.ranks),
-        facts.left(last),
     ]
+
+
+def plain_line(window: Sequence[StepRecord], facts: Facts) -> str:
+    """One line for a window of at least one step."""
+    last = window[-1]
+    summary = summarise(window, facts.solo_per_s)
+    parts = [*head_parts(last, summary, facts), *_rank_parts(summary.ranks), facts.left(last)]
     return " | ".join(part for part in parts if part)
 
 

@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from evenload.records.console import Facts, format_busy, format_number, format_percent
+from evenload.records.console import Facts, format_percent, head_parts
 from evenload.records.summary import RankSummary, summarise
 from evenload.records.values import StepRecord
 
@@ -44,14 +44,7 @@ def render_panel(window: Sequence[StepRecord], facts: Facts, width: int) -> Rend
     """The live area for a window of at least one step, on a terminal of ``width`` columns."""
     last = window[-1]
     summary = summarise(window, facts.solo_per_s)
-    parts = [
-        last.arm,
-        facts.position(last),
-        f"loss {format_number(last.loss)}",
-        f"{format_number(summary.samples_per_s)} samples/s",
-        format_busy(summary),
-        facts.left(last),
-    ]
+    parts = [*head_parts(last, summary, facts), facts.left(last)]
     head = Text("  ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts if part), style="bold")
     shown = summary.ranks if len(summary.ranks) <= MAX_ROWS else summary.ranks[: MAX_ROWS - 1]
     names = [facts.name(index) if facts.devices and width >= _NARROW else "" for index in range(len(shown))]

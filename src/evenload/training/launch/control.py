@@ -28,7 +28,6 @@ class Operation(enum.IntEnum):
     AGREE = 2
     BEGIN = 3
     BACKWARD = 4
-    FLAGS = 5
     EVALUATE = 6
     CHECKPOINT = 7
     RESUME = 8
@@ -45,7 +44,6 @@ _DOING = {
     Operation.AGREE: "begins an epoch",
     Operation.BEGIN: "is in step.backward",
     Operation.BACKWARD: "is in step.backward",
-    Operation.FLAGS: "is in step.backward",
     Operation.EVALUATE: "begins run.batches",
     Operation.CHECKPOINT: "calls run.checkpoint",
     Operation.RESUME: "calls run.resume",
