@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -111,6 +112,13 @@ def gpu_driver(environ: Mapping[str, str] = os.environ) -> GpuDriver | None:
                 tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in _visible_handles(nvml, environ)
             ),
         )
+
+
+@contextmanager
+def asked_gpus(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[Any, list[Any]]]:
+    """NVML and its handles of `gpus`, for questions that are asked in one place alone; (None, []) where it can't be asked."""
+    with _nvml() as nvml:
+        yield nvml, _visible_handles(nvml, environ) if nvml is not None else []
 
 
 def nvml_problem(root: Path = ROOT) -> str:
@@ -212,14 +220,20 @@ for index in range(count.value):
 
 
 def _cuda_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The UUIDs of all GPUs in CUDA's own order, asked in a child: a process that has begun CUDA must not fork."""
+    """The UUIDs of all GPUs in CUDA's own order; empty where the driver doesn't answer."""
     asked = {key: value for key, value in environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     try:
-        command = [sys.executable, "-I", "-c", _ASK_DRIVER]
-        done = subprocess.run(command, env=asked, capture_output=True, text=True, timeout=20, check=True)
-        return tuple(done.stdout.split())
+        return _ask_driver(_ASK_DRIVER, tuple(sorted(asked.items())))
     except (OSError, subprocess.SubprocessError):
         return ()
+
+
+@cache
+def _ask_driver(program: str, environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """What a child that begins CUDA prints: a process that has begun it must not fork. Asked once, since it takes a second."""
+    command = [sys.executable, "-I", "-c", program]
+    done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=20, check=True)
+    return tuple(done.stdout.split())
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
@@ -292,7 +306,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     Reads ``cpu.max`` (cgroup v2) and ``cpu.cfs_quota_us`` over ``cpu.cfs_period_us`` (v1).
     """
     quotas = []
-    for folder in _cgroup_folders("cpu", root):
+    for folder in cgroup_folders("cpu", root):
         quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
         if not quota:
             quota, period = _read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()
@@ -313,7 +327,7 @@ def _memory_bytes(root: Path) -> int:
             sizes.append(psutil.virtual_memory().total)
         except ImportError:
             return 0
-    for folder in _cgroup_folders("memory", root):
+    for folder in cgroup_folders("memory", root):
         for name in ("memory.max", "memory.limit_in_bytes"):
             limit = _read(folder / name).strip()
             if limit.isdigit():
@@ -321,7 +335,7 @@ def _memory_bytes(root: Path) -> int:
     return min(sizes)
 
 
-def _cgroup_folders(controller: str, root: Path) -> list[Path]:
+def cgroup_folders(controller: str, root: Path) -> list[Path]:
     """The folders that limit this process by ``controller``, from its own cgroup up to the mount, for v1 and v2.
 
     In a container the path in ``/proc/self/cgroup`` may be the host's, of which only a part is mounted; a path that is
@@ -353,16 +367,20 @@ def _own_cgroup(controller: str, root: Path) -> str:
     return "/"
 
 
+def spell_numbers(numbers: Sequence[int]) -> str:
+    """As the kernel spells cores and nodes: ``0-3,8``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
 def _spell_cores(cores: Sequence[int]) -> str:
     """``cores 0-3,8``; ``core 2``."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][1] + 1:
-            runs[-1][1] = core
-        else:
-            runs.append([core, core])
-    text = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return f"core {text}" if len(cores) == 1 else f"cores {text}"
+    return f"{'core' if len(cores) == 1 else 'cores'} {spell_numbers(cores)}"
 
 
 # Network

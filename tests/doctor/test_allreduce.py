@@ -5,22 +5,9 @@ from __future__ import annotations
 import pytest
 
 from evenload import hardware
-from evenload.doctor.checks.allreduce import RankStory, judge_allreduce
-from tests.doctor.conftest import environment
-from tests.doctor.test_checks import in_child
-
-
-def test_two_ranks_sum_over_gloo() -> None:
-    finding = in_child("allreduce:allreduce", backend="gloo", limit_s=60)
-    assert finding.status == "ok"
-    assert finding.found.startswith("2 ranks over gloo: 4 MB in ")
-
-
-def test_ranks_that_cannot_meet() -> None:
-    finding = in_child("allreduce:allreduce", env=environment(GLOO_SOCKET_IFNAME="nosuch0"), backend="gloo", limit_s=60)
-    assert finding.status == "fail"
-    assert "nosuch0" in finding.found
-    assert finding.mend.startswith("GLOO_SOCKET_IFNAME=lo ")
+from evenload.doctor.checks.allreduce import RankStory, allreduce, judge_allreduce
+from evenload.doctor.finding import Options
+from tests.doctor.conftest import environment, in_child
 
 
 def test_a_rank_that_never_comes_is_not_waited_for() -> None:
@@ -54,7 +41,7 @@ def test_verdicts() -> None:
 
 @pytest.mark.skipif(hardware.gpus() != (), reason="this machine has a GPU")
 def test_nccl_without_a_gpu() -> None:
-    finding = in_child("allreduce:allreduce", backend="nccl")
+    finding = allreduce(Options(backend="nccl"))
     assert (finding.status, finding.mend) == ("fail", "evenload doctor --backend gloo")
 
 

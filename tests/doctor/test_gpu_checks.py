@@ -9,11 +9,13 @@ import pytest
 
 from evenload import hardware
 from evenload.balance.values import Device
+from evenload.doctor.cards import read_cards
+from evenload.doctor.checklist import GROUPS
 from evenload.doctor.checks import gpus as gpu_checks
 from evenload.doctor.checks import wheel
+from evenload.doctor.checks.health import read_xids
 from evenload.doctor.finding import Finding, Options
-from tests.doctor.conftest import environment
-from tests.doctor.test_checks import in_child
+from tests.doctor.conftest import all_in_child, environment, in_child
 
 GIB = 2**30
 MODERN = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -81,7 +83,7 @@ def test_a_gpu_whose_driver_is_missing(tmp_path: Path) -> None:
         pytest.skip("the driver here answers")
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    finding = in_child("wheel:wheel", root=str(tmp_path))
+    finding = wheel.wheel(Options(root=str(tmp_path)))
     assert finding.status == "fail"
     assert "can't be asked" in finding.found
 
@@ -184,3 +186,28 @@ def test_memory_held_for_real() -> None:
 def test_wheel_and_libraries_for_real() -> None:
     assert in_child("wheel:wheel").status in ("ok", "warn")
     assert in_child("wheel:libraries").status in ("ok", "skip")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_cards_for_real() -> None:
+    cards = read_cards()
+    assert [card.name for card in cards] == [gpu.name for gpu in hardware.gpus()]
+    assert all(card.bus.count(":") == 2 and card.smi_index is not None for card in cards)
+    assert any(card.temperature_c is not None for card in cards)
+    names = [check.name for group in GROUPS for check in group if check.name.startswith("GPU ")]
+    findings = all_in_child(*names, limit_s=60)
+    assert [finding.name for finding in findings] == names
+    assert all(finding.expected and finding.mend for finding in findings if finding.status in ("warn", "fail"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(hardware.gpus()) < 2, reason="copies between GPUs need two")
+def test_peer_copies_for_real() -> None:
+    finding = in_child("peer copies", limit_s=60)
+    assert finding.status in ("ok", "fail")
+    assert "values differ" in finding.found or "every value arrived" in finding.found
+
+
+def test_the_kernels_log_is_read_without_waiting() -> None:
+    assert read_xids(Path("/")) in ((), None) or hardware.gpus()

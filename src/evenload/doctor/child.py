@@ -9,10 +9,12 @@ import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import asdict, replace
 from importlib import import_module
+from typing import Any
 
-from evenload.doctor.finding import Finding, Options
+from evenload.doctor.finding import Options
 
 
 def main(argument: str) -> None:
@@ -23,12 +25,19 @@ def main(argument: str) -> None:
     with os.fdopen(os.dup(1), "w") as findings:
         os.dup2(2, 1)  # what libraries print is no finding
         for name in request["checks"]:
-            module, _, function = name.partition(":")
-            home = module if "." in module else f"evenload.doctor.checks.{module}"
-            finding: Finding = getattr(import_module(home), function)(
-                replace(options, limit_s=options.limit_s - (time.monotonic() - began))
-            )
-            print(json.dumps(asdict(finding)), file=findings, flush=True)
+            left_s = options.limit_s - (time.monotonic() - began)
+            print(json.dumps(_run(name, replace(options, limit_s=left_s))), file=findings, flush=True)
+
+
+def _run(name: str, options: Options) -> dict[str, Any]:
+    """A finding as plain values, or ``{"raised": ...}``: a faulty check must not keep the next from its turn."""
+    module, _, function = name.partition(":")
+    try:
+        check = getattr(import_module(module if "." in module else f"evenload.doctor.checks.{module}"), function)
+        return asdict(check(options))
+    except Exception as error:
+        traceback.print_exc()
+        return {"raised": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":

@@ -17,40 +17,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from evenload.doctor.finding import Finding, Options, Status
+from evenload.doctor.checklist import FULL as FULL
+from evenload.doctor.checklist import GROUPS as GROUPS
+from evenload.doctor.checklist import Check as Check
+from evenload.doctor.finding import Finding, Options, Status, read_finding
 
 DEADLINE_S = 9.0
 """For all checks together; the promise to the user is 10 s, interpreter included."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check: where its function is, and what it means when it never answers."""
-
-    name: str
-    function: str
-    """``module:function`` below ``evenload.doctor.checks``."""
-    expected: str
-    if_stuck: Status
-
-
-GROUPS: tuple[tuple[Check, ...], ...] = (
-    (Check("packages", "packages:packages", "the packages answer", "fail"),),
-    # One child for all that imports torch: the import is the dearest second here.
-    (
-        Check("wheel and driver", "wheel:wheel", "torch can be imported", "fail"),
-        Check("CUDA libraries", "wheel:libraries", "torch can load its CUDA libraries", "fail"),
-        Check("all-reduce", "allreduce:allreduce", "an all-reduce ends in time", "fail"),
-    ),
-    (Check("GPU memory", "gpus:memory_held", "the driver answers", "fail"),),
-    (Check("/dev/shm", "machine:shared_memory", "the file system answers", "fail"),),
-    (Check("open files", "machine:open_files", "the system answers", "warn"),),
-    (Check("CPU cores", "machine:cores", "the system answers", "warn"),),
-    (Check("host name", "network:host_name", "the name server answers within a second", "warn"),),
-    (Check("port", "network:port", "the system answers", "warn"),),
-)
-"""Each group is one child process, its checks run one after the other; in the order they are reported."""
+FULL_DEADLINE_S = 60.0
+"""For each of the measurements of ``--full``."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +54,18 @@ def examine(
         One finding a check, in the order of ``groups``. No process is left.
     """
     end = time.monotonic() + deadline_s
-    options = replace(options or Options(), limit_s=max(1.0, deadline_s - 1.0))
+    options = options or Options()
     found: list[Finding] = []
     with ExitStack() as stack:
-        parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="evenload-doctor-")))
+        try:
+            parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="evenload-doctor-")))
+        except OSError:  # no folder for temporary files can be written, which the check of that name tells
+            parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".evenload-doctor-", dir=Path.home())))
+        options = replace(
+            options,
+            limit_s=max(1.0, deadline_s - 1.0),
+            temporary=options.temporary or os.environ.get("TMPDIR") or str(parent.parent),
+        )
         children = []
         for index, checks in enumerate(groups):
             folder = parent / str(index)
@@ -92,6 +77,16 @@ def examine(
                 child.process.wait(max(0.0, end - time.monotonic()))
             found += _collect(child, deadline_s)
     return tuple(found)
+
+
+def measure(
+    options: Options | None = None,
+    *,
+    deadline_s: float = FULL_DEADLINE_S,
+    groups: Sequence[tuple[Check, ...]] = FULL,
+) -> tuple[Finding, ...]:
+    """Runs what measures, one child after the other, each within ``deadline_s``."""
+    return tuple(finding for group in groups for finding in examine(options, deadline_s=deadline_s, groups=(group,)))
 
 
 def _start(checks: tuple[Check, ...], options: Options, folder: Path) -> _Child:
@@ -122,9 +117,7 @@ def _collect(child: _Child, deadline_s: float) -> list[Finding]:
     code = child.process.poll()
     text = (child.folder / "findings").read_text()
     lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be cut short
-    found = [
-        Finding(**{**json.loads(line), "name": check.name}) for check, line in zip(child.checks, lines, strict=False)
-    ]
+    found = [_read(check, json.loads(line)) for check, line in zip(child.checks, lines, strict=False)]
     silent = child.checks[len(found) :]
     if not silent:
         return found
@@ -135,6 +128,12 @@ def _collect(child: _Child, deadline_s: float) -> list[Finding]:
         story = f"the check ended with code {code} and no answer: {_last_line(child.folder / 'errors')}"
     found.append(Finding(silent[0].name, status, story, silent[0].expected, _by_hand(silent[0])))
     return found + [Finding(check.name, "skip", f"never reached, see {silent[0].name}") for check in silent[1:]]
+
+
+def _read(check: Check, row: dict[str, Any]) -> Finding:
+    if "raised" in row:
+        return Finding(check.name, "fail", f"the check raised {row['raised']}", check.expected, _by_hand(check))
+    return replace(read_finding(row), name=check.name)
 
 
 def _by_hand(check: Check) -> str:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Status = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number (``--full``)."""
+
+    what: str
+    """Such as ``cuda:0 matmul bfloat16``."""
+    value: float
+    unit: str
+    """``TFLOP/s`` or ``GB/s``."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,8 @@ class Finding:
     expected: str = ""
     mend: str = ""
     """The command that mends; empty where nothing is to be mended."""
+    figures: tuple[Figure, ...] = ()
+    """What was measured; empty for most checks."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,18 @@ class Options:
     """The TCP port a run will use; 0: any free one."""
     backend: str = "auto"
     """Of the all-reduce: ``nccl``, ``gloo``, or ``auto`` (nccl where there are GPUs)."""
+    folder: str = "runs"
+    """Where runs will write."""
+    host: str = ""
+    """The other machine, ``HOST[:PORT]``; empty: this machine alone is looked at."""
+    script: str = ""
+    """A script that both should have."""
+    data: str = ""
+    """A data path that both should have."""
+    temporary: str = ""
+    """The folder for temporary files; `examine` sets it, because children have one of their own."""
+    private: bool = False
+    """Leave out what other people's programs are called (``--issue``)."""
     limit_s: float = 8.0
     """Time left to a check before the parent loses patience; `examine` and the child set it."""
     root: str = "/"
@@ -40,6 +65,11 @@ class Options:
     def root_path(self) -> Path:
         """The root as a path."""
         return Path(self.root)
+
+
+def read_finding(row: Mapping[str, Any]) -> Finding:
+    """A finding from what a child wrote of it."""
+    return Finding(**{**row, "figures": tuple(Figure(**figure) for figure in row.get("figures", ()))})
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

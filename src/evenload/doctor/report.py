@@ -1,4 +1,4 @@
-"""The findings as text for a person, or as JSON for a program."""
+"""The findings as text for a person, or as JSON for a program; the list of checks likewise."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ import platform
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
+from evenload.doctor.checklist import FULL, GROUPS
 from evenload.doctor.finding import Finding, exit_code
 
 SCHEMA = 1
 WIDTH = 110
 
 
-def as_text(findings: Sequence[Finding]) -> str:
-    """A plain table: one line a finding; below those that are not well, what was expected and what mends."""
+def as_text(findings: Sequence[Finding], who: str | None = None) -> str:
+    """A plain table: one line a finding; below those that are not well, what was expected and what mends.
+
+    Args:
+        findings: at least one.
+        who: what the first line calls this machine; its name where None.
+    """
     column = max(len(finding.name) for finding in findings)
-    lines = [f"evenload doctor on {platform.node()}, Python {platform.python_version()}", ""]
+    machine = platform.node() if who is None else who
+    lines = [f"evenload doctor on {machine}, Python {platform.python_version()}", ""]
     for finding in findings:
         lines += _wrap(f"  {finding.status:<4}  {finding.name:<{column}}  ", finding.found)
+        if finding.figures:
+            wide = max(len(figure.what) for figure in finding.figures)
+            for figure in finding.figures:
+                lines.append(f"        {'':>{column}}  {figure.what:<{wide}}  {figure.value:8.3g} {figure.unit}")
         if finding.status in ("warn", "fail"):
             lines += _wrap(f"        {'expected':>{column}}  ", finding.expected)
             if finding.mend:  # never wrapped: it is there to be copied
@@ -28,9 +40,39 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """``{"schema", "exit_code", "findings": [{"name", "status", "found", "expected", "mend"}]}``."""
-    story = {"schema": SCHEMA, "exit_code": exit_code(findings), "findings": [asdict(finding) for finding in findings]}
+    """``{"schema", "exit_code", "findings": [{"name", "status", "found", "expected", "mend"}]}``.
+
+    Findings of ``--full`` have ``figures`` as well: ``[{"what", "value", "unit"}]``.
+    """
+    story = {"schema": SCHEMA, "exit_code": exit_code(findings), "findings": [_row(finding) for finding in findings]}
     return json.dumps(story, indent=1)
+
+
+def checks_as_text() -> str:
+    """One line a check: its name and what it looks at."""
+    checks = [(check, groups is FULL) for groups in (GROUPS, FULL) for group in groups for check in group]
+    column = max(len(check.name) for check, _ in checks)
+    return "\n".join(
+        f"{check.name:<{column}}  {check.looks_at}{' (--full)' if is_full else ''}" for check, is_full in checks
+    )
+
+
+def checks_as_json() -> str:
+    """``{"schema", "checks": [{"name", "looks_at", "full"}]}``."""
+    rows = [
+        {"name": check.name, "looks_at": check.looks_at, "full": groups is FULL}
+        for groups in (GROUPS, FULL)
+        for group in groups
+        for check in group
+    ]
+    return json.dumps({"schema": SCHEMA, "checks": rows}, indent=1)
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    row = asdict(finding)
+    if not finding.figures:
+        del row["figures"]
+    return row
 
 
 def _wrap(head: str, text: str) -> list[str]:

@@ -51,10 +51,12 @@ def allreduce(options: Options) -> Finding:
     return judge_allreduce(backend, num_ranks, limit_s, run_ranks(backend, num_ranks, limit_s))
 
 
-def judge_allreduce(backend: str, num_ranks: int, limit_s: float, stories: list[RankStory]) -> Finding:
+def judge_allreduce(
+    backend: str, num_ranks: int, limit_s: float, stories: list[RankStory], num_floats: int = NUM_FLOATS
+) -> Finding:
     """What the ranks' stories mean; a rank without a story did not end in time."""
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
-    expected = f"{ranks} over {backend} sum {NUM_FLOATS:,} numbers within {limit_s:.0f} s"
+    expected = f"{ranks} over {backend} sum {num_floats:,} numbers within {limit_s:.0f} s"
     failed = [story for story in stories if story.error]
     mend = f"{EXPORT_DEBUG[backend]} evenload doctor --backend {backend}"
     if backend == "nccl" and num_ranks > 1:
@@ -69,11 +71,11 @@ def judge_allreduce(backend: str, num_ranks: int, limit_s: float, stories: list[
         return Finding(NAME, "fail", found, expected, mend)
     slowest_s = max(story.seconds for story in stories)
     return Finding(
-        NAME, "ok", f"{ranks} over {backend}: {4 * NUM_FLOATS / 1e6:g} MB in {slowest_s * 1e3:.1f} ms", expected
+        NAME, "ok", f"{ranks} over {backend}: {4 * num_floats / 1e6:g} MB in {slowest_s * 1e3:.1f} ms", expected
     )
 
 
-def run_ranks(backend: str, num_ranks: int, limit_s: float) -> list[RankStory]:
+def run_ranks(backend: str, num_ranks: int, limit_s: float, num_floats: int = NUM_FLOATS) -> list[RankStory]:
     """Forks the ranks and collects their stories; what has not ended after ``limit_s`` is killed.
 
     Forking saves each rank the import of torch. It is sound here because this process has begun no CUDA.
@@ -86,7 +88,10 @@ def run_ranks(backend: str, num_ranks: int, limit_s: float) -> list[RankStory]:
         for rank in range(num_ranks):
             reader, writer = context.Pipe(duplex=False)
             processes.append(
-                context.Process(target=_rank, args=(backend, rank, num_ranks, Path(folder) / "store", limit_s, writer))
+                context.Process(
+                    target=_rank,
+                    args=(backend, rank, num_ranks, Path(folder) / "store", limit_s, num_floats, writer),
+                )
             )
             processes[-1].start()
             writer.close()
@@ -110,7 +115,9 @@ def run_ranks(backend: str, num_ranks: int, limit_s: float) -> list[RankStory]:
     return stories
 
 
-def _rank(backend: str, rank: int, num_ranks: int, store: Path, limit_s: float, writer: Connection) -> None:
+def _rank(
+    backend: str, rank: int, num_ranks: int, store: Path, limit_s: float, num_floats: int, writer: Connection
+) -> None:
     from datetime import timedelta
 
     import torch
@@ -130,11 +137,13 @@ def _rank(backend: str, rank: int, num_ranks: int, store: Path, limit_s: float, 
             device_id=device if backend == "nccl" else None,
         )
         for _ in range(2):
-            numbers = torch.full((NUM_FLOATS,), rank + 1.0, device=device)
+            numbers = torch.full((num_floats,), rank + 1.0, device=device)
             began = time.perf_counter()
             dist.all_reduce(numbers)
-            low, high = numbers.min().item(), numbers.max().item()  # waits for the device
+            if backend == "nccl":
+                torch.cuda.synchronize(device)
             seconds = time.perf_counter() - began
+            low, high = numbers.min().item(), numbers.max().item()
         true_sum = num_ranks * (num_ranks + 1) / 2
         wrong = f"sums to {low:g} ... {high:g}, the true sum is {true_sum:g}" if not low == high == true_sum else ""
         writer.send(RankStory(rank, seconds, wrong))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from evenload import hardware
 from evenload.balance.values import Device
@@ -14,7 +15,10 @@ GIB = 2**30
 
 def memory_held(options: Options) -> Finding:
     """Asks the driver, of the GPUs this process may use."""
-    return judge_memory_held(hardware.gpus(), hardware.gpu_used_bytes(), hardware.gpu_processes(root=options.root_path))
+    processes = hardware.gpu_processes(root=options.root_path)
+    if options.private:
+        processes = tuple(replace(process, name="", user="") for process in processes)
+    return judge_memory_held(hardware.gpus(), hardware.gpu_used_bytes(), processes)
 
 
 def judge_memory_held(

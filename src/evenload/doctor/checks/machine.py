@@ -61,7 +61,7 @@ def open_files(options: Options) -> Finding:
     """The limit of open files (``ulimit -n``), against what the ranks on this machine need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_gpus = len(list((options.root_path / "dev").glob("nvidia[0-9]*")))
-    return judge_open_files(_limit(soft), _limit(hard), num_ranks=max(2, num_gpus))
+    return judge_open_files(as_limit(soft), as_limit(hard), num_ranks=max(2, num_gpus))
 
 
 def judge_open_files(soft: float, hard: float, *, num_ranks: int) -> Finding:
@@ -117,7 +117,8 @@ def _is_container(root: Path) -> bool:
     return (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
 
 
-def _limit(value: int) -> float:
+def as_limit(value: int) -> float:
+    """A resource limit as a number; infinite where there is none."""
     return math.inf if value == resource.RLIM_INFINITY else value
 
 

@@ -76,7 +76,7 @@ def port(options: Options) -> Finding:
         if holder is None:
             found, mend = f"port {options.port} is in use", f"sudo ss -ltnp 'sport = :{options.port}'"
         else:
-            pid, command = holder
+            pid, command = holder[0], "another program" if options.private else holder[1]
             found, mend = f"port {options.port} is held by process {pid} ({command})", f"kill {pid}"
         return Finding(PORT, "fail", found, expected, mend)
     return Finding(PORT, "ok", expected, expected)

@@ -20,6 +20,7 @@ REQUIRED: Mapping[str, str] = {
     "psutil": "5.9",
     "nvidia-ml-py": "12.535",
     "tomli-w": "1.0",
+    "cloudpickle": "3.0",
 }
 """Lowest versions, as pyproject.toml has them (a test compares)."""
 

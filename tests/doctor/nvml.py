@@ -1,0 +1,80 @@
+"""A stand-in for NVML: GPUs that no single machine has, each told as what the driver would answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+GIB = 2**30
+
+
+class StandInNvml:
+    """Answers as `pynvml` does, from a list of GPUs along the PCI bus.
+
+    A GPU is a table: ``"Name"`` is the answer of nvmlDeviceGetName, ``"Temperature"`` that of nvmlDeviceGetTemperature,
+    and so on; a table as an answer is looked up by the first argument. What isn't there is not supported.
+    """
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, cards: list[dict[str, Any]], cuda: int = 12080) -> None:
+        self.cards, self.cuda = cards, cuda
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        raise self.NVMLError("Not Found")
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}{handle}-aa"
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=f"00000000:0{handle + 1}:00.0")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> SimpleNamespace:
+        if version is not None:
+            raise self.NVMLError("Not Supported")
+        card = self.cards[handle]
+        return SimpleNamespace(total=card.get("total", 24 * GIB), used=card.get("used", 0))
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=GIB) for pid in self.cards[handle].get("pids", ())]
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.86.10"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return self.cuda
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        major, minor = self.cards[handle].get("capability", (8, 6))
+        return major, minor
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return str(self.cards[handle].get("Name", "RTX 3090"))
+
+    def __getattr__(self, function: str) -> Any:
+        if not function.startswith("nvmlDeviceGet"):
+            raise AttributeError(function)
+
+        def answer(handle: int, *arguments: Any) -> Any:
+            found = self.cards[handle].get(function.removeprefix("nvmlDeviceGet"))
+            if isinstance(found, dict):
+                found = found.get(str(arguments[0]))
+            if found is None:
+                raise self.NVMLError("Not Supported")
+            return found
+
+        return answer
