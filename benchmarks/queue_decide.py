@@ -1,0 +1,168 @@
+"""`decide` on queues of 1,000, 10,000 and 100,000 jobs with as many devices, in one thread.
+
+Method: hosts of 8 devices, of two kinds; jobs of 1 to 16 devices from 50 users with limits, priorities, estimates and needs
+of a kind or of memory, fixed seed. First everything waits and every device is free ("cold": one call, all commands).
+Then the queue is kept full: before each call some jobs end, as many are submitted, and running ones report; each call's
+commands are carried out at once. The times are those of `decide` alone, on a snapshot made before; what a snapshot and an
+event take is told beside. The policy is `default`; the others are measured at 1,000 and 10,000.
+
+Bar: p99 at most 10 ms, 100 ms and 2 s.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from statistics import median
+from typing import Any
+
+from benchmarks.report import rows
+from evenload.scheduler.core import events
+from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.commands import Start, recorded
+from evenload.scheduler.core.decide import decide
+from evenload.scheduler.core.states import HOLDING, JobState
+from evenload.scheduler.core.values import POLICIES, Device, JobSpec, Limits, Needs, Settings
+from evenload.scheduler.simulator.report import percentile
+
+BARS_S = {1_000: 0.010, 10_000: 0.100, 100_000: 2.0}
+_CALLS = {1_000: 600, 10_000: 150, 100_000: 40}
+_QUICK_CALLS = {1_000: 20}
+_OTHERS_UP_TO = 10_000
+_GIB = 2**30
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Times of `decide`."""
+    calls = _QUICK_CALLS if quick else _CALLS
+    cases = [_case("default", num, calls[num]) for num in calls]
+    for policy in POLICIES[1:]:
+        cases += [_case(policy, num, max(10, calls[num] // 4)) for num in calls if num <= _OTHERS_UP_TO]
+    own = {case["num"]: case for case in cases if case["policy"] == "default"}
+    return {
+        "cases": cases,
+        "bars": {
+            f"{num:,} jobs × {num:,} devices: p99 at most {BARS_S[num] * 1e3:g} ms": own[num]["p99_s"] <= BARS_S[num]
+            for num in own
+        },
+    }
+
+
+def _case(policy: str, num: int, calls: int) -> dict[str, Any]:
+    rng = random.Random(num)
+    queue = _Full(policy, num, rng)
+    cold_s = queue.decide()
+    times, snapshots = [], []
+    for _ in range(calls):
+        queue.go_on()
+        began_s = time.perf_counter()
+        snapshot = queue.book.snapshot()
+        snapshots.append(time.perf_counter() - began_s)
+        times.append(queue.decide(snapshot))
+    return {
+        "policy": policy,
+        "num": num,
+        "calls": calls,
+        "median_s": median(times),
+        "p99_s": percentile([*times, cold_s], 99),
+        "slowest_s": max(times),
+        "cold_s": cold_s,
+        "snapshot_s": median(snapshots),
+        "event_s": queue.event_s / max(1, queue.num_events),
+        "commands_per_call": queue.num_commands / (calls + 1),
+    }
+
+
+class _Full:
+    """A queue that has always more jobs than devices."""
+
+    def __init__(self, policy: str, num: int, rng: random.Random) -> None:
+        self.rng, self.now_s, self.num_submitted, self.num_commands = rng, 0.0, 0, 0
+        self.event_s, self.num_events = 0.0, 0
+        self.book = Book()
+        self.apply(events.SettingsSet(0.0, Settings(policy=policy)))
+        for index in range(num):
+            kind = "a" if index // 8 % 5 < 3 else "b"
+            device = Device(
+                f"d{index}", f"h{index // 8}", kind, 80 * _GIB if kind == "a" else 24 * _GIB, 2.0 if kind == "a" else 1.0
+            )
+            self.apply(events.DeviceAdded(0.0, device))
+        for user in range(50):
+            self.apply(events.LimitsSet(0.0, f"u{user}", Limits(max_devices=max(32, num // 10), share=1 + user % 3)))
+        for _ in range(num):
+            self.submit()
+
+    def apply(self, event: events.Event) -> None:
+        began_s = time.perf_counter()
+        self.book.apply(event)
+        self.event_s += time.perf_counter() - began_s
+        self.num_events += 1
+
+    def submit(self) -> None:
+        rng = self.rng
+        num = rng.choice((1, 1, 1, 1, 2, 2, 4, 8, 16))
+        spec = JobSpec(
+            user=f"u{rng.randrange(50)}",
+            needs=Needs(
+                num,
+                num * 4 if rng.random() < 0.1 else num,
+                kinds=rng.choice(((), (), (), ("a",), ("b",))),
+                memory_bytes=rng.choice((0, 0, 16 * _GIB, 40 * _GIB)),
+                one_host=num <= 8 and rng.random() < 0.2,
+            ),
+            priority=rng.choice((0, 0, 0, 0, 1, -1)),
+            preemptible=rng.random() < 0.8,
+            estimate_s=rng.choice((None, rng.lognormvariate(8, 1.5))),
+        )
+        if self.book.refusal(spec) is None:
+            self.num_submitted += 1
+            self.apply(events.Submitted(self.now_s, f"j{self.num_submitted}", spec))
+
+    def go_on(self) -> None:
+        """A minute in which jobs end, come, and report."""
+        self.now_s += 60.0
+        held = [job for job in self.book.jobs.values() if job.state in HOLDING]
+        for job in self.rng.sample(held, max(1, len(held) // 200)):
+            self.apply(events.Ended(self.now_s, job.id, is_success=True))
+            self.submit()
+        for job in self.rng.sample(held, max(1, len(held) // 20)):
+            if self.book.jobs.get(job.id) is not None and self.book.jobs[job.id].state is JobState.RUNNING:
+                self.apply(events.Reported(self.now_s, job.id, 10.0, 1000.0, 0.1))
+
+    def decide(self, snapshot: Any = None) -> float:
+        snapshot = snapshot or self.book.snapshot()
+        began_s = time.perf_counter()
+        commands = decide(snapshot, self.now_s)
+        took_s = time.perf_counter() - began_s
+        self.num_commands += len(commands)
+        for command in commands:
+            self.apply(recorded(command, self.now_s))
+            if isinstance(command, Start):
+                self.apply(events.Began(self.now_s, command.job))
+            elif command.job in self.book.jobs:
+                self.apply(events.Yielded(self.now_s, command.job))
+                job = self.book.jobs.get(command.job)
+                if job is not None and job.state is JobState.STARTING:
+                    self.apply(events.Began(self.now_s, command.job))
+        return took_s
+
+
+def table(result: dict[str, Any]) -> str:
+    """For people."""
+    return rows(
+        ("policy", "jobs", "median", "p99", "slowest", "cold", "snapshot", "event", "commands/call"),
+        [
+            (
+                case["policy"],
+                f"{case['num']:,}",
+                f"{case['median_s'] * 1e3:.2f} ms",
+                f"{case['p99_s'] * 1e3:.2f} ms",
+                f"{case['slowest_s'] * 1e3:.2f} ms",
+                f"{case['cold_s'] * 1e3:.1f} ms",
+                f"{case['snapshot_s'] * 1e3:.2f} ms",
+                f"{case['event_s'] * 1e6:.1f} µs",
+                f"{case['commands_per_call']:.1f}",
+            )
+            for case in result["cases"]
+        ],
+    )

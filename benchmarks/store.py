@@ -1,0 +1,184 @@
+"""The queue's store: durable submits a second, lists of 100,000 jobs, and the time to open such a queue.
+
+Method: SQLite on a local disk (its file system is told), each commit forced to disk. Submits: 1, 8 and 32 clients, each
+of which sends its next job when the last one is on disk; one writer takes all that wait, commits, and answers them: the
+daemon's loop without its socket. Time per submit from sending to the answer. Lists: a queue of 100,000 jobs of 50 users, of
+which nine in ten have ended; median of 5 calls of a `Reader` in another process's place (a new connection each). Opening: the
+writer's own start on that queue, and on one in which all 100,000 wait.
+
+Bars: at least 500 submits a second with 8 clients; the list of all 100,000 jobs within 0.5 s.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import rows
+from evenload.scheduler.core import events
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Device, JobSpec
+from evenload.scheduler.store.audit import audit
+from evenload.scheduler.store.filesystem import MOUNTS, mount_of
+from evenload.scheduler.store.reader import Reader
+from evenload.scheduler.store.writer import Store
+
+SUBMITS_PER_S = 500.0
+LIST_S = 0.5
+_PROGRAM = {"command": ["python", "train.py", "--width", "512"], "folder": "/home/ann/gpt", "environment": {"A": "1"}}
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """All three."""
+    with tempfile.TemporaryDirectory(dir=_on_disk()) as name:
+        folder = Path(name)
+        mount = mount_of(folder.resolve(), MOUNTS.read_text()) if MOUNTS.exists() else None
+        clients = {str(num): _submits(folder / f"of-{num}", num, quick) for num in ((8,) if quick else (1, 8, 32))}
+        lists = _lists(folder, 2_000 if quick else 100_000)
+    return {
+        "file_system": mount.kind if mount is not None else "unknown",
+        "clients": clients,
+        **lists,
+        "bars": {
+            f"{SUBMITS_PER_S:.0f} durable submits a second, 8 clients": clients["8"]["per_s"] >= SUBMITS_PER_S,
+            f"the list of {lists['num_jobs']:,} jobs in {LIST_S} s": lists["list_s"]["all"] <= LIST_S,
+        },
+    }
+
+
+def _on_disk() -> str:
+    """A folder that isn't in memory, where there is one."""
+    for name in (tempfile.gettempdir(), str(Path.cwd())):
+        mount = mount_of(Path(name).resolve(), MOUNTS.read_text()) if MOUNTS.exists() else None
+        if mount is None or mount.kind != "tmpfs":
+            return name
+    return tempfile.gettempdir()
+
+
+def _submits(folder: Path, num_clients: int, quick: bool) -> dict[str, Any]:
+    """Clients in closed loops, and the writer who answers once a commit is on disk."""
+    each = 20 if quick else 4000 // num_clients
+    waiting: queue.SimpleQueue[tuple[str, threading.Event]] = queue.SimpleQueue()
+    took_s: list[float] = []
+
+    def client(number: int) -> None:
+        for turn in range(each):
+            began_s, answered = time.perf_counter(), threading.Event()
+            waiting.put((f"{number}.{turn}", answered))
+            answered.wait()
+            took_s.append(time.perf_counter() - began_s)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(num_clients)]
+    num_commits = 0
+    with Store(folder, holder="the benchmark") as store:
+        began_s = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        left = num_clients * each
+        while left:
+            batch = [waiting.get()]
+            while not waiting.empty():
+                batch.append(waiting.get())
+            for name, _ in batch:
+                store.record(events.Submitted(time.time(), name, JobSpec("ann")), extra=_PROGRAM)
+            store.commit()
+            num_commits += 1
+            for _, answered in batch:
+                answered.set()
+            left -= len(batch)
+        wall_s = time.perf_counter() - began_s
+        for thread in threads:
+            thread.join()
+    with Reader(folder) as reader:
+        if reader.counts() != {JobState.PENDING: num_clients * each}:
+            raise RuntimeError(f"{num_clients * each} jobs were submitted, there are {reader.counts()}")
+    ordered = sorted(took_s)
+    return {
+        "submits": len(took_s),
+        "commits": num_commits,
+        "per_s": len(took_s) / wall_s,
+        "median_s": median(took_s),
+        "p99_s": ordered[int(0.99 * len(ordered))],
+    }
+
+
+def _lists(folder: Path, num_jobs: int) -> dict[str, Any]:
+    waiting, ended = folder / "waiting", folder / "ended"
+    _fill(waiting, num_jobs, num_that_run=0)
+    _fill(ended, num_jobs, num_that_run=9 * num_jobs // 10)
+    queue_states = [
+        state for state in JobState if state not in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+    ]
+
+    def ask(question: Callable[[Reader], Any]) -> float:
+        times = []
+        for _ in range(5):
+            began_s = time.perf_counter()
+            with Reader(ended) as reader:
+                question(reader)
+            times.append(time.perf_counter() - began_s)
+        return median(times)
+
+    with Reader(ended) as reader:
+        if len(reader.jobs()) != num_jobs or len(reader.jobs(states=queue_states)) != num_jobs - 9 * num_jobs // 10:
+            raise RuntimeError(f"the lists are wrong: {reader.counts()}")
+    return {
+        "num_jobs": num_jobs,
+        "list_s": {
+            "all": ask(lambda reader: reader.jobs()),
+            "in the queue": ask(lambda reader: reader.jobs(states=queue_states)),
+            "one user's": ask(lambda reader: reader.jobs(user="user7")),
+            "the last 50": ask(lambda reader: reader.jobs(newest_first=True, limit=50)),
+            "counts": ask(lambda reader: reader.counts()),
+        },
+        "open_s": {"one in ten waits": _opening(ended), "all wait": _opening(waiting)},
+        "audit": audit(ended),
+    }
+
+
+def _fill(folder: Path, num_jobs: int, num_that_run: int) -> None:
+    with Store(folder, holder="the benchmark") as store:
+        store.record(events.DeviceAdded(0.0, Device("gpu0", "here")))
+        for number in range(num_jobs):
+            job = f"{number}"
+            spec = JobSpec(f"user{number % 50}", name=f"gpt-{number}", priority=number % 3)
+            store.record(events.Submitted(float(number), job, spec), extra=_PROGRAM)
+            if number < num_that_run:
+                store.record(events.Placed(float(number), job, ("gpu0",), 1, "first in line"))
+                store.record(events.Began(float(number), job))
+                store.record(events.Ended(float(number), job, number % 10 > 0, "exit code"))
+            if number % 1000 == 999:
+                store.commit()
+        store.commit()
+
+
+def _opening(folder: Path) -> float:
+    began_s = time.perf_counter()
+    with Store(folder, holder="the benchmark"):
+        return time.perf_counter() - began_s
+
+
+def table(result: dict[str, Any]) -> str:
+    """For people."""
+    submits = rows(
+        ["clients", "submits/s", "a commit", "median", "p99"],
+        [
+            [
+                num,
+                f"{case['per_s']:.0f}",
+                f"{case['submits'] / case['commits']:.1f}",
+                f"{case['median_s'] * 1e3:.1f} ms",
+                f"{case['p99_s'] * 1e3:.1f} ms",
+            ]
+            for num, case in result["clients"].items()
+        ],
+    )
+    times = {**result["list_s"], **{f"opened, {name}": seconds for name, seconds in result["open_s"].items()}}
+    lists = rows([f"{result['num_jobs']:,} jobs", "seconds"], [[name, f"{s:.3f}"] for name, s in times.items()])
+    return f"{submits}\n\n{lists}\n\non {result['file_system']}"

@@ -1,0 +1,354 @@
+"""``decide(snapshot, now_s)``: which commands to give now. Pure: the same snapshot and time give the same commands.
+
+The policy says who deserves devices most; here they are given, in that order, as far as limits, reservations and
+protections allow: what is free now starts a job at once; else it waits for devices that are coming free, or displaces
+less deserving jobs and waits for theirs; else, if it is the first that can't start, later jobs may not delay it
+(`core.hold`). Nothing is remembered between calls: a job that waits for another to save is planned for again.
+
+Cost: one pass over the jobs, one sort by the policy, and a few operations for each device given out. No part looks at all
+pairs of jobs and devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from evenload.scheduler.core.commands import Command, Preempt, Start
+from evenload.scheduler.core.estimates import end_s, left_s
+from evenload.scheduler.core.hold import Hold, Release, hold_for
+from evenload.scheduler.core.resizing import Resizing
+from evenload.scheduler.core.room import Mover, Movers
+from evenload.scheduler.core.roster import (
+    Choices,
+    Roster,
+    clear_reserved,
+    is_bound,
+    is_overdue,
+    is_young,
+    limits_of,
+    sort_out,
+)
+from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.stock import Stock
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.view import View, Wishes
+from evenload.scheduler.policies import policy_named
+from evenload.scheduler.policies.starvation import is_starving
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Commands, and why each job that waits does."""
+
+    commands: tuple[Command, ...]
+    waits: dict[str, str] = field(default_factory=dict)
+    """Job → why it has no devices; filled by ``plan(..., explain=True)`` alone."""
+
+
+def decide(snapshot: Snapshot, now_s: float) -> tuple[Command, ...]:
+    """What to do now: start, resize, preempt, end. Nothing where all is as it should be."""
+    return plan(snapshot, now_s).commands
+
+
+def plan(snapshot: Snapshot, now_s: float, explain: bool = False) -> Plan:
+    """The same with reasons for those who wait, where asked for: they cost a look at every job."""
+    roster = sort_out(snapshot, now_s)
+    if snapshot.reservations:
+        clear_reserved(snapshot, roster, now_s)
+    is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in roster.running)
+    if not roster.pending and not is_elastic:
+        return Plan(tuple(roster.commands), roster.waits)
+    return _Planning(snapshot, now_s, roster, explain).run()
+
+
+class _Planning:
+    """One plan while it is made."""
+
+    def __init__(self, snapshot: Snapshot, now_s: float, roster: Roster, explain: bool) -> None:
+        self.snapshot, self.now_s, self.roster, self.explain = snapshot, now_s, roster, explain
+        self.settings = snapshot.settings
+        self.choices = Choices(snapshot, now_s)
+        self.stock = Stock(snapshot.layout, self.choices.pool_of, self.settings.packing, roster.free, roster.coming)
+        self.limits = limits_of(snapshot)
+        self.used: dict[str, list[int]] = {}
+        self.in_array: dict[str, int] = {}
+        self.hold: Hold | None = None
+        self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
+        self.is_anyone_waiting = False
+        self.commands: list[Command] = list(roster.commands)
+        self._could: dict[tuple[object, int], bool] = {}
+        self._everything: Stock | None = None
+        self._fixed: set[str] = set()
+        self._count_use()
+
+    def run(self) -> Plan:
+        """Asks the policy and gives out devices in its order."""
+        bound = {job.id for job in self.roster.running if is_bound(job, self.settings, self.now_s)}
+        young = {job.id for job in self.roster.running if is_young(job, self.settings, self.now_s)}
+        wishes = policy_named(self.settings.policy)(self._view(frozenset(bound | young)))
+        order = self._arranged(wishes)
+        keeping = frozenset(bound | young)
+        sizing = None
+        if wishes.sizes is not None:
+            sizing = Resizing(
+                self.snapshot, self.roster, self.stock, self.choices, wishes, keeping, self._most_within_limits
+            )
+            sizing.shrink()
+        movers = self._movers(order, bound, young, sizing) if wishes.preempts else None
+        self._give_out(order, wishes, movers, sizing)
+        if sizing is None:
+            self._widen()
+        self._command(movers, sizing)
+        return Plan(tuple(self.commands), self.roster.waits if self.explain else {})
+
+    def _view(self, keeping: frozenset[str]) -> View:
+        roster, layout = self.roster, self.snapshot.layout
+        num_held = sum(len(roster.slots[job.id]) for job in roster.running)
+        return View(
+            now_s=self.now_s,
+            jobs=[*roster.running, *roster.pending],
+            users=self.snapshot.users,
+            settings=self.settings,
+            num_devices=num_held + len(roster.free) + len(roster.coming),
+            settled=[job for job in roster.holders if job.state in (JobState.STARTING, JobState.RESIZING)],
+            host_size=max(1, layout.host_size),
+            keeping=keeping,
+            device_cost=self._device_cost(),
+        )
+
+    def _device_cost(self) -> float:
+        layout, settings = self.snapshot.layout, self.settings
+        if not settings.price_weight and not settings.energy_weight:
+            return 0.0
+        costs = [pool.speed - pool.worth(settings) for pool in layout.pools]
+        return sum(costs[pool] for pool in layout.pool_of) / max(1, len(layout.pool_of))
+
+    def _arranged(self, wishes: Wishes) -> list[Job]:
+        """The policy's order, with the starving before all others and those over their soft limit behind."""
+        if not wishes.preempts:
+            return list(wishes.order)
+        first, middle, last = [], [], []
+        for job in wishes.order:
+            if job.spec.soft_limit_s is not None and is_overdue(job, self.now_s):
+                last.append(job)
+            elif is_starving(job, self.now_s, self.settings):
+                first.append(job)
+            else:
+                middle.append(job)
+        first.sort(key=lambda job: job.submitted_s)
+        return [*first, *middle, *last]
+
+    def _movers(self, order: list[Job], bound: set[str], young: set[str], sizing: Resizing | None) -> Movers:
+        closed, slots, devices = self.snapshot.closed, self.roster.slots, self.snapshot.layout.devices
+        fixed = bound if sizing is None else bound | sizing.changed
+        movers = [
+            Mover(
+                job,
+                [s for s in slots[job.id] if devices[s].id not in closed] if closed else slots[job.id],
+                job.id in young,
+            )
+            for job in order
+            if job.state is JobState.RUNNING and job.id not in fixed
+        ]
+        self._fixed = fixed
+        return Movers(movers, self.choices.pool_of, self.snapshot.layout.host_of)
+
+    def _give_out(self, order: list[Job], wishes: Wishes, movers: Movers | None, sizing: Resizing | None) -> None:
+        sizes = wishes.sizes
+        for job in order:
+            if job.state is JobState.RUNNING:
+                if movers is not None and job.id not in self._fixed and not movers.is_gone(job):
+                    movers.pass_by(job)
+                    if sizing is not None and self.hold is None:
+                        sizing.grow(job)
+                continue
+            if self.stock.is_empty and (movers is None or movers.is_empty):
+                self.is_anyone_waiting = True
+                if not self.explain:
+                    break
+                self._wait(job, "all devices are taken by jobs that go first")
+                continue
+            num = job.spec.needs.min_devices
+            if sizes is not None and (size := sizes.get(job.id)) is not None:
+                if size == 0 and not is_starving(job, self.now_s, self.settings):
+                    self._wait(job, "the devices help other jobs more")
+                    continue
+                num = max(num, self._most_within_limits(job.spec.user, size))
+            if not self._within_limits(job):
+                continue
+            if not self._start(job, num, wishes, movers) and not self._may_pass(job, wishes, movers):
+                break
+
+    def _start(self, job: Job, num: int, wishes: Wishes, movers: Movers | None) -> bool:
+        """Starts the job, or lets it wait for devices that are coming; False where there is no place for it."""
+        choice, stock, hold = self.choices.of(job), self.stock, self.hold
+        least = job.spec.needs.min_devices
+        ends_s = 0.0
+        if hold is not None:
+            ends_s = self._gone_s(job, wishes)
+            if hold.is_hopeless(choice, least, ends_s):
+                self._wait(job, f"would delay job {hold.job.id}, which is first in line")
+                return True
+        if num > least:
+            num = max(least, min(num, stock.soon.largest(choice)))
+        slots = stock.take_now(choice, num)
+        if slots is not None:
+            if hold is not None and not hold.admit(slots, ends_s):
+                stock.give_back(slots)
+                self._wait(job, f"would delay job {hold.job.id}, which is first in line")
+                return True
+            self._note_use(job, num)
+            self.starts[job.id] = (job, slots)
+            return True
+        if hold is not None and ends_s > hold.start_s:
+            return False
+        if stock.is_anything_coming and stock.claim(choice, num) is not None:
+            self._wait(job, "waits for devices of jobs that are stopping")
+            return True
+        if movers is not None and not movers.is_empty and movers.make_room(job, choice, least, stock):
+            stock.claim(choice, least)
+            self._wait(job, "waits for devices of jobs that are asked to stop for it")
+            return True
+        return False
+
+    def _may_pass(self, job: Job, wishes: Wishes, movers: Movers | None) -> bool:
+        """The job can't start: what that means for those behind it; False where nobody may pass."""
+        self.is_anyone_waiting = True
+        choice = self.choices.of(job)
+        if not wishes.reserves or self.hold is not None:
+            self._wait(job, "no devices that it can use are free")
+            return True
+        least = job.spec.needs.min_devices
+        if not self._could_ever(job, least):
+            self._wait(job, "asks for devices that are not here, or closed, or reserved")
+            return True
+        self._wait(job, "is first in line for the next devices")
+        if not self.settings.backfill:
+            return False
+        self.hold = hold_for(
+            job,
+            choice,
+            least,
+            self.stock.soon.free(),
+            self._releases(movers.behind() if movers is not None else set(), wishes),
+            self.choices.pool_of,
+            self.snapshot.layout.host_of,
+            self.now_s,
+        )
+        return True
+
+    def _releases(self, behind: set[str], wishes: Wishes) -> list[Release]:
+        """When the jobs that hold devices will give them up, to the first in line."""
+        releases = []
+        for job in self.roster.holders:
+            time_s = end_s(job, self.now_s)
+            if job.id in behind:
+                young_s = job.attempt_began_s + self.settings.min_run_s
+                time_s = min(time_s, max(self.now_s, young_s))
+            releases.append(Release(time_s, self.roster.slots[job.id]))
+        for job, slots in self.starts.values():
+            releases.append(Release(self._gone_s(job, wishes), slots))
+        return releases
+
+    def _gone_s(self, job: Job, wishes: Wishes) -> float:
+        """When a job that would start now is gone, or can be sent away by the first in line."""
+        expected_s = left_s(job, self.now_s)
+        limit_s = job.spec.hard_limit_s
+        gone_s = self.now_s + expected_s if expected_s is not None else math.inf
+        if limit_s is not None:
+            gone_s = min(gone_s, self.now_s + max(0.0, limit_s - job.held_until(self.now_s)))
+        if wishes.preempts and not is_bound(job, self.settings, self.now_s):
+            young_s = 0.0 if self.hold and job.spec.priority < self.hold.job.spec.priority else self.settings.min_run_s
+            return min(gone_s, self.now_s + young_s)
+        if self.hold is not None and self.hold.start_s == math.inf:
+            return math.inf  # the first in line may get its devices at any moment
+        return gone_s
+
+    def _could_ever(self, job: Job, num: int) -> bool:
+        """Whether the job fits in at all, were every device free that isn't closed or reserved for others."""
+        choice = self.choices.of(job)
+        known = self._could.get((choice, num))
+        if known is None:
+            if self._everything is None:
+                layout, closed = self.snapshot.layout, self.snapshot.closed
+                usable = [slot for slot, device in enumerate(layout.devices) if device.id not in closed]
+                self._everything = Stock(layout, self.choices.pool_of, self.settings.packing, usable, [])
+            known = self._could[choice, num] = self._everything.now.largest(choice) >= num
+        return known
+
+    def _within_limits(self, job: Job) -> bool:
+        limits = self.limits.get(job.spec.user)
+        if limits is not None:
+            max_devices, max_running = limits
+            devices, running = self.used.get(job.spec.user, (0, 0))
+            if max_running is not None and running >= max_running:
+                self._wait(job, f"{job.spec.user} has {running} jobs running and may have {max_running}")
+                return False
+            if max_devices is not None and devices + job.spec.needs.min_devices > max_devices:
+                self._wait(job, f"{job.spec.user} has {devices} devices and may have {max_devices}")
+                return False
+        if job.spec.array_limit is not None:
+            running = self.in_array.get(job.spec.array, 0)
+            if running >= job.spec.array_limit:
+                self._wait(job, f"{running} of array {job.spec.array} run, and {job.spec.array_limit} may")
+                return False
+        return True
+
+    def _most_within_limits(self, user: str, num: int) -> int:
+        """How many of `num` further devices the user may have."""
+        limits = self.limits.get(user)
+        if limits is None or limits[0] is None:
+            return num
+        return max(0, min(num, limits[0] - self.used.get(user, [0, 0])[0]))
+
+    def _count_use(self) -> None:
+        if not self.limits and not any(job.spec.array for job in self.roster.pending):
+            return
+        for job in self.roster.holders:
+            self._note_use(job, len({*job.devices, *job.target}))
+
+    def _note_use(self, job: Job, num: int) -> None:
+        if self.limits:
+            used = self.used.setdefault(job.spec.user, [0, 0])
+            used[0] += num
+            used[1] += 1
+        if job.spec.array:
+            self.in_array[job.spec.array] = self.in_array.get(job.spec.array, 0) + 1
+
+    def _widen(self) -> None:
+        """Jobs that start now and can use more get what nobody else wants."""
+        if self.is_anyone_waiting or self.hold is not None:
+            return
+        for job, slots in list(self.starts.values()):
+            more = min(job.spec.needs.max_devices - len(slots), self.stock.now.num_free)
+            more = self._most_within_limits(job.spec.user, more)
+            if more <= 0:
+                continue
+            choice = self.choices.of(job)
+            self.stock.lend(slots)
+            size = min(len(slots) + more, self.stock.now.largest(choice))
+            wider = self.stock.take_now(choice, size) if size > len(slots) else None
+            if wider is None:
+                self.stock.unlend(slots)
+                continue
+            if self.limits:
+                self.used[job.spec.user][0] += len(wider) - len(slots)
+            self.starts[job.id] = (job, wider)
+
+    def _command(self, movers: Movers | None, sizing: Resizing | None) -> None:
+        devices = self.snapshot.layout.devices
+        if movers is not None and movers.displaced():
+            gone = movers.displaced()
+            for job in self.roster.running:
+                if job.id in gone:
+                    self.commands.append(Preempt(job.id, "a job that goes first needs its devices"))
+        if sizing is not None:
+            self.commands += sizing.commands
+        for job, slots in self.starts.values():
+            self.commands.append(Start(job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1))
+
+    def _wait(self, job: Job, reason: str) -> None:
+        if self.explain:
+            self.roster.waits[job.id] = reason

@@ -1,0 +1,78 @@
+"""How long a job will still run: from its own reports, else from what its owner or earlier runs say, else unknown."""
+
+from __future__ import annotations
+
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job, Settings
+
+PRIOR_S = 600.0
+"""What a job of which nothing is known is taken to need before it has run at all."""
+
+
+def work_left(job: Job, now_s: float) -> float | None:
+    """Work left in the job's own units; None where its total is not known."""
+    if job.total is None:
+        return None
+    done = job.done
+    if job.state is JobState.RUNNING:
+        done += job.rate_per_s * max(0.0, now_s - job.reported_s)
+    return max(0.0, job.total - done)
+
+
+def left_s(job: Job, now_s: float) -> float | None:
+    """Seconds it will still run: on the devices it has, or on as many as it asks for at least. None where unknown.
+
+    A job that outlived its estimate is unknown again.
+    """
+    left = work_left(job, now_s)
+    if left is not None:
+        rate = job.rate_per_s
+        if job.rates:
+            num = len(job.devices) or job.spec.needs.min_devices
+            rate = rate if job.devices and rate > 0 else job.rates[min(num, len(job.rates)) - 1]
+        if rate > 0:
+            return left / rate
+    if job.spec.estimate_s is None:
+        return None
+    left_of_estimate_s = job.spec.estimate_s - job.held_until(now_s)
+    return left_of_estimate_s if left_of_estimate_s > 0 else None
+
+
+def device_s_left(job: Job, now_s: float) -> float | None:
+    """Device-seconds it still needs on as many devices as it asks for at least; None where unknown.
+
+    For a job that can use more, sizes are compared by what it would need on few: how many it has now doesn't count.
+    """
+    num = job.spec.needs.min_devices
+    if job.rates and (left := work_left(job, now_s)) is not None:
+        rate = job.rates[min(num, len(job.rates)) - 1]
+        if rate > 0:
+            return left / rate * num
+    seconds = left_s(job, now_s)
+    return None if seconds is None else seconds * (len(job.devices) or num)
+
+
+def guessed_device_s(job: Job, now_s: float) -> float:
+    """Device-seconds left, with a guess where nothing is known.
+
+    Running times have heavy tails: what has run long will go on for about as long again. So the guess is the service it
+    attained, and `PRIOR_S` a device before that (least attained service, as an estimate).
+    """
+    known = device_s_left(job, now_s)
+    if known is not None:
+        return known
+    return job.service_until(now_s) + PRIOR_S * job.spec.needs.min_devices
+
+
+def end_s(job: Job, now_s: float) -> float:
+    """When a job that runs will be over at the latest, as far as anything is known; infinite where nothing is."""
+    expected_s = left_s(job, now_s)
+    end = now_s + expected_s if expected_s is not None else float("inf")
+    if job.spec.hard_limit_s is not None:
+        end = min(end, now_s + max(0.0, job.spec.hard_limit_s - job.held_until(now_s)))
+    return end
+
+
+def restart_s(job: Job, settings: Settings) -> float:
+    """What a stop and resume costs the job, in seconds of its devices."""
+    return settings.restart_s if job.spec.restart_s is None else job.spec.restart_s

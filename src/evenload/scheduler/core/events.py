@@ -1,0 +1,324 @@
+"""What happens to the queue, one frozen value each: the log of these is the queue, everything else is folded from it.
+
+Commands of `decide` become events too (`Placed`, `ResizeAsked`, `StopAsked`, `Cancelled`): a shell records them first
+and then acts, so that after a crash the log says what may be under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from evenload.errors import QueueError
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import After, Device, JobSpec, Limits, Needs, Reservation, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A job entered the queue."""
+
+    time_s: float
+    job: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Devices were given to a job: its attempt starts."""
+
+    time_s: float
+    job: str
+    devices: tuple[str, ...]
+    attempt: int
+    """One more than the job's last."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The program of a job runs."""
+
+    time_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A job told how far it is."""
+
+    time_s: float
+    job: str
+    done: float
+    total: float | None = None
+    rate_per_s: float = 0.0
+    """Work a second with the devices it has; 0 where not yet measured."""
+    rates: tuple[float, ...] | None = None
+    """Work a second on 1, 2, … devices; None where nothing new is known (`core.speed` makes them of measurements)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeAsked:
+    """A running job is asked to save, stop, and go on with other devices."""
+
+    time_s: float
+    job: str
+    devices: tuple[str, ...]
+    reason: str = ""
+    is_forced: bool = False
+    """It loses devices to others; counts towards the bound of preemptions."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """A job that holds devices is asked to save and stop."""
+
+    time_s: float
+    job: str
+    then: JobState = JobState.PENDING
+    """PENDING: it is preempted and goes on later. CANCELLED or FAILED: it ends for good."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """A job's processes are gone after it saved; its devices are free (or it goes on with its new ones)."""
+
+    time_s: float
+    job: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A job's processes are gone for good, or those of this attempt where it may be tried again."""
+
+    time_s: float
+    job: str
+    is_success: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A job's processes are gone through no fault of its own."""
+
+    time_s: float
+    job: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """A job that holds no devices will never run. One that holds devices gets `StopAsked` instead."""
+
+    time_s: float
+    job: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An owner holds a pending job back."""
+
+    time_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """An owner lets a held job go."""
+
+    time_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Respecified:
+    """What a job asks for was changed; of a job that holds devices, only what doesn't concern them."""
+
+    time_s: float
+    job: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdded:
+    """A device belongs to the queue from now on; or is measured anew."""
+
+    time_s: float
+    device: Device
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClosed:
+    """Nothing new may start on a device: a stranger holds it, its memory is not back, it is broken, an admin says so."""
+
+    time_s: float
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOpened:
+    """A device may be used again."""
+
+    time_s: float
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRemoved:
+    """A device that no job holds doesn't belong to the queue any more."""
+
+    time_s: float
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsSet:
+    """What a user may have."""
+
+    time_s: float
+    user: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationSet:
+    """Devices are reserved, or a reservation of the same id is changed."""
+
+    time_s: float
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationEnded:
+    """A reservation is over or taken back."""
+
+    time_s: float
+    reservation: str
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsSet:
+    """How the queue decides from now on."""
+
+    time_s: float
+    settings: Settings
+
+
+Event = (
+    Submitted
+    | Placed
+    | Began
+    | Reported
+    | ResizeAsked
+    | StopAsked
+    | Yielded
+    | Ended
+    | Lost
+    | Cancelled
+    | Held
+    | Released
+    | Respecified
+    | DeviceAdded
+    | DeviceClosed
+    | DeviceOpened
+    | DeviceRemoved
+    | LimitsSet
+    | ReservationSet
+    | ReservationEnded
+    | SettingsSet
+)
+
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
+"""The events by name."""
+
+_INNER: dict[str, type[Any]] = {
+    "JobSpec": JobSpec,
+    "Needs": Needs,
+    "Device": Device,
+    "Limits": Limits,
+    "Reservation": Reservation,
+    "Settings": Settings,
+}
+
+
+def as_row(event: Event) -> dict[str, Any]:
+    """The event as plain values that JSON knows, with its kind; what has its default is left out."""
+    return {"kind": type(event).__name__, **_plain(event)}
+
+
+def from_row(row: Mapping[str, Any]) -> Event:
+    """The event that `row` was made of.
+
+    Raises:
+        QueueError: there is no such kind of event, or a field is unknown or missing.
+    """
+    kind = KINDS.get(str(row.get("kind")))
+    if kind is None:
+        raise QueueError(f"an event of kind {row.get('kind')!r}: this version knows {', '.join(KINDS)}")
+    event: Event = _build(kind, {name: value for name, value in row.items() if name != "kind"})
+    return event
+
+
+_FIELDS: dict[type[Any], dict[str, tuple[str, Any]]] = {}
+
+
+def _fields(kind: type[Any]) -> dict[str, tuple[str, Any]]:
+    """Name → (type as written, default or MISSING) of a frozen value."""
+    known = _FIELDS.get(kind)
+    if known is None:
+        known = _FIELDS[kind] = {
+            f.name: (str(f.type), f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
+            for f in dataclasses.fields(kind)
+        }
+    return known
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    row = {}
+    for name, (_, default) in _fields(type(value)).items():
+        part = getattr(value, name)
+        if part != default:
+            row[name] = _plain_part(part)
+    return row
+
+
+def _plain_part(part: Any) -> Any:
+    if dataclasses.is_dataclass(part):
+        return _plain(part)
+    if isinstance(part, frozenset):
+        return sorted(part)
+    if isinstance(part, tuple):
+        return [_plain_part(element) for element in part]
+    return part
+
+
+def _build(kind: type[Any], row: Mapping[str, Any]) -> Any:
+    known = _fields(kind)
+    if unknown := row.keys() - known.keys():
+        raise QueueError(
+            f"{kind.__name__} with the fields {', '.join(sorted(unknown))}, which this version doesn't know"
+        )
+    missing = [n for n, (_, default) in known.items() if default is dataclasses.MISSING and n not in row]
+    if missing:
+        raise QueueError(f"{kind.__name__} without {', '.join(missing)}")
+    return kind(**{name: _build_part(known[name][0], value) for name, value in row.items()})
+
+
+def _build_part(written: str, value: Any) -> Any:
+    if written in _INNER:
+        return _build(_INNER[written], value)
+    if written == "tuple[After, ...]":
+        return tuple(_build(After, part) for part in value)
+    if written == "JobState":
+        return JobState(value)
+    if written.startswith("frozenset"):
+        return frozenset(value)
+    if isinstance(value, list):
+        return tuple(value)
+    return value

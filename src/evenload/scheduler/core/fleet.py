@@ -1,0 +1,226 @@
+"""Devices that are free, and where a gang fits best among them.
+
+A gang goes, in this order: into one host and one kind; into one host; into few hosts of one kind; into few hosts. Among
+kinds the one of the most worth is tried first (`Pool.worth`), then the one with the least memory that suffices. Within a
+kind ``pack`` takes the host whose free devices the gang fills best, so whole hosts stay whole; a gang larger than a host
+takes whole hosts first and packs the rest. ``spread`` takes the emptiest hosts first.
+
+Hosts are kept in buckets by how many devices they have free, one set of buckets for each set of pools that somebody
+asked for, so that finding a place doesn't look at all hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from evenload.scheduler.core.layout import Layout
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The pools a job may use, as groups of one kind each, the best first."""
+
+    groups: tuple[tuple[int, ...], ...]
+    one_host: bool = False
+    one_kind: bool = False
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(pool for group in self.groups for pool in group)
+
+
+Shares = list[tuple[int, int]]
+"""Host index and how many devices to take there."""
+
+
+class _Buckets:
+    """Hosts by the number of their free devices in some pools."""
+
+    def __init__(self) -> None:
+        self.count: dict[int, int] = {}
+        self.hosts: list[dict[int, None]] = [{}]
+        self.total = 0
+        self.top = 0
+
+    def add(self, host: int, change: int) -> None:
+        """So many devices of the host more, or fewer, are free."""
+        before = self.count.get(host, 0)
+        after = before + change
+        if before:
+            del self.hosts[before][host]
+        if after:
+            while len(self.hosts) <= after:
+                self.hosts.append({})
+            self.hosts[after][host] = None
+            self.count[host] = after
+            self.top = max(self.top, after)
+        else:
+            self.count.pop(host, None)
+        self.total += change
+        while self.top and not self.hosts[self.top]:
+            self.top -= 1
+
+    def best_fit(self, num: int, without: frozenset[int] | set[int] = frozenset()) -> int | None:
+        """The host with the fewest free devices that has `num`."""
+        for count in range(num, self.top + 1):
+            for host in self.hosts[count]:
+                if host not in without:
+                    return host
+        return None
+
+
+class Fleet:
+    """Free devices, changed as a plan gives them out."""
+
+    def __init__(self, layout: Layout, free: Iterable[int], pool_of: Sequence[int], packing: str) -> None:
+        """Takes the indices of the free devices; `pool_of` may be finer than the layout's own (reservations)."""
+        self._host_of, self._pool_of = layout.host_of, pool_of
+        self._spread = packing == "spread"
+        self._free: dict[int, dict[int, list[int]]] = {}
+        self._buckets: dict[tuple[int, ...], _Buckets] = {}
+        self._by_pool: dict[int, list[_Buckets]] = {}
+        self._failed: dict[Choice, int] = {}
+        self.num_free = 0
+        host_of, by_host = layout.host_of, self._free
+        for device in free:
+            pools = by_host.get(host_of[device])
+            if pools is None:
+                pools = by_host[host_of[device]] = {}
+            devices = pools.get(pool_of[device])
+            if devices is None:
+                pools[pool_of[device]] = [device]
+            else:
+                devices.append(device)
+            self.num_free += 1
+
+    def total(self, pools: tuple[int, ...]) -> int:
+        """How many devices are free in these pools."""
+        return self._buckets_of(pools).total
+
+    def place(self, choice: Choice, num: int) -> tuple[int, ...] | None:
+        """Finds the best place for a gang and takes it; None where there is none."""
+        if num > self.num_free or self._failed.get(choice, num + 1) <= num:
+            return None
+        found = self._find(choice, num)
+        if found is None:
+            self._failed[choice] = num
+            return None
+        pools, shares = found
+        return self._take_shares(pools, shares)
+
+    def take(self, devices: Iterable[int]) -> None:
+        """Takes exactly these; those that aren't free are left out."""
+        for device in devices:
+            of_pool = self._free.get(self._host_of[device], {}).get(self._pool_of[device], [])
+            if device in of_pool:
+                of_pool.remove(device)
+                self._changed(self._host_of[device], self._pool_of[device], -1)
+
+    def give(self, devices: Iterable[int]) -> None:
+        """Makes devices free."""
+        for device in devices:
+            host, pool = self._host_of[device], self._pool_of[device]
+            of_pool = self._free.setdefault(host, {}).setdefault(pool, [])
+            of_pool.append(device)
+            of_pool.sort()
+            self._changed(host, pool, 1)
+        self._failed.clear()
+
+    def free(self) -> list[int]:
+        """The indices of all free devices."""
+        return sorted(d for pools in self._free.values() for devices in pools.values() for d in devices)
+
+    def largest(self, choice: Choice) -> int:
+        """The most devices that a gang of this choice could get."""
+        if choice.one_host:
+            sets = choice.groups if choice.one_kind else (choice.pools,)
+            return max((self._buckets_of(pools).top for pools in sets), default=0)
+        if choice.one_kind:
+            return max((self.total(group) for group in choice.groups), default=0)
+        return self.total(choice.pools)
+
+    def _changed(self, host: int, pool: int, change: int) -> None:
+        self.num_free += change
+        for buckets in self._by_pool.get(pool, ()):
+            buckets.add(host, change)
+
+    def _buckets_of(self, pools: tuple[int, ...]) -> _Buckets:
+        buckets = self._buckets.get(pools)
+        if buckets is None:
+            buckets = self._buckets[pools] = _Buckets()
+            for host, by_pool in self._free.items():
+                if count := sum(len(by_pool[pool]) for pool in pools if pool in by_pool):
+                    buckets.add(host, count)
+            for pool in pools:
+                self._by_pool.setdefault(pool, []).append(buckets)
+        return buckets
+
+    def _find(self, choice: Choice, num: int) -> tuple[tuple[int, ...], Shares] | None:
+        groups = choice.groups
+        if self._spread and not choice.one_host:
+            sets = groups if choice.one_kind or len(groups) == 1 else (*groups, choice.pools)
+            return next(((pools, s) for pools in sets if (s := self._spread_over(pools, num))), None)
+        for pools in groups:
+            if (host := self._one_host(pools, num)) is not None:
+                return pools, [(host, num)]
+        if len(groups) > 1 and not choice.one_kind and (host := self._one_host(choice.pools, num)) is not None:
+            return choice.pools, [(host, num)]
+        if choice.one_host:
+            return None
+        sets = groups if choice.one_kind or len(groups) == 1 else (*groups, choice.pools)
+        return next(((pools, s) for pools in sets if (s := self._few_hosts(pools, num))), None)
+
+    def _one_host(self, pools: tuple[int, ...], num: int) -> int | None:
+        buckets = self._buckets_of(pools)
+        if self._spread:
+            return next(iter(buckets.hosts[buckets.top])) if 0 < num <= buckets.top else None
+        return buckets.best_fit(num)
+
+    def _few_hosts(self, pools: tuple[int, ...], num: int) -> Shares | None:
+        buckets = self._buckets_of(pools)
+        if buckets.total < num:
+            return None
+        shares: Shares = []
+        used: set[int] = set()
+        for count in range(buckets.top, 0, -1):
+            for host in buckets.hosts[count]:
+                if num <= count:
+                    break
+                shares.append((host, count))
+                used.add(host)
+                num -= count
+            if num <= count:
+                last = buckets.best_fit(num, used)
+                if last is not None:
+                    shares.append((last, num))
+                    return shares
+        return None
+
+    def _spread_over(self, pools: tuple[int, ...], num: int) -> Shares | None:
+        buckets = self._buckets_of(pools)
+        if buckets.total < num:
+            return None
+        shares: Shares = []
+        for count in range(buckets.top, 0, -1):
+            for host in buckets.hosts[count]:
+                shares.append((host, min(count, num)))
+                num -= min(count, num)
+                if num == 0:
+                    return shares
+        return None
+
+    def _take_shares(self, pools: tuple[int, ...], shares: Shares) -> tuple[int, ...]:
+        taken: list[int] = []
+        for host, num in shares:
+            by_pool = self._free[host]
+            for pool in pools:
+                devices = by_pool.get(pool)
+                if devices and num:
+                    part = devices[:num]
+                    del devices[: len(part)]
+                    self._changed(host, pool, -len(part))
+                    taken += part
+                    num -= len(part)
+        return tuple(taken)

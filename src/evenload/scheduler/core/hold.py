@@ -1,0 +1,118 @@
+"""Keeps devices for the first job in line that can't start yet, and lets others use them only if that doesn't delay it.
+
+This is EASY backfilling (Lifka, JSSPP 1995): from the expected ends of the jobs that run follows the earliest time at
+which the first in line can start, and how many devices will be left over then. A later job may start now if it will be
+gone by that time, or if it takes only what is left over. Expected ends come from measured progress, estimates and hard
+time limits; a job that can be preempted counts as gone once it may be. Where no end is known, nobody passes unless he
+can be sent away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from evenload.scheduler.core.fleet import Choice
+from evenload.scheduler.core.values import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """When devices are expected back."""
+
+    time_s: float
+    slots: Sequence[int]
+
+
+@dataclass
+class Hold:
+    """What is kept for the first in line."""
+
+    job: Job
+    pools: frozenset[int]
+    host: int | None
+    """Where it must be one host: that one."""
+    start_s: float
+    """When it can start at the latest, as far as is known."""
+    extra: int
+    """Devices that it will leave over then."""
+    pool_of: Sequence[int]
+    host_of: Sequence[int]
+
+    def is_hopeless(self, choice: Choice, num: int, end_s: float) -> bool:
+        """Whether a job would delay the first in line wherever it went."""
+        if self._is_gone_in_time(end_s) or num <= self.extra or self.host is not None:
+            return False
+        return self.pools.issuperset(choice.pools)
+
+    def _is_gone_in_time(self, end_s: float) -> bool:
+        return end_s <= self.start_s and end_s < math.inf
+
+    def admit(self, slots: Iterable[int], end_s: float) -> bool:
+        """Whether a job may take these devices now; counts what it takes of those left over."""
+        if self._is_gone_in_time(end_s):
+            return True
+        inside = sum(
+            self.pool_of[slot] in self.pools and (self.host is None or self.host_of[slot] == self.host)
+            for slot in slots
+        )
+        if inside > self.extra:
+            return False
+        self.extra -= inside
+        return True
+
+
+def hold_for(
+    job: Job,
+    choice: Choice,
+    num: int,
+    free: Iterable[int],
+    releases: Iterable[Release],
+    pool_of: Sequence[int],
+    host_of: Sequence[int],
+    now_s: float,
+) -> Hold:
+    """Finds when and where the job can start.
+
+    Args:
+        job: the first in line, for which there is no place now.
+        choice: which devices it can use.
+        num: how many it needs.
+        free: devices free now, or coming free at once.
+        releases: when others are expected back; those never expected may be left out or infinite.
+        pool_of: device → pool.
+        host_of: device → host.
+        now_s: the present.
+    """
+    groups = choice.groups if choice.one_kind else (choice.pools,)
+    group_of = {pool: number for number, group in enumerate(groups) for pool in group}
+    counts: dict[tuple[int, int], int] = {}
+
+    def add(slots: Iterable[int]) -> tuple[int, int] | None:
+        """Counts devices by where they can serve together; returns a place that now suffices."""
+        full = None
+        for slot in slots:
+            group = group_of.get(pool_of[slot])
+            if group is None:
+                continue
+            key = (group, host_of[slot] if choice.one_host else -1)
+            counts[key] = counts.get(key, 0) + 1
+            if counts[key] >= num:
+                full = key
+        return full
+
+    place, start_s = add(free), now_s
+    if place is None:
+        for release in sorted(releases, key=lambda r: r.time_s):
+            if release.time_s == math.inf:
+                break
+            start_s = max(now_s, release.time_s)
+            place = add(release.slots)
+            if place is not None:
+                break
+    if place is None:
+        return Hold(job, frozenset(choice.pools), None, math.inf, 0, pool_of, host_of)
+    group, host = place
+    pools = frozenset(groups[group])
+    return Hold(job, pools, host if host >= 0 else None, start_s, counts[place] - num, pool_of, host_of)

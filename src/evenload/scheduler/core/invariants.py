@@ -1,0 +1,57 @@
+"""What must be true of the queue at every moment, whatever happened: checked after every event in tests, and on restart."""
+
+from __future__ import annotations
+
+from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.states import HOLDING, JobState
+from evenload.scheduler.core.values import Job
+
+
+def violations(snapshot: Snapshot) -> list[str]:
+    """What is wrong, in words; empty where all is well."""
+    found: list[str] = []
+    holder: dict[str, str] = {}
+    held_by: dict[str, int] = {}
+    for job in snapshot.jobs:
+        found += _of_job(snapshot, job)
+        for device in {*job.devices, *job.target}:
+            if device in holder:
+                found.append(f"device {device} is given to {holder[device]} and to {job.id}")
+            holder[device] = job.id
+        held_by[job.spec.user] = held_by.get(job.spec.user, 0) + len(job.devices)
+    for name, user in snapshot.users.items():
+        if user.num_devices != held_by.get(name, 0):
+            found.append(f"user {name} is counted with {user.num_devices} devices and holds {held_by.get(name, 0)}")
+    return found
+
+
+def _of_job(snapshot: Snapshot, job: Job) -> list[str]:
+    found = []
+    if bool(job.devices) != (job.state in HOLDING):
+        found.append(f"job {job.id} is {job.state} and holds {len(job.devices)} devices")
+    if job.target and job.state is not JobState.RESIZING:
+        found.append(f"job {job.id} is {job.state} and still waits for devices")
+    if job.ending is not None and job.state is not JobState.PREEMPTING:
+        found.append(f"job {job.id} is {job.state} and to end as {job.ending}")
+    for devices in filter(None, (job.devices, job.target)):
+        found += _of_gang(snapshot, job, devices)
+    return found
+
+
+def _of_gang(snapshot: Snapshot, job: Job, devices: tuple[str, ...]) -> list[str]:
+    needs, layout = job.spec.needs, snapshot.layout
+    if unknown := [device for device in devices if device not in layout.index]:
+        return [f"job {job.id} holds {', '.join(unknown)}, which the queue doesn't know"]
+    gang = [layout.devices[layout.index[device]] for device in devices]
+    found = []
+    if not needs.min_devices <= len(set(devices)) == len(devices) <= needs.max_devices:
+        found.append(f"job {job.id} holds {devices} and needs {needs.min_devices} to {needs.max_devices}")
+    if needs.kinds and any(device.kind not in needs.kinds for device in gang):
+        found.append(f"job {job.id} holds a device that is none of {needs.kinds}")
+    if any(device.memory_bytes < needs.memory_bytes for device in gang):
+        found.append(f"job {job.id} holds a device with less memory than it needs")
+    if needs.one_host and len({device.host for device in gang}) > 1:
+        found.append(f"job {job.id} is spread over hosts")
+    if needs.one_kind and len({device.kind for device in gang}) > 1:
+        found.append(f"job {job.id} holds several kinds")
+    return found

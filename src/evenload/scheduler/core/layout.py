@@ -1,0 +1,62 @@
+"""Where the devices are and which are alike: drawn once when devices change, shared by all snapshots until then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from evenload.scheduler.core.values import Device, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Devices that are alike in all that matters, wherever they are."""
+
+    kind: str
+    memory_bytes: int
+    speed: float
+    price_per_hour: float
+    power_w: float
+
+    def worth(self, settings: Settings) -> float:
+        """Speed less what it costs, as the settings weigh money and energy."""
+        return self.speed - settings.price_weight * self.price_per_hour - settings.energy_weight * self.power_w / 1000.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All devices by index. A host's devices stand in the order in which they were added."""
+
+    devices: tuple[Device, ...]
+    index: Mapping[str, int]
+    """Device id → index."""
+    hosts: tuple[str, ...]
+    host_of: tuple[int, ...]
+    """Device index → host index."""
+    pools: tuple[Pool, ...]
+    pool_of: tuple[int, ...]
+    """Device index → pool index."""
+    host_size: int
+    """Devices of the largest host."""
+
+
+def layout_of(devices: Iterable[Device]) -> Layout:
+    """Draws the layout. Devices of one host count as near each other whatever their kind."""
+    devices = tuple(devices)
+    hosts: dict[str, int] = {}
+    pools: dict[tuple[str, int, float, float, float], int] = {}
+    host_of, pool_of = [], []
+    for device in devices:
+        host_of.append(hosts.setdefault(device.host, len(hosts)))
+        key = (device.kind, device.memory_bytes, device.speed, device.price_per_hour, device.power_w)
+        pool_of.append(pools.setdefault(key, len(pools)))
+    return Layout(
+        devices=devices,
+        index={device.id: index for index, device in enumerate(devices)},
+        hosts=tuple(hosts),
+        host_of=tuple(host_of),
+        pools=tuple(Pool(*key) for key in pools),
+        pool_of=tuple(pool_of),
+        host_size=max(Counter(host_of).values(), default=0),
+    )

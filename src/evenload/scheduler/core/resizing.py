@@ -1,0 +1,100 @@
+"""Elastic jobs: gives back what a policy takes from a running job, and adds what it grants.
+
+A resize is a stop and a resume, so it may move the job wherever it fits best. A job only shrinks within its own devices;
+it grows as soon as all of its new devices are its own or free, and until then those that are coming are kept for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from evenload.scheduler.core.commands import Command, Preempt, Resize
+from evenload.scheduler.core.fleet import Fleet
+from evenload.scheduler.core.roster import Choices, Roster
+from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.stock import Stock
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.view import Wishes
+
+
+class Resizing:
+    """The sizes that a policy wishes, on their way to commands."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        roster: Roster,
+        stock: Stock,
+        choices: Choices,
+        wishes: Wishes,
+        keeping: frozenset[str],
+        within_limits: Callable[[str, int], int],
+    ) -> None:
+        """Takes what the plan has; ``within_limits(user, num)`` says how many of `num` more devices a user may have."""
+        self._snapshot, self._roster, self._stock, self._choices = snapshot, roster, stock, choices
+        self._sizes, self._reasons = dict(wishes.sizes or {}), dict(wishes.reasons or {})
+        self._keeping, self._within_limits = keeping, within_limits
+        self.commands: list[Command] = []
+        self.changed: set[str] = set()
+        """Jobs that this takes devices from, or gives some to."""
+
+    def shrink(self) -> None:
+        """Takes devices from those that should have fewer, before anything is given out."""
+        for job in self._roster.running:
+            size = self._sizes.get(job.id, len(job.devices))
+            if size >= len(job.devices) or job.id in self._keeping:
+                continue
+            slots = self._roster.slots[job.id]
+            if size == 0:
+                self.commands.append(Preempt(job.id, self._reason(job, "its devices help other jobs more")))
+                self._stock.comes_free(self._usable(slots))
+            else:
+                kept = self._kept(job, slots, max(size, job.spec.needs.min_devices))
+                if kept is None or len(kept) == len(slots):
+                    continue
+                self._resize(job, kept, is_forced=True)
+                self._stock.comes_free(self._usable([slot for slot in slots if slot not in set(kept)]))
+            self.changed.add(job.id)
+
+    def grow(self, job: Job) -> None:
+        """Gives devices to a running job that should have more, in its turn."""
+        own = self._roster.slots[job.id]
+        wanted = self._sizes.get(job.id, 0) - len(own)
+        wanted = self._within_limits(job.spec.user, wanted) if wanted > 0 else 0
+        if wanted <= 0 or job.id in self.changed or not job.spec.preemptible:
+            return
+        choice, stock, usable = self._choices.of(job), self._stock, self._usable(own)
+        size = len(own) + wanted
+        stock.lend(usable)
+        slots = stock.take_now(choice, size)
+        if slots is None and stock.is_anything_coming and stock.claim(choice, size) is not None:
+            stock.unlend(usable)  # what is coming is kept for it; until then it goes on as it is
+            return
+        if slots is None:
+            most = stock.now.largest(choice)
+            slots = stock.take_now(choice, most) if most >= len(own) + (wanted + 1) // 2 else None
+        stock.unlend([slot for slot in usable if slots is None or slot not in slots])
+        if slots is None:
+            return
+        if freed := [slot for slot in usable if slot not in slots]:
+            stock.comes_free(freed)
+        self._resize(job, slots, is_forced=False)
+        self.changed.add(job.id)
+
+    def _resize(self, job: Job, slots: tuple[int, ...], is_forced: bool) -> None:
+        devices = self._snapshot.layout.devices
+        reason = self._reason(job, f"{len(job.devices)} → {len(slots)} devices")
+        self.commands.append(Resize(job.id, tuple([devices[slot].id for slot in slots]), reason, is_forced))
+
+    def _kept(self, job: Job, slots: list[int], size: int) -> tuple[int, ...] | None:
+        """The part of its own devices that packs best."""
+        layout = self._snapshot.layout
+        own = Fleet(layout, self._usable(slots), self._choices.pool_of, self._snapshot.settings.packing)
+        return own.place(self._choices.of(job), size)
+
+    def _usable(self, slots: list[int]) -> list[int]:
+        closed, devices = self._snapshot.closed, self._snapshot.layout.devices
+        return [slot for slot in slots if devices[slot].id not in closed] if closed else list(slots)
+
+    def _reason(self, job: Job, otherwise: str) -> str:
+        return self._reasons.get(job.id, otherwise)

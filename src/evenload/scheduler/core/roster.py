@@ -1,0 +1,215 @@
+"""Sorts out who is there before anything is planned: who runs, who may start, who must go, which devices are free.
+
+Here also stands which pools of devices a job may use at all, reservations included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from evenload.scheduler.core.commands import Command, End, Preempt
+from evenload.scheduler.core.fleet import Choice
+from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job, Reservation, Settings
+
+_HOUR_S = 3600.0
+
+
+@dataclass
+class Roster:
+    """The jobs and devices of a snapshot, sorted."""
+
+    running: list[Job] = field(default_factory=list)
+    """RUNNING, and not about to be ended."""
+    pending: list[Job] = field(default_factory=list)
+    """PENDING, and nothing but devices and limits keeps them from starting."""
+    holders: list[Job] = field(default_factory=list)
+    """All that hold devices."""
+    slots: dict[str, list[int]] = field(default_factory=dict)
+    """Job → indices of its devices, of those in `holders`."""
+    commands: list[Command] = field(default_factory=list)
+    """What must be done whatever the policy says."""
+    free: list[int] = field(default_factory=list)
+    coming: list[int] = field(default_factory=list)
+    """Devices of jobs that are saving, and will not keep them."""
+    waits: dict[str, str] = field(default_factory=dict)
+    """Why a job can't start, of those that are not in `pending`."""
+
+
+def sort_out(snapshot: Snapshot, now_s: float) -> Roster:
+    """One pass over all jobs and devices."""
+    roster = Roster()
+    index, closed = snapshot.layout.index, snapshot.closed
+    is_taken = bytearray(len(snapshot.layout.devices))
+    for job in snapshot.jobs:
+        if job.state is JobState.PENDING:
+            _sort_pending(job, now_s, roster)
+            continue
+        roster.holders.append(job)
+        slots = roster.slots[job.id] = [index[device] for device in job.devices]
+        for slot in slots:
+            is_taken[slot] = 1
+        for device in job.target:
+            is_taken[index[device]] = 1
+        limit_s = job.spec.hard_limit_s
+        if job.state is JobState.PREEMPTING:
+            roster.coming += slots
+        elif limit_s is not None and job.held_until(now_s) >= limit_s:
+            reason = f"its time limit of {limit_s:g} s is over"
+            roster.commands.append(End(job.id, JobState.FAILED, reason, has_devices=True))
+            roster.coming += slots
+        elif job.state is JobState.RUNNING:
+            roster.running.append(job)
+        elif job.state is JobState.RESIZING:
+            kept = set(job.target)
+            roster.coming += [slot for slot, device in zip(slots, job.devices, strict=True) if device not in kept]
+    for device in closed:
+        if device in index:
+            is_taken[index[device]] = 1
+    if closed and roster.coming:
+        roster.coming = [s for s in roster.coming if snapshot.layout.devices[s].id not in closed]
+    roster.free = [slot for slot, taken in enumerate(is_taken) if not taken]
+    return roster
+
+
+def _sort_pending(job: Job, now_s: float, roster: Roster) -> None:
+    if job.doomed:
+        roster.commands.append(End(job.id, JobState.CANCELLED, job.doomed, has_devices=False))
+    elif job.is_held:
+        roster.waits[job.id] = "its owner holds it back"
+    elif job.unmet:
+        roster.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
+    elif job.spec.not_before_s is not None and job.spec.not_before_s > now_s:
+        roster.waits[job.id] = f"is not to start for another {job.spec.not_before_s - now_s:.0f} s"
+    else:
+        roster.pending.append(job)
+
+
+def clear_reserved(snapshot: Snapshot, roster: Roster, now_s: float) -> None:
+    """Sends jobs away from devices that are reserved for others from now on."""
+    active = [r for r in snapshot.reservations if r.start_s <= now_s < r.end_s]
+    if not active:
+        return
+    staying = []
+    for job in roster.running:
+        of_others = next(
+            (r for r in active if job.spec.user not in r.users and not r.devices.isdisjoint(job.devices)), None
+        )
+        if of_others is None or not job.spec.preemptible:
+            staying.append(job)
+            continue
+        roster.commands.append(Preempt(job.id, f"reservation {of_others.id} has begun"))
+        roster.coming += [
+            slot for slot in roster.slots[job.id] if snapshot.layout.devices[slot].id not in snapshot.closed
+        ]
+    roster.running = staying
+
+
+def is_bound(job: Job, settings: Settings, now_s: float) -> bool:
+    """Whether the job can't be preempted now, whoever asks: it never can, or it was too often within the last hour."""
+    if not job.spec.preemptible:
+        return True
+    most = settings.max_preemptions_per_hour
+    if job.spec.priority < 0 or len(job.preempted_s) < most:
+        return False
+    return sum(time_s > now_s - _HOUR_S for time_s in job.preempted_s) >= most
+
+
+def is_young(job: Job, settings: Settings, now_s: float) -> bool:
+    """Whether it got its devices so recently that its equals leave them to it; not over its soft limit."""
+    if now_s - job.attempt_began_s >= settings.min_run_s:
+        return False
+    return not is_overdue(job, now_s)
+
+
+def is_overdue(job: Job, now_s: float) -> bool:
+    """Whether it has run for longer than its soft limit."""
+    return job.spec.soft_limit_s is not None and job.held_until(now_s) >= job.spec.soft_limit_s
+
+
+class Choices:
+    """Which pools each job may use; worked out once for all jobs that ask for the same."""
+
+    def __init__(self, snapshot: Snapshot, now_s: float) -> None:
+        """Makes pools finer where devices are reserved."""
+        self._snapshot, self._now_s = snapshot, now_s
+        self._reservations = [r for r in snapshot.reservations if r.end_s > now_s]
+        self._known: dict[tuple[object, ...], Choice] = {}
+        self.pool_of, self._zones = _zones(snapshot, self._reservations)
+
+    def of(self, job: Job) -> Choice:
+        """The pools, as groups of one kind each, the best first."""
+        spec, needs = job.spec, job.spec.needs
+        key: tuple[object, ...] = (needs.kinds, needs.memory_bytes, needs.one_host, needs.one_kind)
+        if self._reservations:
+            key = (*key, spec.user, spec.preemptible, spec.hard_limit_s)
+        choice = self._known.get(key)
+        if choice is None:
+            choice = self._known[key] = self._work_out(job)
+        return choice
+
+    def _work_out(self, job: Job) -> Choice:
+        settings, needs = self._snapshot.settings, job.spec.needs
+        groups: dict[str, list[int]] = {}
+        for zone, (pool_index, held) in enumerate(self._zones):
+            pool = self._snapshot.layout.pools[pool_index]
+            is_fit = (not needs.kinds or pool.kind in needs.kinds) and pool.memory_bytes >= needs.memory_bytes
+            if is_fit and all(self._may_use(job, r) for r in held):
+                groups.setdefault(pool.kind, []).append(zone)
+
+        def rank(zone: int) -> tuple[float, float, int]:
+            pool_index, held = self._zones[zone]
+            pool = self._snapshot.layout.pools[pool_index]
+            mine = any(job.spec.user in r.users and r.start_s <= self._now_s for r in held)
+            return (-math.inf if mine else -pool.worth(settings), pool.memory_bytes, zone)
+
+        ordered = [tuple(sorted(zones, key=rank)) for zones in groups.values()]
+        ordered.sort(key=lambda zones: rank(zones[0]))
+        return Choice(tuple(ordered), needs.one_host, needs.one_kind)
+
+    def _may_use(self, job: Job, reservation: Reservation) -> bool:
+        """Its user is among those it is for; or the job will be gone, or can be sent away, before it begins."""
+        if job.spec.user in reservation.users:
+            return True
+        if reservation.start_s <= self._now_s:
+            return False
+        if job.spec.preemptible:
+            return self._now_s + self._snapshot.settings.min_run_s <= reservation.start_s
+        return job.spec.hard_limit_s is not None and self._now_s + job.spec.hard_limit_s <= reservation.start_s
+
+
+def _zones(
+    snapshot: Snapshot, reservations: list[Reservation]
+) -> tuple[Sequence[int], list[tuple[int, tuple[Reservation, ...]]]]:
+    """Device → zone, and each zone's pool and reservations; a zone is a pool where nothing is reserved."""
+    layout = snapshot.layout
+    zones: list[tuple[int, tuple[Reservation, ...]]] = [(pool, ()) for pool in range(len(layout.pools))]
+    if not reservations:
+        return layout.pool_of, zones
+    held: dict[int, tuple[Reservation, ...]] = {}
+    for reservation in reservations:
+        for device in reservation.devices:
+            if device in layout.index:
+                slot = layout.index[device]
+                held[slot] = (*held.get(slot, ()), reservation)
+    pool_of = list(layout.pool_of)
+    numbers: dict[tuple[int, tuple[str, ...]], int] = {}
+    for slot, of_slot in held.items():
+        key = (layout.pool_of[slot], tuple(r.id for r in of_slot))
+        if key not in numbers:
+            numbers[key] = len(zones)
+            zones.append((layout.pool_of[slot], of_slot))
+        pool_of[slot] = numbers[key]
+    return pool_of, zones
+
+
+def limits_of(snapshot: Snapshot) -> Mapping[str, tuple[int | None, int | None]]:
+    """User → most devices at once, most running jobs."""
+    return {
+        name: (user.limits.max_devices, user.limits.max_running)
+        for name, user in snapshot.users.items()
+        if user.limits.max_devices is not None or user.limits.max_running is not None
+    }

@@ -1,0 +1,23 @@
+"""The queue at one moment, as `decide` sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from evenload.scheduler.core.layout import Layout
+from evenload.scheduler.core.values import Job, Reservation, Settings, User
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a decision may depend on, besides the time. Parts are shared between snapshots, never changed."""
+
+    jobs: tuple[Job, ...]
+    """All that have not ended, in the order of submission."""
+    layout: Layout
+    closed: Mapping[str, str]
+    """Devices on which nothing new may start, and why."""
+    users: Mapping[str, User]
+    reservations: tuple[Reservation, ...]
+    settings: Settings

@@ -1,0 +1,105 @@
+"""The life of a job as a table: states, what can happen in each, and where that leads.
+
+::
+
+    PENDING ──place──▶ STARTING ──begin──▶ RUNNING ──succeed──▶ SUCCEEDED
+       ▲                  ▲                │  │ └───fail─────▶ FAILED
+       │                  └─yield─ RESIZING ◀┘  └──stop──▶ PREEMPTING ──yield──▶ PENDING
+       └──yield, lose, retry (from any state that holds devices)             └─cancel─▶ CANCELLED
+
+A job that is to be ended for good (cancelled, or over its hard limit) is PREEMPTING too; its `Job.ending` says how it
+ends when its processes are gone.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from evenload.errors import QueueError
+
+
+class JobState(StrEnum):
+    """Where a job is in its life."""
+
+    PENDING = "PENDING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    RESIZING = "RESIZING"
+    PREEMPTING = "PREEMPTING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+class Verb(StrEnum):
+    """What can happen to a job."""
+
+    PLACE = "place"
+    """Devices are given to it."""
+    BEGIN = "begin"
+    """Its program runs."""
+    RESIZE = "resize"
+    """It is asked to save and stop, to go on at once on other devices."""
+    STOP = "stop"
+    """It is asked to save and stop."""
+    YIELD = "yield"
+    """It has saved, said how to go on, and its processes are gone (exit code 75)."""
+    SUCCEED = "succeed"
+    FAIL = "fail"
+    RETRY = "retry"
+    """It failed, and may be tried again."""
+    LOSE = "lose"
+    """Its processes are gone through no fault of its own: a host died, a runner was killed."""
+    CANCEL = "cancel"
+
+
+_S, _V = JobState, Verb
+
+TABLE: dict[tuple[JobState, Verb], JobState] = {
+    (_S.PENDING, _V.PLACE): _S.STARTING,
+    (_S.PENDING, _V.CANCEL): _S.CANCELLED,
+    (_S.PENDING, _V.FAIL): _S.FAILED,
+    (_S.STARTING, _V.BEGIN): _S.RUNNING,
+    (_S.STARTING, _V.STOP): _S.PREEMPTING,
+    (_S.RUNNING, _V.RESIZE): _S.RESIZING,
+    (_S.RUNNING, _V.STOP): _S.PREEMPTING,
+    (_S.RESIZING, _V.YIELD): _S.STARTING,
+    (_S.RESIZING, _V.STOP): _S.PREEMPTING,
+    (_S.PREEMPTING, _V.STOP): _S.PREEMPTING,
+    (_S.PREEMPTING, _V.CANCEL): _S.CANCELLED,
+    (_S.PREEMPTING, _V.YIELD): _S.PENDING,
+    (_S.STARTING, _V.YIELD): _S.PENDING,
+    (_S.RUNNING, _V.YIELD): _S.PENDING,
+    **{
+        (state, verb): target
+        for state in (_S.STARTING, _S.RUNNING, _S.RESIZING, _S.PREEMPTING)
+        for verb, target in (
+            (_V.SUCCEED, _S.SUCCEEDED),
+            (_V.FAIL, _S.FAILED),
+            (_V.RETRY, _S.PENDING),
+            (_V.LOSE, _S.PENDING),
+        )
+    },
+}
+"""What each verb leads to; what isn't here can't happen."""
+
+HOLDING = frozenset((_S.STARTING, _S.RUNNING, _S.RESIZING, _S.PREEMPTING))
+"""A job holds devices in exactly these states."""
+
+ENDED = frozenset((_S.SUCCEEDED, _S.FAILED, _S.CANCELLED))
+"""A job stays in these for ever."""
+
+
+def next_state(state: JobState, verb: Verb) -> JobState:
+    """Where the verb leads.
+
+    Raises:
+        QueueError: it can't happen in this state.
+    """
+    target = TABLE.get((state, verb))
+    if target is None:
+        allowed = sorted(str(v) for s, v in TABLE if s is state)
+        raise QueueError(
+            f"a job that is {state} can't {verb}; what can happen to it: {', '.join(allowed) or 'nothing, it has ended'}"
+        )
+    return target

@@ -1,0 +1,361 @@
+"""The values of the queue: what a job asks for, what it is now, devices, users, reservations, settings.
+
+All frozen and plain. Times are seconds of one clock, the shell's (`_s`); work is counted in a job's own units (steps);
+service in device-seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core.states import JobState
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One place a job can compute on."""
+
+    id: str
+    host: str
+    kind: str = "gpu"
+    """What people ask for by name: ``"a100"``, ``"rtx3090"``, ``"cpu"``."""
+    memory_bytes: int = 0
+    speed: float = 1.0
+    """Relative to the other kinds here, as measured; 1 where nothing is known."""
+    price_per_hour: float = 0.0
+    power_w: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.id or not self.host:
+            raise ConfigError(f"a device with id {self.id!r} on host {self.host!r}: expected both to be names")
+        if not (0 < self.speed < math.inf and 0 <= self.price_per_hour < math.inf and 0 <= self.power_w < math.inf):
+            raise ConfigError(
+                f"device {self.id}: speed {self.speed}, price {self.price_per_hour} an hour, power {self.power_w} W: "
+                f"expected a speed above 0, and price and power of at least 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which devices a job can use, and how many of them: a gang, all or nothing."""
+
+    min_devices: int = 1
+    max_devices: int = 1
+    kinds: tuple[str, ...] = ()
+    """Any of these; empty for any kind at all."""
+    memory_bytes: int = 0
+    """At least so much on each device."""
+    one_host: bool = False
+    """All of them in one machine."""
+    one_kind: bool = False
+    """All of one kind; otherwise one kind is preferred."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_devices <= self.max_devices:
+            raise ConfigError(
+                f"devices {self.min_devices}:{self.max_devices}: expected MIN:MAX with 1 <= MIN <= MAX, or one number"
+            )
+        if self.memory_bytes < 0:
+            raise ConfigError(f"memory of {self.memory_bytes} bytes a device: expected at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """A job that must end before this one may start."""
+
+    job: str
+    condition: str = "ok"
+    """``ok`` (it succeeded), ``any`` (it ended), ``failed`` (it failed or was cancelled)."""
+
+    def __post_init__(self) -> None:
+        if self.condition not in ("ok", "any", "failed"):
+            raise ConfigError(f"after {self.job}:{self.condition}: expected one of ok, any, failed")
+
+    def is_met(self, state: JobState) -> bool:
+        """Whether a job that ended in `state` lets this one start."""
+        return self.condition == "any" or (self.condition == "ok") == (state is JobState.SUCCEEDED)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What was asked for when the job was submitted. What the program itself is, is the shell's business."""
+
+    user: str
+    needs: Needs = field(default_factory=Needs)
+    name: str = ""
+    priority: int = 0
+    """Classes: a higher one goes first whatever the policy's order within a class. Below 0: takes idle devices only, and
+    gives them back at once."""
+    preemptible: bool = True
+    """Whether it can save, stop, and go on later."""
+    estimate_s: float | None = None
+    """How long it will run on `min_devices` devices, as its owner or earlier runs say."""
+    total: float | None = None
+    """All of its work, in its own units, where it is known before it runs."""
+    rates: tuple[float, ...] = ()
+    """Work a second on 1, 2, … devices, where earlier runs tell it."""
+    restart_s: float | None = None
+    """What a stop and resume costs it, where measured."""
+    soft_limit_s: float | None = None
+    """After running so long it goes on only where nobody else wants the devices."""
+    hard_limit_s: float | None = None
+    """After running so long it is ended."""
+    not_before_s: float | None = None
+    after: tuple[After, ...] = ()
+    array: str = ""
+    """The array it is an element of."""
+    array_limit: int | None = None
+    """At most so many elements of the array at once."""
+    retries: int = 0
+    """It is tried again so often where it fails by itself."""
+
+    def __post_init__(self) -> None:
+        if not self.user:
+            raise ConfigError("a job without a user: expected the name of its owner")
+        for name in ("estimate_s", "total", "restart_s", "soft_limit_s", "hard_limit_s"):
+            value = getattr(self, name)
+            least = 0 if name == "restart_s" else math.ulp(0.0)
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"{name}={value}: expected a number above 0")
+        if self.soft_limit_s is not None and self.hard_limit_s is not None and self.soft_limit_s >= self.hard_limit_s:
+            raise ConfigError(
+                f"soft_limit_s={self.soft_limit_s} and hard_limit_s={self.hard_limit_s}: a soft limit that is not below "
+                f"the hard one has no effect"
+            )
+        if self.array_limit is not None and (self.array_limit < 1 or not self.array):
+            raise ConfigError(f"array_limit={self.array_limit}: expected at least 1, and the name of the array")
+        if self.retries < 0:
+            raise ConfigError(f"retries={self.retries}: expected at least 0")
+        if not all(0 <= rate < math.inf for rate in self.rates):
+            raise ConfigError(f"rates={self.rates}: expected numbers of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as it is now. Replaced, never changed, when something happens to it."""
+
+    id: str
+    spec: JobSpec
+    submitted_s: float
+    state: JobState = JobState.PENDING
+    since_s: float = 0.0
+    """When it came into this state."""
+    attempt: int = 0
+    """How often devices were given to it: the fencing number of what runs now."""
+    devices: tuple[str, ...] = ()
+    """What it holds."""
+    target: tuple[str, ...] = ()
+    """While RESIZING: what it will hold next. Devices in both are kept; nobody else gets either."""
+    first_began_s: float | None = None
+    attempt_began_s: float = 0.0
+    """When the present devices were given to it."""
+    held_s: float = 0.0
+    """How long it held devices, up to `accounted_s`."""
+    service_device_s: float = 0.0
+    """The same times the number of devices."""
+    waited_s: float = 0.0
+    """How long it could have run but waited for devices, up to `accounted_s`."""
+    accounted_s: float = 0.0
+    preempted_s: tuple[float, ...] = ()
+    """When it was last preempted or resized against its will, as far as the bound of an hour needs it."""
+    num_restarts: int = 0
+    """Attempts after the first."""
+    num_failures: int = 0
+    num_lost: int = 0
+    done: float = 0.0
+    """Work done, as last reported."""
+    total: float | None = None
+    """All of its work; None where nobody knows."""
+    rate_per_s: float = 0.0
+    """Work a second with the present devices, as last reported; 0 where not yet measured."""
+    reported_s: float = 0.0
+    rates: tuple[float, ...] = ()
+    """Work a second on 1, 2, … devices: measured, or predicted from what was. Its length is the most it can use well."""
+    is_held: bool = False
+    """Its owner holds it back."""
+    unmet: tuple[str, ...] = ()
+    """Jobs it still waits for."""
+    doomed: str = ""
+    """Why it can never start; empty where it can."""
+    ending: JobState | None = None
+    """While PREEMPTING: how it ends when it is gone, None where it goes on later."""
+    reason: str = ""
+    """Why it is in this state, for people."""
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices it holds."""
+        return len(self.devices)
+
+    def held_until(self, now_s: float) -> float:
+        """Seconds for which it held devices, up to now."""
+        return self.held_s + (now_s - self.accounted_s if self.devices else 0.0)
+
+    def service_until(self, now_s: float) -> float:
+        """Device-seconds it held, up to now."""
+        return self.service_device_s + len(self.devices) * (now_s - self.accounted_s)
+
+    def waited_until(self, now_s: float) -> float:
+        """Seconds it could have run but had no devices, up to now."""
+        if self.state is not JobState.PENDING or self.is_held or self.unmet:
+            return self.waited_s
+        ready_s = max(self.accounted_s, self.spec.not_before_s or 0.0)
+        return self.waited_s + max(0.0, now_s - ready_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one user may have. None for no limit."""
+
+    max_devices: int | None = None
+    """Held at once."""
+    max_running: int | None = None
+    max_queued: int | None = None
+    """Jobs that have not ended; a further submit is refused by the shell (`Book.refusal`)."""
+    share: float = 1.0
+    """Weight in the fair share."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_devices", "max_running", "max_queued"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name}={value}: expected at least 0, or None for no limit")
+        if not 0 < self.share < math.inf:
+            raise ConfigError(f"share={self.share}: expected a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A user's limits and use."""
+
+    name: str
+    limits: Limits = Limits()
+    usage_device_s: float = 0.0
+    """Device-seconds held, each counted less the longer it is ago (`Settings.half_life_s`), as of `accounted_s`."""
+    accounted_s: float = 0.0
+    num_devices: int = 0
+    """Held now."""
+
+    def usage_until(self, now_s: float, half_life_s: float) -> float:
+        """Decayed device-seconds as of now: u·2^(−t/h) + n·h/ln 2·(1 − 2^(−t/h)) with n devices held since."""
+        decay = math.exp2(-(now_s - self.accounted_s) / half_life_s)
+        return self.usage_device_s * decay + self.num_devices * half_life_s / math.log(2) * (1 - decay)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Devices kept for some users during a window of time."""
+
+    id: str
+    devices: frozenset[str]
+    start_s: float
+    end_s: float
+    users: frozenset[str]
+    """Only their jobs may use the devices meanwhile; nobody's where empty (maintenance)."""
+
+    def __post_init__(self) -> None:
+        if not self.start_s < self.end_s:
+            raise ConfigError(f"reservation {self.id}: from {self.start_s} s to {self.end_s} s: expected start < end")
+        if not self.devices:
+            raise ConfigError(f"reservation {self.id} reserves no device")
+
+
+POLICIES = ("default", "fifo", "priority", "fair_share", "las", "srpt", "goodput")
+"""The names of the policies; `evenload.scheduler.policies` holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How this queue decides."""
+
+    policy: str = "default"
+    min_run_s: float = 300.0
+    """A job of the same class doesn't displace one that got its devices less than this ago."""
+    max_preemptions_per_hour: int = 6
+    """No job is preempted or resized more often than that within any hour; jobs with a priority below 0 are."""
+    starve_after_s: float = 12 * 3600.0
+    """A job that waited so much longer than it ran goes before all others; see `policies.starvation`."""
+    ageing_s: float = 3600.0
+    """In `default`: a job that waited so long counts as if half of its work were left, twice as long a third, …"""
+    fairness: float = 1.0
+    """In `default` and `goodput`: how much a user's use counts against the jobs; 0 for not at all."""
+    half_life_s: float = 7 * 86400.0
+    """Use of devices counts half after so long."""
+    restart_s: float = 30.0
+    """What a stop and resume is taken to cost where a job's own was not measured."""
+    horizon_s: float = 600.0
+    """A change of devices must pay within so long."""
+    las_thresholds_device_s: tuple[float, ...] = (16 * 3600.0,)
+    """Where the queues of `las` end, in device-seconds of attained service."""
+    backfill: bool = True
+    """Whether later jobs may use what the first in line can't use yet, without delaying it."""
+    packing: str = "pack"
+    """``pack``: few hosts, and small jobs where others are already; ``spread``: the emptiest hosts first."""
+    price_weight: float = 0.0
+    """How many parts of a device's speed one unit of money an hour is worth; 0 for not at all."""
+    energy_weight: float = 0.0
+    """The same for one kilowatt."""
+    max_lost: int = 5
+    """A job whose attempts were lost so often fails: the fault follows it."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy={self.policy!r}: there is no such policy; there are {', '.join(POLICIES)}")
+        if self.packing not in ("pack", "spread"):
+            raise ConfigError(f"packing={self.packing!r}: expected pack or spread")
+        for name in ("ageing_s", "half_life_s", "starve_after_s", "horizon_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a number above 0")
+        for name in ("min_run_s", "restart_s", "fairness", "price_weight", "energy_weight", "max_preemptions_per_hour"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a number of at least 0")
+        if self.max_lost < 1:
+            raise ConfigError(f"max_lost={self.max_lost}: expected at least 1")
+        if list(self.las_thresholds_device_s) != sorted(set(self.las_thresholds_device_s)) or any(
+            threshold <= 0 for threshold in self.las_thresholds_device_s
+        ):
+            raise ConfigError(
+                f"las_thresholds_device_s={self.las_thresholds_device_s}: expected growing numbers above 0"
+            )
+
+
+def settings_from(values: Mapping[str, Any]) -> Settings:
+    """Settings from a mapping, such as a TOML table or options of a command line.
+
+    Raises:
+        ConfigError: a name is unknown or a value of the wrong type.
+    """
+    known = {name: Settings.__dataclass_fields__[name].type for name in Settings.__dataclass_fields__}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"{name}={value!r}: there is no such setting of the queue; there are {', '.join(known)}")
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            read[name] = _read(str(known[name]), value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}={value!r}: expected {known[name]}") from error
+    return Settings(**read)
+
+
+def _read(kind: str, value: Any) -> Any:
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "yes", "on", "1"):
+            return True
+        if str(value).lower() in ("false", "no", "off", "0"):
+            return False
+        raise ValueError(value)
+    if kind.startswith("tuple"):
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(float(part) for part in parts)
+    if kind == "int":
+        if float(value) != int(float(value)):
+            raise ValueError(value)
+        return int(float(value))
+    return float(value) if kind == "float" else str(value)

@@ -1,0 +1,50 @@
+"""What a policy sees, and what it answers: the seam between `decide` and the policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from evenload.scheduler.core.values import Job, Settings, User
+
+
+@dataclass(frozen=True)
+class View:
+    """The jobs that only devices keep from running, those that run, and what there is to share."""
+
+    now_s: float
+    jobs: Sequence[Job]
+    """RUNNING ones, and PENDING ones that may start as far as they themselves are concerned."""
+    users: Mapping[str, User]
+    settings: Settings
+    num_devices: int
+    """Devices that are free, coming free, or held by `jobs`."""
+    settled: Sequence[Job]
+    """Jobs that are about to run on devices which can't be changed now (STARTING, RESIZING)."""
+    host_size: int
+    """Devices of the largest host."""
+    keeping: frozenset[str]
+    """Running jobs whose devices can't be taken from them now (not preemptible, young, preempted too often lately)."""
+    device_cost: float = 0.0
+    """What a device costs, in parts of a device's speed, as the settings weigh money and energy; a mean."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a policy wants. `decide` gives it as far as limits, devices and protections allow."""
+
+    order: Sequence[Job]
+    """All jobs of the view, the most deserving first; higher classes stand before lower ones."""
+    preempts: bool
+    """Whether a pending job may displace running ones that stand behind it."""
+    reserves: bool = True
+    """Whether the first job that can't start keeps later ones from delaying it; otherwise they just go on."""
+    sizes: Mapping[str, int] | None = None
+    """For elastic policies: how many devices each job should have, 0 for none. None: those that run keep what they
+    have, others start with what they ask for at least, and more where nobody else wants it."""
+    reasons: Mapping[str, str] | None = None
+    """Why a job's size changes, for people."""
+
+
+Policy = Callable[[View], Wishes]
+"""A pure function: the same view gives the same wishes."""

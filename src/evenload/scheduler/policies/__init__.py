@@ -1,0 +1,26 @@
+"""Who deserves devices most: policies by name, each a pure function from a `View` to `Wishes`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core.values import POLICIES
+from evenload.scheduler.core.view import Policy
+
+
+def policy_named(name: str) -> Policy:
+    """The policy of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    policy = _LOADED.get(name)
+    if policy is None:
+        if name not in POLICIES:
+            raise ConfigError(f"policy={name!r}: there is no such policy; there are {', '.join(POLICIES)}")
+        policy = _LOADED[name] = getattr(import_module(f"{__name__}.{name}"), name)
+    return policy
+
+
+_LOADED: dict[str, Policy] = {}

@@ -1,0 +1,32 @@
+"""``default``: classes, then little work and little use first; waiting counts, so nothing starves.
+
+The score of a job is ``work · use^fairness / (1 + waited / ageing_s)``, the least goes first: `work` in device-seconds as
+in ``srpt``; `use` what its owner has had relative to the others (`shares.relative_use`); `waited` the time it could have
+run but had no devices. After waiting `ageing_s` a job counts as if half of its work were left, after three times that a
+quarter (highest response ratio next: Brinch Hansen 1971). Elastic jobs get at least their minimum in this order, and what
+is left over goes where it speeds up most.
+"""
+
+from __future__ import annotations
+
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.view import View, Wishes
+from evenload.scheduler.policies.elastic import spread_rest
+from evenload.scheduler.policies.shares import relative_use
+from evenload.scheduler.policies.srpt import work
+
+
+def default(view: View) -> Wishes:
+    """The order, and sizes of elastic jobs where there are any."""
+    settings, now_s = view.settings, view.now_s
+    uses = relative_use(view) if settings.fairness > 0 else {}
+
+    def key(job: Job) -> tuple[int, float, float]:
+        score = work(view, job) / (1.0 + job.waited_until(now_s) / settings.ageing_s)
+        if uses:
+            score *= uses[job.spec.user] ** settings.fairness
+        return -job.spec.priority, score, job.submitted_s
+
+    order = sorted(view.jobs, key=key)
+    sizes = spread_rest(view, order)
+    return Wishes(order=order, preempts=True, sizes=sizes)

@@ -1,0 +1,167 @@
+"""Who gets the next device: marginal gain on concave hulls of measured speed curves.
+
+Each job j that may have k devices has a value v_j(k) = w_j · s_j(k), with s_j its speed-up over one device as measured and
+w_j its weight. A running job that changes from k to another size loses a restart, so there v_j counts only for the part
+(H − c_j)/H of a horizon H. The upper concave hull of (k, v_j(k)) falls into segments of falling slope; taking all jobs'
+segments steepest first, while they fit, maximises Σ v_j(k_j) for a given number of devices up to the last segment (the
+greedy solution of the Lagrangian relaxation). A gang that needs at least m devices is one segment from 0 to m. What a
+restart costs stands out of the hull as a corner at the present size, so small gains don't move anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from evenload.scheduler.core.estimates import PRIOR_S, restart_s, work_left
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.view import View
+
+_PRIOR_EXPONENT = 0.9
+"""A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
+_ALL_SIZES = 8
+"""Up to so many devices every size is looked at; beyond, multiples of four and the largest."""
+
+
+@dataclass(frozen=True)
+class Bid:
+    """What each number of devices is worth to one job."""
+
+    job: Job
+    floor: int
+    """It has this many in any case: 0, or its minimum, or what can't be taken from it."""
+    sizes: tuple[int, ...]
+    """Growing, all above `floor`."""
+    values: tuple[float, ...]
+    """Of `sizes`."""
+    floor_value: float
+    speedups: Sequence[float]
+    """Of 0, 1, 2, … devices."""
+
+
+def speedups(view: View, job: Job) -> list[float]:
+    """Speed-up over one device of 0, 1, 2, … devices; as long as the job can use more."""
+    needs, rates = job.spec.needs, job.rates
+    if rates and max(rates) > 0:
+        most = max(min(needs.max_devices, len(rates)), needs.min_devices, len(job.devices))
+        one = rates[0] if rates[0] > 0 else next(rate / (k + 1) for k, rate in enumerate(rates) if rate > 0)
+        known = [0.0, *(rate / one for rate in rates[:most])]
+        return known + [known[-1]] * (most + 1 - len(known))
+    most = max(min(needs.max_devices, view.host_size), needs.min_devices, len(job.devices))
+    return [float(k) ** _PRIOR_EXPONENT for k in range(most + 1)]
+
+
+def single_s(view: View, job: Job) -> float:
+    """Seconds the job would still need on one device; guessed from what it has done where its total is unknown."""
+    left = work_left(job, view.now_s)
+    rate = job.rates[0] if job.rates else 0.0
+    if rate > 0 and left is not None:
+        return left / rate
+    if left is None and job.spec.estimate_s is not None:
+        left_s = job.spec.estimate_s - job.held_until(view.now_s)
+        if left_s > 0:
+            return left_s * job.spec.needs.min_devices
+    if rate > 0:
+        done = job.done + (job.rate_per_s * (view.now_s - job.reported_s) if job.state is JobState.RUNNING else 0.0)
+        return done / rate + PRIOR_S
+    return job.service_until(view.now_s) + PRIOR_S * job.spec.needs.min_devices
+
+
+def bid(view: View, job: Job, weight: float, floor: int) -> Bid:
+    """The job's values for all sizes above `floor`, a restart counted against each change."""
+    curve = speedups(view, job)
+    present = len(job.devices)
+    lowest = max(job.spec.needs.min_devices, floor + 1)
+    sizes = [
+        k for k in range(lowest, len(curve)) if k <= _ALL_SIZES or k % 4 == 0 or k == len(curve) - 1 or k == present
+    ]
+    if job.id in view.keeping and not job.spec.preemptible:
+        sizes = []
+    one_s = single_s(view, job)
+
+    def value(k: int) -> float:
+        worth = weight * curve[k]
+        if present and k != present and k:
+            horizon_s = min(view.settings.horizon_s, one_s / max(curve[k], 1e-9))
+            worth *= max(0.0, 1.0 - restart_s(job, view.settings) / max(horizon_s, 1e-9))
+        return worth
+
+    return Bid(job, floor, tuple(sizes), tuple(value(k) for k in sizes), value(floor) if floor else 0.0, curve)
+
+
+def share_out(bids: Sequence[Bid], num_devices: int, device_cost: float) -> dict[str, int]:
+    """Sizes that maximise the sum of values with `num_devices` beyond the floors.
+
+    Args:
+        bids: one a job.
+        num_devices: what there is beyond the floors.
+        device_cost: a device must add more than this part of one device's speed to its job.
+    """
+    segments = []
+    for index, offer in enumerate(bids):
+        for low, high, slope in _hull(offer):
+            segments.append((-slope, index, low, high))
+    segments.sort()
+    sizes = {offer.job.id: offer.floor for offer in bids}
+    for slope, index, low, high in segments:
+        offer = bids[index]
+        if num_devices <= 0:
+            break
+        if sizes[offer.job.id] != low or slope >= 0:
+            continue
+        high = high if high - low <= num_devices else _largest_that_pays(offer, low, low + num_devices)
+        if high > low and _is_worth(offer, low, high, device_cost):
+            sizes[offer.job.id] = high
+            num_devices -= high - low
+    return sizes
+
+
+def spread_rest(view: View, order: Sequence[Job]) -> Mapping[str, int] | None:
+    """Sizes of elastic jobs: everybody's minimum in the given order, and the rest where it speeds up most.
+
+    None where there is no elastic job. Rigid jobs and those for which there is no room are left out.
+    """
+    if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
+        return None
+    left = view.num_devices
+    bids = []
+    for job in order:
+        is_elastic = job.spec.needs.min_devices < job.spec.needs.max_devices
+        least = job.spec.needs.min_devices
+        if job.devices and (not is_elastic or job.id in view.keeping):
+            least = len(job.devices)
+        if least <= left:
+            left -= least
+            if is_elastic:
+                bids.append(bid(view, job, 1.0, least))
+    return share_out(bids, left, view.device_cost)
+
+
+def _hull(offer: Bid) -> list[tuple[int, int, float]]:
+    """The upper concave hull from the floor on, as (from, to, slope) with falling slopes; only where it rises."""
+    corners: list[tuple[int, float]] = [(offer.floor, offer.floor_value)]
+    for size, value in zip(offer.sizes, offer.values, strict=True):
+        while len(corners) >= 2:
+            (k1, v1), (k2, v2) = corners[-2], corners[-1]
+            if (v2 - v1) * (size - k2) > (value - v2) * (k2 - k1):
+                break
+            corners.pop()
+        corners.append((size, value))
+    return [(k1, k2, (v2 - v1) / (k2 - k1)) for (k1, v1), (k2, v2) in pairwise(corners) if v2 > v1]
+
+
+def _largest_that_pays(offer: Bid, low: int, most: int) -> int:
+    """The best size above `low` that fits; `low` where none is better."""
+    best, best_value = low, offer.floor_value
+    for size, value in zip(offer.sizes, offer.values, strict=True):
+        if size == low:
+            best_value = value
+        elif low < size <= most and value > best_value:
+            best, best_value = size, value
+    return best
+
+
+def _is_worth(offer: Bid, low: int, high: int, device_cost: float) -> bool:
+    return offer.speedups[high] - offer.speedups[low] > device_cost * (high - low)

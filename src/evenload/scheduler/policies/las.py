@@ -1,0 +1,25 @@
+"""``las``: least attained service first, for where nothing is known of jobs: the discretised 2D-LAS of Tiresias.
+
+Gu et al., "Tiresias: A GPU Cluster Manager for Distributed Deep Learning", NSDI 2019, section 3.2: service is devices ×
+time; queues end at thresholds of it, a job sinks from queue to queue as it is served, lower queues run only on what
+higher ones leave, and within a queue jobs go in a fixed order, so equals don't preempt each other all the time. The order
+here is that of submission, as in the simulator that Pollux was compared with; the paper has that of the first start.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.view import View, Wishes
+
+
+def las(view: View) -> Wishes:
+    """As published, a job that doesn't fit is passed by those behind it."""
+    thresholds = view.settings.las_thresholds_device_s
+
+    def key(job: Job) -> tuple[int, int, float]:
+        queue = bisect_right(thresholds, job.service_until(view.now_s))
+        return -job.spec.priority, queue, job.submitted_s
+
+    return Wishes(order=sorted(view.jobs, key=key), preempts=True, reserves=False)

@@ -1,0 +1,32 @@
+"""``srpt``: whoever needs the fewest device-seconds to its end goes first; running jobs are preempted for that."""
+
+from __future__ import annotations
+
+import math
+
+from evenload.scheduler.core.estimates import device_s_left, guessed_device_s, restart_s
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.view import View, Wishes
+
+
+def srpt(view: View) -> Wishes:
+    """Smith's rule for gangs: with equal weights, least remaining device-seconds first."""
+    return Wishes(
+        order=sorted(view.jobs, key=lambda job: (-job.spec.priority, work(view, job), job.submitted_s)), preempts=True
+    )
+
+
+def work(view: View, job: Job) -> float:
+    """Device-seconds left, as they count in a comparison.
+
+    Two things keep jobs from displacing each other for nothing: one that waits needs a start, and its victim a restart;
+    and where the work is only guessed from what was attained, it is rounded up to a power of two, so equals swap only
+    when one of them has doubled.
+    """
+    known = device_s_left(job, view.now_s)
+    if known is None:
+        known = 2.0 ** math.ceil(math.log2(guessed_device_s(job, view.now_s)))
+    if job.state is not JobState.RUNNING:
+        known += 2 * restart_s(job, view.settings) * job.spec.needs.min_devices
+    return known

@@ -1,0 +1,77 @@
+"""Watches a simulated queue's events and adds up what a report needs: costs, preemptions, devices in use over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from evenload.scheduler.core import events
+from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Device, Job
+from evenload.scheduler.simulator.outcome import JobOutcome, Moment
+
+
+class Meter:
+    """Sums over the time of one simulation."""
+
+    def __init__(self, devices: Mapping[str, Device]) -> None:
+        """Nothing has happened yet."""
+        self._devices = devices
+        self._holding: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._cost: dict[str, float] = {}
+        self._energy_kwh: dict[str, float] = {}
+        self._num_preempted: dict[str, int] = {}
+        self._waiting: set[str] = set()
+        self.ended: list[JobOutcome] = []
+        self.moments: list[Moment] = []
+
+    def saw(self, event: events.Event, changed: tuple[Job, ...], book: Book) -> None:
+        """An event was applied to the book, and changed these jobs."""
+        if isinstance(event, events.Reported):
+            return
+        if (isinstance(event, events.StopAsked) and event.then is JobState.PENDING) or (
+            isinstance(event, events.ResizeAsked) and event.is_forced
+        ):
+            self._num_preempted[event.job] = self._num_preempted.get(event.job, 0) + 1
+        for job in changed:
+            self._settle(job, event.time_s)
+            if job.state is JobState.PENDING and not job.unmet:
+                self._waiting.add(job.id)
+            else:
+                self._waiting.discard(job.id)
+            if job.id not in book.jobs:
+                self.ended.append(self._outcome(job))
+        if changed:
+            moment = Moment(event.time_s, len(book.holder), len(self._waiting), len(book.jobs))
+            if self.moments and self.moments[-1].time_s == event.time_s:
+                self.moments[-1] = moment
+            else:
+                self.moments.append(moment)
+
+    def _settle(self, job: Job, time_s: float) -> None:
+        since_s, held = self._holding.get(job.id, (time_s, ()))
+        if held == job.devices:
+            return
+        hours = (time_s - since_s) / 3600.0
+        if hours > 0:
+            devices = [self._devices[name] for name in held]
+            self._cost[job.id] = self._cost.get(job.id, 0.0) + hours * sum(d.price_per_hour for d in devices)
+            energy_kwh = hours * sum(d.power_w for d in devices) / 1000.0
+            self._energy_kwh[job.id] = self._energy_kwh.get(job.id, 0.0) + energy_kwh
+        self._holding[job.id] = (time_s, job.devices)
+
+    def _outcome(self, job: Job) -> JobOutcome:
+        self._holding.pop(job.id, None)
+        return JobOutcome(
+            job=job.id,
+            user=job.spec.user,
+            state=job.state,
+            submitted_s=job.submitted_s,
+            began_s=job.first_began_s,
+            ended_s=job.since_s,
+            service_device_s=job.service_device_s,
+            num_restarts=job.num_restarts,
+            num_preemptions=self._num_preempted.pop(job.id, 0),
+            cost=self._cost.pop(job.id, 0.0),
+            energy_kwh=self._energy_kwh.pop(job.id, 0.0),
+        )

@@ -1,0 +1,58 @@
+"""What came of a simulated workload, job by job and over time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenload.scheduler.core.states import JobState
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """One job's story. Times are seconds since the workload's beginning."""
+
+    job: str
+    user: str
+    state: JobState
+    submitted_s: float
+    began_s: float | None
+    """When its program first ran; None where it never did."""
+    ended_s: float
+    service_device_s: float
+    num_restarts: int
+    num_preemptions: int
+    cost: float
+    energy_kwh: float
+    fair_s: float = 0.0
+    """How long it would have taken on an equal part of the cluster (`fairness`); 0 before that is worked out."""
+
+    @property
+    def jct_s(self) -> float:
+        """Job completion time: from its submission to its end."""
+        return self.ended_s - self.submitted_s
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The cluster between two changes; holds from `time_s` on."""
+
+    time_s: float
+    num_held: int
+    """Devices that jobs hold."""
+    num_waiting: int
+    """Jobs that could run but have no devices."""
+    num_active: int
+    """Jobs submitted and not ended."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A whole simulation."""
+
+    policy: str
+    num_devices: int
+    jobs: tuple[JobOutcome, ...]
+    moments: tuple[Moment, ...]
+    useful_device_s: float
+    """Device-seconds in which programs ran; the rest of what was held went into starts and restarts."""
+    num_decisions: int

@@ -1,0 +1,112 @@
+"""What a simulated job does with its devices: the interface, and programs that a duration or a table of speeds describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from evenload.errors import ConfigError
+from evenload.scheduler.simulator.cluster import Shape
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a job tells the queue of itself."""
+
+    done: float
+    total: float
+    """All of its work; the simulator hides or disturbs it where the queue isn't to know."""
+    rate_per_s: float
+    rates: tuple[float, ...] | None = None
+    """Work a second on 1, 2, … devices as far as it can tell; None where nothing is new since the last time."""
+
+
+class Program(Protocol):
+    """A job's behaviour between events: its speed only changes at moments that it knows beforehand."""
+
+    is_done: bool
+
+    def start(self, shape: Shape) -> None:
+        """Runs from now on these devices, from where it stood."""
+
+    def until_change_s(self) -> float:
+        """Seconds of running until its speed changes or it is done."""
+
+    def advance(self, seconds: float) -> None:
+        """Runs for so long, at most until the next change."""
+
+    def told(self) -> Told:
+        """What it reports now."""
+
+
+class Timed:
+    """A program of a known duration, as in recorded traces: ``speed = mean(device speeds) · (n / n₀)^scaling``."""
+
+    def __init__(self, duration_s: float, num_devices: int, scaling: float) -> None:
+        """Runs `duration_s` on `num_devices` devices of speed 1."""
+        if not duration_s > 0:
+            raise ConfigError(f"a job of {duration_s} s: expected more than 0")
+        self._total, self._num, self._scaling = duration_s, num_devices, scaling
+        self._done = 0.0
+        self._rate = 0.0
+        self._most = 0
+        self.is_done = False
+
+    def rate(self, shape: Shape) -> float:
+        """Seconds of its work a second."""
+        return sum(shape.speeds) / len(shape.speeds) * math.pow(shape.num_devices / self._num, self._scaling)
+
+    def start(self, shape: Shape) -> None:
+        """Takes the speed of these devices."""
+        self._rate = self.rate(shape)
+
+    def until_change_s(self) -> float:
+        """Until it is done."""
+        return (self._total - self._done) / self._rate
+
+    def advance(self, seconds: float) -> None:
+        """Runs on."""
+        self._done = min(self._total, self._done + self._rate * seconds)
+        self.is_done = self._total - self._done <= 1e-9 * self._total
+
+    def told(self) -> Told:
+        """Seconds of work, on as many devices as the trace says."""
+        return Told(self._done, self._total, self._rate)
+
+
+class Typed(Timed):
+    """A program of so many steps, whose speed on each kind and number of devices a table tells (Gavel)."""
+
+    def __init__(self, steps: float, name: str, rates: Mapping[tuple[str, int], float]) -> None:
+        """`rates`: (kind, number of devices) → steps a second; kinds mixed in one job run at the slowest's speed."""
+        super().__init__(steps, 1, 1.0)
+        self._name, self._rates = name, rates
+
+    def rate(self, shape: Shape) -> float:
+        """Steps a second.
+
+        Raises:
+            ConfigError: the table has no such kind or number of devices.
+        """
+        num = shape.num_devices
+        known = [self._rates.get((kind, num)) for kind in set(shape.kinds)]
+        if None in known or not all(known):
+            sizes = sorted({n for kind, n in self._rates if kind in shape.kinds})
+            raise ConfigError(
+                f"job type {self._name!r} on {num} devices of kind {', '.join(sorted(set(shape.kinds)))}: the table of "
+                f"speeds has {', '.join(map(str, sizes)) or 'no number of'} devices of such"
+            )
+        return min(rate for rate in known if rate is not None)
+
+
+def alone_s(program: Program, shape: Shape) -> float:
+    """Seconds that a new program takes from its beginning to its end on such devices, undisturbed; uses it up."""
+    program.start(shape)
+    seconds = 0.0
+    while not program.is_done:
+        part_s = program.until_change_s()
+        program.advance(part_s)
+        seconds += part_s
+    return seconds

@@ -1,0 +1,128 @@
+"""A queue's own record as a workload: its log of events becomes rows of the simple table (`workloads`).
+
+What a job would have taken on the least devices it asks for is worked out from when its program ran, and on what:
+``Σ seconds · mean speed · (n / n₀)^scaling`` over its attempts. Jobs that never ran, or had not ended when the record ends,
+tell nothing and are left out, and so are dependencies on them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evenload.errors import ConfigError, QueueError
+from evenload.scheduler.core import events
+from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.simulator.workloads import DEFAULT_SCALING
+
+COLUMNS = (
+    "job", "submitted_s", "devices", "duration_s", "user", "priority", "kinds", "memory_gib", "one_host", "one_kind",
+    "preemptible", "estimate_s", "soft_limit_s", "not_before_s", "after", "array", "array_limit", "restart_s", "name",
+    "state", "started_s", "ended_s",
+)  # fmt: skip
+
+Row = dict[str, str]
+
+
+@dataclass
+class _Seen:
+    """What the record tells of one job so far."""
+
+    job: Job
+    work_s: float = 0.0
+    """Seconds on the least number of devices, of speed 1."""
+    began_s: float | None = None
+    """Of the attempt that runs."""
+    devices: tuple[str, ...] = field(default=())
+
+
+def rows_of(log: Iterable[events.Event]) -> tuple[list[Row], int]:
+    """The rows in the order of submission, times from the first one on; and how many jobs were left out.
+
+    Raises:
+        QueueError: the events don't follow each other.
+    """
+    book = Book()
+    seen: dict[str, _Seen] = {}
+    for event in log:
+        for job in book.apply(event):
+            one = seen.setdefault(job.id, _Seen(job))
+            if one.began_s is not None and job.state is not JobState.RUNNING:
+                one.work_s += _work_s(book, one, event.time_s)
+                one.began_s = None
+            if one.began_s is None and job.state is JobState.RUNNING:
+                one.began_s, one.devices = event.time_s, job.devices
+            one.job = job
+    told = {name: one for name, one in seen.items() if name in book.outcomes and one.work_s > 0}
+    first_s = min((one.job.submitted_s for one in told.values()), default=0.0)
+    return [_row(one, first_s, set(told)) for one in told.values()], len(seen) - len(told)
+
+
+def read_log(path: Path) -> tuple[list[Row], int]:
+    """The same from a file with one event a line, as `core.events.as_row` writes them.
+
+    Raises:
+        ConfigError: the file is not such a log.
+    """
+    log = []
+    try:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if line.strip():
+                log.append(events.from_row(json.loads(line)))
+        return rows_of(log)
+    except OSError as error:
+        raise ConfigError(f"record {path} can't be read: {error.strerror}") from error
+    except (ValueError, TypeError, QueueError) as error:
+        where = f", line {number}" if not isinstance(error, QueueError) else ""
+        raise ConfigError(f"record {path}{where}: expected one event of a queue a line ({error})") from error
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Writes the simple table."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _work_s(book: Book, one: _Seen, now_s: float) -> float:
+    speeds = [book.devices[name].speed if name in book.devices else 1.0 for name in one.devices]
+    factor = float((len(one.devices) / one.job.spec.needs.min_devices) ** DEFAULT_SCALING)
+    began_s = now_s if one.began_s is None else one.began_s
+    return (now_s - began_s) * sum(speeds) / len(speeds) * factor
+
+
+def _row(one: _Seen, first_s: float, told: set[str]) -> Row:
+    job, spec, needs = one.job, one.job.spec, one.job.spec.needs
+    elastic = needs.min_devices < needs.max_devices
+    row = {
+        "job": job.id,
+        "submitted_s": f"{job.submitted_s - first_s:.3f}",
+        "devices": f"{needs.min_devices}:{needs.max_devices}" if elastic else str(needs.min_devices),
+        "duration_s": f"{one.work_s:.3f}",
+        "user": spec.user,
+        "priority": str(spec.priority),
+        "kinds": "|".join(needs.kinds),
+        "memory_gib": f"{needs.memory_bytes / 2**30:.6g}" if needs.memory_bytes else "",
+        "one_host": "yes" if needs.one_host else "",
+        "one_kind": "yes" if needs.one_kind else "",
+        "preemptible": "yes" if spec.preemptible else "no",
+        "after": ";".join(f"{after.job}:{after.condition}" for after in spec.after if after.job in told),
+        "array": spec.array,
+        "array_limit": str(spec.array_limit) if spec.array_limit is not None else "",
+        "name": spec.name,
+        "state": str(job.state),
+        "started_s": f"{job.first_began_s - first_s:.3f}" if job.first_began_s is not None else "",
+        "ended_s": f"{job.since_s - first_s:.3f}",
+    }
+    for name in ("estimate_s", "soft_limit_s", "restart_s"):
+        value = getattr(spec, name)
+        row[name] = f"{value:.6g}" if value is not None else ""
+    if spec.not_before_s is not None:
+        row["not_before_s"] = f"{max(0.0, spec.not_before_s - first_s):.3f}"
+    return row

@@ -1,0 +1,261 @@
+"""The simulation: a shell around the core, as the daemon is one, with a clock that jumps from event to event."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core import events
+from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.commands import End, Preempt, Resize, Start, recorded
+from evenload.scheduler.core.decide import decide
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Device, Settings
+from evenload.scheduler.simulator.cluster import shape_of
+from evenload.scheduler.simulator.fairness import packed_shape, with_fair_times
+from evenload.scheduler.simulator.metering import Meter
+from evenload.scheduler.simulator.outcome import Outcome
+from evenload.scheduler.simulator.programs import Program, alone_s
+from evenload.scheduler.simulator.workloads import Arrival
+
+KNOWLEDGE = ("known", "unknown", "noisy")
+_MOST_ROUNDS = 50
+"""Decisions at one moment: a stop that takes no time makes room for the next command at once."""
+_ENDLESS_S = 20 * 365 * 86400.0
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Everything about a simulation that isn't the workload."""
+
+    devices: tuple[Device, ...]
+    settings: Settings = field(default_factory=Settings)
+    interval_s: float = 60.0
+    """The queue decides at multiples of this."""
+    at_events: bool = True
+    """It also decides whenever a job arrives or ends."""
+    save_s: float = 0.0
+    """How long a job holds its devices after it was asked to stop."""
+    remaining: str = "known"
+    """What the queue knows of the work a job has left: ``known``, ``unknown``, or ``noisy``: times a factor that each job
+    keeps, log-normal with `noise`."""
+    noise: float = 1.0
+    """Standard deviation of the factor's logarithm."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.remaining not in KNOWLEDGE:
+            raise ConfigError(f"remaining={self.remaining!r}: expected one of {', '.join(KNOWLEDGE)}")
+        if not self.interval_s > 0 or not self.save_s >= 0 or not 0 <= self.noise < math.inf:
+            raise ConfigError(
+                f"interval_s={self.interval_s}, save_s={self.save_s}, noise={self.noise}: expected an interval above 0, "
+                f"and the others at least 0"
+            )
+        if not self.devices:
+            raise ConfigError("a simulation without devices")
+
+
+def simulate(
+    arrivals: Sequence[Arrival], conditions: Conditions, log: list[events.Event] | None = None
+) -> Outcome:
+    """Runs a workload to its end; `log` collects the queue's events, as a daemon would record them.
+
+    Raises:
+        ConfigError: a job can never run on these devices.
+    """
+    return _World(arrivals, conditions, log).run()
+
+
+@dataclass
+class _Live:
+    """A job's program while it is in the queue."""
+
+    program: Program
+    factor: float
+    """What its remaining work is multiplied with before the queue hears of it."""
+    at_s: float = 0.0
+    """Up to when the program has run."""
+    version: int = 0
+    """Raised by each stop: what was foreseen before doesn't hold any more."""
+    is_running: bool = False
+
+
+class _World:
+    """The clock, the heap of what comes, and the programs."""
+
+    def __init__(
+        self, arrivals: Sequence[Arrival], conditions: Conditions, log: list[events.Event] | None
+    ) -> None:
+        self.conditions = conditions
+        self.book = Book()
+        self.log = log
+        self.devices = {device.id: device for device in conditions.devices}
+        self.heap: list[tuple[float, int, str, str, int]] = []
+        self.num_pushed = 0
+        self.live: dict[str, _Live] = {}
+        self.meter = Meter(self.devices)
+        self.useful_device_s = 0.0
+        self.num_decisions = 0
+        self.next_tick_s: float | None = None
+        self.rng = random.Random(conditions.seed)
+        self.arrivals = {arrival.job: arrival for arrival in arrivals}
+        if len(self.arrivals) != len(arrivals):
+            raise ConfigError("two jobs of the workload have the same name")
+        self.factors = {
+            arrival.job: self.rng.lognormvariate(0.0, conditions.noise) if conditions.remaining == "noisy" else 1.0
+            for arrival in arrivals
+        }
+        self._apply(events.SettingsSet(0.0, conditions.settings))
+        for device in conditions.devices:
+            self._apply(events.DeviceAdded(0.0, device))
+        for arrival in arrivals:
+            self._push(arrival.time_s, "arrive", arrival.job)
+
+    def run(self) -> Outcome:
+        """Until the last job has ended."""
+        while self.heap:
+            now_s = self.heap[0][0]
+            is_due = False
+            while self.heap and self.heap[0][0] <= now_s:
+                _, _, kind, job, version = heapq.heappop(self.heap)
+                is_due |= self._happen(kind, job, version, now_s)
+            if is_due:
+                self._decide(now_s)
+            if self.book.jobs and self.next_tick_s is None:
+                interval_s = self.conditions.interval_s
+                self.next_tick_s = math.ceil(now_s / interval_s) * interval_s
+                if self.next_tick_s <= now_s and is_due:
+                    self.next_tick_s += interval_s
+                self._push(self.next_tick_s, "tick", "")
+            if now_s > _ENDLESS_S:
+                waiting = ", ".join(list(self.book.jobs)[:5])
+                raise ConfigError(
+                    f"after 20 years jobs are still waiting ({waiting}): limits may keep them out for ever"
+                )
+        meter = self.meter
+        return Outcome(
+            policy=self.conditions.settings.policy,
+            num_devices=len(self.devices),
+            jobs=tuple(with_fair_times(meter.ended, meter.moments, self.arrivals, self.conditions.devices)),
+            moments=tuple(meter.moments),
+            useful_device_s=self.useful_device_s,
+            num_decisions=self.num_decisions,
+        )
+
+    def _push(self, time_s: float, kind: str, job: str, version: int = 0) -> None:
+        heapq.heappush(self.heap, (time_s, self.num_pushed, kind, job, version))
+        self.num_pushed += 1
+
+    def _happen(self, kind: str, name: str, version: int, now_s: float) -> bool:
+        """One event; returns whether the queue is to decide now."""
+        if kind == "tick":
+            self.next_tick_s = None
+            return True
+        if kind == "arrive":
+            self._arrive(self.arrivals[name], now_s)
+            return self.conditions.at_events
+        live = self.live.get(name)
+        if live is None or live.version != version:
+            return False
+        if kind == "begin":
+            self._begin(live, name, now_s)
+            return False
+        if kind == "stop":
+            self._apply(events.Yielded(now_s, name))
+            self._start_if_resized(name, now_s)
+            return self.conditions.at_events
+        self._run_to(live, name, now_s)
+        if live.program.is_done:
+            self._report(live, name, now_s)
+            self._apply(events.Ended(now_s, name, is_success=True))
+            return self.conditions.at_events
+        self._foresee(live, name, now_s)
+        return False
+
+    def _arrive(self, arrival: Arrival, now_s: float) -> None:
+        spec = arrival.spec
+        factor = self.factors[arrival.job]
+        if self.conditions.remaining == "unknown":
+            spec = replace(spec, estimate_s=None, total=None)
+        elif spec.estimate_s is None and spec.needs.min_devices == spec.needs.max_devices:
+            shape = packed_shape(self.conditions.devices, spec, spec.needs.min_devices)
+            if shape is not None:
+                spec = replace(spec, estimate_s=factor * alone_s(arrival.make(), shape))
+        refusal = self.book.refusal(spec)
+        if refusal is not None:
+            raise ConfigError(f"job {arrival.job} of the workload: {refusal}")
+        self.live[arrival.job] = _Live(arrival.make(), factor)
+        self._apply(events.Submitted(now_s, arrival.job, spec))
+
+    def _begin(self, live: _Live, name: str, now_s: float) -> None:
+        job = self.book.jobs[name]
+        live.program.start(shape_of(tuple(self.devices[device] for device in job.devices)))
+        live.at_s, live.is_running = now_s, True
+        self._apply(events.Began(now_s, name))
+        self._foresee(live, name, now_s)
+
+    def _foresee(self, live: _Live, name: str, now_s: float) -> None:
+        self._push(now_s + live.program.until_change_s(), "change", name, live.version)
+
+    def _run_to(self, live: _Live, name: str, now_s: float) -> None:
+        if live.is_running and now_s > live.at_s:
+            self.useful_device_s += (now_s - live.at_s) * len(self.book.jobs[name].devices)
+            live.program.advance(now_s - live.at_s)
+            live.at_s = now_s
+
+    def _report(self, live: _Live, name: str, now_s: float) -> None:
+        told = live.program.told()
+        total = None
+        if self.conditions.remaining != "unknown":
+            total = told.done + live.factor * (told.total - told.done)
+        self._apply(events.Reported(now_s, name, told.done, total, told.rate_per_s, told.rates))
+
+    def _decide(self, now_s: float) -> None:
+        for _ in range(_MOST_ROUNDS):
+            for name, job in list(self.book.jobs.items()):
+                if job.state is JobState.RUNNING:
+                    self._run_to(self.live[name], name, now_s)
+                    self._report(self.live[name], name, now_s)
+            self.num_decisions += 1
+            commands = decide(self.book.snapshot(), now_s)
+            for command in commands:
+                self._apply(recorded(command, now_s))
+                if isinstance(command, Start):
+                    self._will_begin(command.job, now_s)
+                elif isinstance(command, Preempt | Resize) or (isinstance(command, End) and command.has_devices):
+                    self._will_stop(command.job, now_s)
+            if not commands or self.conditions.save_s > 0:
+                return
+
+    def _will_begin(self, name: str, now_s: float) -> None:
+        spec = self.book.jobs[name].spec
+        delay_s = self.conditions.settings.restart_s if spec.restart_s is None else spec.restart_s
+        self._push(now_s + delay_s, "begin", name, self.live[name].version)
+
+    def _will_stop(self, name: str, now_s: float) -> None:
+        """The program saves what it has done by now, which is all of it."""
+        live = self.live[name]
+        live.version += 1
+        live.is_running = False
+        if self.conditions.save_s > 0:
+            self._push(now_s + self.conditions.save_s, "stop", name, live.version)
+            return
+        self._apply(events.Yielded(now_s, name))
+        self._start_if_resized(name, now_s)
+
+    def _start_if_resized(self, name: str, now_s: float) -> None:
+        job = self.book.jobs.get(name)
+        if job is not None and job.state is JobState.STARTING:
+            self._will_begin(name, now_s)
+
+    def _apply(self, event: events.Event) -> None:
+        if self.log is not None:
+            self.log.append(event)
+        self.meter.saw(event, self.book.apply(event), self.book)
+        name = getattr(event, "job", None)
+        if name in self.book.outcomes:
+            self.live.pop(name, None)

@@ -1,0 +1,65 @@
+"""Whether a queue's tables say what its log says."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evenload.scheduler.store.schema import check_version
+from evenload.scheduler.store.tables import History, fold_history, read_history
+from evenload.scheduler.store.writer import DATABASE
+
+
+def audit(folder: Path) -> list[str]:
+    """Folds the whole log of a queue and names what the tables have otherwise; also what SQLite itself finds broken."""
+    connection = sqlite3.connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        check_version(connection)
+        connection.execute("BEGIN")  # log and tables of one moment
+        broken = [row[0] for row in connection.execute("PRAGMA integrity_check") if row[0] != "ok"]
+        return broken + _differences(_parts(fold_history(connection)), _parts(read_history(connection)))
+    finally:
+        connection.close()
+
+
+def _parts(history: History) -> dict[str, Mapping[Any, Any]]:
+    """The history as mappings; of what has an order, the order too."""
+    book, ledger = history.ledger.book, history.ledger
+    ordered: dict[str, Mapping[Any, Any]] = {
+        "jobs": book.jobs,
+        "devices": book.devices,
+        "users": book.users,
+        "reservations": book.reservations,
+    }
+    return {
+        **ordered,
+        **{f"the order of {name}": dict(enumerate(part)) for name, part in ordered.items()},
+        "outcomes": book.outcomes,
+        "closed devices": book.closed,
+        "holders": book.holder,
+        "jobs that wait for another": _waiting(history),
+        "queue": {"settings": book.settings, "time": book.time_s, "last event": ledger.last},
+        "attempts under way": ledger.open,
+        "jobs ever": history.changes.jobs,
+        "attempts ever": history.changes.attempts,
+        "programs": history.programs,
+    }
+
+
+def _waiting(history: History) -> dict[str, list[str]]:
+    """Job → those that still wait for it; the book may remember some that have ended since."""
+    book = history.ledger.book
+    waiting = {name: [other for other in others if other in book.jobs] for name, others in book._dependents.items()}
+    return {name: others for name, others in waiting.items() if others}
+
+
+def _differences(folded: Mapping[str, Mapping[Any, Any]], stored: Mapping[str, Mapping[Any, Any]]) -> list[str]:
+    nothing = object()
+    return [
+        f"{part}, {name}: the log says {folded[part].get(name, 'nothing')}, the tables {stored[part].get(name, 'nothing')}"
+        for part in folded
+        for name in {**folded[part], **stored[part]}
+        if folded[part].get(name, nothing) != stored[part].get(name, nothing)
+    ]

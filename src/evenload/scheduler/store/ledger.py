@@ -1,0 +1,169 @@
+"""What the store makes of the queue's events besides the core's own fold: an attempt each, and who may speak for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from evenload.errors import QueueError, StaleError
+from evenload.scheduler.core import events
+from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.values import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """The right to speak for one attempt of a job. A runner gets it at its start and shows it with all it says."""
+
+    job: str
+    attempt: int
+    number: int
+    """Of the event that began the attempt: it only grows, and no two attempts of a queue share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStarted:
+    """A runner is there for an attempt: what is needed to find it again after a crash. The queue's state is untouched."""
+
+    time_s: float
+    job: str
+    attempt: int
+    facts: Mapping[str, Any]
+    """Plain values, such as its pid, start time and boot id."""
+
+
+Entry = events.Event | RunnerStarted
+"""What the log holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One time that devices were given to a job."""
+
+    fence: Fence
+    devices: tuple[str, ...]
+    began_s: float
+    ended_s: float | None = None
+    ending: str = ""
+    """The kind of event that ended it: ``Yielded``, ``Ended``, ``Lost``."""
+    reason: str = ""
+    runner: Mapping[str, Any] | None = None
+    """The facts of its `RunnerStarted`."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """What events changed, as it is after the last of them; of books and sets the names."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    users: set[str] = field(default_factory=set)
+    devices: dict[str, None] = field(default_factory=dict)
+    """New ones in the order in which they came: that of the book."""
+    reservations: dict[str, None] = field(default_factory=dict)
+    removed: set[tuple[str, str]] = field(default_factory=set)
+    """("device" or "reservation", its id), even where it came again."""
+    has_settings: bool = False
+
+
+class Ledger:
+    """The core's book, the attempts that are under way, and the number of the last event."""
+
+    def __init__(self) -> None:
+        self.book = Book()
+        self.open: dict[str, Attempt] = {}
+        """By job."""
+        self.last = 0
+
+    def apply(self, entry: Entry, changes: Changes) -> tuple[Job, ...]:
+        """Takes the next entry of the log and notes in `changes` what it changed; returns the jobs it changed.
+
+        Raises:
+            QueueError: it can't follow those before it; nothing is changed then.
+        """
+        if isinstance(entry, RunnerStarted):
+            attempt = self._attempt(entry.job, entry.attempt)
+            self._put(replace(attempt, runner=dict(entry.facts)), changes)
+            self.last += 1
+            return ()
+        new = self._new_names(entry)
+        changed = self.book.apply(entry)
+        self.last += 1
+        for job in changed:
+            changes.jobs[job.id] = job
+            changes.users.add(job.spec.user)
+            self._follow(job, entry, changes)
+        match entry:
+            case events.DeviceAdded():
+                _note(changes.devices, entry.device.id, is_new=entry.device.id in new)
+            case events.DeviceClosed() | events.DeviceOpened():
+                _note(changes.devices, entry.device)
+            case events.DeviceRemoved():
+                _note(changes.devices, entry.device)
+                changes.removed.add(("device", entry.device))
+            case events.ReservationSet():
+                _note(changes.reservations, entry.reservation.id, is_new=entry.reservation.id in new)
+            case events.ReservationEnded():
+                _note(changes.reservations, entry.reservation)
+                changes.removed.add(("reservation", entry.reservation))
+            case events.LimitsSet():
+                changes.users.add(entry.user)
+            case events.SettingsSet():
+                changes.users |= self.book.users.keys()
+                changes.has_settings = True
+        return changed
+
+    def check(self, fence: Fence) -> None:
+        """Whether the holder of this fence may still speak for its job.
+
+        Raises:
+            StaleError: the attempt is over, or another one is under way.
+        """
+        attempt = self.open.get(fence.job)
+        if attempt is not None and attempt.fence == fence:
+            return
+        now = "none is under way" if attempt is None else f"attempt {attempt.fence.attempt} is under way"
+        raise StaleError(
+            f"attempt {fence.attempt} of job {fence.job} (fence {fence.number}) has no say any more: {now}. Its processes "
+            f"have to end"
+        )
+
+    def _new_names(self, event: events.Event) -> set[str]:
+        """The device or reservation that the event brings, where the book doesn't have it."""
+        if isinstance(event, events.DeviceAdded):
+            return {event.device.id} - self.book.devices.keys()
+        if isinstance(event, events.ReservationSet):
+            return {event.reservation.id} - self.book.reservations.keys()
+        return set()
+
+    def _attempt(self, job: str, number: int) -> Attempt:
+        attempt = self.open.get(job)
+        if attempt is None or attempt.fence.attempt != number:
+            raise QueueError(f"attempt {number} of job {job} is not under way")
+        return attempt
+
+    def _follow(self, job: Job, event: events.Event, changes: Changes) -> None:
+        """Ends the attempt that the event ended, begins the one that it began."""
+        before = self.open.get(job.id)
+        number = job.attempt if job.devices else None
+        if before is not None and before.fence.attempt != number:
+            kind, reason = type(event).__name__, getattr(event, "reason", "") or job.reason
+            self._put(replace(before, ended_s=self.book.time_s, ending=kind, reason=reason), changes)
+            before = None
+        if before is None and number is not None:
+            fence = Fence(job.id, number, self.last)
+            self._put(Attempt(fence, job.devices, began_s=job.attempt_began_s), changes)
+
+    def _put(self, attempt: Attempt, changes: Changes) -> None:
+        changes.attempts[attempt.fence.number] = attempt
+        if attempt.ended_s is None:
+            self.open[attempt.fence.job] = attempt
+        else:
+            del self.open[attempt.fence.job]
+
+
+def _note(names: dict[str, None], name: str, *, is_new: bool = False) -> None:
+    if is_new:
+        names.pop(name, None)
+    names.setdefault(name)

@@ -1,0 +1,56 @@
+"""The writer's lock: one process writes a queue, and everybody can read which."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from evenload.errors import QueueError
+
+
+class WriterLock:
+    """Held from its making until `release`, or until the process is gone, however it went: the kernel lets go of it.
+
+    A forked child holds it along with its parent until it closes its files; start programs by exec, which closes them.
+    """
+
+    def __init__(self, path: Path, holder: str) -> None:
+        """Takes the lock, or raises at once.
+
+        Raises:
+            QueueError: another process holds it; the message names it.
+        """
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _described(os.pread(self._descriptor, 1000, 0))
+            os.close(self._descriptor)
+            raise QueueError(
+                f"the queue {path.parent} already has its writer: {owner}. There is one at a time; talk to that one, or "
+                f"end it first"
+            ) from None
+        who = {"holder": holder, "pid": os.getpid(), "host": socket.gethostname(), "since_s": time.time()}
+        text = json.dumps(who).encode()
+        os.pwrite(self._descriptor, text, 0)  # first, then cut: a reader in between sees a whole line
+        os.ftruncate(self._descriptor, len(text))
+
+    def release(self) -> None:
+        """Lets go of it. The file stays: removing it would let two processes lock two files of one name."""
+        if self._descriptor >= 0:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _described(text: bytes) -> str:
+    try:
+        who, _ = json.JSONDecoder().raw_decode(text.decode())
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(who["since_s"]))
+        return f"{who['holder']}, process {who['pid']} on {who['host']}, since {since}"
+    except (ValueError, KeyError, TypeError):
+        return "a process that hasn't written its name yet"

@@ -1,0 +1,159 @@
+"""`Reader`: looks at a queue without writing it, beside its writer or without one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from evenload.errors import QueueError
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.store import rows, tables
+from evenload.scheduler.store.ledger import Attempt, Entry
+from evenload.scheduler.store.schema import check_version
+from evenload.scheduler.store.writer import DATABASE
+
+
+class JobLine(NamedTuple):
+    """A job in a list: the plain columns, so that a hundred thousand cost little."""
+
+    number: int
+    """In the order of submission; the next page begins behind it."""
+    id: str
+    user: str
+    name: str
+    state: str
+    """A `JobState`."""
+    priority: int
+    min_devices: int
+    max_devices: int
+    devices: str
+    """What it holds, as a JSON list."""
+    submitted_s: float
+    since_s: float
+    attempt: int
+    done: float
+    total: float | None
+    rate_per_s: float
+    reported_s: float
+    reason: str
+
+
+class Told(NamedTuple):
+    """An entry of the log with its number."""
+
+    number: int
+    entry: Entry
+    extra: dict[str, Any] | None
+
+
+class Reader:
+    """Each answer is of one moment; what the writer has not committed is not seen. Used from one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the queue in `folder`.
+
+        Raises:
+            QueueError: there is none, or it is of another version.
+        """
+        path = folder / DATABASE
+        if not path.is_file():
+            raise QueueError(f"there is no queue in {folder}")
+        self._path = path
+        with contextlib.ExitStack() as stack, self._told():
+            self._connection = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, isolation_level=None
+            )
+            stack.callback(self._connection.close)
+            check_version(self._connection)
+            stack.pop_all()
+
+    def jobs(
+        self,
+        *,
+        states: Sequence[JobState] = (),
+        user: str | None = None,
+        after: int = 0,
+        limit: int | None = None,
+        newest_first: bool = False,
+    ) -> list[JobLine]:
+        """Jobs in the order of submission.
+
+        Args:
+            states: only those in one of these; all if empty.
+            user: only this user's.
+            after: only those behind this number (before it, where the newest come first); 0 for all.
+            limit: at most so many.
+            newest_first: the other way round.
+        """
+        conditions, values = [], []
+        if states:
+            conditions.append(f"state IN ({', '.join('?' * len(states))})")
+            values += [str(state) for state in states]
+        if user is not None:
+            conditions.append("user = ?")
+            values.append(user)
+        if after:
+            conditions.append(f"number {'<' if newest_first else '>'} {int(after)}")
+        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        order = "DESC" if newest_first else "ASC"
+        most = -1 if limit is None else int(limit)
+        columns = ", ".join(JobLine._fields)
+        found = self._ask(f"SELECT {columns} FROM jobs {where} ORDER BY number {order} LIMIT {most}", *values)
+        return list(map(JobLine._make, found))
+
+    def counts(self, user: str | None = None) -> dict[JobState, int]:
+        """How many jobs are in each state."""
+        where, values = ("", ()) if user is None else ("WHERE user = ?", (user,))
+        found = self._ask(f"SELECT state, count(*) FROM jobs {where} GROUP BY state", *values)
+        return {JobState(state): num for state, num in found}
+
+    def job(self, name: str) -> Job | None:
+        """All of a job; None where there is no such job."""
+        found = self._ask("SELECT body FROM jobs WHERE id = ?", name)
+        return rows.job_from(found[0][0]) if found else None
+
+    def program(self, name: str) -> dict[str, Any] | None:
+        """What was kept with the job's `Submitted`."""
+        found = self._ask("SELECT body FROM programs WHERE job = ?", name)
+        return dict(json.loads(found[0][0])) if found else None
+
+    def attempts(self, name: str) -> list[Attempt]:
+        """Each time the job got devices."""
+        with self._told():
+            return list(tables.read_attempts(self._connection, "job = ?", name))
+
+    def log(self, after: int = 0, job: str | None = None) -> Iterator[Told]:
+        """What happened behind event number `after`, to one job or to all."""
+        with self._told():
+            for row in tables.read_log(self._connection, after, job):
+                extra = None if row.extra is None else json.loads(row.extra)
+                yield Told(row.number, rows.entry_from(row.kind, row.body), extra)
+
+    def _ask(self, statement: str, *values: Any) -> list[Any]:
+        with self._told():
+            return self._connection.execute(statement, values).fetchall()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise QueueError(f"the queue {self._path} can't be read: {error}") from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

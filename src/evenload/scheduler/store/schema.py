@@ -1,0 +1,137 @@
+"""The tables, and how a queue of an earlier version becomes one of this version.
+
+Append to `MIGRATIONS` and never change one that was released: each leads from its index to the next version. What is true
+now follows from the log, so that one which only reshapes the current tables drops and creates them, and says `refolds`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from evenload.errors import QueueError
+
+APPLICATION_ID = (
+    0x45766C64  # "Evld": written into the file, so that another program's database is not taken for a queue
+)
+
+CURRENT_TABLES = ("jobs", "programs", "attempts", "devices", "users", "reservations")
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One step from a version to the next; all of it happens, or nothing."""
+
+    statements: tuple[str, ...]
+    refolds: bool = False
+    """The current tables are then filled from the log."""
+
+
+_FIRST = Migration(
+    (
+        # What there is one of: the settings, the book's clock, the writer's epoch.
+        "CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+        """CREATE TABLE events (
+            number INTEGER PRIMARY KEY, time_s REAL NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL,
+            extra TEXT)""",
+        "CREATE INDEX events_of_job ON events (job, number) WHERE job IS NOT NULL",
+        "CREATE TRIGGER events_stay BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'the log only grows'); END",
+        "CREATE TRIGGER events_hold BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'the log only grows'); END",
+        # `body` is all of a job; the columns before it are what lists and searches read.
+        """CREATE TABLE jobs (
+            number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, user TEXT NOT NULL, name TEXT NOT NULL,
+            state TEXT NOT NULL, priority INTEGER NOT NULL, min_devices INTEGER NOT NULL, max_devices INTEGER NOT NULL,
+            devices TEXT NOT NULL, submitted_s REAL NOT NULL, since_s REAL NOT NULL, attempt INTEGER NOT NULL,
+            done REAL NOT NULL, total REAL, rate_per_s REAL NOT NULL, reported_s REAL NOT NULL, reason TEXT NOT NULL,
+            body TEXT NOT NULL)""",
+        "CREATE INDEX jobs_by_state ON jobs (state, number)",
+        "CREATE INDEX jobs_by_user ON jobs (user, state, number)",
+        "CREATE TABLE programs (job TEXT PRIMARY KEY, body TEXT NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE attempts (
+            fence INTEGER PRIMARY KEY, job TEXT NOT NULL, attempt INTEGER NOT NULL, devices TEXT NOT NULL,
+            began_s REAL NOT NULL, ended_s REAL, ending TEXT NOT NULL, reason TEXT NOT NULL, runner TEXT,
+            UNIQUE (job, attempt))""",
+        "CREATE UNIQUE INDEX attempts_under_way ON attempts (job) WHERE ended_s IS NULL",
+        "CREATE TABLE devices (position INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, body TEXT NOT NULL, closed TEXT)",
+        """CREATE TABLE users (
+            position INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, limits TEXT NOT NULL,
+            usage_device_s REAL NOT NULL, accounted_s REAL NOT NULL, num_devices INTEGER NOT NULL)""",
+        "CREATE TABLE reservations (position INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, body TEXT NOT NULL)",
+    )
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST,)
+
+
+def version_of(connection: sqlite3.Connection) -> int:
+    """The version of a queue's file; 0 for an empty one.
+
+    Raises:
+        QueueError: it is no queue.
+    """
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    owner = int(connection.execute("PRAGMA application_id").fetchone()[0])
+    tables = int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+    if owner != APPLICATION_ID and (version or owner or tables):
+        raise QueueError(f"{file_of(connection)} is a database of another program, no queue of Evenload; move it away")
+    return version
+
+
+def check_version(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Refuses a file that isn't of this version.
+
+    Raises:
+        QueueError: it is newer, older, or no queue.
+    """
+    version = version_of(connection)
+    if version > len(migrations):
+        raise QueueError(_newer(connection, version, len(migrations)))
+    if version < len(migrations):
+        raise QueueError(
+            f"the queue {file_of(connection)} has schema {version}, this version reads {len(migrations)}: start its "
+            f"daemon once, which brings it up to date"
+        )
+
+
+def migrate(
+    connection: sqlite3.Connection,
+    refold: Callable[[sqlite3.Connection], None],
+    migrations: Sequence[Migration] = MIGRATIONS,
+) -> None:
+    """Brings a file to this version, one whole step after the other; `refold` fills the current tables from the log.
+
+    Raises:
+        QueueError: it is newer than this version, or no queue.
+    """
+    version = version_of(connection)
+    if version > len(migrations):
+        raise QueueError(_newer(connection, version, len(migrations)))
+    for number in range(version, len(migrations)):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for statement in migrations[number].statements:
+                connection.execute(statement)
+            if migrations[number].refolds:
+                for table in CURRENT_TABLES:
+                    connection.execute(f"DELETE FROM {table}")
+                refold(connection)
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {number + 1}")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+
+def file_of(connection: sqlite3.Connection) -> str:
+    """The path of the database."""
+    return str(connection.execute("PRAGMA database_list").fetchone()[2])
+
+
+def _newer(connection: sqlite3.Connection, version: int, known: int) -> str:
+    return (
+        f"the queue {file_of(connection)} has schema {version}, this version of Evenload knows {known}: it was written by "
+        f"a newer one; use that"
+    )

@@ -1,0 +1,226 @@
+"""`Store`: the one writer of a queue. What it commits is on disk, and whole, whatever is killed afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from evenload.errors import ConfigError, QueueError, StaleError
+from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.store import tables
+from evenload.scheduler.store.filesystem import refuse_network
+from evenload.scheduler.store.ledger import Attempt, Changes, Entry, Fence
+from evenload.scheduler.store.lock import WriterLock
+from evenload.scheduler.store.schema import MIGRATIONS, Migration, migrate, version_of
+
+DATABASE = "queue.sqlite"
+LOCK = "writer.lock"
+
+_BUSY_S = 10.0
+
+
+class Store:
+    """A queue's log and tables, opened for writing by this process alone; used from one thread.
+
+    `record` takes an event, `commit` puts all recorded so far on disk at once. Nothing recorded may be told to anybody,
+    and nothing may be done about it, before the commit: one commit costs one wait for the disk, however many events it
+    holds, so a shell records what has come in meanwhile, commits, and then answers them all.
+    """
+
+    def __init__(self, folder: Path, *, holder: str, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+        """Opens the queue in `folder`, which is made where it is missing (for this user alone).
+
+        Args:
+            folder: on a local disk.
+            holder: who writes, for those who are refused meanwhile: ``"evenload daemon"``.
+            migrations: other than this version's own in tests.
+
+        Raises:
+            ConfigError: the folder can't be used, or lies on a network file system.
+            QueueError: another process writes it, or the file is none of this version or an earlier one.
+        """
+        self.folder = folder
+        try:
+            refuse_network(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_network(folder)  # again: looking into it may have mounted something
+            self._lock = WriterLock(folder / LOCK, holder)
+        except OSError as error:
+            raise ConfigError(f"the queue's folder {folder} can't be used: {error}") from error
+        self._connection: sqlite3.Connection | None = None
+        try:
+            self._connection = _opened(folder / DATABASE)
+            migrate(self._connection, tables.refold, migrations)
+            self.epoch = _next_epoch(self._connection)
+            """How often a writer opened this queue; one that isn't the last is refused, whatever became of its lock."""
+            self._ledger = tables.read_ledger(self._connection)
+        except sqlite3.Error as error:
+            self.close()
+            raise QueueError(f"the queue {folder / DATABASE} can't be opened: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._forget()
+
+    @property
+    def book(self) -> Book:
+        """The queue with all that was recorded, committed or not. To look at: `record` alone changes it."""
+        return self._ledger.book
+
+    @property
+    def last(self) -> int:
+        """The number of the last event recorded."""
+        return self._ledger.last
+
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Those under way: what a new daemon has to find again, or to declare lost."""
+        return tuple(self._ledger.open.values())
+
+    def fence(self, job: str) -> Fence:
+        """The right to speak for the job's present attempt, to be given to its runner.
+
+        Raises:
+            QueueError: none is under way, or it isn't committed yet: after a crash it would never have been.
+        """
+        attempt = self._ledger.open.get(job)
+        if attempt is None:
+            raise QueueError(f"no attempt of job {job} is under way")
+        if self._log and attempt.fence.number >= self._log[0].number:
+            raise QueueError(f"attempt {attempt.fence.attempt} of job {job} isn't on disk yet: commit first")
+        return attempt.fence
+
+    def check(self, fence: Fence) -> None:
+        """Refuses a runner of an earlier attempt.
+
+        Raises:
+            StaleError: this attempt has no say any more.
+        """
+        self._ledger.check(fence)
+
+    def record(
+        self, entry: Entry, *, fence: Fence | None = None, extra: Mapping[str, Any] | None = None
+    ) -> tuple[Job, ...]:
+        """Takes an event; returns the jobs it changed. On disk after the next `commit`, and not before.
+
+        Args:
+            entry: the event.
+            fence: what the runner shows for whom it is recorded; None for what the shell itself does.
+            extra: plain values that the shell keeps beside the event. Of a `Submitted` they are the job's program.
+
+        Raises:
+            StaleError: the fence is of an attempt that is over, or of another job.
+            QueueError: the event can't follow those before it, or can't be stored. Only this one is refused.
+        """
+        self._open()
+        row = tables.log_row(self._ledger.last + 1, entry, extra)
+        if fence is not None:
+            if fence.job != row.job:
+                raise StaleError(f"a runner of job {fence.job} speaks for job {row.job}")
+            self._ledger.check(fence)
+        changed = self._ledger.apply(entry, self._changes)
+        self._log.append(row)
+        return changed
+
+    def commit(self) -> None:
+        """Puts all that was recorded on disk, as one: after a crash all of it is there, or nothing.
+
+        Raises:
+            QueueError: it can't be written (a full disk). All since the last commit is undone, here too.
+            StaleError: another process writes this queue now; this store can't be used any more.
+        """
+        connection = self._open()
+        if not self._log:
+            return
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            epoch = tables.get_fact(connection, "epoch", None)
+            if epoch != self.epoch:
+                raise StaleError(
+                    f"the queue {self.folder} has a writer of epoch {epoch}, this process is that of epoch {self.epoch}: "
+                    f"another has taken over, so this one has to end"
+                )
+            tables.write(connection, self._ledger, self._changes, self._log)
+            connection.execute("COMMIT")
+        except StaleError:
+            self.close()
+            raise
+        except BaseException as error:
+            self._undo(connection)
+            if isinstance(error, sqlite3.Error):
+                raise QueueError(
+                    f"the queue {self.folder / DATABASE} can't be written: {error}; all since the last commit is undone"
+                ) from error
+            raise
+        self._forget()
+
+    def close(self) -> None:
+        """Lets go of the queue. What was recorded and not committed is lost, as after a crash."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise QueueError(f"the store of the queue {self.folder} is closed")
+        return self._connection
+
+    def _forget(self) -> None:
+        self._changes = Changes()
+        self._log: list[tables.LogRow] = []
+
+    def _undo(self, connection: sqlite3.Connection) -> None:
+        """Back to what the disk has: it is the truth."""
+        try:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            self._ledger = tables.read_ledger(connection)
+        except sqlite3.Error:
+            self.close()  # nothing can be known, so nothing can be done
+        self._forget()
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """The database with a write-ahead log, each commit forced to disk; readable by this user alone."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    for folder in (path.parent, path.parent.parent):  # SQLite forces the file to disk, but not its name
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+    with contextlib.ExitStack() as stack:
+        stack.callback(connection.close)
+        version_of(connection)  # another program's database is left as it is
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise QueueError(
+                f"SQLite keeps no write-ahead log of {path} (it says {mode!r}): is its folder on a local disk?"
+            )
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA trusted_schema = OFF")
+        stack.pop_all()
+    return connection
+
+
+def _next_epoch(connection: sqlite3.Connection) -> int:
+    connection.execute("BEGIN IMMEDIATE")
+    epoch = int(tables.get_fact(connection, "epoch", 0)) + 1
+    tables.put_fact(connection, "epoch", epoch)
+    connection.execute("COMMIT")
+    return epoch
