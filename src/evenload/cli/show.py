@@ -16,18 +16,28 @@ def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder (project_dir), or the folder of runs.")],
     json: Annotated[bool, typer.Option("--json", help="Print the story as JSON.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Follow the run until it ends or Ctrl-C.")] = False,
+    to: Annotated[
+        str | None, typer.Option(metavar="LOGGER", help="Bring a logger (wandb, mlflow, ...) the steps it lacks.")
+    ] = None,
+    logger_option: Annotated[
+        list[str] | None, typer.Option(metavar="LOGGER.OPTION=VALUE", help="With --to; may be repeated.")
+    ] = None,
 ) -> None:
     """Tell the story of a run: shares and why, where time went, throughput, efficiency."""
     from evenload.errors import ConfigError
     from evenload.records.reader import find_run
 
     try:
-        if json and live:
-            raise ConfigError("--json and --live are both set; leave one of them out")
+        if json + live + (to is not None) > 1:
+            raise ConfigError("--json, --live and --to are three ways to show a run; give one of them")
+        if logger_option and to is None:
+            raise ConfigError("--logger-option tells a logger; name it by --to")
         folder, num_runs = find_run(run)
         if num_runs > 1:
             print(f"evenload: {folder} is the newest of {num_runs} runs in {run}", file=sys.stderr)
-        if live:
+        if to is not None:
+            _send(folder, to, logger_option or [])
+        elif live:
             _follow(folder)
         else:
             _tell(folder, json)
@@ -48,6 +58,26 @@ def _tell(folder: Path, as_json: bool) -> None:
     from evenload.views.story_text import story_text
 
     print(story_text(story))
+
+
+def _send(folder: Path, logger: str, texts: list[str]) -> None:
+    """Brings a logger what it lacks, with the options it had in the run where none are given."""
+    import tomllib
+
+    from evenload.config import parse_logger_options
+    from evenload.records.loggers.catalogue import check_loggers
+    from evenload.records.loggers.feeder import send
+    from evenload.records.recorder import CONFIG_FILE
+
+    path = folder / CONFIG_FILE
+    settings = tomllib.loads(path.read_text()) if path.exists() else {}
+    given = parse_logger_options(texts)
+    check_loggers((logger,), given)
+    options = {**settings.get("logger_options", {}).get(logger, {}), **given.get(logger, {})}
+    num_points = send(logger, folder, options, settings)
+    print(
+        f"evenload: {logger} took {num_points} points of {folder}" if num_points else f"evenload: {logger} has it all"
+    )
 
 
 def _follow(folder: Path) -> None:

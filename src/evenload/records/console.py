@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from evenload.records.summary import RankSummary, Summary, summarise
+from evenload.records.summary import RankSummary, Summary, Verdict, summarise
 from evenload.records.values import Event, Logged, Record, StepRecord
 
 MAX_RANKS_SHOWN = 8
@@ -127,6 +127,7 @@ def head_parts(last: StepRecord, summary: Summary, facts: Facts) -> list[str]:
         f"loss {format_number(last.loss)}",
         f"{format_number(summary.samples_per_s)} samples/s",
         format_busy(summary),
+        format_verdict(summary.verdict),
     ]
 
 
@@ -143,6 +144,13 @@ def format_busy(summary: Summary) -> str:
     if summary.efficiency is not None:
         return f"efficiency {format_percent(summary.efficiency)}"
     return f"busy {format_percent(summary.busy)}"
+
+
+def format_verdict(verdict: Verdict | None) -> str:
+    """``data-bound: 41 % of rank 1's step``; nothing where there is no verdict."""
+    if verdict is None:
+        return ""
+    return f"{verdict.kind}-bound: {format_percent(verdict.fraction)} of rank {verdict.rank}'s step"
 
 
 def format_percent(fraction: float) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 from evenload.errors import ConfigError, StepError
 from evenload.records import lines
 from evenload.records.console import PlainLines
-from evenload.records.loggers import Logger, check_loggers, open_loggers
+from evenload.records.loggers.catalogue import check_loggers
+from evenload.records.loggers.feeder import Feeder, close_feeders, start_feeders
 from evenload.records.values import Event, Logged, Record, StepRecord
 
 CONFIG_FILE = "config.toml"
@@ -31,7 +32,10 @@ class Recorder:
 
     Args:
         folder: the run folder, made where it isn't there; None on ranks that write nothing.
-        loggers: further places, such as ``"tensorboard"``.
+        loggers: further places, such as ``"tensorboard"``. They follow the records in threads of their own; one that
+            fails is told once and tried again, and never stops training.
+        logger_options: for each logger by name, its options.
+        hyperparameters: what the loggers are told of the run: its settings.
         console: print plain lines and the messages of events on stdout; for a script started without a launcher.
         log_every_s: seconds between two plain lines.
         total_steps: steps of the whole run, where known; for the time left.
@@ -48,15 +52,17 @@ class Recorder:
         console: bool = False,
         log_every_s: float = 10.0,
         total_steps: int | None = None,
+        logger_options: Mapping[str, Mapping[str, Any]] | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
     ) -> None:
-        check_loggers(loggers)
+        check_loggers(loggers, logger_options)
         self._folder = folder
         self._lock = threading.Lock()
         self._pending: dict[int, dict[str, float]] = {}
         self._last_step = -1
         self._closed = folder is None
         self._console = PlainLines(log_every_s) if console and folder is not None else None
-        self._loggers: tuple[Logger, ...] = ()
+        self._feeders: tuple[Feeder, ...] = ()
         if folder is None:
             return
         try:
@@ -64,7 +70,7 @@ class Recorder:
             with contextlib.ExitStack() as opened:  # all of it, or nothing is left open
                 self._events = opened.enter_context(contextlib.closing(_AppendOnly(folder / lines.EVENTS_FILE)))
                 self._steps = opened.enter_context(contextlib.closing(_AppendOnly(folder / lines.STEPS_FILE)))
-                self._loggers = open_loggers(loggers, folder)
+                self._feeders = start_feeders(loggers, folder, logger_options or {}, hyperparameters or {}, self._tell)
                 opened.pop_all()
         except OSError as error:
             raise ConfigError(
@@ -102,8 +108,8 @@ class Recorder:
                     self._write_logged(Logged(earlier, self._pending.pop(earlier)))
                 self._last_step = record.step
             self._steps.write(lines.step_line(record, {**record.metrics, **logged} if logged else record.metrics))
-            for logger in () if record.arm else self._loggers:
-                logger.step(record, logged)
+            for feeder in self._feeders:
+                feeder.wake()
             self._show(record)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -127,8 +133,8 @@ class Recorder:
                 self._pending.setdefault(step, {}).update(numbers)
             else:
                 self._write_logged(Logged(step, numbers))
-            for logger in self._loggers:
-                logger.log(numbers, step)
+                for feeder in self._feeders:
+                    feeder.wake()
 
     def settings(self, table: Mapping[str, Any]) -> None:
         """Writes the resolved settings as `config.toml`, all of it or none; a value of None is left out."""
@@ -140,22 +146,29 @@ class Recorder:
         partial.write_text(tomli_w.dumps(_toml(table)), encoding="utf-8")
         partial.replace(self._folder / CONFIG_FILE)
 
-    def close(self) -> None:
-        """Writes what is pending and closes the files; a second call does nothing."""
+    def close(self, ended_well: bool = True) -> None:
+        """Writes what is pending, waits a while for the loggers, and closes the files; a second call does nothing.
+
+        Args:
+            ended_well: what the loggers are told of the run's end.
+        """
         if self._closed:
             return
-        self.event("close", "")
         with self._lock:
-            self._closed = True
             for step, metrics in self._pending.items():
                 self._write_logged(Logged(step, metrics))
             self._pending.clear()
+        close_feeders(self._feeders, ended_well)
+        self.event("close", "")
+        with self._lock:
+            self._closed = True
             if self._console is not None:
                 _print(self._console.finish())
-            for logger in self._loggers:
-                logger.close()
             self._events.close()
             self._steps.close()
+
+    def _tell(self, logger: str, message: str) -> None:
+        self.event("logger", message, logger=logger)
 
     def _write_logged(self, logged: Logged) -> None:
         self._steps.write(lines.logged_line(logged))

@@ -1,0 +1,89 @@
+"""TensorBoard: event files in ``<run folder>/tensorboard``, written by tensorboard's own record writer; needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evenload.records.loggers.logger import Opening, Point
+
+
+class TensorBoard:
+    """One event file a sitting; each batch of points is one write to it, so that a full disk tears no event.
+
+    Where steps are done again, a session start is written first, which makes TensorBoard drop the points it had of them.
+    """
+
+    takes_again = True
+
+    def __init__(self, opening: Opening) -> None:
+        self._event_pb: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summary_pb: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._record_writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
+        self.run_id = ""
+        self.newest_step: int | None = None
+        target = opening.folder / "tensorboard"
+        target.mkdir(parents=True, exist_ok=True)
+        num_earlier = len(list(target.glob("events.out.tfevents.*")))
+        now = time.time()
+        first = [self._event_pb.Event(wall_time=now, file_version="brain.Event:2")]
+        if opening.settings:
+            summary = _hyperparameters(opening.settings, str(opening.folder), now)
+            first.append(self._event_pb.Event(wall_time=now, summary=summary))
+        # TensorBoard reads the files of a folder in the order of their names, which begin with whole seconds.
+        path = target / f"events.out.tfevents.{int(now):010d}.evenload.{num_earlier:04d}"
+        self._file = path.open("wb", buffering=0)
+        self._size = 0
+        self._append(first)
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Writes the points, all of them or none."""
+        events = []
+        for point in points:
+            if point.again:
+                start = self._event_pb.SessionLog(status=self._event_pb.SessionLog.START)
+                events.append(self._event_pb.Event(wall_time=point.time, step=point.step, session_log=start))
+            values = [
+                self._summary_pb.Summary.Value(tag=tag, simple_value=value) for tag, value in point.scalars.items()
+            ]
+            summary = self._summary_pb.Summary(value=values)
+            events.append(self._event_pb.Event(wall_time=point.time, step=point.step, summary=summary))
+        self._append(events)
+
+    def close(self, ended_well: bool) -> None:
+        """Closes the event file."""
+        del ended_well
+        self._file.close()
+
+    def drop(self, for_good: bool) -> None:
+        """Closes the event file; the next one goes on."""
+        del for_good
+        self._file.close()
+
+    def _append(self, events: Sequence[Any]) -> None:
+        buffer = io.BytesIO()
+        writer = self._record_writer.RecordWriter(buffer)
+        for event in events:
+            writer.write(event.SerializeToString())
+        data = buffer.getvalue()
+        written = 0
+        try:
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError:
+            self._file.seek(self._size)
+            self._file.truncate()
+            raise
+        self._size += len(data)
+
+
+def _hyperparameters(settings: Mapping[str, Any], group: str, time_s: float) -> Any:
+    """The settings as TensorBoard's HPARAMS page reads them, from this sitting's file."""
+    hparams: Any = importlib.import_module("tensorboard.plugins.hparams.summary_v2")
+    plain = {
+        key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in settings.items()
+    }
+    return hparams.hparams_pb(plain, trial_id=group, start_time_secs=time_s)
