@@ -8,24 +8,30 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from evenload.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from evenload.config import Config as Config
     from evenload.errors import EvenloadError as EvenloadError
+    from evenload.training.data_parallel import data_parallel as data_parallel
+    from evenload.training.launch.spawn import spawn as spawn
+    from evenload.training.parallel.place import place as place
     from evenload.training.run import Run as Run
     from evenload.training.run import init as init
     from evenload.training.weighting import count_tokens as count_tokens
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Config": "evenload.config",
     "EvenloadError": "evenload.errors",
     "Run": "evenload.training.run",
     "count_tokens": "evenload.training.weighting",
+    "data_parallel": "evenload.training.data_parallel",
     "init": "evenload.training.run",
+    "place": "evenload.training.parallel.place",
+    "spawn": "evenload.training.launch.spawn",
 }
 
-__all__ = ["Config", "EvenloadError", "Run", "__version__", "count_tokens", "init"]
+__all__ = ["Config", "EvenloadError", "Run", "__version__", "count_tokens", "data_parallel", "init", "place", "spawn"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ differently in both is an error that shows both; nothing is read from the enviro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any
@@ -14,8 +14,12 @@ from typing import Any
 from evenload.errors import ConfigError
 
 PRECISIONS = ("no", "bf16", "fp16")
-STRATEGIES = ("ddp",)
-LOGGERS = ("tensorboard",)
+STRATEGIES = ("ddp", "dp")
+WORKERS = ("loader", "auto")
+
+COMMAND_LINE = "command line"
+SPAWN = "call of evenload.spawn"
+"""Where settings come from beside the script."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Config:
     precision: str = "no"
     """``no`` computes in the model's own dtype; ``bf16`` and ``fp16`` autocast, fp16 with dynamic loss scaling."""
     strategy: str = "ddp"
-    """How a model is spread: ``ddp`` keeps a replica on each rank."""
+    """How a model is spread: ``ddp`` keeps a replica on each rank, ``dp`` several in one process, one for each device."""
     micro_batch: int | str = "auto"
     """Most samples a rank computes at once; ``auto`` finds what fits the memory."""
     balance: str | tuple[int, ...] = "auto"
@@ -38,8 +42,14 @@ class Config:
     """``global`` takes BatchNorm's statistics over all ranks; ``local`` leaves the model's BatchNorm alone."""
     dataset_rng: str = "keyed"
     """``keyed`` seeds the randomness inside a dataset by (seed, epoch, position); ``off`` leaves it alone."""
+    num_workers: str = "loader"
+    """Loader workers: ``loader`` takes what each DataLoader says, ``auto`` chooses them by measurement while it trains."""
+    check_every: int | str = 10
+    """Steps between two comparisons of all ranks' parameters and buffers; ``off`` compares nothing."""
     loggers: tuple[str, ...] = ()
-    """Extra places for `run.log`: ``tensorboard``."""
+    """Extra places for `run.log`: ``tensorboard``, ``wandb``, ``mlflow``, and those of other packages."""
+    logger_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """For each logger by name what it is told, such as ``{"wandb": {"project": "gpt"}}`` (docs/loggers.md)."""
     log_every_s: float = 10.0
     """Seconds between two plain progress lines, where there is no terminal."""
     timeout_s: float = 600.0
@@ -52,12 +62,13 @@ class Config:
     """For each key not left at its default, where it was set."""
 
 
-def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any]) -> Config:
+def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any], caller: str = COMMAND_LINE) -> Config:
     """Joins what the script and the command line set, checked.
 
     Args:
         script: keyword arguments of `evenload.init`; None means not set.
         command_line: options of the command by key; None means not set.
+        caller: who gave these: `COMMAND_LINE`, or `SPAWN`.
 
     Raises:
         ConfigError: an unknown key, a bad value, or a key set differently in both places.
@@ -67,7 +78,7 @@ def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any]) -> Confi
     sources: dict[str, str] = {}
     for where, given, spell in (
         ("script", script, _spell_script),
-        ("command line", command_line, _spell_option),
+        (caller, command_line, _spell_option if caller == COMMAND_LINE else _spell_spawn),
     ):
         for key, raw in given.items():
             if raw is None:
@@ -80,8 +91,8 @@ def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any]) -> Confi
             value = _CHECKS[key](key, raw, spell(key, raw)) if key in _CHECKS else raw
             if key in values and values[key] != value:
                 raise ConfigError(
-                    f"{key} is set twice, differently: {sources[key]} in the script and {spell(key, raw)} on the "
-                    f"command line; remove one of them"
+                    f"{key} is set twice, differently: {sources[key]} in the script and {spell(key, raw)} "
+                    f"{'on' if where == COMMAND_LINE else 'in'} the {where}; remove one of them"
                 )
             values[key] = value
             sources.setdefault(key, spell(key, raw))
@@ -94,6 +105,7 @@ def as_table(config: Config) -> dict[str, Any]:
     for f in fields(config):
         value = getattr(config, f.name)
         table[f.name] = list(value) if isinstance(value, tuple) else value
+    table["logger_options"] = {name: dict(own) for name, own in config.logger_options.items()}
     table["sources"] = dict(config.sources)
     return table
 
@@ -110,6 +122,34 @@ def parse_balance(text: str) -> str | tuple[int, ...]:
         ) from None
 
 
+def parse_check_every(text: str) -> str | int:
+    """Reads ``off`` or a number of steps as the command line gives it."""
+    if text == "off":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--check-every {text}: expected off or a number of steps, such as 10") from None
+
+
+def parse_loggers(text: str) -> tuple[str, ...]:
+    """Reads ``tensorboard,wandb`` as the command line gives it."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+def parse_logger_options(texts: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Reads ``wandb.project=gpt``, one a use of the option, as the command line gives them."""
+    options: dict[str, dict[str, str]] = {}
+    for text in texts:
+        place, equals, value = text.partition("=")
+        logger, dot, key = place.partition(".")
+        if not (equals and dot and logger and key and value):
+            raise ConfigError(f"--logger-option {text}: expected LOGGER.OPTION=VALUE, such as wandb.project=gpt")
+        if options.setdefault(logger, {}).setdefault(key, value) != value:
+            raise ConfigError(f"--logger-option {text}: {place} is {options[logger][key]!r} already; give it once")
+    return options
+
+
 def parse_micro_batch(text: str) -> str | int:
     """Reads ``auto`` or a number of samples as the command line gives it."""
     if text == "auto":
@@ -124,10 +164,16 @@ def _spell_script(key: str, value: Any) -> str:
     return f"init({key}={value!r})"
 
 
+def _spell_spawn(key: str, value: Any) -> str:
+    return f"spawn({key}={value!r})"
+
+
 def _spell_option(key: str, value: Any) -> str:
     option = "--" + key.replace("_", "-")
     if value is True:
         return option
+    if key == "logger_options" and isinstance(value, Mapping):
+        return spell_logger_options(value)
     if isinstance(value, tuple | list):
         value = ",".join(str(part) for part in value)
     return f"{option} {value}"
@@ -156,6 +202,23 @@ def _check_micro_batch(key: str, value: Any, spelled: str) -> Any:
     return value
 
 
+def _check_workers(key: str, value: Any, spelled: str) -> Any:
+    if value in WORKERS:
+        return value
+    hint = (
+        f"; a number is set where the loader is made: DataLoader(num_workers={value})" if str(value).isdecimal() else ""
+    )
+    raise ConfigError(f"{spelled}: expected auto (chosen by measurement) or loader (as each DataLoader says){hint}")
+
+
+def _check_check_every(key: str, value: Any, spelled: str) -> Any:
+    if value == "off":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{spelled}: expected off or a number of steps, at least 1")
+    return value
+
+
 def _check_balance(key: str, value: Any, spelled: str) -> Any:
     if value in ("auto", "even"):
         return value
@@ -173,14 +236,30 @@ def _check_positive_s(key: str, value: Any, spelled: str) -> float:
     return float(value)
 
 
+def spell_logger_options(options: Mapping[str, Any]) -> str:
+    """The options of loggers as the command line has them."""
+    return " ".join(
+        f"--logger-option {name}.{key}={value}"
+        for name, own in options.items()
+        for key, value in (own.items() if isinstance(own, Mapping) else ())
+    )
+
+
 def _check_loggers(key: str, value: Any, spelled: str) -> tuple[str, ...]:
-    if not isinstance(value, str | list | tuple):
-        raise ConfigError(f"{spelled}: expected the names of loggers, some of {', '.join(LOGGERS)}")
-    names = (value,) if isinstance(value, str) else tuple(value)
-    for name in names:
-        if name not in LOGGERS:
-            raise ConfigError(f"{spelled}: there is no logger {name!r}; expected some of {', '.join(LOGGERS)}")
+    # Which there are is known to records/loggers/catalogue.py: other packages bring some.
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
+    if not all(isinstance(name, str) and name for name in names) or (not names and value not in ((), [])):
+        raise ConfigError(f"{spelled}: expected the names of loggers, such as tensorboard, wandb or mlflow")
     return names
+
+
+def _check_logger_options(key: str, value: Any, spelled: str) -> dict[str, dict[str, Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(own, Mapping) for own in value.values()):
+        raise ConfigError(f"{spelled}: expected options by logger, such as {{'wandb': {{'project': 'gpt'}}}}")
+    return {
+        str(name): {str(option): list(v) if isinstance(v, tuple) else v for option, v in own.items()}
+        for name, own in value.items()
+    }
 
 
 def _check_path(key: str, value: Any, spelled: str) -> str:
@@ -198,7 +277,10 @@ _CHECKS: dict[str, Callable[[str, Any, str], Any]] = {
     "balance": _check_balance,
     "batch_norm": _check_choice("global", "local"),
     "dataset_rng": _check_choice("keyed", "off"),
+    "num_workers": _check_workers,
+    "check_every": _check_check_every,
     "loggers": _check_loggers,
+    "logger_options": _check_logger_options,
     "log_every_s": _check_positive_s,
     "timeout_s": _check_positive_s,
 }

@@ -8,6 +8,9 @@ EvenloadError
 ├── CheckpointError      a checkpoint can't be written, read, or doesn't fit
 ├── LaunchError          the ranks can't be started, or don't come together
 ├── DesyncError          the ranks of a job do different things (one left the loop, one goes on)
+│   └── DivergenceError  the ranks no longer hold the same parameters or buffers
+├── QueueError           the queue of jobs is asked for what can't be, or its record doesn't hold together
+│   └── StaleError       a runner or writer speaks whose time is over: another has taken its place
 ├── RankFailedError      a rank ended with an error; the launcher tells its story once
 └── PeerLostError        another rank is gone; a consequence, never the cause
 
@@ -47,6 +50,18 @@ class LaunchError(EvenloadError):
 
 class DesyncError(EvenloadError, RuntimeError):
     """The ranks of one job do different things at the same time."""
+
+
+class DivergenceError(DesyncError):
+    """The ranks no longer hold the same parameters or buffers."""
+
+
+class QueueError(EvenloadError):
+    """The queue of jobs is asked for what can't be, or its record of events doesn't hold together."""
+
+
+class StaleError(QueueError):
+    """A runner or a writer of the queue speaks whose time is over: another has taken its place."""
 
 
 class RankFailedError(EvenloadError):

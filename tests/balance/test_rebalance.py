@@ -217,3 +217,23 @@ def test_a_rank_whose_time_grows_in_steps_is_seldom_moved_to_and_fro() -> None:
                 num_moves[-1] += 1
                 coming.append((step + 2, decision.shares))
     assert sum(num_moves) <= 65, num_moves
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_moves_to_and_fro_become_smaller_where_the_cost_is_no_line(seed: int) -> None:
+    """Under a quota a rank computes at full speed until it is used up: below it the rank looks twice as fast as above."""
+    rng = random.Random(seed)
+    balancer = Balancer(270, 2)
+    shares, told, moves = balancer.shares, [], [balancer.shares]
+    for step in range(400):
+        if told and told[0][0] <= step:
+            shares = told.pop(0)[1]
+        used_s = 0.00012 * shares[1] * rng.gauss(1, 0.05)
+        seconds = (0.00014 * shares[0] * rng.gauss(1, 0.05), used_s if used_s < 0.013 else 2 * used_s)
+        decision = balancer.observe(Observation(step, shares, 1, seconds, left_out=step == 0))
+        if decision is not None:
+            told.append((step + 3, decision.shares))
+            if step > 100:
+                moves.append(decision.shares)
+    sizes = [abs(before[1] - after[1]) for before, after in itertools.pairwise(moves[1:])]
+    assert len(sizes) <= 20 and max(sizes, default=0) <= 30, moves  # without damping 60 moves of 60

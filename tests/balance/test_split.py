@@ -91,6 +91,26 @@ def test_large_splits_cannot_be_improved_by_moving_a_sample(
             assert all(other >= split.expected_s for other in others)
 
 
+@settings(max_examples=200, deadline=None)
+@given(COSTS, st.integers(1, 400), st.integers(1, 4), st.integers(2, 16), st.data())
+def test_coarse_shares_are_multiples_and_cost_at_most_a_quantum(
+    costs: list[Cost], num_samples: int, count: int, quantum: int, data: st.DataObject
+) -> None:
+    caps = data.draw(st.one_of(st.none(), st.lists(st.integers(120, 400), min_size=len(costs), max_size=len(costs))))
+    if caps is not None and count * sum(caps) < num_samples:
+        return
+    fine = split_batch(num_samples, costs, caps, count)
+    coarse = split_batch(num_samples, costs, caps, count, quantum)
+    assert sum(coarse.shares) == num_samples and min(coarse.shares) >= 0
+    assert caps is None or all(n <= count * cap for n, cap in zip(coarse.shares, caps, strict=True))
+    assert sum(n % quantum != 0 for n in coarse.shares) <= 1 or coarse == fine
+    assert coarse.expected_s >= fine.expected_s
+    if caps is None:
+        worst = max(cost.predict_s(fine.shares[r] + quantum, count) for r, cost in enumerate(costs))
+        assert coarse.expected_s <= max(fine.expected_s, worst)
+    assert coarse == split_batch(num_samples, costs, caps, count, quantum)
+
+
 def test_a_device_too_slow_for_one_sample_is_left_out() -> None:
     assert split_batch(32, [Cost(0, 0.01), Cost(0, 0.01), Cost(0.2, 0.1)]).shares == (16, 16, 0)
 

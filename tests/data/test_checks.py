@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from evenload.errors import ConfigError, DataError
 from tests.data.fakes import Board, Numbers, make_ranks
@@ -21,6 +21,23 @@ class Stream(IterableDataset[int]):
 class OwnLoop(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()
+
+
+class Sharding(Sampler[int]):
+    """Another library's."""
+
+    num_replicas, rank, shuffle = 2, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 8, 2))
+
+
+class Outer(Sampler[list[int]]):
+    def __init__(self) -> None:
+        self.inner = Sharding()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(self.inner)])
 
 
 def distributed() -> Any:
@@ -37,6 +54,12 @@ def distributed() -> Any:
             DataError,
             "DistributedSampler.*remove it",
         ),
+        (
+            lambda: DataLoader(Numbers(8), 4, sampler=Sharding()),
+            DataError,
+            "Sharding, which gives each rank a part.*shuffle=False",
+        ),
+        (lambda: DataLoader(Numbers(8), batch_sampler=Outer()), DataError, "Sharding, which gives each rank a part"),
         (lambda: DataLoader(Numbers(0), 4), DataError, "is empty"),
         (lambda: DataLoader(Numbers(3), 4, sampler=[]), DataError, "sampler, list, is empty"),
         (
@@ -56,6 +79,11 @@ def test_wrong_loaders_are_refused(loader: Any, error: type[Exception], match: s
     made = loader()
     with pytest.raises(error, match=match):
         make_ranks(Board((1, 1)), made)
+
+
+def test_a_search_for_workers_is_refused_where_they_decide_the_order() -> None:
+    with pytest.raises(ConfigError, match=r"num_workers=.auto. has no effect on an iterable dataset"):
+        make_ranks(Board((1,)), DataLoader(Stream(), 4), most_workers=2)
 
 
 def test_datapipes_are_refused() -> None:

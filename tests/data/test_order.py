@@ -123,6 +123,65 @@ def test_keys_need_not_be_integers() -> None:
     assert [value for step in lockstep(ranks) for value in flat(joined(step))] == [11 * length for length in range(9)]
 
 
+class Nested(Sampler[list[int]]):
+    """Holds a sampler with a generator of its own, out of sight."""
+
+    def __init__(self) -> None:
+        self.parts = [RandomSampler(DATA, generator=torch.Generator().manual_seed(2))]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.parts[0])
+        return iter([order[:20], order[20:]])
+
+
+def test_generators_of_samplers_inside_samplers_are_restored() -> None:
+    def make() -> Any:
+        return DataLoader(DATA, batch_sampler=Nested())
+
+    (alone,) = make_ranks(Board((1,)), make)
+    whole = [flat(joined(step)) for _ in range(3) for step in lockstep([alone])]
+    (first,) = make_ranks(Board((1,)), make)
+    found = []
+    for batch in first:
+        found.append(flat(joined([batch])))
+        first.commit(batch)
+    for batch in first:
+        found.append(flat(joined([batch])))
+        first.commit(batch)
+        break
+    (resumed,) = make_ranks(Board((1,)), make)
+    resumed.load(first.cursor())
+    found += [flat(joined(step)) for _ in range(2) for step in lockstep([resumed])]
+    assert found == whole
+
+
+class Counting(Sampler[int]):
+    """Each time another order, by a counter that nobody can restore."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __len__(self) -> int:
+        return 30
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += 1
+        return iter(range(self.count, 30 + self.count))
+
+
+def test_a_resume_that_would_draw_another_order_is_refused() -> None:
+    data = Numbers(100)
+    (first,) = make_ranks(Board((1,)), DataLoader(data, batch_size=10, sampler=Counting()))
+    list(lockstep([first]))
+    for batch in first:
+        first.commit(batch)
+        break
+    (resumed,) = make_ranks(Board((1,)), DataLoader(data, batch_size=10, sampler=Counting()))
+    resumed.load(first.cursor())
+    with pytest.raises(DataError, match="the sampler now draws another order than it did then"):
+        next(iter(resumed))
+
+
 def test_keys_that_cannot_be_shared_are_refused() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(DATA, batch_size=4, sampler=[lambda: 1]))
     with pytest.raises(DataError, match="can't be sent to the other ranks"):

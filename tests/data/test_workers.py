@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from evenload.errors import DataError
 from evenload.training.data.feed import TaskFeed
 from evenload.training.data.reading import Task
+from evenload.training.data.tuning import How, Reading, StepCost
 from tests.data.fakes import Board, Numbers, flat, joined, lockstep, make_ranks, plan_of
 
 
@@ -96,9 +97,7 @@ def test_queued_work_that_a_decision_made_stale_is_called_off() -> None:
 
 def test_fresh_work_is_queued_as_soon_as_stale_work_is_called_off() -> None:
     data = Counted(1000, seconds=0.0)
-    feed = TaskFeed(
-        DataLoader(data, batch_size=4, num_workers=2, prefetch_factor=3), seed=0, rank=0, keyed=True, pin=False
-    )
+    feed = TaskFeed(DataLoader(data, batch_size=4), seed=0, rank=0, keyed=True, reading=Reading(2, 3))
 
     def tasks(size: int, start: int = 0) -> Any:
         return lambda: (Task(0, low, tuple(range(low, low + size))) for low in range(start, 400, 10))
@@ -117,7 +116,7 @@ def test_fresh_work_is_queued_as_soon_as_stale_work_is_called_off() -> None:
 @settings(max_examples=8, deadline=None)
 @given(script=st.lists(st.sampled_from(["get", "skip", "cut 3", "cut 5", "other"]), min_size=5, max_size=25))
 def test_whatever_is_asked_for_in_whatever_order_comes_right(script: list[str]) -> None:
-    feed = TaskFeed(DataLoader(Numbers(1000), batch_size=4, num_workers=1), seed=0, rank=0, keyed=False, pin=False)
+    feed = TaskFeed(DataLoader(Numbers(1000), batch_size=4), seed=0, rank=0, keyed=False, reading=Reading(1, 2))
     size, now = 4, 0
 
     def wanted() -> Any:
@@ -277,3 +276,94 @@ def test_the_timeout_is_honoured() -> None:
     children = multiprocessing.active_children()
     rank.close()
     assert not any(child.is_alive() for child in children)
+
+
+def change_workers(rank: Any, number: int) -> None:
+    """As the search would, but at once."""
+    size = [(0, 0), (1, 2), (2, 1), (2, 3), (0, 0)][number % 5]
+    rank._tuner.reading = Reading(*size, how=How.TRIED)
+
+
+@pytest.mark.parametrize("num_micro", [1, 3])
+def test_workers_that_change_in_mid_epoch_lose_and_repeat_nothing(num_micro: int) -> None:
+    def make() -> Any:
+        return DataLoader(Noisy(72), batch_size=9, shuffle=True)
+
+    alone = [flat(joined(step)) for step in lockstep(make_ranks(Board((1,)), make))]
+    board = Board((1, 1), num_micro)
+    ranks = make_ranks(board, make, most_workers=4)
+    found = []
+    for number, step in enumerate(lockstep(ranks)):
+        found.append(flat(joined(step)))
+        change_workers(ranks[number % 2], number)  # each rank for itself
+        if number % 3 == 1:
+            board.decide(number + 2, [(3, 1), (1, 0)][number // 3 % 2], num_micro)
+    assert found == alone
+    for rank in ranks:
+        rank.close()
+    assert not multiprocessing.active_children()
+
+
+class Noisy(Numbers):
+    """Randomness keyed by the place in the global order, whoever reads."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index) + torch.rand(())
+
+
+def test_a_search_of_its_own_ends_with_workers_where_reading_is_slow() -> None:
+    data = Counted(20_000, seconds=0.002)
+    (rank,) = make_ranks(Board((1,)), DataLoader(data, batch_size=4), most_workers=2)
+    found, seen = [], []
+    for batch in rank:
+        start = time.perf_counter()
+        found += batch.micro(0).data.tolist()
+        read_s = time.perf_counter() - start
+        time.sleep(0.006)  # computing
+        rank.commit(batch)
+        rank.observe(StepCost(read_s, 0.006, 4))
+        seen.append(batch.reading)
+        if batch.reading.how is How.CHOSEN:
+            break
+    assert found == list(range(len(found))) and len(found) < 4 * 80
+    assert seen[0] == Reading(0, 0, how=How.TRIED) and seen[-1].num_workers > 0, seen[-1]
+    rank.close()
+
+
+class HereOnly(Numbers):
+    """What can't be read in another process (a CUDA tensor, a handle)."""
+
+    def __getitem__(self, index: int) -> int:
+        if get_worker_info() is not None:
+            raise OSError("only in the process that opened it")
+        return index
+
+
+def test_workers_nobody_asked_for_give_way_where_they_fail() -> None:
+    (rank,) = make_ranks(Board((1,)), DataLoader(HereOnly(80), batch_size=8), most_workers=2)
+    found = []
+    with pytest.warns(UserWarning, match="a loader worker failed with OSError where the rank itself reads"):
+        for number, batch in enumerate(rank):
+            found += batch.micro(0).data.tolist()
+            rank.commit(batch)
+            if number == 2:
+                change_workers(rank, 1)
+    assert found == list(range(80))
+    assert batch.reading == Reading(0, 0, how=How.CHOSEN)
+    assert not multiprocessing.active_children()
+    (rank,) = make_ranks(Board((1,)), DataLoader(HereOnly(80), batch_size=8, num_workers=1))
+    with pytest.raises(OSError, match="only in the process"):  # these were asked for
+        next(iter(rank)).micro(0)
+    rank.close()
+
+
+def test_an_error_of_the_dataset_is_no_reason_to_give_way() -> None:
+    loader = DataLoader(Numbers(20), batch_size=2, collate_fn=raise_at_seven)
+    (rank,) = make_ranks(Board((1,)), loader, most_workers=2)
+    with pytest.raises(KeyError, match="sample 7 is broken"):
+        for number, batch in enumerate(rank):
+            batch.micro(0)
+            rank.commit(batch)
+            if number == 0:
+                change_workers(rank, 1)
+    rank.close()

@@ -6,13 +6,14 @@ import pytest
 
 from tests.exact import measure
 
-STRATEGIES = ("ddp",)
+STRATEGIES = ("ddp", "dp")
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request: pytest.FixtureRequest) -> Any:
-    """Every strategy has to pass every test of this folder."""
-    return request.param
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of what a strategy does run over all of them; the others over the first alone."""
+    if "strategy" in metafunc.fixturenames:
+        every = metafunc.definition.get_closest_marker("every_strategy") is not None
+        metafunc.parametrize("strategy", STRATEGIES if every else STRATEGIES[:1])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

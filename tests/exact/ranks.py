@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 import evenload
+from evenload.testing import run_ranks
 from evenload.training.parallel import reducer
 from tests.exact.tasks import TASKS, Recorder, Task
 
@@ -33,6 +34,14 @@ class EpochOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._task.order(self._epoch))
+
+
+def run_split(fn: Callable[..., Any], num_parts: int, strategy: str, *args: Any, **options: Any) -> list[Any]:
+    """Calls a function on ranks, or under strategy dp in one process that has as many replicas; a result for each process."""
+    if strategy != "dp":
+        return run_ranks(fn, num_parts, *args, **options)
+    replicas = [{"device": "cpu", "name": f"replica {index}", "num_threads": 1} for index in range(num_parts)]
+    return run_ranks(fn, 1, *args, replicas=tuple(replicas), **options)
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
     )
     if setting.bucket_bytes is not None:
         reducer.FIRST_BUCKET_BYTES, reducer.BUCKET_BYTES = setting.bucket_bytes // 2, setting.bucket_bytes
-    task.rank, task.run_by_evenload = run.rank, True
+    task.rank, task.run, task.run_by_evenload = run.rank, run, True
     torch.manual_seed(task.seed + run.rank)  # other initial weights on each rank: rank 0's must count
     task.build()
     if setting.optimizer_first:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from evenload.testing import run_ranks
 from tests.exact.measure import check
-from tests.exact.ranks import Setting, train, train_all
+from tests.exact.ranks import Setting, run_split, train, train_all
 from tests.exact.reference import Reference
 from tests.exact.tasks import TASKS, Recorder
 
@@ -19,10 +20,11 @@ def _train_drawing(setting: Setting, folder: str) -> tuple[Recorder, list[tuple[
     return train(task, setting, folder), task.drawn  # type: ignore[attr-defined]
 
 
+@pytest.mark.every_strategy
 def test_out_of_memory_on_one_rank(strategy: str, tmp_path: Path) -> None:
     names = ["OutOfMemory", "OutOfMemoryLate", "OutOfMemoryTokens"]
     setting = Setting((24, 6, 2), strategy=strategy)
-    ranks = run_ranks(train_all, 3, [(name, setting) for name in names], str(tmp_path))
+    ranks = run_split(train_all, 3, strategy, [(name, setting) for name in names], str(tmp_path))
     for index, name in enumerate(names):
         records = [results[index] for results in ranks]
         first = 3 if name == "OutOfMemoryLate" else 0

@@ -19,7 +19,7 @@ from evenload.errors import StepError
 from evenload.testing import run_ranks
 from evenload.training.buffers import BufferGuard
 from tests.exact.measure import check, relative
-from tests.exact.ranks import Setting, train_all
+from tests.exact.ranks import Setting, run_split, train_all
 from tests.exact.reference import Reference
 from tests.exact.tasks import TASKS
 
@@ -66,8 +66,9 @@ def live_with_copies(folder: str, strategy: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.every_strategy
 def test_keys_copies_and_plain_backwards(strategy: str, tmp_path: Path) -> None:
-    ranks = run_ranks(live_with_copies, 3, str(tmp_path), strategy)
+    ranks = run_split(live_with_copies, 3, strategy, str(tmp_path), strategy)
     for found in ranks:
         for name in ("same_keys", "copy_has_gradients", "untouched", "restored", "pickles", "plain_again"):
             assert found[name], name

@@ -9,18 +9,19 @@ import torch
 
 from evenload.testing import run_ranks
 from tests.exact.measure import check, relative
-from tests.exact.ranks import Setting, train_all
+from tests.exact.ranks import Setting, run_split, train_all
 from tests.exact.reference import Reference
 from tests.exact.tasks import TASKS
 
 
+@pytest.mark.every_strategy
 @pytest.mark.parametrize("name", ["Inf", "InfInOneOfTwo", "InfInDiscriminator", "Tokens"])
 def test_fp16_scales_and_skips_as_one_process(name: str, strategy: str, tmp_path: Path) -> None:
     settings = [
         Setting((24, 6, 2), "auto", precision="fp16", strategy=strategy),
         Setting((31, 1, 0), 11, precision="fp16", strategy=strategy),
     ]
-    ranks = run_ranks(train_all, 3, [(name, setting) for setting in settings], str(tmp_path))
+    ranks = run_split(train_all, 3, strategy, [(name, setting) for setting in settings], str(tmp_path))
     for index, setting in enumerate(settings):
         records = [results[index] for results in ranks]
         expected = Reference(TASKS[name](), records[0].num_micro, scaled=True).train()
@@ -38,10 +39,12 @@ def test_the_reference_would_differ_without_the_skip(tmp_path: Path) -> None:
     assert relative(skipping.params, Reference(task, 1, scaled=True).train().params) > 1e-4
 
 
+@pytest.mark.every_strategy
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_trains_and_all_ranks_stay_equal(precision: str, strategy: str, tmp_path: Path) -> None:
     setting = Setting((24, 6, 2), 8, precision=precision, strategy=strategy)
-    records = [results[0] for results in run_ranks(train_all, 3, [("NormedFloat32", setting)], str(tmp_path))]
+    ranks = run_split(train_all, 3, strategy, [("NormedFloat32", setting)], str(tmp_path))
+    records = [results[0] for results in ranks]
     expected = Reference(TASKS["NormedFloat32"](), records[0].num_micro).train()
     for record in records[1:]:
         assert torch.equal(record.params, records[0].params)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import evenload
 from evenload.testing import run_ranks
 from tests.exact.measure import relative
-from tests.exact.ranks import EpochOrder
+from tests.exact.ranks import EpochOrder, run_split
 from tests.exact.tasks import TASKS
 
 STEPS = 10  # 3 steps an epoch: 32, 32, 7
@@ -75,6 +75,22 @@ def test_three_ranks_then_two_then_one(strategy: str, tmp_path: Path) -> None:
         run_ranks(sit, 2, folder, (5, 27), "auto", 8, strategy),
         run_ranks(sit, 1, folder, "even", 10, STEPS, strategy),
     ]
+    _compare(whole, parts)
+
+
+def test_from_replicas_of_one_process_to_ranks_and_back(tmp_path: Path) -> None:
+    (whole,) = run_ranks(sit, 1, str(tmp_path / "whole"), "even", "auto", STEPS, "ddp")
+    folder = str(tmp_path / "parts")
+    parts = [
+        run_split(sit, 3, "dp", folder, (24, 6, 2), 8, 4, "dp"),
+        run_split(sit, 2, "ddp", folder, (5, 27), "auto", 7, "ddp"),
+        run_split(sit, 2, "dp", folder, (0, 32), 20, STEPS, "dp"),
+    ]
+    _compare(whole, parts)
+
+
+def _compare(whole: dict[str, Any], parts: list[list[dict[str, Any]]]) -> None:
+    """The sittings of `parts` together are the one of `whole`."""
     assert whole["steps"] == [step for part in parts for step in part[0]["steps"]] == list(range(STEPS))
     assert [part[0]["resumed"] for part in parts] == [False, True, True]
     for part in parts:

@@ -11,7 +11,7 @@ from pathlib import Path
 import evenload
 from tests.house.map import ROOT, SOURCE, listed, map_lines
 
-PUBLIC = ["Config", "EvenloadError", "Run", "__version__", "count_tokens", "init"]
+PUBLIC = ["Config", "EvenloadError", "Run", "__version__", "count_tokens", "data_parallel", "init", "place", "spawn"]
 RUN = {
     "prepare", "resume", "checkpoint", "export", "batches", "log", "any", "reduce", "group", "main_first", "close",
     "device", "rank", "world_size", "is_main",

@@ -75,7 +75,9 @@ def test_a_quota_delivers_the_speed_and_changes_while_running():
 @pytest.mark.parametrize("speed", [0.5, 0.25])
 def test_repeated_computation_pays_what_is_owed(tmp_path, speed):
     throttle = Throttle(tmp_path, [1.0, speed], [1.0, 1.0], ["cpu", "cpu"], use_quota=False)
-    burner = Burner(WorkerSpec(rank=1, device="cpu", launch_dir=str(tmp_path), throttle=throttle.spec_of(1)))
+    burner = Burner(
+        WorkerSpec(rank=1, local_rank=1, device="cpu", launch_dir=str(tmp_path), throttle=throttle.spec_of(1))
+    )
     assert throttle.spec_of(1) == {"factor": speed, "means": "compute"} and burner.active
     burner.pay(0.01)
     for _ in range(5):
@@ -91,7 +93,8 @@ def test_repeated_computation_pays_what_is_owed(tmp_path, speed):
 
 def test_the_burner_follows_a_change_and_the_unthrottled_pay_nothing(tmp_path):
     throttle = Throttle(tmp_path, [1.0, 0.5], [1.0, 1.0], ["cpu", "cpu"], use_quota=False)
-    specs = [WorkerSpec(rank=r, device="cpu", launch_dir=str(tmp_path), throttle=throttle.spec_of(r)) for r in (0, 1)]
+    where = {"device": "cpu", "launch_dir": str(tmp_path)}
+    specs = [WorkerSpec(rank=r, local_rank=r, **where, throttle=throttle.spec_of(r)) for r in (0, 1)]
     burners = [Burner(spec) for spec in specs]
     assert burners[0].pay(5.0) == 0.0 and burners[1].pay(0.05) >= 0.05
     with pytest.raises(LaunchError, match=r"did not apply the speeds \[0.5, 1.0\]"):
@@ -137,7 +140,7 @@ def test_ranks_that_share_cores_get_their_part_of_them(tmp_path):
     quotas = [int((folder / f"rank-{rank}" / "cpu.cfs_quota_us").read_text()) for rank in range(2)]
     periods = [int((folder / f"rank-{rank}" / "cpu.cfs_period_us").read_text()) for rank in range(2)]
     throttle.close()
-    assert quotas == [13333, 6667] and periods == [20000, 20000] and not folder.exists()
+    assert quotas == [3333, 1667] and periods == [5000, 5000] and not folder.exists()
 
 
 @needs_quota

@@ -11,10 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.balance.values import StepPlan
-from evenload.errors import LaunchError
 from evenload.training.checkpoint import files
 from evenload.training.launch.control import Control
-from evenload.training.launch.environment import detect
 from evenload.training.launch.groups import Groups, Membership
 from evenload.training.planning import Planner
 from evenload.training.weighting import read_result
@@ -123,10 +121,3 @@ def test_a_models_output_counts_only_scalars_whatever_the_share() -> None:
     output = Output(loss=loss, logits=torch.ones(1, 1), aux_loss=torch.tensor(2.0))
     assert set(read_result(output).metrics) == {"aux_loss"}
     assert set(read_result({"loss": loss, "accuracy": torch.ones(1)}).metrics) == {"accuracy"}
-
-
-def test_tasks_of_srun_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "2")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with pytest.raises(LaunchError, match="srun started 4 tasks"):
-        detect()

@@ -89,3 +89,17 @@ def test_a_saved_ruling_is_taken_where_it_fits() -> None:
     other, _ = _planner(world_size=2)
     other.load_state_dict({"shares": [20, 8, 4], "num_micro": 1, "world_size": 3}, step=100)
     assert other.plan(0, 0, 100, 0, 32).shares == (16, 16)
+
+
+def test_a_compiled_model_gets_shares_in_larger_pieces() -> None:
+    planner, _ = _planner(world_size=2, batch_size=1000)
+    planner.coarsen()
+    for step in range(20):
+        plan = planner.plan(0, step, step, 1000 * step, 1000)
+        planner.observe(step, plan, [0.01 * plan.shares[0], 0.0217 * plan.shares[1]], left_out=step == 0)
+        if planner.has_news:
+            planner.hear(step)
+    shares = planner.plan(0, 0, 30, 0, 1000).shares
+    assert sum(shares) == 1000
+    assert sum(share % 15 != 0 for share in shares) <= 1
+    assert 660 <= shares[0] <= 705

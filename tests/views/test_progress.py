@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from evenload.errors import ConfigError
-from evenload.records.console import Facts
+from evenload.records.console import Facts, plain_line
 from evenload.records.recorder import Recorder
 from evenload.records.values import Event, RankTimes
 from evenload.views.panel import BusyBar, render_panel
@@ -48,6 +48,14 @@ def test_the_live_area_word_for_word() -> None:
         "rank 0  NVIDIA GeForce RTX 3090  share 171  █████████████████████████████░  busy 96 %   wait 4 %",
         "rank 1  NVIDIA GeForce RTX 3060   share 85  ███████████████████████░░░░░░░  busy 78 %  wait 22 %",
     ]
+
+
+def test_the_verdict_stands_in_the_line_and_in_the_area() -> None:
+    ranks = (RankTimes(compute_s=0.2, wait_s=0.3), RankTimes(data_s=0.205, compute_s=0.2, wait_s=0.095))
+    window = [make_step(index, ranks=ranks) for index in range(4)]
+    text = " ".join(draw(window, make_facts(), 100)).replace("\N{NO-BREAK SPACE}", " ")
+    assert "data-bound: 41 % of rank 1's step" in text
+    assert " | data-bound: 41 % of rank 1's step | rank 0: " in plain_line(window, make_facts())
 
 
 @pytest.mark.parametrize("width", [40, 60, 72, 80, 200])

@@ -83,6 +83,25 @@ def test_the_same_shares_later_have_the_newer_reason(tmp_path: Path) -> None:
     assert [span.reason for span in tell(tmp_path).spans] == ["", "down", "up", "down again"]
 
 
+def test_what_the_run_is_bound_by_is_told(tmp_path: Path) -> None:
+    def write(name: str, *ranks: tuple[float, float]) -> str:
+        recorder = Recorder(tmp_path / name)
+        for index in range(20):
+            times = tuple(RankTimes(data_s=data, compute_s=0.2, wait_s=wait) for data, wait in ranks)
+            recorder.step(make_step(index, seconds=0.5, ranks=times))
+        recorder.close()
+        return story_text(tell(tmp_path / name))
+
+    assert (
+        "bound by    data-bound: 40 % of rank 1's step; in the last tenth data-bound: 40 % of rank 1's step"
+        in write("data", (0.0, 0.2), (0.2, 0.0))
+    )
+    assert "bound by    communication-bound: 44 % of rank 1's step;" in write("network", (0.0, 0.3), (0.0, 0.22))
+    assert "bound by" not in write("well", (0.01, 0.1), (0.02, 0.05))
+    table = json.loads(CliRunner().invoke(app, [str(tmp_path / "data"), "--json"]).stdout)
+    assert table["whole"]["verdict"] == {"kind": "data", "rank": 1, "fraction": pytest.approx(0.4)}
+
+
 def test_arms_have_a_table_of_their_own(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     for index in range(8):
@@ -165,7 +184,7 @@ def test_show_live_of_an_ended_run_shows_its_newest_sitting_and_ends(folder: Pat
         (["nowhere"], "evenload show: nowhere: expected a run folder, found nothing there"),
         (["."], "found no events.jsonl or steps.jsonl in it or right below it"),
         (["newer"], "schema 99, this Evenload reads schema 1"),
-        ([".", "--json", "--live"], "--json and --live are both set"),
+        ([".", "--json", "--live"], "--json, --live and --to are three ways to show a run"),
     ],
 )
 def test_wrong_use_ends_with_2_and_one_line(

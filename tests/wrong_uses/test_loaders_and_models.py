@@ -226,7 +226,7 @@ def test_reduce_takes_an_integer_on_one_rank_and_a_float_on_another(tmp_path):
 
 @pytest.mark.parametrize("ranks", [[0, 7], [], [0, 0], [-1], ["a"], [0.5]])
 def test_a_group_of_ranks_that_are_not_there(init, ranks):
-    with pytest.raises(ConfigError, match=r"run.group\(ranks=.*\): expected different ranks from 0 to 0"):
+    with pytest.raises(ConfigError, match=r"run.group\(ranks=.*\): expected a list of different ranks from 0 to 0"):
         init().group(ranks)
 
 

@@ -25,6 +25,13 @@ from tests.wrong_uses.jobs import IMPORTS, command, evenload_run, script, told_b
         ({"balance": [8, 8]}, r"init\(balance=\[8, 8\]\): 2 shares, but there are 1 ranks"),
         ({"batch_norm": "sync"}, r"init\(batch_norm='sync'\): expected one of global, local"),
         ({"dataset_rng": True}, r"init\(dataset_rng=True\): expected one of keyed, off"),
+        (
+            {"num_workers": 4},
+            r"init\(num_workers=4\): expected auto .* a number is set where .*DataLoader\(num_workers=4\)",
+        ),
+        ({"num_workers": "many"}, r"init\(num_workers=.many.\): expected auto \(chosen by measurement\) or loader"),
+        ({"check_every": 0}, r"init\(check_every=0\): expected off or a number of steps, at least 1"),
+        ({"check_every": "often"}, r"init\(check_every=.often.\): expected off or a number of steps"),
         ({"loggers": "wandbb"}, "there is no logger 'wandbb'; expected some of tensorboard"),
         ({"loggers": 3}, r"init\(loggers=3\): expected the names of loggers"),
         ({"log_every_s": 0}, r"init\(log_every_s=0\): expected seconds, more than 0"),
@@ -138,6 +145,8 @@ def test_no_one_else_comes_to_the_meeting(tmp_path):
         (["-d", "cpu:2", "--throttle", "1,0", "train.py"], "a speed is more than 0 and at most 1"),
         (["-d", "cpu:2", "--throttle", "1,1.5", "train.py"], "a speed is more than 0 and at most 1"),
         (["-d", "cpu:2", "--throttle", "1,fast", "train.py"], "--throttle 1,fast: expected one speed for each rank"),
+        (["--check-every", "often", "train.py"], "--check-every often: expected off or a number of steps, such as 10"),
+        (["-d", "cpu:2", "--num-workers", "4", "train.py"], "--num-workers 4: expected auto"),
         (["--sed", "1", "train.py"], "No such option: --sed"),
     ],
 )

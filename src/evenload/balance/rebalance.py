@@ -11,13 +11,13 @@ and `_LEAST_GAIN`, which stands for the cost of a move (dropped prefetches, allo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evenload.balance.cost import Point
 from evenload.balance.drift import Change, Track
-from evenload.balance.split import Caps, Split, even_shares, num_micro, split_batch
+from evenload.balance.split import Caps, Split, even_shares, num_micro, scale_shares, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
 
@@ -34,6 +34,11 @@ _SURE_AFTER_MOVE = 1.0
 _LEAST_GAIN = 0.01
 _LEAST_GAIN_AFTER_MOVE = 0.03
 _FOLLOWED_UP = ("slower", "faster", "returned", "left_out")
+_REVERSED_WITHIN = 64
+"""A move that takes back half or more of one so few steps ago is a reversal. One may be a rank that recovered; from the second
+on the cost is no line (a quota's periods, cores that two ranks share), and each halves how far a move goes. So many quiet
+steps make up for one."""
+_MOST_HALVINGS = 4
 _LEAST_MICRO_GAIN = 0.02
 """Another K changes what BatchNorm computes and is announced, so it must pay this much over the best split of the K."""
 _TOLD_CHANGE = 1.1
@@ -106,6 +111,8 @@ class Balancer:
                 f"shares {self.shares} sum to {sum(self.shares)}: expected {world_size} of them, {num_samples} in sum"
             )
         self.num_micro = num_micro_batches or num_micro(self.shares, caps)
+        self.quantum = 1
+        """Shares are multiples of so many samples: more than 1 where the model is compiled, and each size may cost."""
         self._caps = caps
         self._tracks = [Track() for _ in range(world_size)]
         self._num_warmup = num_warmup
@@ -116,6 +123,9 @@ class Balancer:
         self._changes: dict[int, Change] = {}
         self._is_measured = False
         self._last_kind: str | None = None
+        self._last_delta: tuple[int, ...] = ()
+        self._num_since_move = 0
+        self._num_reversals = 0
         self._has_fits = False
 
     @property
@@ -140,6 +150,9 @@ class Balancer:
         if under != self._under:
             self._under, self._num_under = under, 0
         self._num_under += 1
+        self._num_since_move += 1
+        if self._num_since_move % _REVERSED_WITHIN == 0:
+            self._num_reversals = max(0, self._num_reversals - 1)
         has_changed = self._add(observation)
         big = has_changed and any(abs(math.log(c.factor)) > math.log(_BIG_CHANGE) for c in self._changes.values())
         self._num_since_change = 0 if big else self._num_since_change + 1
@@ -171,7 +184,7 @@ class Balancer:
         over = next(r for r, cap in enumerate(caps or ()) if cap is not None and self.shares[r] > self.num_micro * cap)
         split = Split(self.shares, needed, 0.0)
         if self._has_fits:
-            split = split_batch(self.num_samples, [track.fit.cost for track in self._tracks], caps)
+            split = self._split([track.fit.cost for track in self._tracks])
         cap = caps[over] if caps else None
         what = f"rank {over} has memory for {cap} samples in a micro-batch"
         return self._move(split, "memory", over, None, what, self._expected_s())
@@ -205,9 +218,9 @@ class Balancer:
         self._has_fits = True
         costs = [fit.cost for fit in fits]
         before_s = self._expected_s()
-        split = split_batch(self.num_samples, costs, self._caps)
+        split = self._split(costs)
         if split.num_micro != self.num_micro and num_micro(self.shares, self._caps) <= self.num_micro:
-            stay = split_batch(self.num_samples, costs, self._caps, self.num_micro)
+            stay = self._split(costs, self.num_micro)
             if split.expected_s > (1 - _LEAST_MICRO_GAIN) * stay.expected_s:
                 split = stay
         gain = 1 - split.expected_s / before_s
@@ -224,7 +237,29 @@ class Balancer:
             sure, least = _SURE_AFTER_CHANGE, _LEAST_GAIN_AFTER_MOVE
         if gain < max(least, sure * self._gain_error()):
             return None
+        num_reversals = self._num_reversals + self._is_reversal(split)
+        parts = 2 ** min(max(0, num_reversals - 1), _MOST_HALVINGS)
+        if parts > 1:
+            split = self._go_part_of_the_way(split, parts)
+            if gain < parts * _LEAST_GAIN_AFTER_MOVE:
+                return None
+        self._num_reversals = num_reversals
         return self._move(split, *self._why(split, step), before_s)
+
+    def _is_reversal(self, split: Split) -> bool:
+        """Whether it takes back half or more of the last move, which was a short while ago."""
+        along = sum((n - old) * b for n, old, b in zip(split.shares, self.shares, self._last_delta, strict=False))
+        return self._num_since_move <= _REVERSED_WITHIN and along < -0.5 * sum(b * b for b in self._last_delta)
+
+    def _go_part_of_the_way(self, split: Split, parts: int) -> Split:
+        if any(bool(new) != bool(old) for new, old in zip(split.shares, self.shares, strict=True)):
+            return split  # left out or back again: there is nothing in between
+        near = [old * (parts - 1) + new for new, old in zip(split.shares, self.shares, strict=True)]
+        shares = scale_shares(near, self.num_samples)
+        return split if num_micro(shares, self._caps) > split.num_micro else replace(split, shares=shares)
+
+    def _split(self, costs: Sequence[Cost], num_micro: int | None = None) -> Split:
+        return split_batch(self.num_samples, costs, self._caps, num_micro, self.quantum)
 
     def _expected_s(self) -> float:
         if not self._has_fits:
@@ -297,6 +332,10 @@ class Balancer:
             how = "shares unchanged"
         if split.num_micro != self.num_micro:
             how += f", micro-batches {self.num_micro} → {split.num_micro}"
+        self._last_delta = (
+            tuple(new - old for new, old in zip(split.shares, self.shares, strict=True)) if self._is_measured else ()
+        )
+        self._num_since_move = 0
         self.shares, self.num_micro = split.shares, split.num_micro
         self._num_pending = 0
         self._num_since_change = _LOST_AFTER
@@ -313,6 +352,7 @@ class Balancer:
             "num_samples": self.num_samples,
             "shares": list(self.shares),
             "num_micro": self.num_micro,
+            "quantum": self.quantum,
             "caps": None if self._caps is None else list(self._caps),
             "num_warmup": self._num_warmup,
             "under": None if self._under is None else [list(self._under[0]), self._under[1]],
@@ -321,6 +361,9 @@ class Balancer:
             "num_since_change": self._num_since_change,
             "changes": [[rank, change.step, change.factor] for rank, change in self._changes.items()],
             "last_kind": self._last_kind,
+            "last_delta": list(self._last_delta),
+            "num_since_move": self._num_since_move,
+            "num_reversals": self._num_reversals,
             "is_measured": self._is_measured,
             "has_fits": self._has_fits,
             "tracks": [track.state() for track in self._tracks],
@@ -338,13 +381,15 @@ class Balancer:
                 f"run has {len(self._tracks)} and {self.num_samples}: begin with a new balancer"
             )
         self.shares, self.num_micro = tuple(state["shares"]), state["num_micro"]
+        self.quantum = state["quantum"]
         self._caps = None if state["caps"] is None else tuple(state["caps"])
         self._num_warmup = state["num_warmup"]
         self._under = None if state["under"] is None else (tuple(state["under"][0]), state["under"][1])
         self._num_under, self._num_pending = state["num_under"], state["num_pending"]
         self._num_since_change = state["num_since_change"]
         self._changes = {rank: Change(step, factor) for rank, step, factor in state["changes"]}
-        self._last_kind = state["last_kind"]
+        self._last_kind, self._last_delta = state["last_kind"], tuple(state["last_delta"])
+        self._num_since_move, self._num_reversals = state["num_since_move"], state["num_reversals"]
         self._is_measured, self._has_fits = state["is_measured"], state["has_fits"]
         for track, values in zip(self._tracks, state["tracks"], strict=True):
             track.load_state(values)

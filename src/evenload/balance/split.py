@@ -143,7 +143,9 @@ def _spread_unevenly(
             room[best] -= 1
 
 
-def split_batch(num_samples: int, costs: Sequence[Cost], caps: Caps = None, num_micro: int | None = None) -> Split:
+def split_batch(
+    num_samples: int, costs: Sequence[Cost], caps: Caps = None, num_micro: int | None = None, quantum: int = 1
+) -> Split:
     """The integer shares whose slowest rank is as fast as possible.
 
     Minimises ``max_r t_r(n_r)`` with ``sum n_r = num_samples`` and ``n_r <= K * cap_r``, exactly. The samples are
@@ -155,6 +157,9 @@ def split_batch(num_samples: int, costs: Sequence[Cost], caps: Caps = None, num_
         costs: cost of each rank.
         caps: most samples of each rank in one micro-batch.
         num_micro: K. None takes the K of the shortest step; of equal ones the smallest.
+        quantum: shares are multiples of so many samples, except one that takes what the batch has over. A compiled model
+            then meets few sizes. Where no cap binds, no rank ends more than a quantum of its samples after the finest
+            split; where the caps leave no room for multiples, the finest split is returned.
 
     Raises:
         ConfigError: a cost is not a finite number of at least 0, or the caps don't let K micro-batches hold the batch.
@@ -169,8 +174,28 @@ def split_batch(num_samples: int, costs: Sequence[Cost], caps: Caps = None, num_
     if num_micro is not None:
         if num_micro < 1:
             raise ConfigError(f"a step of {num_micro} micro-batches: expected at least 1")
-        return _split(num_samples, costs, checked, num_micro)
-    return _split_best_micro(num_samples, costs, checked)
+        split = _split(num_samples, costs, checked, num_micro)
+    else:
+        split = _split_best_micro(num_samples, costs, checked)
+    return split if quantum <= 1 else _coarsen(split, costs, checked, quantum)
+
+
+def _coarsen(split: Split, costs: Sequence[Cost], caps: Sequence[int | None], quantum: int) -> Split:
+    """Rounds the shares down to multiples, then deals what is free by the quantum to who would be done first."""
+    count, num_samples = split.num_micro, sum(split.shares)
+    limits = [num_samples if cap is None else count * cap for cap in caps]
+    shares = [share - share % quantum for share in split.shares]
+    left = num_samples - sum(shares)
+    while left:
+        given = min(quantum, left)
+        fits = [rank for rank, share in enumerate(shares) if share + given <= limits[rank] and share % quantum == 0]
+        if not fits:
+            return split  # the caps leave no room for whole quanta
+        first = min(fits, key=lambda rank: (costs[rank].predict_s(shares[rank] + given, count), rank))
+        shares[first] += given
+        left -= given
+    slowest_s = max(cost.predict_s(share, count) for cost, share in zip(costs, shares, strict=True))
+    return Split(tuple(shares), count, slowest_s)
 
 
 def _split_best_micro(num_samples: int, costs: Sequence[Cost], caps: Sequence[int | None]) -> Split:

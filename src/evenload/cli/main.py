@@ -44,6 +44,7 @@ COMMANDS = {
     "verify": Command("evenload.cli.verify", "Prove on your own script that the split gives one device's gradients."),
     "demo": Command("evenload.cli.demo", "Watch a language model train on two unequal devices."),
     "show": Command("evenload.cli.show", "Tell the story of a run: shares over time, and where the time went."),
+    "simulate": Command("evenload.cli.simulate", "Ask what a queue would do: another policy, one more card."),
 }
 
 

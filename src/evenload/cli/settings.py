@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from evenload.config import Config
+from evenload.config import Config, spell_logger_options
 from evenload.errors import ConfigError
 
 LAUNCH_KEYS = ("devices", "throttle", "port")
@@ -74,8 +74,10 @@ def _read_file(path: Path) -> dict[str, Any]:
             raise ConfigError(f"-c {path}: there is no setting {key!r}; the settings are {', '.join(sorted(known))}")
         if key == "throttle" and isinstance(value, list):
             table[key] = ",".join(str(factor) for factor in value)
-        elif key == "balance" and isinstance(value, list):
+        elif key in ("balance", "loggers") and isinstance(value, list):
             table[key] = tuple(value)
+        elif key == "loggers" and isinstance(value, str):
+            table[key] = (value,)
         elif key in ("devices", "throttle") and not isinstance(value, str):
             table[key] = str(value)
         elif key == "port" and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 65536):
@@ -87,4 +89,6 @@ def _spell(key: str, value: Any) -> str:
     option = {"devices": "-d", "log_every_s": "--log-every"}.get(key, "--" + key.replace("_", "-"))
     if value is True:
         return option
+    if key == "logger_options":
+        return spell_logger_options(value)
     return f"{option} {','.join(map(str, value)) if isinstance(value, tuple) else value}"

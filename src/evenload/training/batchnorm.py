@@ -9,7 +9,7 @@ The process groups are not attributes of a module (a deepcopy would raise): the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,13 @@ class Statistics:
     def world_size(self) -> int:
         """Ranks that share the statistics."""
         return self._groups.world_size
+
+    def begin(self, micro_index: int, *, idle: bool) -> None:
+        """A micro-batch begins; `idle`: this rank's part of it doesn't count."""
+        self.idle = idle
+
+    def end(self, micro_index: int) -> None:
+        """This rank's backward of the micro-batch is over."""
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """All ranks' vectors, shape ``(world_size, len(own))``."""
@@ -157,6 +164,47 @@ def _forward_global(
         input, module.weight, module.bias, mean, var, total, module.eps, statistics, statistics.idle
     )
     return output
+
+
+def forward_joined(
+    module: nn.modules.batchnorm._BatchNorm, input: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The training forward of one of several parts of a batch, all in one autograd graph (data_parallel.py).
+
+    Nothing is exchanged in the backward: the parts' statistics carry their graphs.
+
+    Args:
+        module: the BatchNorm.
+        input: this part, ``(n, channels, ...)``.
+        gather: gives all parts' vectors ``(mean, variance, count)``, with their graphs, on this part's device.
+    """
+    channels = input.shape[1]
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    count = wide.numel() // channels
+    var, mean = torch.var_mean(wide, dims, correction=0)
+    table = gather(torch.cat([mean, var, wide.new_full((1,), float(count))]))
+    counts, means, variances = table[:, -1:], table[:, :channels], table[:, channels:-1]
+    total = counts.sum()
+    if total <= 1:
+        raise ValueError(f"BatchNorm needs more than 1 value per channel over all parts, got {int(total)}")
+    mean = (counts * means).sum(0) / total
+    var = (counts * (variances + (means - mean) ** 2)).sum(0) / total
+    _update_running(module, mean.detach(), (var * (total / (total - 1))).detach())
+    shape = [1, channels, *([1] * (input.dim() - 2))]
+    output = (wide - mean.view(shape)) * (var + module.eps).rsqrt().view(shape)
+    if module.weight is not None:
+        output = output * module.weight.to(wide.dtype).view(shape)
+    if module.bias is not None:
+        output = output + module.bias.to(wide.dtype).view(shape)
+    return output.to(input.dtype)
+
+
+def takes_batch_statistics(module: nn.Module) -> bool:
+    """Whether a forward of this module now would take the batch's statistics, by torch's own BatchNorm."""
+    if type(module) not in _SWAPS and type(module) not in _BACK:
+        return False
+    return module.training or getattr(module, "running_mean", None) is None
 
 
 @torch.no_grad()

@@ -1,38 +1,38 @@
 """Runs `step.backward`: attempts until one is good on all ranks.
 
-    begin -> for each micro-batch: loss_fn, backward -> one exchange of reports -> finish the reduction
+    begin -> the crew computes each micro-batch (loss_fn, backward) and exchanges reports -> finish the reduction
 
 An attempt is done again, on all ranks alike, when memory ran out somewhere (with smaller micro-batches) or a gradient came
-after its bucket had left. Buffers, randomness and gradients are put back before that.
+after its bucket had left. Buffers, randomness and gradients are put back before that. Who computes is a crew's matter: this
+rank beside others (attempt.py), or the replicas of this process (replicas.py).
 """
 
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from evenload.errors import DesyncError, NonFiniteError, StepError
+from evenload.errors import DesyncError, DivergenceError, NonFiniteError, StepError
 from evenload.training import batchnorm, randomness
+from evenload.training.attempt import Attempt, Crew, LabelWatch, Outcome, RankCrew, pay
 from evenload.training.buffers import BufferGuard
-from evenload.training.data.loader import GlobalBatch
+from evenload.training.consistency import Consistency
+from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.journal import Journal, Tally
 from evenload.training.launch.clock import StepClock
-from evenload.training.launch.control import Control, Operation
+from evenload.training.launch.control import Control
 from evenload.training.launch.throttle import Burner
-from evenload.training.microsteps import LossFn, Sums, Surroundings, run_micro_steps
+from evenload.training.microsteps import LossFn, Surroundings
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.planning import Planner
 from evenload.training.precision import Precision
-from evenload.training.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, Report, read_rows
-from evenload.training.weighting import ignores_labels
+from evenload.training.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, Report
 
 MAX_SKIPPED_STEPS = 3
 """So many steps in a row may be skipped for a non-finite gradient that no loss scale explains."""
@@ -55,6 +55,8 @@ class Engine:
         clock: StepClock,
         journal: Journal,
         burner: Burner,
+        check_every: int = 0,
+        crew: Crew | None = None,
     ) -> None:
         self.device = device
         self.control = control
@@ -67,20 +69,22 @@ class Engine:
         self.models: list[nn.Module] = []
         self.elapsed_s = 0.0
         """Seconds since the start of the run on rank 0's clock, as of the last exchange: equal on all ranks."""
-        self.around = Surroundings(rank, device, seed, strategy, statistics, precision, self._check_unweighted)
-        self._started = time.monotonic()
-        self._has_statistics = False
+        self.around = Surroundings(rank, device, seed, strategy, statistics, precision, LabelWatch().look)
+        self.consistency = Consistency(check_every, control, journal.event)
+        self._crew = crew or RankCrew(self.around, control, clock, burner, self.consistency)
         self._buffers = BufferGuard()
         self._units: dict[int, float] = {}
         self._skipped: dict[int, int] = {}
-        self._label_checks = 3
 
     def attach(self, models: Sequence[nn.Module]) -> None:
         """Takes the models whose gradients are the job's."""
         self.models = list(models)
-        self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
-        self.statistics.in_use = self._has_statistics and self.statistics.world_size > 1
+        has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
+        self.statistics.in_use = has_statistics and self.statistics.world_size > 1
+        self.around = replace(self.around, other_gpus=randomness.other_gpus(models, self.device))
+        self._crew.attach(models)
         self._buffers = BufferGuard(models)
+        self.consistency.attach(models)
 
     def learnt(self) -> tuple[Mapping[int, float], Mapping[int, Any]]:
         """What earlier steps left for the next, equal on all ranks: N of each call, and what the strategy learnt."""
@@ -104,8 +108,9 @@ class Engine:
         if tally.calls == 0 or stepped:
             self.strategy.forgive()
         self.clock.switch("compute")
+        self.consistency.begin(batch.global_step, first_call=tally.calls == 0, world_size=self._crew.num_ranks)
         try:
-            with randomness.set_aside(self.device), batchnorm.active(self.statistics):
+            with randomness.set_aside(self.device, self.around.other_gpus), batchnorm.active(self.statistics):
                 loss = self._attempts(batch, planner, tally, loss_fn)
         except BaseException:
             self.strategy.abandon()
@@ -119,76 +124,34 @@ class Engine:
 
     def pay(self, since_s: float) -> None:
         """Where this rank is slowed: computes on for what it computed since then, by `time.perf_counter`."""
-        if not self.burner.active:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what was only queued so far has not cost its time yet
-        self.burner.pay(time.perf_counter() - since_s)
+        pay(self.burner, self.device, since_s)
 
     def _attempts(self, batch: GlobalBatch, planner: Planner, tally: Tally, loss_fn: LossFn) -> torch.Tensor:
         expect = True
         for _ in range(MAX_ATTEMPTS):
-            if self._has_statistics and self.statistics.world_size > 1:
-                # A rank that does something else would leave the others inside a collective of the forward.
-                with self.clock.segment("wait"):
-                    self.control.exchange(Operation.BEGIN)
             self._buffers.save()
             self.strategy.begin(tally.calls, expect=expect)
-            sums = Sums()
-            status = self._compute(batch, tally, loss_fn, sums)
-            reports = self._exchange(batch, planner, tally, sums, status)
+            outcome = self._crew.attempt(Attempt(batch, planner, tally, loss_fn, self._units.get(tally.calls)))
+            reports = outcome.reports
+            self._hear(batch, planner, tally, reports)
             if all(report.status == OK for report in reports):
                 self._buffers.forget()
-                return self._finish(batch, tally, sums, reports)
+                return self._finish(batch, tally, outcome)
             self._retreat(batch, planner, tally, reports)
             expect = expect and not any(report.status == LATE_GRADIENT for report in reports)
         raise StepError(f"step {batch.global_step} was not done after {MAX_ATTEMPTS} attempts")
 
-    def _compute(self, batch: GlobalBatch, tally: Tally, loss_fn: LossFn, sums: Sums) -> int:
-        """Runs the micro-batches; what a device can fail with becomes a status that all ranks will hear."""
-        graphs = _compiled_graphs()
-        started_s = time.perf_counter()
-        try:
-            run_micro_steps(self.around, batch, loss_fn, tally.calls, self._units.get(tally.calls), sums)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            if self._has_statistics and self.statistics.world_size > 1:
-                raise StepError(
-                    f"rank {self.around.rank} ran out of memory in a model whose BatchNorm takes its statistics over all "
-                    "ranks, where a step can't be done again by one rank alone; set --micro-batch (or "
-                    "init(micro_batch=...)) lower"
-                ) from error
-            return OUT_OF_MEMORY
-        self.pay(started_s)
-        if _compiled_graphs() != graphs:
-            tally.compiled = True
-        return LATE_GRADIENT if self.strategy.report()[1] else OK
-
-    def _exchange(self, batch: GlobalBatch, planner: Planner, tally: Tally, sums: Sums, status: int) -> list[Report]:
-        seconds = dict(self.clock.take())
-        if tally.compiled:
-            seconds["compile"], seconds["compute"] = seconds["compile"] + seconds["compute"], 0.0
-        own = Report(
-            status=status,
-            weighted=sums.weighted,
-            units=sums.units,
-            loss_sum=float(sums.loss_sum),
-            touched_key=self.strategy.report()[0],
-            has_news=planner.has_news,
-            elapsed_s=time.monotonic() - self._started,
-            memory_bytes=float(_memory_bytes(self.device)),
-            seconds=seconds,
-            metrics={name: float(value) for name, value in sums.metrics.items()} if status == OK else {},
-        )
-        self.clock.switch("wait")
-        rows = self.control.exchange(Operation.BACKWARD, own.row())
-        reports = read_rows(rows, sorted(own.metrics))
+    def _hear(self, batch: GlobalBatch, planner: Planner, tally: Tally, reports: Sequence[Report]) -> None:
+        """What all told, whatever became of the attempt."""
         tally.add(reports)
         self.elapsed_s = reports[0].elapsed_s
         if reports[0].has_news:
             planner.hear(batch.global_step)
-        return reports
+        try:
+            self.consistency.check(batch.global_step, [report.state_key for report in reports])
+        except DivergenceError:
+            self.strategy.retreat()
+            raise
 
     def _retreat(self, batch: GlobalBatch, planner: Planner, tally: Tally, reports: Sequence[Report]) -> None:
         """All ranks alike: everything as it was before the attempt, and a plan that fits."""
@@ -199,7 +162,7 @@ class Engine:
         if len(failed) < planner.world_size:  # this rank runs alone, in a window
             failed = [failed[0] and rank == self.around.rank for rank in range(planner.world_size)]
         if any(failed):
-            if self.device.type == "cuda":
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
             before = batch.plan.num_micro
             batch.replan(planner.lower_caps(batch.plan, failed))
@@ -213,7 +176,8 @@ class Engine:
             )
         self.clock.switch("compute")
 
-    def _finish(self, batch: GlobalBatch, tally: Tally, sums: Sums, reports: Sequence[Report]) -> torch.Tensor:
+    def _finish(self, batch: GlobalBatch, tally: Tally, outcome: Outcome) -> torch.Tensor:
+        reports = outcome.reports
         num_trainable = [int(report.touched_key) >> 32 for report in reports]
         if len(set(num_trainable)) > 1:
             raise DesyncError(
@@ -232,18 +196,18 @@ class Engine:
                 "labels -100?"
             )
         self.strategy.resolve(len({report.touched_key for report in reports}) == 1)
-        finite = self.strategy.finish(sums.nominal / (units * self.precision.scale))
+        finite = self.strategy.finish(outcome.nominal / (units * self.precision.scale))
         self._units[tally.calls] = units
         loss = _total(report.loss_sum for report in reports) / units
         tally.loss = loss
-        for name in sums.metrics:
+        for name in reports[0].metrics:
             tally.metrics[name] = _total(report.metrics[name] for report in reports) / units
         self.precision.update(finite)
         if finite and math.isfinite(loss):
             self._skipped[tally.calls] = 0
         else:
             self._skip(batch, tally, reports)
-        return torch.tensor(loss, dtype=sums.dtype)
+        return torch.tensor(loss, dtype=outcome.dtype)
 
     def _skip(self, batch: GlobalBatch, tally: Tally, reports: Sequence[Report]) -> None:
         """None of its gradients is left, so a plain optimizer.step() changes nothing, on all ranks alike."""
@@ -276,17 +240,6 @@ class Engine:
                 "the end of the loop body"
             )
 
-    def _check_unweighted(self, data: Any) -> None:
-        """Warns once where labels are ignored but no weight says so; looks at the first micro-batches only."""
-        if self._label_checks and ignores_labels(data):
-            self._label_checks = 0
-            warnings.warn(
-                "the batch's labels hold -100, but loss_fn returned no weight: its mean over tokens is then not the global "
-                "batch's. Return (loss, evenload.count_tokens(batch['labels'])) instead",
-                stacklevel=2,
-            )
-        self._label_checks = max(0, self._label_checks - 1)
-
 
 def _total(values: Iterable[float]) -> float:
     """The exact sum; where it has none (inf - inf, or beyond the largest float) what floats give."""
@@ -299,18 +252,3 @@ def _total(values: Iterable[float]) -> float:
 
 def _where(flags: Sequence[bool]) -> str:
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _compiled_graphs() -> int:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

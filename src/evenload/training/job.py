@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import socket
 import sys
 import time
 import zlib
@@ -14,24 +14,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenload.config import Config, as_table, resolve
+from evenload.config import COMMAND_LINE, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
 from evenload.records.recorder import Recorder
 from evenload.training import randomness
+from evenload.training.attempt import Crew
 from evenload.training.batchnorm import Statistics
 from evenload.training.checkpoint.registry import Registry
 from evenload.training.engine import Engine
 from evenload.training.journal import Journal
 from evenload.training.launch import worker
+from evenload.training.launch.adopted import adopt_group
 from evenload.training.launch.clock import StepClock
 from evenload.training.launch.control import Control, Operation
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.groups import Groups, Membership
+from evenload.training.launch.replicas import STRATEGY, ReplicaPlace, replica_places
 from evenload.training.launch.supervisor import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import Burner
 from evenload.training.parallel.ddp import ReplicaStrategy
+from evenload.training.parallel.dp import LaneStrategy
+from evenload.training.parallel.strategy import Strategy
 from evenload.training.precision import Precision
+from evenload.training.replicas import open_crew
 from evenload.training.step import StepLoop
+
+RANK_0_ALONE = ("project_dir", "loggers", "logger_options", "log_every_s", "fresh", "sources")
+"""Settings that the other ranks have no use for."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,12 @@ class Job:
     loop: StepLoop
     registry: Registry
 
+    @property
+    def num_sharing(self) -> int:
+        """Who shares a step: the ranks, or the replicas of this process."""
+        strategy = self.engine.strategy
+        return len(strategy.lanes) if isinstance(strategy, LaneStrategy) else self.groups.world_size
+
 
 def open_job(script: dict[str, Any]) -> Job:
     """Joins the job that this process was started for.
@@ -62,11 +77,14 @@ def open_job(script: dict[str, Any]) -> Job:
         ConfigError: settings are wrong or contradict each other.
         LaunchError: the other ranks don't come.
     """
-    spec = _spec()
-    config = resolve(script, spec.settings)
-    _check_balance(config, spec.world_size)
+    spec = adopt_group() if dist.is_initialized() else detect()
+    config = resolve(script, spec.settings, SPAWN if spec.origin == "spawn" else COMMAND_LINE)
+    places = _replica_places(config, spec)
+    _check_balance(config, len(places) or spec.world_size)
     if "project_dir" not in config.sources:
-        config = replace(config, project_dir=f"runs/{Path(sys.argv[0]).stem or 'interactive'}")
+        config = replace(config, project_dir=f"runs/{_run_name()}")
+    if len(places) > 1:
+        spec = replace(spec, device=places[0].device, device_names=tuple(place.name for place in places))
     device = _device(spec)
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
@@ -75,6 +93,7 @@ def open_job(script: dict[str, Any]) -> Job:
         spec.rank,
         backend=_backend(spec, device),
         timeout_s=config.timeout_s,
+        gpu=_gpu(device),
     )
     control = Control(groups)
     _check_same_settings(config, control)
@@ -87,6 +106,8 @@ def open_job(script: dict[str, Any]) -> Job:
     recorder = Recorder(
         folder if writes else None,
         loggers=config.loggers,
+        logger_options=config.logger_options,
+        hyperparameters=as_table(config),
         console=spec.origin != "evenload",
         log_every_s=config.log_every_s,
     )
@@ -96,17 +117,27 @@ def open_job(script: dict[str, Any]) -> Job:
             _tell_launcher(Path(spec.launch_dir), folder)
     clock = StepClock(device)
     journal = Journal(recorder, writes)
+    precision = Precision(config.precision, device)
+    strategy: Strategy = ReplicaStrategy()
+    statistics = Statistics(groups, clock)
+    crew: Crew | None = None
+    if len(places) > 1:
+        strategy, statistics, crew = open_crew(places, spec, precision, clock, config.seed)
+    elif places:
+        journal.event("replicas", _one_device(places[0].device))
     engine = Engine(
         rank=spec.rank,
         device=device,
         seed=config.seed,
         control=control,
-        strategy=ReplicaStrategy(),
-        statistics=Statistics(groups, clock),
-        precision=Precision(config.precision, device),
+        strategy=strategy,
+        statistics=statistics,
+        precision=precision,
         clock=clock,
         journal=journal,
-        burner=Burner(spec),
+        burner=Burner(spec if crew is None else replace(spec, throttle={})),
+        check_every=0 if config.check_every == "off" else int(config.check_every),
+        crew=crew,
     )
     loop = StepLoop(engine)
     registry = Registry(lambda: loop.steps_done)
@@ -121,16 +152,24 @@ def device_names(job: Job) -> list[str]:
     return [str(job.device) if job.groups.world_size == 1 else f"rank {r}" for r in range(job.groups.world_size)]
 
 
-def _spec() -> WorkerSpec:
-    spec = detect()
-    if spec.origin == "alone" and dist.is_initialized():
-        world_size = dist.get_world_size()
-        workers = tuple(f"worker-{rank}" for rank in range(world_size))
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        return replace(
-            spec, rank=dist.get_rank(), local_rank=local_rank, world_size=world_size, workers=workers, origin="group"
-        )
-    return spec
+def _replica_places(config: Config, spec: WorkerSpec) -> tuple[ReplicaPlace, ...]:
+    """Under strategy ``dp`` where this process's replicas compute; otherwise nothing."""
+    if config.strategy != STRATEGY:
+        return ()
+    return replica_places(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
+
+
+def _one_device(device: str) -> str:
+    return (
+        f"strategy dp: there is one device ({device}), so there is one replica; `evenload run -d cpu:2 --strategy dp` makes "
+        "several on the CPU, -d 0,cpu one more beside a GPU"
+    )
+
+
+def _run_name() -> str:
+    """The script's name; a notebook has none, and its `sys.argv[0]` is the kernel's."""
+    script = sys.argv[0] if hasattr(sys.modules["__main__"], "__file__") else ""
+    return Path(script).stem or "interactive"
 
 
 def _device(spec: WorkerSpec) -> torch.device:
@@ -152,10 +191,16 @@ def _device(spec: WorkerSpec) -> torch.device:
 def _backend(spec: WorkerSpec, device: torch.device) -> str:
     if spec.backend != "auto":
         return spec.backend
+    # Whether each rank has a GPU of its own is seen where they meet (groups.py).
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _gpu(device: torch.device) -> str:
+    """What tells this GPU from all others, on whatever machine, and however it is numbered in this process."""
     if device.type != "cuda":
-        return "gloo"
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", spec.world_size))
-    return "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
+        return ""
+    known = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return str(known or f"{socket.gethostname()}/{device.index}")
 
 
 def _check_balance(config: Config, world_size: int) -> None:
@@ -179,9 +224,7 @@ def _check_same_settings(config: Config, control: Control) -> None:
     Raises:
         ConfigError: on all ranks, if one has another setting; ``seed=rank`` would give each rank its own order of samples.
     """
-    keys = [
-        f.name for f in fields(config) if f.name not in ("project_dir", "loggers", "log_every_s", "fresh", "sources")
-    ]
+    keys = [f.name for f in fields(config) if f.name not in RANK_0_ALONE]
     rows = control.exchange(Operation.INIT, [float(zlib.crc32(repr(getattr(config, key)).encode())) for key in keys])
     for rank, row in enumerate(rows):
         for key, own, first in zip(keys, row, rows[0], strict=True):

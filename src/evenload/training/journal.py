@@ -10,6 +10,8 @@ from typing import Any
 from evenload.balance.values import StepPlan
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes, StepRecord
+from evenload.training.bottleneck import Bottleneck
+from evenload.training.data.tuning import Reading, StepCost, read_code
 from evenload.training.launch.clock import Segment
 from evenload.training.report import Report
 
@@ -29,6 +31,7 @@ class Tally:
         """When the user's frame went on after the last backward."""
         self._times: list[dict[Segment, float]] = []
         self._memory: list[int] = []
+        self._readings: list[float] = []
 
     def add(self, reports: Sequence[Report]) -> None:
         """Adds what each rank spent since its last report."""
@@ -39,10 +42,19 @@ class Tally:
                 for name, seconds in report.seconds.items():
                     times[name] += seconds
         self._memory = [int(report.memory_bytes) for report in reports]
+        self._readings = [report.reading for report in reports]
 
     def own_seconds(self) -> list[float]:
         """Of each rank: what it computed, without waiting."""
         return [times["compute"] + times["optimizer"] for times in self._times]
+
+    def cost(self, rank: int, num_samples: int) -> StepCost:
+        """What the step cost one rank, with its samples."""
+        return StepCost(self._times[rank]["data"], self.own_seconds()[rank], num_samples)
+
+    def readings(self) -> list[Reading]:
+        """How each rank read its samples."""
+        return [read_code(code) for code in self._readings]
 
     @property
     def unusual(self) -> bool:
@@ -64,6 +76,7 @@ class Journal:
         self._recorder = recorder
         self._writes = writes
         self._last_s: float | None = None
+        self._bottleneck = Bottleneck()
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """One event; every rank may call it, rank 0 writes it."""
@@ -78,22 +91,23 @@ class Journal:
         if not self._writes or not tally.calls:
             return
         ranks = tally.rank_times()
-        self._recorder.step(
-            StepRecord(
-                step=index,
-                epoch=plan.epoch,
-                epoch_step=plan.step,
-                num_samples=plan.num_samples,
-                loss=tally.loss,
-                # A rank alone (windows.py) knows of no other.
-                shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),
-                num_micro=plan.num_micro,
-                seconds=max(0.0, now - since - ranks[0].other_s),
-                ranks=ranks,
-                metrics=dict(tally.metrics),
-                arm=arm,
-            )
+        record = StepRecord(
+            step=index,
+            epoch=plan.epoch,
+            epoch_step=plan.step,
+            num_samples=plan.num_samples,
+            loss=tally.loss,
+            # A rank alone (windows.py) knows of no other.
+            shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),
+            num_micro=plan.num_micro,
+            seconds=max(0.0, now - since - ranks[0].other_s),
+            ranks=ranks,
+            metrics=dict(tally.metrics),
+            arm=arm,
         )
+        self._recorder.step(record)
+        for told in () if arm else self._bottleneck.take(record, tally.readings()):
+            self._recorder.event(told.kind, told.message, step=index, **told.fields)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """The user's own numbers."""

@@ -10,7 +10,7 @@ import torch
 
 from evenload.errors import StepError
 from evenload.training import batchnorm, randomness
-from evenload.training.data.loader import GlobalBatch
+from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.precision import Precision
 from evenload.training.weighting import Result, nominal_units, read_result
@@ -30,6 +30,14 @@ class Surroundings:
     precision: Precision
     check_unweighted: Callable[[Any], None]
     """Told the batch of a micro-batch whose loss came without weight."""
+    other_gpus: tuple[torch.device, ...] = ()
+    """Where a model lies on several."""
+    computes_idle: bool = True
+    """Whether a micro-batch without samples of this rank is computed with one that doesn't count, for the collectives in it."""
+    reseed: Callable[..., None] | None = None
+    """Seeds what loss_fn draws from, by a key; None: all generators of the process."""
+    check: Callable[[], None] = lambda: None
+    """Called before each micro-batch; raises where it is not wanted any more."""
 
 
 @dataclass
@@ -57,20 +65,26 @@ def run_micro_steps(
         last_units: N of the same call in the last step, where there was one.
         sums: filled as far as it went, if this raises.
     """
-    num_micro = batch.plan.num_micro
-    for m in range(num_micro):
-        micro = batch.micro(m)
-        around.statistics.idle = micro.idle
-        randomness.seed_all(around.device, around.seed, batch.global_step, call_index, m, around.rank)
+    plan = batch.plan
+    own = [m for m in range(plan.num_micro) if around.computes_idle or plan.micro[m][around.rank]]
+    for m in own:
+        around.check()
+        micro = batch.micro(m, around.rank, around.device)
+        around.statistics.begin(m, idle=micro.idle)
+        key = (around.seed, batch.global_step, call_index, m, around.rank)
+        if around.reseed is not None:
+            around.reseed(*key)
+        else:
+            randomness.seed_all(around.device, *key, others=around.other_gpus)
         with torch.enable_grad():
             with around.precision.autocast():
                 result = read_result(loss_fn(micro.data))
             if result.weight is None and not micro.idle:
                 around.check_unweighted(micro.data)
             weight = 0.0 if micro.idle else float(micro.num_samples if result.weight is None else result.weight)
-            if m and sums.weighted != (result.weight is not None):
+            if m != own[0] and sums.weighted != (result.weight is not None):
                 raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
-            sums.nominal = nominal_units(batch.plan.num_samples, result.weight is not None, last_units)
+            sums.nominal = nominal_units(plan.num_samples, result.weight is not None, last_units)
             _add(sums, result, weight)
             factor = weight * around.precision.scale / sums.nominal
             # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
@@ -78,8 +92,9 @@ def run_micro_steps(
             # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step, which is told.)
             without = micro.idle or (weight == 0.0 and not around.statistics.in_use)
             around.strategy.backward(
-                result.loss if factor == 1.0 else result.loss * factor, last=m == num_micro - 1, idle=without
+                result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without
             )
+        around.statistics.end(m)
 
 
 def _add(sums: Sums, result: Result, weight: float) -> None:

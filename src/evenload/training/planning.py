@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evenload.balance.rebalance import Balancer, Decision, Observation
+from evenload.balance.replicas import Contention, ReplicaBalancer, SideBySide
 from evenload.balance.split import even_shares, micro_shares, num_micro, scale_shares, slice_sizes
 from evenload.balance.values import StepPlan
 from evenload.errors import ConfigError, DataError
@@ -18,6 +19,10 @@ from evenload.training.launch.control import Control
 
 LEAD_STEPS = 2
 """A decision heard in step s holds from step s + 2: step s + 1 is loaded already, s + 2 gets a step's time to load."""
+
+QUANTA_IN_A_BATCH = 64
+"""A compiled model's shares are multiples of one part in so many of the batch: each new size may cost a compilation, and
+what the coarser split costs stays small."""
 
 Shares = tuple[int, ...]
 Caps = tuple[int | None, ...]
@@ -47,6 +52,7 @@ class Planner:
         micro_batch: int | str,
         announce: Callable[[Decision, int], None],
         is_guess: bool = False,
+        tell: Callable[[Contention], None] | None = None,
     ) -> None:
         """Args:
         batch_size: the usual global batch, in samples.
@@ -54,12 +60,15 @@ class Planner:
         micro_batch: cap for every rank, or ``auto``.
         announce: told each decision and the step from which it holds, on rank 0.
         is_guess: `batch_size` is not known (a batch_sampler doesn't tell): the first step's takes its place.
+        tell: told what the replicas of one process cost one another; without it the ranks are processes.
         """
         self.rank = rank
         self.world_size = world_size
         self.generation = 0
         self._control = control
         self._announce = announce
+        self._tell = tell
+        self._watched: list[tuple[Sequence[float], Sequence[float], float, bool]] = []
         self._batch_size = batch_size
         self._is_guess = is_guess
         cap = None if micro_batch == "auto" else int(micro_batch)
@@ -72,7 +81,7 @@ class Planner:
         self._pending: Decision | None = None
         self.forced: Callable[[int, int], Shares] | None = None
         """(global_step, num_samples) -> shares, in place of the rulings: the windows of a measurement."""
-        self._balancer = Balancer(batch_size, world_size, caps) if self._adapts and rank == 0 else None
+        self._balancer = self._new_balancer(shares)
         self._cache: dict[tuple[Shares, int, int, Caps], tuple[tuple[int, ...], ...]] = {}
 
     # -- plans ----------------------------------------------------------------------------------------------------------
@@ -122,17 +131,63 @@ class Planner:
         self._rulings = list(rulings)
         self._revision += 1
 
+    def watch(self, own_s: Sequence[float], cpu_s: Sequence[float], together_s: float, in_turns: bool) -> None:
+        """What a backward took each replica of this process; see `SideBySide`. Asked for by `observe`."""
+        self._watched.append((own_s, cpu_s, together_s, in_turns))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the replicas of this process compute the next step in turns, to be measured."""
+        return isinstance(self._balancer, ReplicaBalancer) and self.forced is None and self._balancer.takes_turns
+
     def observe(self, step: int, plan: StepPlan, seconds: Sequence[float], left_out: bool) -> None:
         """Rank 0 learns what a step cost each rank, in own seconds. All ranks call it."""
+        watched, self._watched = self._watched, []
         if self.forced is not None:
             return
         if self._is_guess:
             self._settle(plan.num_samples)
         if self._balancer is None:
             return
-        decision = self._balancer.observe(Observation(step, plan.shares, plan.num_micro, tuple(seconds), left_out))
+        if isinstance(self._balancer, ReplicaBalancer):
+            decision = self._observe_replicas(self._balancer, step, plan, watched, left_out)
+        else:
+            seen = Observation(step, plan.shares, plan.num_micro, tuple(seconds), left_out)
+            decision = self._balancer.observe(seen)
         if decision is not None:
             self._pending = decision
+
+    def _observe_replicas(
+        self,
+        balancer: ReplicaBalancer,
+        step: int,
+        plan: StepPlan,
+        watched: Sequence[tuple[Sequence[float], Sequence[float], float, bool]],
+        left_out: bool,
+    ) -> Decision | None:
+        if not watched:
+            return None
+        own_s, cpu_s, together_s, in_turns = zip(*watched, strict=True)
+        decision = balancer.observe(
+            SideBySide(
+                step,
+                plan.shares,
+                plan.num_micro,
+                tuple(sum(column) for column in zip(*own_s, strict=True)),
+                tuple(sum(column) for column in zip(*cpu_s, strict=True)),
+                sum(together_s),
+                all(in_turns),
+                left_out or len(set(in_turns)) > 1,
+            )
+        )
+        if (found := balancer.take_contention()) is not None and self._tell is not None:
+            self._tell(found)
+        return decision
+
+    def coarsen(self) -> None:
+        """The model is compiled: from now on shares are decided in larger pieces."""
+        if self._balancer is not None:
+            self._balancer.quantum = max(1, self._batch_size // QUANTA_IN_A_BATCH)
 
     @property
     def has_news(self) -> bool:
@@ -180,6 +235,8 @@ class Planner:
         pending = self._pending
         if costs is None or pending is None or not pending.expected_s:
             return {}
+        if isinstance(self._balancer, ReplicaBalancer) and pending.kind in ("trial", "left_out", "returned"):
+            return {}  # found by trying, and told with what was measured
         even = even_shares(self._batch_size, self.world_size)
         equal_s = max(cost.predict_s(share, pending.num_micro) for cost, share in zip(costs, even, strict=True))
         alone_s = min(cost.predict_s(self._batch_size, pending.num_micro) for cost in costs)
@@ -194,7 +251,10 @@ class Planner:
     def state_dict(self) -> dict[str, object]:
         """The newest ruling: a start for a run on the same ranks."""
         ruling = self._rulings[-1]
-        return {"shares": list(ruling.shares), "num_micro": ruling.min_num_micro, "world_size": self.world_size}
+        shares = ruling.shares
+        if self._adapts and isinstance(self._balancer, ReplicaBalancer):
+            shares = self._balancer.shares  # the ruling may be a trial
+        return {"shares": list(shares), "num_micro": ruling.min_num_micro, "world_size": self.world_size}
 
     def load_state_dict(self, state: dict[str, object], step: int) -> None:
         """Starts from a saved ruling where it fits this job; otherwise measures anew."""
@@ -207,13 +267,21 @@ class Planner:
             least = state["num_micro"]
             caps = self._rulings[-1].caps
             self._rule(Ruling(step, tuple(shares), least if isinstance(least, int) else 1, caps))
-            if self._balancer is not None:
-                # Else it would wait some thirty steps for the equal shares that it thinks were decided.
-                self._balancer = Balancer(
-                    self._batch_size, self.world_size, caps, shares=tuple(shares), num_micro_batches=self.num_micro
-                )
+            # Else it would wait some thirty steps for the equal shares that it thinks were decided.
+            self._balancer = self._new_balancer(tuple(shares), self.num_micro)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _new_balancer(self, shares: Shares, count: int | None = None) -> Balancer | ReplicaBalancer | None:
+        """What decides from now on, beginning with these shares; None where nobody decides here."""
+        caps = self._rulings[-1].caps
+        if self._tell is not None and self.world_size > 1:
+            return ReplicaBalancer(
+                self._batch_size, self.world_size, caps, shares=shares, num_micro_batches=count, adapts=self._adapts
+            )
+        if not self._adapts or self.rank != 0:
+            return None
+        return Balancer(self._batch_size, self.world_size, caps, shares=shares, num_micro_batches=count)
 
     def _settle(self, batch_size: int) -> None:
         """All ranks alike: the usual global batch is known now; the balancer looks at steps of just this size."""
@@ -223,8 +291,7 @@ class Planner:
         self._batch_size = batch_size
         caps = self._rulings[-1].caps
         self.rulings = (Ruling(0, even_shares(batch_size, self.world_size), 1, caps),)
-        if self._balancer is not None:
-            self._balancer = Balancer(batch_size, self.world_size, caps)
+        self._balancer = self._new_balancer(self._rulings[-1].shares)
 
     def _at(self, step: int) -> Ruling:
         for ruling in reversed(self._rulings):
@@ -243,6 +310,9 @@ class Planner:
             if len(self._cache) > 64:
                 self._cache.clear()
             count = min(max(least, num_micro(shares, caps)), max(num_samples, 1))
+            if self._tell is not None:
+                # One replica has samples in every micro-batch, and so sees all that buffers are to see (dp_twins.py).
+                count = min(count, max(*shares, 1))
             self._cache[key] = micro_shares(shares, slice_sizes(num_samples, count), caps)
         return self._cache[key]
 

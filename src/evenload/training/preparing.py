@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from evenload.balance.rebalance import Decision
+from evenload.balance.replicas import Contention
 from evenload.errors import ConfigError, DesyncError, StepError
+from evenload.hardware import usable_cores
 from evenload.training import batchnorm
-from evenload.training.data import checks
+from evenload.training.data import alike, checks
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.randomness import mix
 from evenload.training.job import Job, device_names
 from evenload.training.launch.control import Operation
-from evenload.training.planning import Planner
+from evenload.training.launch.environment import devices_without_effect
+from evenload.training.parallel.place_moves import placement_of
+from evenload.training.planning import LEAD_STEPS, Planner
 from evenload.training.step import StepLoader
+
+_TOLD_GAIN = 1.05
+"""Separate processes are named where they would be so many times as fast."""
 
 
 def prepare_model(job: Job, model: nn.Module) -> nn.Module:
-    """Moves the model to the device and converts its BatchNorm; the same object.
+    """Moves the model to the device (unless it was cut over several) and converts its BatchNorm; the same object.
 
     Raises:
         ConfigError: it can't be trained here as it is.
@@ -46,8 +56,8 @@ def prepare_model(job: Job, model: nn.Module) -> nn.Module:
             f"{name} has no trainable parameter ({len(parameters)} parameters, all frozen or none at all); a frozen model "
             "needs no run.prepare: move it with model.to(run.device)"
         )
-    model.to(job.device)
-    if job.config.batch_norm == "global" and job.groups.world_size > 1:
+    _put(job, model)
+    if job.config.batch_norm == "global" and job.num_sharing > 1:
         converted, left = batchnorm.convert(model)
         if converted:
             job.journal.event(
@@ -62,6 +72,35 @@ def prepare_model(job: Job, model: nn.Module) -> nn.Module:
                 "rank alone",
             )
     return model
+
+
+def _put(job: Job, model: nn.Module) -> None:
+    """Moves the model to this rank's device; one that `evenload.place` has cut stays where it is, and that is recorded.
+
+    Raises:
+        ConfigError: it is cut in a way that this run can't train.
+    """
+    name = type(model).__name__
+    placement = placement_of(model)
+    if placement is None:
+        for key, module in model.named_modules():
+            if placement_of(module) is not None:
+                raise ConfigError(
+                    f"{name}.{key} was cut by evenload.place, {name} itself wasn't: give place the model that run.prepare gets"
+                )
+        model.to(job.device)
+        return
+    if job.config.strategy != "ddp":
+        raise ConfigError(
+            f"strategy={job.config.strategy!r} spreads whole models, and {name} was cut by evenload.place; use strategy='ddp'"
+        )
+    gradients = job.groups.gradients
+    if gradients is not None and dist.get_backend(gradients) == "nccl" and "cpu" in placement.devices:
+        raise ConfigError(
+            f"{name} lies on {', '.join(placement.devices)}, and the ranks sum gradients over NCCL, which takes no CPU tensors; "
+            "start with `evenload run -d 0+cpu,1+cpu`, which sums over gloo"
+        )
+    job.journal.event("place", placement.sentence(), pieces=[asdict(piece) for piece in placement.pieces])
 
 
 def attach_models(job: Job, models: Sequence[nn.Module]) -> None:
@@ -86,11 +125,12 @@ def attach_models(job: Job, models: Sequence[nn.Module]) -> None:
 def prepare_loader(job: Job, loader: DataLoader[Any], index: int) -> StepLoader:
     """Wraps a DataLoader whose batch_size is the global batch; the `index`-th of the job has an order of its own."""
 
-    def announce(decision: Decision, from_step: int) -> None:
+    def announce(decision: Decision, _: int) -> None:
         job.journal.event(
             "balance",
-            decision.reason + _outlook(planner.outlook()),
-            step=from_step,
+            decision.reason and decision.reason + _outlook(planner.outlook()),
+            # Plans count the steps of their own loader, records those of all loaders.
+            step=job.loop.steps_done + LEAD_STEPS,
             decision=decision.kind,
             shares=list(decision.shares),
             num_micro=decision.num_micro,
@@ -102,17 +142,18 @@ def prepare_loader(job: Job, loader: DataLoader[Any], index: int) -> StepLoader:
         )
 
     checks.check_loader(loader)
-    _check_same_loader(job, loader)
+    check_same_loader(job, loader, Operation.PREPARE)
     usual, is_guess = _usual_batch(loader, job.config.balance)
     planner = Planner(
         job.control,
         rank=job.groups.rank,
-        world_size=job.groups.world_size,
+        world_size=job.num_sharing,
         batch_size=usual,
         balance=job.config.balance,
         micro_batch=job.config.micro_batch,
         announce=announce,
         is_guess=is_guess,
+        tell=functools.partial(_tell_contention, job) if job.num_sharing > job.groups.world_size else None,
     )
     global_loader = GlobalLoader(
         loader,
@@ -121,6 +162,8 @@ def prepare_loader(job: Job, loader: DataLoader[Any], index: int) -> StepLoader:
         device=job.device,
         keyed_rng=job.config.dataset_rng == "keyed",
         clock=job.clock,
+        most_workers=_most_workers(job),
+        ranks=range(job.num_sharing) if job.num_sharing > job.groups.world_size else None,
     )
     prepared = StepLoader(global_loader, planner, job.loop)
     _describe(job, prepared, planner, usual)
@@ -157,10 +200,25 @@ def check_optimizer(job: Job, optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def check_models_prepared(models: Sequence[nn.Module]) -> None:
-    """Raises where steps are asked for without a model."""
+def check_models_prepared(job: Job, models: Sequence[nn.Module]) -> None:
+    """Raises where steps are asked for without a model, or with devices that no model uses."""
     if not models:
         raise StepError("no model was given to run.prepare; write: model, loader = run.prepare(model, loader)")
+    if len(job.spec.devices) > 1 and not any(placement_of(model) for model in models):
+        raise ConfigError(devices_without_effect(job.spec))
+
+
+def _tell_contention(job: Job, found: Contention) -> None:
+    """Says where separate processes would be faster than replicas in one; otherwise only writes it down."""
+    message = ""
+    if found.gain >= _TOLD_GAIN:
+        message = (
+            f"the replicas share one interpreter: side by side the slowest computes {found.side_by_side_s * 1e3:.3g} ms a step, "
+            f"and waits up to {max(found.waiting_s) * 1e3:.3g} ms of it for the others' Python (in turns they take "
+            f"{', '.join(f'{s * 1e3:.3g}' for s in found.alone_s if s)} ms); separate processes (strategy='ddp') would take "
+            f"about {found.separate_s * 1e3:.3g} ms, {found.gain:.2f}× as fast"
+        )
+    job.journal.event("contention", message, step=job.loop.steps_done, gain=found.gain, **asdict(found))
 
 
 def _outlook(outlook: Mapping[str, float]) -> str:
@@ -170,21 +228,23 @@ def _outlook(outlook: Mapping[str, float]) -> str:
     return f" (expected {outlook['over_equal']:.2f}× equal shares, {outlook['over_best_alone']:.2f}× the best device alone)"
 
 
-def _check_same_loader(job: Job, loader: DataLoader[Any]) -> None:
+def check_same_loader(job: Job, loader: DataLoader[Any], operation: Operation) -> None:
     """Raises DesyncError, on all ranks, where one has other data: its part of a batch would be of other samples."""
-    num_samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else -1
-    rows = job.control.exchange(Operation.PREPARE, [float(num_samples), float(loader.batch_size or 0)])
-    for rank, row in enumerate(rows):
-        if row != rows[0]:
-            raise DesyncError(
-                f"the loaders differ: rank 0 has {_tell_loader(*rows[0])}, rank {rank} has {_tell_loader(*row)}. Give every "
-                "rank the whole dataset and the same DataLoader; Evenload takes each rank's part"
-            )
+    told = alike.difference(job.control.exchange(operation, alike.traits(loader)))
+    if told:
+        raise DesyncError(told)
 
 
-def _tell_loader(num_samples: float, batch_size: float) -> str:
-    samples = f"{int(num_samples)} samples" if num_samples >= 0 else "samples without a length"
-    return f"{samples} in batches of {int(batch_size)}" if batch_size else samples
+def _most_workers(job: Job) -> int | None:
+    """How many loader workers a rank may have where they are chosen by measurement: two for each of its cores, four at least.
+
+    More than cores, for workers mostly wait where the data is far away.
+    """
+    if job.config.num_workers != "auto":
+        return None
+    spec = job.spec
+    num_cores = len(spec.cores) or len(usable_cores()) // max(1, spec.world_size // max(1, spec.num_nodes))
+    return min(16, max(4, 2 * num_cores))
 
 
 def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tuple[int, bool]:
@@ -220,5 +280,5 @@ def _describe(job: Job, loader: StepLoader, planner: Planner, batch_size: int) -
     how = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
         str(job.config.balance), "shares as set"
     )
-    if job.groups.world_size > 1:
+    if job.num_sharing > 1:
         job.journal.event("shares", how, shares=list(planner.shares))

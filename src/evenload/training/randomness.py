@@ -2,26 +2,30 @@
 
 Inside loss_fn each rank draws from its own stream, a function of (seed, step, call, micro-batch, rank); outside, the
 generators are as the user left them, equal on all ranks. The CPU's generators are those of data/randomness.py; here the
-device's own is added.
+device's own is added, and those of the other GPUs where a model lies on several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from evenload.training.data.randomness import mix, put_state, reseed, take_state
 
 
-def seed_all(device: torch.device, *parts: int) -> None:
-    """Seeds all generators by a hash of `parts`; a single part is taken as it is."""
+def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] = ()) -> None:
+    """Seeds all generators by a hash of `parts`; a single part is taken as it is. `others`: see `other_gpus`."""
     seed = parts[0] if len(parts) == 1 else mix(*parts)
     reseed(seed)
     if device.type == "cuda":
         _cuda_generator(device).manual_seed(seed)
+    for index, other in enumerate(others, 1):
+        # Not the same seed: two layers of one size would drop the same places.
+        _cuda_generator(other).manual_seed(mix(seed, index))
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -41,13 +45,22 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def set_aside(device: torch.device) -> Iterator[None]:
-    """Whatever the body draws or seeds, the generators are afterwards as they were before."""
+def set_aside(device: torch.device, others: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Whatever the body draws or seeds, the generators are afterwards as they were before. `others`: see `other_gpus`."""
     state = capture(device)
+    other_states = [_cuda_generator(other).get_state() for other in others]
     try:
         yield
     finally:
         restore(state, device)
+        for other, other_state in zip(others, other_states, strict=True):
+            _cuda_generator(other).set_state(other_state)
+
+
+def other_gpus(models: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:
+    """GPUs beside `device` that hold a part of the models, in the order of their parts."""
+    found = dict.fromkeys(p.device for model in models for p in model.parameters() if p.device.type == "cuda")
+    return tuple(gpu for gpu in found if gpu != device)
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:

@@ -10,8 +10,9 @@ from evenload.errors import StepError
 from evenload.training.launch.clock import SEGMENTS, Segment
 from evenload.training.launch.control import CAPACITY
 
-OK, OUT_OF_MEMORY, LATE_GRADIENT = 0, 1, 2
-_FIXED = 9
+OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED = 0, 1, 2, 3
+"""What came of an attempt on one rank; `UNWANTED`: it was broken off, or used randomness it shared, for another's sake."""
+_FIXED = 11
 _TIMES_END = _FIXED + len(SEGMENTS)
 MAX_METRICS = CAPACITY - _TIMES_END
 
@@ -32,6 +33,10 @@ class Report:
     elapsed_s: float
     """Since the start of the run; rank 0's counts."""
     memory_bytes: float
+    state_key: float
+    """Checksum of the parameters and buffers (consistency.py); 0 in a step that compares none."""
+    reading: float
+    """How this rank reads its samples, as one number (data/tuning.py)."""
     seconds: Mapping[Segment, float]
     """Of each segment since the last report."""
     metrics: Mapping[str, float]
@@ -58,6 +63,8 @@ class Report:
             self.elapsed_s,
             self.memory_bytes,
             float(zlib.crc32("\0".join(names).encode())),
+            self.state_key,
+            self.reading,
             *(self.seconds[name] for name in SEGMENTS),
             *(self.metrics[name] for name in names),
         ]
@@ -83,6 +90,8 @@ def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str]) -> list[Rep
             has_news=bool(row[5]),
             elapsed_s=row[6],
             memory_bytes=row[7],
+            state_key=row[9],
+            reading=row[10],
             seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
             metrics=dict(zip(names, row[_TIMES_END : _TIMES_END + len(names)], strict=True)),
         )

@@ -19,7 +19,9 @@ from evenload.training.checkpoint.export import pick_model, write_weights
 from evenload.training.data.evaluate import evaluation_batches
 from evenload.training.job import Job, open_job
 from evenload.training.launch import worker
-from evenload.training.launch.control import Operation
+from evenload.training.launch.control import Control, Operation
+from evenload.training.launch.subsets import Seat, subset_of, user_group
+from evenload.training.parallel.dp_lanes import here
 from evenload.training.saving import Saver
 from evenload.training.sitting import Sitting
 from evenload.training.step import StepLoader
@@ -37,11 +39,14 @@ def init(
     balance: str | Sequence[int] | None = None,
     batch_norm: str | None = None,
     dataset_rng: str | None = None,
+    num_workers: str | None = None,
+    check_every: int | str | None = None,
     loggers: str | Sequence[str] | None = None,
+    logger_options: Mapping[str, Mapping[str, Any]] | None = None,
     log_every_s: float | None = None,
     timeout_s: float | None = None,
 ) -> Run:
-    """Joins the job that this process was started for: by ``evenload run``, torchrun, plain python.
+    """Joins the job that this process was started for: by ``evenload run``, `evenload.spawn`, torchrun, srun, plain python.
 
     The settings are those of `evenload.Config`; what is not given here may come from the command line, and the same key
     given differently in both places is an error.
@@ -51,7 +56,7 @@ def init(
         LaunchError: the other ranks can't be reached.
     """
     global _open
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if worker.progress.reading or getattr(multiprocessing.current_process(), "_inheriting", False):
         # A spawned process imports the script before it does its work.
         raise ConfigError(
             "evenload.init was called while a new process (a DataLoader worker?) imports the script; put the training under "
@@ -80,18 +85,20 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._job.device
+        """Where this rank computes; inside loss_fn under strategy ``dp`` where this replica does."""
+        lane = here()
+        return self._job.device if lane is None else lane.device
 
     @property
     def rank(self) -> int:
-        """This rank's index now; 0 to world_size - 1."""
-        return self._job.groups.rank
+        """This rank's index now; 0 to world_size - 1. Inside loss_fn under strategy ``dp`` the replica's."""
+        lane = here()
+        return self._job.groups.rank if lane is None else lane.index
 
     @property
     def world_size(self) -> int:
-        """Ranks that take part now."""
-        return self._job.groups.world_size
+        """Ranks that take part now; inside loss_fn under strategy ``dp`` replicas."""
+        return self._job.groups.world_size if here() is None else self._job.num_sharing
 
     @property
     def is_main(self) -> bool:
@@ -164,22 +171,41 @@ class Run:
         """Whether the flag is true on any rank; the way to leave a loop together."""
         return collect.any_flag(flag, self._job.control)
 
-    def reduce(self, value: Any, op: str = "sum") -> Any:
-        """A number, a tensor, or a dict or list of them, over all ranks: ``sum``, ``mean``, ``min`` or ``max``."""
-        return collect.reduce_value(value, op, self._job.groups, self._job.control)
+    def reduce(self, value: Any, op: str = "sum", group: dist.ProcessGroup | None = None) -> Any:
+        """A number, a tensor, or a dict or list of them, over all ranks: ``sum``, ``mean``, ``min`` or ``max``.
 
-    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A process group of some ranks, for collectives of the user's own; None in a world of one. All ranks call it."""
-        self._job.control.barrier(Operation.BARRIER)
-        return self._job.groups.subset(ranks)
+        With a `group` (see `group`) over its ranks alone; a rank outside gets its own value back.
+        """
+        if group is None:
+            return collect.reduce_value(value, op, self._job.groups, self._job.control)
+        subset = subset_of(group, self._job.groups)
+        return value if subset is None else collect.reduce_value(value, op, subset, Control(subset))
+
+    def group(self, ranks: Sequence[int] | str) -> dist.ProcessGroup:
+        """A process group of some ranks, for collectives of the user's own. All ranks call it, with the same ranks.
+
+        The same ranks give the same group again. It works in a world of one too, and ends with `close`. A rank outside gets
+        torch's ``GroupMember.NON_GROUP_MEMBER``, with which a collective does nothing.
+
+        Args:
+            ranks: different ranks, in any order; or ``"cuda"`` or ``"cpu"`` for those that compute there, or ``"node"`` for
+                those of this machine (on each machine its own).
+
+        Raises:
+            ConfigError: a rank that is not there, or none.
+            DesyncError: the ranks ask for different groups; all of them are told who asks for what.
+        """
+        seat = Seat(self._job.device.type, self._job.spec.node_rank)
+        return user_group(ranks, seat, self._job.groups, self._job.control)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """The body runs on rank 0 first, then on the others: a download, a cache that is built once."""
-        if not self.is_main:
+        """The body runs on rank 0 first, then on one rank of each other machine, then on all others: a download, a cache."""
+        turn = 0 if self.is_main else 1 if self._job.spec.local_rank == 0 else 2
+        for _ in range(turn):
             self._job.control.barrier(Operation.BARRIER)
         yield
-        if self.is_main:
+        for _ in range(2 - turn):
             self._job.control.barrier(Operation.BARRIER)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from evenload.errors import CheckpointError, ConfigError
 from evenload.training import randomness
-from evenload.training.checkpoint import files
+from evenload.training.checkpoint import files, handover
 from evenload.training.data.cursor import Cursor
 from evenload.training.job import Job
 from evenload.training.launch.control import Operation
@@ -88,16 +88,15 @@ class Saver:
         job.registry.register("evenload", self._own)
         self.resumed = True
         found = None if job.config.fresh else files.newest(job.folder)
-        step = float(files.step_of(found)) if found is not None else -1.0
-        rows = job.control.exchange(Operation.RESUME, [step])
-        if any(row != rows[0] for row in rows):
-            raise CheckpointError(
-                f"the ranks see different checkpoints in {job.folder} (steps {[int(row[0]) for row in rows]}); project_dir "
-                "must be the same folder for all of them"
-            )
-        if found is None:
+        rows = job.control.exchange(Operation.RESUME, handover.identity(found))
+        # Rank 0 writes them, so its newest one counts, whatever lies in a folder of that name on another machine.
+        strangers = handover.strangers(rows, job.folder)
+        if rows[0][0] < 0:
             return False
-        job.registry.load(files.read(found))
+        state = files.read(found) if found is not None and (job.groups.rank == 0 or not strangers) else None
+        if strangers:
+            state = handover.hand_over(state, job.groups)
+        job.registry.load(state or {})
         step_index, finished = job.loop.steps_done, self._own.finished
         self._last_step, self._own.finished = step_index, False
         epochs = ", ".join(str(loader.epoch) for loader in self._own._loaders)
@@ -105,7 +104,8 @@ class Saver:
             "resumed",
             f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts anew"
             if finished
-            else f"resuming at step {step_index}",
+            else f"resuming at step {step_index}"
+            + (f"; sent to ranks {strangers}, which don't see rank 0's run folder" if strangers else ""),
             step=step_index,
         )
         return True

@@ -90,6 +90,7 @@ class Sitting:
         if len(speeds) != world_size:
             speeds = (1.0 / world_size,) * world_size
         return self._evaluate(
+            loader,
             batches(
                 loader,
                 rank=job.groups.rank if world_size > 1 else 0,
@@ -100,11 +101,11 @@ class Sitting:
                 epoch=0,
                 device=job.device,
                 keyed_rng=job.config.dataset_rng == "keyed",
-            )
+            ),
         )
 
-    def _evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._job.control.barrier(Operation.EVALUATE)
+    def _evaluate(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+        preparing.check_same_loader(self._job, loader, Operation.EVALUATE)
         with self._job.clock.segment("other"):
             yield from batches
 
@@ -119,31 +120,34 @@ class Sitting:
     def close(self) -> None:
         """Ends the sitting; what needs the other ranks only where this one ended well."""
         job = self._job
-        well = _ended_well()
+        # Whoever left a step by an error has no place where the others would meet it.
+        well = _ended_well() and not (job.loop.failed and job.groups.world_size > 1)
         try:
             if well:
                 job.control.place = (0, -1)
                 self._saver.close()
-                job.control.exchange(Operation.CLOSE)
+                if not job.groups.gone:
+                    job.control.exchange(Operation.CLOSE)
         finally:
             for hook in self._hooks:
                 hook.remove()
             for loader in self._loaders:
                 loader.loader.close()
             close_kept_workers()
+            job.loop.step = None  # an exception may hold a loop that ends after this
             job.engine.strategy.detach()
             for model in self._models:
                 batchnorm.restore(model)
-            job.recorder.close()
+            job.recorder.close(well)
             with contextlib.suppress(EvenloadError):
                 job.groups.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._verifier is None and self._job.groups.world_size > 1 and self._job.loop.step is not None:
+        if self._verifier is None and self._job.num_sharing > 1 and self._job.loop.step is not None:
             preparing.check_optimizer(self._job, optimizer)
 
     def _after_optimizer(self, *_: Any) -> None:
-        self._job.loop.optimizer_stepped = True
+        self._job.loop.optimizer_done()
 
     def _at_step(self, step: Step) -> None:
         worker.progress.step = step.index
@@ -152,7 +156,7 @@ class Sitting:
         if self._looked:
             return
         self._looked = True
-        preparing.check_models_prepared(self._models)
+        preparing.check_models_prepared(self._job, self._models)
         if self._job.config.dry_run:
             self._print_dry_run(step)
             raise SystemExit(0)
@@ -185,7 +189,7 @@ class Sitting:
 
 
 def _ended_well() -> bool:
-    """Whether the script ended without an error, under our bootstrap or under plain python."""
+    """Whether the script ended without an error, or goes on after a close of its own."""
     if worker.progress.exit_code is not None:
         return worker.progress.exit_code == 0
-    return sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None
+    return sys.exc_info()[0] is None

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
 from evenload.errors import StepError
-from evenload.training.data.loader import GlobalBatch, GlobalLoader
+from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.data.loader import GlobalLoader
 from evenload.training.engine import Engine
 from evenload.training.journal import Tally
 from evenload.training.microsteps import LossFn
 from evenload.training.planning import Planner
+
+_NUM_WATCHED = 16
+"""Parameters of each model whose changes are looked at: an update by hand changes all of them, or nearly."""
 
 
 class Step:
@@ -59,10 +64,11 @@ class Step:
             raise StepError("this step is over; call step.backward inside the loop body of its own step")
         if self._loop.inspect is not None:
             self._loop.inspect(self, loss_fn)
+        self._loop.failed = True
         loss = self._loop.engine.backward(
             self.batch, self.planner, self.tally, loss_fn, stepped=self._loop.optimizer_stepped
         )
-        self._loop.optimizer_stepped = False
+        self._loop.backward_done()
         return loss
 
     @property
@@ -107,6 +113,9 @@ class StepLoop:
         self.steps_done = 0
         """Global index of the next step to run, over all epochs and sittings."""
         self.optimizer_stepped = False
+        """Whether an optimizer of torch stepped after the last backward of the running step."""
+        self.failed = False
+        """Whether the last backward raised."""
         self.left_early = False
         """Whether the last loop over a loader was left before the end of its epoch."""
         self.inspect: Callable[[Step, LossFn], None] | None = None
@@ -118,34 +127,65 @@ class StepLoop:
         self.interlude: Interlude | None = None
         """What yields further steps between two steps of training (windows.py)."""
         self._sitting_steps = 0
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._dropped: Step | None = None
 
     def begin(self, step: Step) -> None:
         """The loop body of `step` begins."""
         self.step = step
         self.optimizer_stepped = False
+        self._dropped = None
         self.engine.control.place = (step.epoch, step.batch.epoch_step)
         if self.on_begin is not None:
             self.on_begin(step)
         self.engine.clock.switch("optimizer")
 
-    def end(self, step: Step) -> None:
-        """The loop body of `step` has ended: what it did is looked at by the planner, and written down."""
+    def backward_done(self) -> None:
+        """A backward of the running step has ended: its gradients wait to be used."""
+        self.failed = self.optimizer_stepped = False
+        self._watched = [
+            (parameter, parameter._version)
+            for model in self.engine.models
+            for parameter in islice((p for p in model.parameters() if p.grad is not None), _NUM_WATCHED)
+        ]
+
+    def optimizer_done(self) -> None:
+        """An optimizer of torch has stepped, in a loop body or behind a loop that was left before it did."""
+        self.optimizer_stepped = True
+        if self._dropped is not None:
+            self._dropped.commit()
+            self._dropped = None
+
+    def end(self, step: Step, *, dropped: bool = False) -> None:
+        """The loop body of `step` has ended: what it did is looked at by the planner, and written down.
+
+        One that is `dropped`, left with its gradients unused, is no step of training.
+        """
         engine = self.engine
         if step.tally.calls:
             engine.pay(step.tally.body_since_s)
         engine.clock.switch("other")
         self.step = None
         engine.control.place = (step.epoch, -1)
+        self._dropped = step if dropped else None
         if not step.tally.calls:
             return
+        if not dropped:
+            self._record(step)
+        if self.on_end is not None:
+            self.on_end(step)
+
+    def _record(self, step: Step) -> None:
+        """What a step of training did: the planner learns from it, and it is written down."""
+        engine = self.engine
         first = self._sitting_steps == 0
         self._sitting_steps += 1
         step.planner.observe(
             step.batch.global_step, step.batch.plan, step.tally.own_seconds(), first or step.tally.unusual
         )
+        if not (first or step.arm or step.tally.unusual):
+            step._loader.observe(step.tally.cost(engine.around.rank, step.batch.own_samples))
         engine.journal.step(step.number, step.batch.plan, step.tally, step.arm)
-        if self.on_end is not None:
-            self.on_end(step)
 
     def is_due(self) -> bool:
         """Whether the interlude begins now, after a committed step."""
@@ -153,16 +193,24 @@ class StepLoop:
 
     @property
     def is_half_done(self) -> bool:
-        """Whether there are gradients of a running step that no optimizer has used yet."""
+        """Whether there are gradients of a running step that nobody has used yet.
+
+        An optimizer of torch tells it (`optimizer_done`). An update by hand is seen by the parameters it changed, or by the
+        gradients it took away; one through ``.data`` that leaves its gradients can't be seen.
+        """
         step = self.step
-        return step is not None and step.tally.calls > 0 and not self.optimizer_stepped and not step.tally.skipped
+        if step is None or not step.tally.calls or step.tally.skipped or self.optimizer_stepped:
+            return False
+        if any(parameter._version != version for parameter, version in self._watched):
+            return False
+        return bool(self.engine.strategy.leftovers())
 
     def check_between_steps(self, what: str) -> None:
         """Raises where `what` would see gradients that no optimizer has used yet."""
         if self.is_half_done:
             raise StepError(
                 f"{what} between step.backward and optimizer.step(): the step is half done; call it at the end of the "
-                "loop body"
+                "loop body (after an update by hand through .data, take the gradients away first: model.zero_grad())"
             )
 
 
@@ -217,10 +265,11 @@ class StepLoader:
                 yield step
                 finished = True
             finally:
-                # A `break` ends the generator here: what the body did counts, what it left undone does not.
+                # A `break` ends the generator here: samples count as used where their gradients were.
+                dropped = not finished and not step.committed and loop.is_half_done
                 loop.left_early = not finished
-                loop.end(step)
-                if finished or step.tally.calls:
+                loop.end(step, dropped=dropped)
+                if finished or (step.tally.calls and not dropped):
                     step.commit()
             if loop.is_due():
                 return True

@@ -41,7 +41,7 @@ from evenload.records.arms_table import arms_table
 from evenload.training import randomness
 from evenload.training.checkpoint.registry import clone_state
 from evenload.training.data.cursor import Cursor
-from evenload.training.data.loader import GlobalBatch
+from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.job import Job, device_names
 from evenload.training.launch.control import Operation
 from evenload.training.planning import Ruling, Shares
@@ -117,7 +117,7 @@ class Windows:
         self._check(loader)
         job, planner = self._job, loader.planner
         if job.control.exchange(Operation.WINDOW, [float(planner.has_news)])[0][0]:
-            planner.hear(job.loop.steps_done)
+            planner.hear(loader.loader.cursor().global_step)
         self._number = job.loop.steps_done
         self._num_steps = self._agree_steps()
         kept = self._kept = _Kept(job, loader)
@@ -320,7 +320,7 @@ def _batches(loader: StepLoader) -> Generator[GlobalBatch, None, None]:
 def _first(loader: StepLoader, batches: Iterator[GlobalBatch]) -> GlobalBatch:
     """The first batch of a block; see Note [Read ahead]."""
     batch = next(batches)
-    if loader.loader.user_loader.num_workers:
+    if loader.loader.reading.num_workers:
         for index in range(batch.plan.num_micro):
             batch.micro(index)
     return batch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evenload.records.console import format_busy, format_number, format_percent, format_seconds
+from evenload.records.console import format_busy, format_number, format_percent, format_seconds, format_verdict
+from evenload.records.summary import Verdict
 from evenload.views.story import SharesSpan, Story
 
 MAX_SPANS = 24
@@ -62,6 +63,8 @@ def _figures(story: Story) -> str:
             f"(max / mean - 1 of the ranks' own seconds)",
         ),
     ]
+    if whole.verdict is not None or late.verdict is not None:
+        rows.append(("bound by", _verdicts(whole.verdict, late.verdict)))
     rows += [(name, f"{format_number(value)} (newest)") for name, value in story.metrics.items() if name != "loss"]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
@@ -79,6 +82,13 @@ def _efficiency(story: Story) -> str:
         f"{format_percent(whole.efficiency)} of {solo} samples/s, the sum of the solo speeds; "
         f"{format_percent(late.efficiency)} in the last tenth"
     )
+
+
+def _verdicts(whole: Verdict | None, late: Verdict | None) -> str:
+    """What the run was bound by, where it was not computing, and how it ended."""
+    if whole is None:
+        return f"computing, but in the last tenth {format_verdict(late)}"
+    return f"{format_verdict(whole)}; in the last tenth {format_verdict(late) or 'computing'}"
 
 
 def _arms(story: Story) -> str:

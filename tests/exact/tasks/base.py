@@ -39,7 +39,9 @@ class Recorder:
         parameters = self._task.parameters()
         self.present.append(tuple(p.grad is not None for p in parameters))
         self.grads.append(
-            torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).detach().flatten() for p in parameters])
+            torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).detach().flatten().cpu() for p in parameters]
+            )
         )
         self.losses.append(float(loss))
 
@@ -49,8 +51,8 @@ class Recorder:
     def finish(self) -> None:
         """At the end: keeps values, lets the models go."""
         task, self._task = self._task, None
-        self.params = torch.cat([p.detach().flatten().clone() for p in task.parameters()])
-        buffers = [b.detach().flatten().double() for model in task.models for b in model.buffers()]
+        self.params = torch.cat([p.detach().flatten().cpu().clone() for p in task.parameters()])
+        buffers = [b.detach().flatten().double().cpu() for model in task.models for b in model.buffers()]
         self.buffers = torch.cat(buffers) if buffers else torch.empty(0)
         self.notes.update(task.notes)
 
@@ -84,6 +86,7 @@ class Task:
         self.notes: dict[str, Any] = {}
         self.step_index = 0
         self.rank = 0
+        self.run: Any = None
         self.run_by_evenload = False
         self.dataset: Any = self.make_dataset()
 

@@ -67,7 +67,8 @@ class OutOfMemory(Clipped):
         return self.raise_if_too_many(batch[0], super().loss(batch))
 
     def raise_if_too_many(self, x: torch.Tensor, loss: Any) -> Any:
-        if self.run_by_evenload and self.rank == 0 and self.step_index >= self.since and len(x) > self.limit:
+        first = self.run_by_evenload and self.run.rank == 0  # of a replica its own number
+        if first and self.step_index >= self.since and len(x) > self.limit:
             raise torch.OutOfMemoryError("injected")
         return loss
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from evenload.errors import CheckpointError
 
 FOLDER = "checkpoints"
-_SKELETON = "skeleton.pt"
+SKELETON = "skeleton.pt"
 _SCHEMA = 1
-_SAFE: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+SAFE: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     collections.Counter,
     collections.defaultdict,
     collections.OrderedDict,
@@ -89,10 +89,10 @@ def amend(checkpoint: Path, name: str, values: Mapping[str, Any]) -> None:
     """
     skeleton = _read_skeleton(checkpoint)
     skeleton["state"][name].update(values)
-    partial = checkpoint / f".{_SKELETON}.partial"
+    partial = checkpoint / f".{SKELETON}.partial"
     try:
         torch.save(skeleton, partial)
-        partial.replace(checkpoint / _SKELETON)
+        partial.replace(checkpoint / SKELETON)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"the checkpoint {checkpoint} can't be written: {error}") from error
 
@@ -140,7 +140,7 @@ def _alone() -> Iterator[None]:
 def _write_skeleton(skeleton: Mapping[str, Any], folder: Path, target: Path) -> None:
     """Writes it and reads it back: what can't be loaded must be told now, not at the resume."""
     try:
-        torch.save(skeleton, folder / _SKELETON)
+        torch.save(skeleton, folder / SKELETON)
         _load_skeleton(folder)
     except OSError:
         raise
@@ -161,8 +161,8 @@ def _read_skeleton(checkpoint: Path) -> dict[str, Any]:
 
 
 def _load_skeleton(folder: Path) -> dict[str, Any]:
-    with torch.serialization.safe_globals(_SAFE):
-        skeleton: dict[str, Any] = torch.load(folder / _SKELETON, weights_only=True)
+    with torch.serialization.safe_globals(SAFE):
+        skeleton: dict[str, Any] = torch.load(folder / SKELETON, weights_only=True)
     return skeleton
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
 
 from evenload.errors import ConfigError, DataError
+
+_MOST_INSIDE = 100
+"""Of a list that a sampler holds so many are looked at: one of samplers is short, one of indices long."""
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
@@ -60,20 +63,31 @@ def is_plain_shuffle(sampler: Any) -> bool:
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """The sampler, the batch sampler and the sampler inside it, each once."""
+    """The sampler, the batch sampler and the samplers that these hold, at any depth, each once."""
     found: list[Any] = []
-    for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if sampler is not None and not any(sampler is other for other in found):
-            found.append(sampler)
+    waiting = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is None or any(sampler is other for other in found):
+            continue
+        found.append(sampler)
+        for value in getattr(sampler, "__dict__", {}).values():
+            inside = value if isinstance(value, list | tuple) else [value]
+            waiting += [one for one in inside[:_MOST_INSIDE] if isinstance(one, Sampler)]
     return found
 
 
 def _check_samplers(loader: DataLoader[Any]) -> None:
     for sampler in samplers_of(loader):
-        if isinstance(sampler, DistributedSampler):
+        # Those of other libraries that split the data over ranks are spelled like torch's own.
+        parts = getattr(sampler, "num_replicas", 1)
+        given = sampler is loader.sampler or sampler is getattr(loader.batch_sampler, "sampler", None)
+        if (isinstance(parts, int) and parts > 1) or (given and isinstance(sampler, DistributedSampler)):
+            shuffle = getattr(sampler, "shuffle", True)
             raise DataError(
                 f"the loader has a {type(sampler).__qualname__}, which gives each rank a part of the data; Evenload "
-                f"splits each global batch itself: remove it and set shuffle=True (batch_size is the global batch)"
+                f"splits each global batch itself: remove it and set shuffle={bool(shuffle)} (batch_size is the global batch); "
+                "calls of its set_epoch go too"
             )
 
 

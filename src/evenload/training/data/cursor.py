@@ -27,6 +27,8 @@ class Cursor:
     """The seed of the order; another one would mix two orders in one epoch."""
     epoch_samples: int = -1
     """Samples of this epoch's order; -1 where it has not been drawn or is a stream."""
+    order_key: int = -1
+    """Checksum of this epoch's order, where it was drawn from the user's sampler."""
     generators: tuple[str, ...] = ()
     """The states of the sampler's own generators before this epoch's order was drawn."""
 

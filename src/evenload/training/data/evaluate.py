@@ -32,6 +32,7 @@ from evenload.training.data.reading import (
     end_workers,
     inner_loader,
     quiet,
+    reading_of,
     seed_workers,
 )
 from evenload.training.data.stream import StreamBatch, StreamFeed
@@ -149,7 +150,9 @@ class _MapReader:
         self._generator = loader.generator
         self._persistent = loader.persistent_workers
         reader = TaskReader(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed)
-        self._inner = inner_loader(loader, reader, pin=pin, batch_sampler=self, collate_fn=as_read)
+        self._inner = inner_loader(
+            loader, reader, reading_of(loader, pinned=pin), batch_sampler=self, collate_fn=as_read
+        )
         self._iterator: Any = None
 
     def __iter__(self) -> Iterator[Task]:

@@ -12,6 +12,8 @@ they are taken in the order of sending. We let it pull an endless sampler, so it
 When a decision changes a plan, tasks sent that nobody will ask for are called off: a flag in shared memory makes a
 worker leave such a task before its next sample, its result is dropped, and as soon as it stands at the head of the
 queue it is replaced. So at most the one sample a worker is in the middle of is ever waited for.
+
+Without workers there is no queue: the rank reads a task where it is asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import signal
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
@@ -27,6 +30,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from evenload.errors import DataError
+from evenload.training.data.batches import pin as pin_batch
 from evenload.training.data.reading import (
     Task,
     TaskReader,
@@ -36,6 +40,7 @@ from evenload.training.data.reading import (
     quiet,
     seed_workers,
 )
+from evenload.training.data.tuning import How, Reading
 
 Span = tuple[int, int]
 _EMPTY = Task(epoch=0, low=0, keys=())
@@ -62,23 +67,20 @@ class _Endless:
 
 
 class TaskFeed:
-    """Gives collated samples for tasks, reading ahead where the user's loader has workers.
+    """Gives collated samples for tasks, reading ahead where there are workers.
 
     Args:
         loader: the user's, map-style.
         rank: part of the workers' base seed, which differs by rank.
         keyed: whether randomness inside the dataset is keyed by global position.
-        pin: whether results come in pinned memory.
+        reading: the workers.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int, rank: int, keyed: bool, pin: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], *, seed: int, rank: int, keyed: bool, reading: Reading) -> None:
         self._loader = loader
-        self._seed, self._rank = seed, rank
-        self._depth = loader.num_workers * (loader.prefetch_factor or 0)
-        # A shared byte for each task outstanding, and some to spare.
-        self._cancelled = multiprocessing.RawArray("B", max(1024, 4 * self._depth)) if self._depth else None
-        reader = TaskReader(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed, cancelled=self._cancelled)
-        self._inner = inner_loader(loader, reader, pin=pin, batch_sampler=_Endless(self._following), collate_fn=as_read)
+        self._seed, self._rank, self._keyed = seed, rank, keyed
+        self.reading: Reading
+        self._here = TaskReader(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed)
         self._iterator: Any = None
         self._open = False
         self._source: Iterator[Task] = iter(())  # what will be asked for, in order
@@ -89,6 +91,22 @@ class TaskFeed:
         self._queue: deque[tuple[int, Span]] = deque()  # outstanding, in the order of sending: serial and span
         self._live: dict[Span, int] = {}  # sent and wanted, whether outstanding or ready: the serial
         self._ready: dict[Span, Any] = {}
+        self._set(reading)
+
+    def change(self, reading: Reading) -> bool:
+        """Other workers from now on; what the old ones had read ahead is read again, which by key is the same.
+
+        Returns:
+            Whether there is anything to be read ahead anew.
+        """
+        if reading == dataclasses.replace(self.reading, how=reading.how):
+            self.reading = reading
+            return False
+        for span in list(self._live):
+            self._call_off(span)
+        self.close()
+        self._set(reading)
+        return True
 
     def read_ahead(self, epoch: int, wanted: Callable[[], Iterator[Task]]) -> None:
         """Sets what will be asked for, in order, and calls off what was sent and isn't in it.
@@ -97,6 +115,9 @@ class TaskFeed:
             epoch: part of the base seed of workers started now.
             wanted: gives the tasks from now to the end of the epoch, positions rising; called anew each time.
         """
+        self._open = True
+        if not self._depth:
+            return
         if self._live:
             last = max(low for low, _ in self._live)
             still: set[Span] = set()
@@ -108,9 +129,13 @@ class TaskFeed:
                 self._call_off(span)
         self._source, self._peeked = wanted(), None
         self._overtaken.clear()
-        self._open = True
-        self._start(epoch)
-        self._refill()
+        try:
+            self._start(epoch)
+            self._refill()
+        except Exception as error:
+            if self.reading.how is How.GIVEN:
+                raise
+            self._refuse(error)
 
     def get(self, task: Task) -> Any:
         """The collated samples of a task; reads them now where they weren't read ahead.
@@ -118,23 +143,16 @@ class TaskFeed:
         Raises:
             Exception: whatever the dataset, the collate_fn or a worker raised.
         """
-        span = task.span
-        if span not in self._live:
-            self._urgent.append(task)
-            if self._depth:
-                self._overtaken.add(span)
-            self._start(task.epoch)
-        while span not in self._ready:
-            self._take()
-        result = self._ready.pop(span)
-        del self._live[span]
-        if self._open:
-            self._refill()
-        else:  # a batch kept after its loop was left
-            self.pause()
-        if isinstance(result, _Failure):
-            raise result.error
-        return result
+        if not self._depth or self.refused:
+            return self._read_here(task)
+        try:
+            return self._receive(task)
+        except Exception as error:
+            if self.reading.how is How.GIVEN:
+                raise
+            data = self._read_here(task)  # raises what is wrong with the dataset itself
+            self._refuse(error)
+            return data
 
     def pause(self) -> None:
         """The epoch is over, or was left: nothing more is wanted. Workers end unless they are persistent."""
@@ -155,8 +173,60 @@ class TaskFeed:
         if iterator is not None:
             end_workers(iterator)
 
+    def _set(self, reading: Reading) -> None:
+        self.reading = reading
+        self.refused = False
+        """Whether workers that nobody asked for failed."""
+        self._depth = reading.depth
+        # A shared byte for each task outstanding, and some to spare.
+        self._cancelled = multiprocessing.RawArray("B", max(1024, 4 * self._depth)) if self._depth else None
+        self._inner: DataLoader[Any] | None = None
+        if self._depth:
+            reader = TaskReader(
+                self._loader.dataset,
+                self._loader.collate_fn,
+                seed=self._seed,
+                keyed=self._keyed,
+                cancelled=self._cancelled,
+            )
+            self._inner = inner_loader(
+                self._loader, reader, reading, batch_sampler=_Endless(self._following), collate_fn=as_read
+            )
+
+    def _refuse(self, error: Exception) -> None:
+        """Nobody asked for these workers: where the rank can do without them, it does."""
+        self.refused = True
+        warnings.warn(
+            f"num_workers='auto': a loader worker failed with {type(error).__name__} where the rank itself reads the same "
+            "samples; there are no workers from now on",
+            stacklevel=2,
+        )
+
+    def _read_here(self, task: Task) -> Any:
+        data = self._here.__getitems__(task)
+        # Workers pin beside the step; here it would take as long as it saves.
+        return pin_batch(data) if self.reading.pinned and self.reading.how is How.GIVEN else data
+
+    def _receive(self, task: Task) -> Any:
+        span = task.span
+        if span not in self._live:
+            self._urgent.append(task)
+            self._overtaken.add(span)
+            self._start(task.epoch)
+        while span not in self._ready:
+            self._take()
+        result = self._ready.pop(span)
+        del self._live[span]
+        if self._open:
+            self._refill()
+        else:  # a batch kept after its loop was left
+            self.pause()
+        if isinstance(result, _Failure):
+            raise result.error
+        return result
+
     def _start(self, epoch: int) -> None:
-        if self._iterator is None:
+        if self._iterator is None and self._inner is not None:
             seed_workers(self._inner, self._loader.generator, self._seed, epoch, self._rank)
             with quiet():
                 self._iterator = iter(self._inner)  # starts the workers and fills the queue
@@ -198,8 +268,6 @@ class TaskFeed:
 
     def _refill(self) -> None:
         """Replaces called-off and empty tasks at the head of the queue by what is wanted."""
-        if not self._depth:
-            return
         for _ in range(len(self._queue)):
             serial, span = self._queue[0]
             if self._live.get(span) == serial or self._peek() is None:

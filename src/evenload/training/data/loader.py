@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -11,13 +12,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenload.balance.values import StepPlan
-from evenload.errors import DataError, StepError
+from evenload.errors import ConfigError, DataError, StepError
 from evenload.training.data import checks, order, randomness
-from evenload.training.data.batches import MicroBatch, move
+from evenload.training.data.batches import transfer_seconds
 from evenload.training.data.cursor import Cursor
 from evenload.training.data.feed import TaskFeed
-from evenload.training.data.reading import Task
+from evenload.training.data.global_batch import GlobalBatch, spans_of
+from evenload.training.data.reading import Task, reading_of
 from evenload.training.data.stream import StreamFeed
+from evenload.training.data.tuning import PINNING_PAYS, Reading, StepCost, Tuner
 from evenload.training.launch.clock import StepClock
 
 
@@ -40,110 +43,6 @@ class Planner(Protocol):
         ...
 
 
-class GlobalBatch:
-    """One global batch: its plan, and this rank's samples of each micro-batch."""
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        *,
-        rank: int,
-        global_step: int,
-        device: torch.device,
-        read: Callable[[int, int], Any],
-        recut: Callable[[], None],
-    ) -> None:
-        """Made by the loader.
-
-        Args:
-            plan: who computes which sample.
-            rank: this rank.
-            global_step: steps committed before this one.
-            device: where micro-batches are moved.
-            read: gives the collated samples at global positions ``[low, high)``.
-            recut: tells the loader that the plan is another one now.
-        """
-        self.plan = plan
-        self.global_step = global_step
-        self._rank = rank
-        self._device = device
-        self._read = read
-        self._recut = recut
-        self._held: dict[tuple[int, int], Any] = {}
-
-    @property
-    def epoch(self) -> int:
-        """The epoch, counted from 0."""
-        return self.plan.epoch
-
-    @property
-    def epoch_step(self) -> int:
-        """The step within its epoch, counted from 0."""
-        return self.plan.step
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the global batch."""
-        return self.plan.num_samples
-
-    def micro(self, micro_index: int) -> MicroBatch:
-        """This rank's part of micro-batch `micro_index`, on its device.
-
-        Read once and kept (on the host) until the step is over, so every call gives the same samples, in containers of
-        their own. A rank without samples gets one real sample of the slice, marked idle.
-        """
-        low, high = self._span(micro_index)
-        num_samples = self.plan.micro[micro_index][self._rank]
-        if (low, high) not in self._held:
-            self._held[low, high] = self._read(low, high)
-        return MicroBatch(move(self._held[low, high], self._device), num_samples, idle=num_samples == 0)
-
-    def replan(self, plan: StepPlan) -> None:
-        """Cuts the same samples otherwise; what didn't change is kept, the rest is read again.
-
-        Raises:
-            StepError: the plan is for other samples.
-        """
-        if (plan.start, plan.num_samples) != (self.plan.start, self.plan.num_samples):
-            raise StepError(
-                f"a step that covers samples {self.plan.start} to {self.plan.start + self.plan.num_samples} can't be "
-                f"planned anew for {plan.start} to {plan.start + plan.num_samples}"
-            )
-        self.plan = plan
-        spans = set(self.spans())
-        self._held = {span: data for span, data in self._held.items() if span in spans}
-        self._recut()
-
-    def whole(self, micro_index: int) -> Any:
-        """The whole slice of micro-batch `micro_index`, all ranks' samples, collated, on this rank's device."""
-        return self.read(*self.plan.slice_of(micro_index))
-
-    def read(self, low: int, high: int) -> Any:
-        """The samples at global positions ``[low, high)``, whosever they are, collated, on this rank's device."""
-        return move(self._read(low, high), self._device)
-
-    def spans(self) -> list[tuple[int, int]]:
-        """The global positions ``[low, high)`` this rank reads for each micro-batch."""
-        return [self._span(micro_index) for micro_index in range(self.plan.num_micro)]
-
-    def wanted(self) -> Iterator[tuple[int, int]]:
-        """The positions of micro-batches not read yet."""
-        return (span for span in self.spans() if span not in self._held)
-
-    def _span(self, micro_index: int) -> tuple[int, int]:
-        return read_span(self.plan, micro_index, self._rank)
-
-
-def read_span(plan: StepPlan, micro_index: int, rank: int) -> tuple[int, int]:
-    """The positions a rank reads for a micro-batch; where its share is 0, one sample that stands for none."""
-    low, high = plan.slice_of(micro_index, rank)
-    if low < high:
-        return low, high
-    first, end = plan.slice_of(micro_index)
-    idle = first if first < end else plan.start  # more micro-batches than samples: this slice is empty
-    return idle, idle + 1
-
-
 class GlobalLoader:
     """Wraps the user's DataLoader; iterating gives one `GlobalBatch` per optimizer step.
 
@@ -161,6 +60,8 @@ class GlobalLoader:
         device: where batches go.
         keyed_rng: whether randomness inside the dataset is keyed by (seed, epoch, global position).
         clock: counts the waiting for samples as ``data``.
+        most_workers: with a number, the loader's workers are chosen by measurement, at most so many.
+        ranks: whose parts this process reads: those of all its replicas; without it, of the rank that the planner names.
 
     Raises:
         ConfigError: not a DataLoader, or a setting of it without effect.
@@ -176,20 +77,34 @@ class GlobalLoader:
         device: torch.device,
         keyed_rng: bool,
         clock: StepClock,
+        most_workers: int | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         checks.check_loader(user_loader)
         self.user_loader = user_loader
         self._planner = planner
+        self._ranks = tuple(ranks) if ranks is not None else (planner.rank,)
         self._seed = seed
         self._device = device
         self._clock = clock
         self._generators = randomness.find_generators(checks.samplers_of(user_loader))
         pin = bool(user_loader.pin_memory) and device.type == "cuda"
+        self._tuner: Tuner | None = None
+        self._weighs_pinning = False
         self._feed: TaskFeed | StreamFeed
         if checks.is_stream(user_loader):
+            if most_workers is not None:
+                raise ConfigError(
+                    "num_workers='auto' has no effect on an iterable dataset: its workers decide the order of its samples; "
+                    "leave it out, and set DataLoader(num_workers=...)"
+                )
             self._feed = StreamFeed(user_loader, seed=seed, keyed=keyed_rng, pin=pin)
         else:
-            self._feed = TaskFeed(user_loader, seed=seed, rank=planner.rank, keyed=keyed_rng, pin=pin)
+            reading = reading_of(user_loader, pinned=pin)
+            self._tuner = None if most_workers is None else Tuner(reading, most_workers)
+            self._weighs_pinning = self._tuner is not None and device.type == "cuda" and not pin
+            first = reading if self._tuner is None else self._tuner.reading
+            self._feed = TaskFeed(user_loader, seed=seed, rank=planner.rank, keyed=keyed_rng, reading=first)
         self._cursor = Cursor(seed=seed)
         self._generators_before: tuple[str, ...] | None = None
         self._begun = False
@@ -277,6 +192,16 @@ class GlobalLoader:
         if cursor.generators:
             randomness.load_generators(self._generators, cursor.generators)
 
+    @property
+    def reading(self) -> Reading:
+        """How this rank reads its samples now."""
+        return self._feed.reading
+
+    def observe(self, cost: StepCost) -> None:
+        """What the last step cost this rank; where workers are chosen by measurement, the next step may begin with others."""
+        if self._tuner is not None:
+            self._tuner.observe(cost)
+
     def close(self) -> None:
         """Ends all workers, persistent ones too."""
         self._leave()
@@ -287,21 +212,23 @@ class GlobalLoader:
         drawn = order.draw_order(self.user_loader, seed=self._seed, epoch=epoch, rank=planner.rank, agree=planner.agree)
         self._check_resumed(drawn)
         self._generators_before = drawn.generators_before
-        self._move(epoch_samples=drawn.num_samples)
+        self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
 
         def task(span: tuple[int, int]) -> Task:
             return Task(epoch, span[0], tuple(drawn.keys(*span)))
 
         def read(low: int, high: int) -> Any:
             with self._clock.segment("data"):
-                return feed.get(task((low, high)))
+                data = feed.get(task((low, high)))
+            if self._weighs_pinning:
+                self._weigh_pinning(data)
+            return data
 
         def wanted(now: GlobalBatch) -> Iterator[Task]:
             yield from map(task, now.wanted())
             for step in range(now.epoch_step + 1, drawn.num_steps):
                 plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], now)
-                for micro_index in range(plan.num_micro):
-                    yield task(read_span(plan, micro_index, planner.rank))
+                yield from map(task, spans_of(plan, self._ranks))
 
         def recut() -> None:
             with self._clock.segment("data"):
@@ -310,15 +237,31 @@ class GlobalLoader:
         revision: int | None = None
         try:
             for step in range(drawn.step_at(self._cursor.position), drawn.num_steps):
+                changed = self._follow_tuner(feed)
                 revised = planner.revision()
                 batch = self._batch(self._plan(step, drawn.bounds[step], drawn.bounds[step + 1]), read, recut)
-                if revised != revision:
+                if changed or revised != revision:
                     revision = revised
                     recut()
                 yield batch
             self._next_epoch()
         finally:
             feed.pause()
+
+    def _weigh_pinning(self, data: Any) -> None:
+        """Once, where workers are chosen by measurement: whether pinned memory brings samples to the GPU sooner."""
+        self._weighs_pinning = False
+        with contextlib.suppress(RuntimeError):  # they lie on a GPU already
+            usual_s, pinned_s = transfer_seconds(data, self._device)
+            if self._tuner is not None and pinned_s < PINNING_PAYS * usual_s:
+                self._tuner.pin()
+
+    def _follow_tuner(self, feed: TaskFeed) -> bool:
+        if self._tuner is None:
+            return False
+        if feed.refused:
+            self._tuner.refuse()
+        return feed.change(self._tuner.reading)
 
     def _stream_steps(self, feed: StreamFeed) -> Generator[GlobalBatch, None, None]:
         epoch, position = self._cursor.epoch, self._cursor.position
@@ -351,11 +294,12 @@ class GlobalLoader:
     def _batch(self, plan: StepPlan, read: Callable[[int, int], Any], recut: Callable[[], None]) -> GlobalBatch:
         return GlobalBatch(
             plan,
-            rank=self._planner.rank,
+            ranks=self._ranks,
             global_step=self._cursor.global_step,
             device=self._device,
             read=read,
             recut=recut,
+            reading=self._feed.reading,
         )
 
     def _check_same_stream(self, num_samples: int, step: int) -> None:
@@ -376,11 +320,17 @@ class GlobalLoader:
                 f"{drawn.num_samples}: the dataset or the sampler changed; give the same data, or start anew with "
                 f"--fresh"
             )
+        if now.position > 0 and now.order_key not in (-1, drawn.key):
+            raise DataError(
+                "the checkpoint stands in mid-epoch, and the sampler now draws another order than it did then: samples would be "
+                "used twice or left out. It keeps a state that a resume can't restore; let it draw from torch's, Python's or "
+                "numpy's global generators, from a generator that it holds, or by set_epoch; or start anew with --fresh"
+            )
 
     def _next_epoch(self) -> None:
         self._begun = False
         self._generators_before = None
-        self._move(epoch=self._cursor.epoch + 1, step=0, position=0, epoch_samples=-1)
+        self._move(epoch=self._cursor.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1)
 
     def _move(self, **changes: int) -> None:
         self._cursor = Cursor(**{**vars(self._cursor), **changes})

@@ -9,7 +9,9 @@ from __future__ import annotations
 import array
 import bisect
 import itertools
+import json
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,8 @@ class Order:
     bounds: Sequence[int]
     generators_before: tuple[str, ...] = ()
     """The states of the sampler's own generators before it was drawn, to draw the same again."""
+    key: int = -1
+    """Checksum of an order drawn from the user's sampler; -1 of one that is a function of seed and epoch."""
 
     @property
     def num_steps(self) -> int:
@@ -130,7 +134,20 @@ def _share_order(loader: DataLoader[Any], seed: int, epoch: int, rank: int, agre
         bounds = regular_bounds(len(source), loader)
     else:
         bounds = [0, *itertools.accumulate(header["lengths"])]
-    return Order(source, bounds, header["before"])
+    return Order(source, bounds, header["before"], _key_of(keys if header["keys"] is None else header["keys"], bounds))
+
+
+def _key_of(keys: Sequence[Any], bounds: Sequence[int]) -> int:
+    """A checksum that tells one drawn order from another; -1 for keys that have no spelling of their own."""
+    key = zlib.crc32(array.array("q", bounds).tobytes())
+    try:
+        return zlib.crc32(array.array("q", keys).tobytes(), key)
+    except (TypeError, OverflowError):
+        pass
+    try:
+        return zlib.crc32(json.dumps(keys).encode(), key)
+    except (TypeError, ValueError):
+        return -1
 
 
 def _draw(loader: DataLoader[Any], generators: list[Any], seed: int, epoch: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from torch.utils.data._utils import worker as torch_worker
 
 from evenload.training.data import randomness
+from evenload.training.data.tuning import Reading
 
 _WORKER_NICENESS = 10
 
@@ -69,6 +70,7 @@ class TaskReader(Dataset[Any]):
         self._seed = seed
         self._keyed = keyed and not (draws_nothing(dataset) and collate_fn is default_collate)
         self._cancelled = cancelled
+        self._cuts = collate_fn is default_collate and _has_columns(dataset)
 
     def __getitems__(self, task: Task) -> Any:
         """Reads and collates; torch's fetcher passes whatever the batch sampler gave."""
@@ -78,8 +80,13 @@ class TaskReader(Dataset[Any]):
             return self._read(task)
 
     def _read(self, task: Task) -> Any:
-        if not task.keys or self._is_cancelled(task):
+        flags, flag = self._cancelled, -1
+        if flags is not None and task.serial >= 0:
+            flag = task.serial % len(flags)
+        if not task.keys or (flag >= 0 and flags[flag]):
             return Skipped()
+        if self._cuts and (found := _cut(self.dataset, task.keys)) is not None:
+            return found
         seed = randomness.mix(self._seed, task.epoch, randomness.SAMPLE)
         if reads_in_batches(self.dataset):
             if self._keyed:
@@ -88,7 +95,7 @@ class TaskReader(Dataset[Any]):
         else:
             samples = []
             for position, key in enumerate(task.keys, start=task.low):
-                if self._is_cancelled(task):
+                if flag >= 0 and flags[flag]:
                     return Skipped()
                 if self._keyed:
                     randomness.reseed(randomness.mix(seed, position))
@@ -96,11 +103,6 @@ class TaskReader(Dataset[Any]):
         if self._keyed:
             randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.COLLATE, task.low))
         return self.collate_fn(samples)
-
-    def _is_cancelled(self, task: Task) -> bool:
-        if self._cancelled is None or task.serial < 0:
-            return False
-        return bool(self._cancelled[task.serial % len(self._cancelled)])
 
 
 def reads_in_batches(dataset: Any) -> bool:
@@ -115,6 +117,26 @@ def draws_nothing(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) in (TensorDataset, list, tuple, range, torch.Tensor)
+
+
+def _has_columns(dataset: Any) -> bool:
+    """Whether this is a TensorDataset, below any Subset: it is cut for a whole task at once, not sample by sample."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return False
+    return all(type(column) is torch.Tensor and column.layout is torch.strided for column in dataset.tensors)
+
+
+def _cut(dataset: Any, keys: Sequence[Any]) -> list[torch.Tensor] | None:
+    """What default_collate makes of these samples, bit for bit; None for keys that are no integers."""
+    while type(dataset) is Subset:
+        keys = [dataset.indices[key] for key in keys]
+        dataset = dataset.dataset
+    if set(map(type, keys)) != {int}:
+        return None
+    index = torch.tensor(keys)
+    return [column[index] for column in dataset.tensors]
 
 
 def as_read(data: Any) -> Any:
@@ -145,19 +167,24 @@ class WorkerInit:
             self._worker_init_fn(worker_id)
 
 
-def inner_loader(loader: DataLoader[Any], dataset: Any, *, pin: bool, **batching: Any) -> DataLoader[Any]:
-    """A torch DataLoader over `dataset` with the workers that the user's loader asks for.
+def reading_of(loader: DataLoader[Any], *, pinned: bool) -> Reading:
+    """What the user's loader asks for."""
+    return Reading(loader.num_workers, (loader.prefetch_factor or 0) if loader.num_workers else 0, pinned)
+
+
+def inner_loader(loader: DataLoader[Any], dataset: Any, reading: Reading, **batching: Any) -> DataLoader[Any]:
+    """A torch DataLoader over `dataset` with the settings of the user's loader.
 
     Args:
         loader: the user's.
         dataset: what the workers read.
-        pin: whether torch pins what the workers give; only sensible where it goes to a GPU.
+        reading: how many workers there are, how far ahead they read, and whether torch pins what they give.
         batching: batch_sampler, batch_size, drop_last, collate_fn of the inner loader.
     """
     workers: dict[str, Any] = {}
-    if loader.num_workers > 0:
+    if reading.num_workers > 0:
         workers = {
-            "prefetch_factor": loader.prefetch_factor,
+            "prefetch_factor": reading.prefetch,
             "persistent_workers": loader.persistent_workers,
             "multiprocessing_context": loader.multiprocessing_context,
             "worker_init_fn": WorkerInit(loader.worker_init_fn),
@@ -166,8 +193,8 @@ def inner_loader(loader: DataLoader[Any], dataset: Any, *, pin: bool, **batching
     with quiet():
         return DataLoader(
             dataset,
-            num_workers=loader.num_workers,
-            pin_memory=pin,
+            num_workers=reading.num_workers,
+            pin_memory=reading.pinned,
             generator=torch.Generator(),
             **workers,
             **batching,

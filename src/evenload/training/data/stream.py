@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenload.errors import DataError
 from evenload.training.data import randomness
 from evenload.training.data.batches import pin as pin_batch
-from evenload.training.data.reading import end_workers, inner_loader, quiet, seed_workers
+from evenload.training.data.reading import end_workers, inner_loader, quiet, reading_of, seed_workers
 
 
 class StreamBatch:
@@ -66,6 +66,7 @@ class StreamFeed:
         self._generator = loader.generator
         self._persistent = loader.persistent_workers
         self._seed, self._keyed, self._pin = seed, keyed, pin
+        self.reading = reading_of(loader, pinned=pin)
         self._epoch = 0
         self._own: randomness.OwnRandomness | None = None
         self._batches: Iterator[Sequence[Any]] | None = None
@@ -75,7 +76,7 @@ class StreamFeed:
             self._inner = inner_loader(
                 loader,
                 self._stream,
-                pin=False,
+                reading_of(loader, pinned=False),
                 batch_size=loader.batch_size,
                 drop_last=loader.drop_last,
                 collate_fn=PackedSamples.pack,

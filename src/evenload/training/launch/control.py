@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from evenload.errors import DesyncError, PeerLostError, StepError
-from evenload.training.launch.groups import Groups
+from evenload.errors import DesyncError, LaunchError, PeerLostError, StepError
 
 CAPACITY = 56
 """Values that one exchange carries; longer ones take further rounds."""
@@ -36,6 +36,7 @@ class Operation(enum.IntEnum):
     BARRIER = 11
     CLOSE = 12
     WINDOW = 13
+    GROUP = 14
 
 
 _DOING = {
@@ -49,16 +50,49 @@ _DOING = {
     Operation.RESUME: "calls run.resume",
     Operation.ANY: "calls run.any",
     Operation.REDUCE: "calls run.reduce",
-    Operation.BARRIER: "is in run.main_first or run.group",
+    Operation.BARRIER: "is in run.main_first",
     Operation.CLOSE: "has ended its script",
     Operation.WINDOW: "is at the edge of a window",
+    Operation.GROUP: "calls run.group",
 }
+
+
+class Circle(Protocol):
+    """Who takes part in an exchange: all ranks (`Groups`), or those of one of the user's groups."""
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """Carries the exchanges; None for a rank alone."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world_size(self) -> int:
+        """How many take part."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Who they are, in the order of an exchange's rows."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an exchange may take."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run is over."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the script destroyed the process groups."""
 
 
 class Control:
     """Exchanges of small vectors of float64 (exact for integers below 2^53) between all ranks."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Circle) -> None:
         self._groups = groups
         self.place: tuple[int, int] = (0, -1)
         """(epoch, step in the epoch) of this rank, checked at each exchange; -1 outside of a step."""
@@ -68,10 +102,16 @@ class Control:
 
         Raises:
             DesyncError: a rank does another operation, is at another step, or gives another number of values.
+            LaunchError: the script destroyed the process groups.
             PeerLostError: a rank is gone.
         """
         if self._groups.closed:
             raise StepError(f"the script {_DOING[operation]} after run.close(): the run is over; close it last")
+        if self._groups.gone:
+            raise LaunchError(
+                f"the script {_DOING[operation]} after dist.destroy_process_group(), which took Evenload's groups too; call "
+                "run.close() before it"
+            )
         if self._groups.control is None:
             return [list(values)]
         rounds = max(1, -(-len(values) // CAPACITY))
@@ -90,7 +130,7 @@ class Control:
                 raise self._lost(operation, error) from None
             table = everyone.tolist()
             if any(row[:_HEAD] != table[0][:_HEAD] for row in table):
-                raise DesyncError(_tell([row[:_HEAD] for row in table]))
+                raise DesyncError(_tell([row[:_HEAD] for row in table], self._groups.ranks))
             for row, received in zip(rows, table, strict=True):
                 row.extend(received[_HEAD : _HEAD + len(part)])
         return rows
@@ -125,10 +165,10 @@ class Control:
         self.exchange(operation)
 
 
-def _tell(heads: list[list[float]]) -> str:
+def _tell(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
     """Who does what, ranks that do the same together."""
     places: dict[str, list[int]] = {}
-    for rank, (operation, epoch, step, length) in enumerate(heads):
+    for rank, (operation, epoch, step, length) in zip(all_ranks, heads, strict=True):
         doing = _DOING[Operation(int(operation))]
         where = f" at epoch {int(epoch)}, step {int(step)}" if step >= 0 else ""
         size = f" with {int(length)} values" if len({tuple(head[:3]) for head in heads}) == 1 else ""

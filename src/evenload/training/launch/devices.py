@@ -12,7 +12,10 @@ from evenload.balance.values import Device
 from evenload.errors import ConfigError
 from evenload.training.launch.environment import WorkerSpec
 
-_EXPECTED = "expected auto, all, cpu, cpu:3 (three CPU ranks), GPU indices such as 0,2, or a mix such as 0,cpu"
+_EXPECTED = (
+    "expected auto, all, cpu, cpu:3 (three CPU ranks), GPU indices such as 0,2, a mix such as 0,cpu, or 0+1 (one rank with two "
+    "devices, over which evenload.place cuts a model)"
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Place:
     """``cuda:N`` or ``cpu``."""
     name: str
     """What a person calls it."""
+    devices: tuple[str, ...] = ()
+    """All devices of the rank, `device` first, where it has several."""
 
 
 def read_host() -> Host:
@@ -58,7 +63,7 @@ def parse_devices(text: str, host: Host) -> tuple[Place, ...]:
     """The places that ``-d`` names, one for each rank.
 
     ``auto`` is every GPU, or one CPU rank with all cores where there is none; ``all`` is every GPU and one CPU rank.
-    A GPU named twice gets two ranks.
+    A GPU named twice gets two ranks; ``0+1`` is one rank with two devices.
 
     Raises:
         ConfigError: an unknown device; the message lists what is here.
@@ -70,20 +75,44 @@ def parse_devices(text: str, host: Host) -> tuple[Place, ...]:
         return (*gpus, _cpu_place(host))
     places: list[Place] = []
     for item in text.split(","):
-        kind, _, number = item.strip().partition(":")
-        if kind == "cpu" and (not number or number.isdecimal()):
-            count = int(number or 1)
-            if count < 1:
-                raise ConfigError(f"-d {text}: {item} is no rank at all; {_EXPECTED}")
-            places += [_cpu_place(host)] * count
-        elif (kind.isdecimal() and not number) or (kind in ("cuda", "gpu") and number.isdecimal()):
-            index = int(number or kind)
-            if index >= len(gpus):
-                raise ConfigError(f"-d {text}: there is no GPU {index} here; here are: {host.describe()}")
-            places.append(gpus[index])
+        if "+" in item:
+            places.append(_group([_parse_item(text, part, host) for part in item.split("+")], text, item))
         else:
-            raise ConfigError(f"-d {text}: {item!r} is no device; {_EXPECTED}; here are: {host.describe()}")
+            places += _parse_item(text, item, host)
     return tuple(places)
+
+
+def _parse_item(text: str, item: str, host: Host) -> list[Place]:
+    """The ranks that one item of ``-d`` names."""
+    kind, _, number = item.strip().partition(":")
+    if kind == "cpu" and (not number or number.isdecimal()):
+        count = int(number or 1)
+        if count < 1:
+            raise ConfigError(f"-d {text}: {item} is no rank at all; {_EXPECTED}")
+        return [_cpu_place(host)] * count
+    if (kind.isdecimal() and not number) or (kind in ("cuda", "gpu") and number.isdecimal()):
+        index = int(number or kind)
+        if index >= len(host.gpus):
+            raise ConfigError(f"-d {text}: there is no GPU {index} here; here are: {host.describe()}")
+        return [_gpu_place(host.gpus[index])]
+    raise ConfigError(f"-d {text}: {item!r} is no device; {_EXPECTED}; here are: {host.describe()}")
+
+
+def _group(parts: list[list[Place]], text: str, item: str) -> Place:
+    """One rank with several devices; its batches come to the first."""
+    for part in parts:
+        if len(part) > 1:
+            raise ConfigError(
+                f"-d {text}: {item} is one rank with several devices, in which each is named for itself; write cpu+cpu in "
+                "place of cpu:2"
+            )
+    devices = [part[0] for part in parts]
+    names = Counter(place.name for place in devices)
+    return Place(
+        devices[0].device,
+        " + ".join(f"{count} × {name}" if count > 1 else name for name, count in names.items()),
+        tuple(place.device for place in devices),
+    )
 
 
 def plan_workers(
@@ -119,6 +148,7 @@ def plan_workers(
             world_size=len(places),
             workers=tuple(f"worker-{index}" for index in range(len(places))),
             device=place.device,
+            devices=place.devices,
             device_names=names,
             backend=backend,
             cores=cores[rank],
@@ -140,15 +170,31 @@ def own_cores(workers: Sequence[WorkerSpec], host: Host) -> tuple[float, ...]:
 
 
 def describe_workers(workers: Sequence[WorkerSpec]) -> list[str]:
-    """One line for each worker: its device, cores, threads and backend."""
+    """One line for each worker: its devices, cores, threads and backend."""
+    if workers[0].replicas:
+        return _describe_replicas(workers[0])
     lines = []
     width = max(len(worker.device_names[worker.rank]) for worker in workers)
     for worker in workers:
         threads = f"{worker.num_threads} thread" + ("s" if worker.num_threads != 1 else "")
         name = worker.device_names[worker.rank]
-        line = f"rank {worker.rank}: {worker.device:<6} {name:<{width}}  {threads}, {worker.backend}"
+        device = "+".join(worker.devices) or worker.device
+        line = f"rank {worker.rank}: {device:<6} {name:<{width}}  {threads}, {worker.backend}"
         if worker.throttle:
             line += f", throttled to {worker.throttle['factor']:g} of its speed"
+        lines.append(line)
+    return lines
+
+
+def _describe_replicas(worker: WorkerSpec) -> list[str]:
+    """One line for each replica of a process."""
+    width = max(len(place["name"]) for place in worker.replicas)
+    lines = [f"one process, {len(worker.replicas)} replicas (strategy dp)"]
+    for index, place in enumerate(worker.replicas):
+        threads = f"{place['num_threads']} thread" + ("s" if place["num_threads"] != 1 else "")
+        line = f"rank {index}: {place['device']:<6} {place['name']:<{width}}  {threads}"
+        if worker.throttle:
+            line += f", throttled to {worker.throttle['factors'][index]:g} of its speed"
         lines.append(line)
     return lines
 
@@ -163,16 +209,18 @@ def _cpu_place(host: Host) -> Place:
 
 def _name(place: Place, cores: tuple[int, ...]) -> str:
     """The CPU's name with the cores of this rank in place of all."""
-    if place.device != "cpu" or not cores:
+    if set(place.devices or (place.device,)) != {"cpu"} or not cores:
         return place.name
     runs = f"{cores[0]}-{cores[-1]}" if cores[-1] - cores[0] + 1 == len(cores) > 1 else ",".join(map(str, cores))
-    return f"CPU (core{'s' if len(cores) > 1 else ''} {runs})"
+    name = f"CPU (core{'s' if len(cores) > 1 else ''} {runs})"
+    return f"{len(place.devices)} × {name}" if place.devices else name
 
 
 def _backend(places: Sequence[Place]) -> str:
-    """NCCL wants a GPU of its own for each rank."""
+    """NCCL wants one GPU of its own for each rank."""
     counts = Counter(place.device for place in places)
-    return "nccl" if "cpu" not in counts and all(count == 1 for count in counts.values()) else "gloo"
+    one_each = all(count == 1 for count in counts.values()) and not any(place.devices for place in places)
+    return "nccl" if "cpu" not in counts and one_each else "gloo"
 
 
 def _cores_by_rank(places: Sequence[Place], host: Host) -> list[tuple[int, ...]]:

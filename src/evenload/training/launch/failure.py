@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import time
 import traceback
 from dataclasses import dataclass
@@ -154,3 +155,22 @@ def _cut(story: traceback.TracebackException, seen: set[int]) -> None:
 
 def _is_type(story: traceback.TracebackException, kind: type[BaseException]) -> bool:
     return isinstance(story.exc_type, type) and issubclass(story.exc_type, kind)
+
+
+def describe_end(rank: int, code: int, ended_s: float) -> Failure:
+    """The story of a worker that left none: its exit code, or −N for signal N."""
+    if code > 0:
+        return Failure(rank, f"it ended with exit code {code}", "", exit_code=code, time_s=ended_s)
+    name = signal.Signals(-code).name
+    message = _SIGNAL_HINTS.get(name, "")
+    # gloo aborts healthy processes when a peer goes away: seldom the cause.
+    return Failure(
+        rank, f"killed by {name}", message, exit_code=128 - code, time_s=ended_s, consequence=name == "SIGABRT"
+    )
+
+
+_SIGNAL_HINTS = {
+    "SIGKILL": "from outside; the system does so when memory runs out",
+    "SIGSEGV": "a crash in native code; run with `python -X faulthandler` to see where",
+    "SIGBUS": "often a full /dev/shm; give it more, or use fewer loader workers",
+}

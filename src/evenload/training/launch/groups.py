@@ -8,6 +8,7 @@ membership; `rebuild` makes the next one, `abort` fails whatever is outstanding 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,11 +17,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from evenload.errors import ConfigError, LaunchError, PeerLostError
+from evenload.errors import LaunchError, PeerLostError
 
 # A store outlives the groups that met in it: each `init` of a process meets under keys of its own.
 _sittings = itertools.count()
@@ -33,7 +34,7 @@ class Membership:
     generation: int
     workers: tuple[str, ...]
     store: str
-    """``host:port`` of the store; empty for a world of one or where the process group was there before us."""
+    """`WorkerSpec.store`; empty for a world of one or where the process group was there before us."""
 
 
 class Pending:
@@ -93,8 +94,15 @@ class Pending:
 class Groups:
     """The process groups of the current generation; nothing else in Evenload makes or ends one."""
 
-    def __init__(self, membership: Membership, rank: int, *, backend: str, timeout_s: float) -> None:
+    def __init__(self, membership: Membership, rank: int, *, backend: str, timeout_s: float, gpu: str = "") -> None:
         """Joins all workers of `membership`; returns when all of them are there.
+
+        Args:
+            membership: who takes part.
+            rank: this worker's index in it.
+            backend: of the gradients: ``nccl`` where every rank can have it, or ``gloo``.
+            timeout_s: how long a collective may take.
+            gpu: names this rank's GPU among those of all machines; empty for a CPU.
 
         Raises:
             LaunchError: the store or the peers can't be reached within `timeout_s`.
@@ -104,7 +112,10 @@ class Groups:
         self.closed = False
         self._timeout = timedelta(seconds=timeout_s)
         self._backend = backend
+        self._gpu = gpu
         self._adopted = dist.is_initialized()
+        self._made = False
+        self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._sitting = next(_sittings)
         self._store: Store | None = None
         self._pending: list[Pending] = []
@@ -120,6 +131,11 @@ class Groups:
     def world_size(self) -> int:
         """Number of ranks of this generation; 1 inside `alone`."""
         return 1 if self._alone else len(self.membership.workers)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of this generation, in the order of an exchange's rows."""
+        return range(self.world_size)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -191,23 +207,27 @@ class Groups:
             raise PeerLostError(f"BatchNorm's statistics could not be gathered: {error}") from error
         return everyone
 
-    def subset(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of some ranks for the user's own collectives; ends with this generation.
+    @property
+    def gone(self) -> bool:
+        """Whether the script itself destroyed the process groups (`dist.destroy_process_group`)."""
+        return self.control is not None and not dist.is_initialized()
 
-        Raises:
-            ConfigError: a rank that is not there, or none.
+    def subset(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of some ranks for the user's own collectives; ends with this generation.
+
+        The same ranks give the same group. A rank outside gets torch's `GroupMember.NON_GROUP_MEMBER`, with which a
+        collective does nothing. All ranks call it alike (collect.py).
         """
-        bad = [rank for rank in ranks if not isinstance(rank, int) or not 0 <= rank < self.world_size]
-        if bad or not ranks or len(set(ranks)) != len(ranks):
-            raise ConfigError(
-                f"run.group(ranks={list(ranks)}): expected different ranks from 0 to {self.world_size - 1}"
-            )
-        if self.control is None:
-            return None
-        # The user's tensors may be on the CPU, too, which NCCL doesn't take.
-        backend = "cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo"
-        group: dist.ProcessGroup = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
-        return group
+        key = tuple(sorted(ranks))
+        if key not in self._subsets:
+            if not dist.is_initialized():
+                # A world of one needs no groups of ours, but the user's collectives need theirs.
+                dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+                self._made = True
+            # The user's tensors may be on the CPU, too, which NCCL doesn't take.
+            backend = "cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo"
+            self._subsets[key] = dist.new_group(ranks=list(key), backend=backend, timeout=self._timeout)
+        return self._subsets[key]
 
     def close(self) -> None:
         """Ends the groups that this object made; a process group of the user's is left alone."""
@@ -229,9 +249,12 @@ class Groups:
                     world_size=world_size,
                     timeout=self._timeout,
                 )
+                self._made = True
             except (RuntimeError, ValueError) as error:
+                taken = "; another program listens there: set MASTER_PORT to a free port on all ranks"
                 raise LaunchError(
                     f"rank {self.rank} could not join the other {world_size - 1} ranks at {self.membership.store}: {error}"
+                    + (taken if "EADDRINUSE" in str(error) else "")
                 ) from error
         self.control = dist.new_group(backend="gloo", timeout=self._timeout)
         backend = self._backend = self._common_backend(self.control)
@@ -239,26 +262,30 @@ class Groups:
         self.statistics = dist.new_group(backend=backend, timeout=self._timeout)
 
     def _common_backend(self, control: dist.ProcessGroup) -> str:
-        """NCCL where every rank wants it; machines that are not alike (under torchrun) may each have chosen for themselves."""
-        wants_nccl = torch.tensor([int(self._backend == "nccl")])
+        """NCCL where every rank wants it and has a GPU of its own, which no rank sees by itself: machines need not be alike."""
+        gpu = int.from_bytes(hashlib.sha256(self._gpu.encode()).digest()[:7])
+        own = torch.tensor([int(self._backend == "nccl"), gpu])
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
         try:
-            dist.all_reduce(wants_nccl, op=dist.ReduceOp.MIN, group=control)
+            dist.all_gather(rows, own, group=control)
         except RuntimeError as error:
             raise LaunchError(f"rank {self.rank} could not agree with the others on a backend: {error}") from error
-        return "nccl" if int(wants_nccl) else "gloo"
+        return common_backend([(bool(wants), gpu) for wants, gpu in torch.stack(rows).tolist()])
 
     def _connect(self) -> Store:
-        """The store: our launcher's, or the one that torchrun's variables name (rank 0 serves it, or torchrun's agent)."""
-        if self.membership.store == "env://":
-            store: Store = next(rendezvous("env://", self.rank, self.world_size, timeout=self._timeout))[0]
+        """The store: our launcher's, or the one at a URL (rank 0 serves it, or torchrun's agent)."""
+        url = self.membership.store
+        if "://" in url:
+            store: Store = next(rendezvous(url, self.rank, self.world_size, timeout=self._timeout))[0]
             return store
         host, _, port = self.membership.store.rpartition(":")
-        return TCPStore(host, int(port), None, is_master=False, timeout=self._timeout)
+        return TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=self._timeout)
 
     def _destroy(self) -> None:
         self.abort("the process groups were closed")
-        groups = (self.control, self.gradients, self.statistics)
+        groups = (self.control, self.gradients, self.statistics, *self._subsets.values())
         self.control = self.gradients = self.statistics = None
+        self._subsets.clear()
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
@@ -266,5 +293,12 @@ class Groups:
                 for group in groups:
                     if group is not None:
                         dist.destroy_process_group(group)
-            else:
+            elif self._made:
+                self._made = False
                 dist.destroy_process_group()
+
+
+def common_backend(rows: Sequence[tuple[bool, int]]) -> str:
+    """What carries the gradients, of each rank whether it wants NCCL, and its GPU: NCCL refuses two ranks on one GPU."""
+    distinct = len({gpu for _, gpu in rows}) == len(rows)
+    return "nccl" if distinct and all(wants for wants, _ in rows) else "gloo"

@@ -1,4 +1,4 @@
-"""Is the script or module there? Looked up without running any of it."""
+"""Is the script or module there, and which file is it? Looked up without running any of it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ def check_target(arguments: Sequence[str]) -> None:
     Raises:
         LaunchError: it isn't.
     """
+    target_file(arguments)
+
+
+def target_file(arguments: Sequence[str]) -> Path:
+    """The file that would run; of a module without a source file, where it would be looked for.
+
+    Raises:
+        LaunchError: there is none.
+    """
     if not arguments or tuple(arguments) == ("-m",):
         raise LaunchError("there is no script to run; write `evenload run train.py`")
     if arguments[0] == "-m":
-        _check_module(arguments[1])
-        return
+        return _module_file(arguments[1])
     path = Path(arguments[0])
     if path.is_dir():
         raise LaunchError(f"{path} is a folder; give the script in it, or `-m package.module`")
@@ -30,12 +38,14 @@ def check_target(arguments: Sequence[str]) -> None:
         near = sorted(other.name for other in path.absolute().parent.glob("*.py"))[:8]
         here = f"; scripts in that folder: {', '.join(near)}" if near else ""
         raise LaunchError(f"there is no script {path}{here}")
+    return path
 
 
-def _check_module(name: str) -> None:
+def _module_file(name: str) -> Path:
     # Found part by part: `importlib.util.find_spec` would import the packages around it here, torch and all.
     where: Sequence[str] | None = [str(Path.cwd()), *sys.path]
     found = ""
+    spec = None
     for part in name.split("."):
         found = f"{found}.{part}" if found else part
         spec = importlib.machinery.PathFinder.find_spec(part, list(where) if where is not None else [])
@@ -45,5 +55,8 @@ def _check_module(name: str) -> None:
         if spec is None:
             raise LaunchError(f"-m {name}: there is no module {found} here or on the path")
         where = spec.submodule_search_locations
-    if where is not None and importlib.machinery.PathFinder.find_spec("__main__", list(where)) is None:
-        raise LaunchError(f"-m {name}: {name} is a package without a __main__.py, so it can't be run")
+    if where is not None:
+        spec = importlib.machinery.PathFinder.find_spec("__main__", list(where))
+        if spec is None:
+            raise LaunchError(f"-m {name}: {name} is a package without a __main__.py, so it can't be run")
+    return Path((spec.origin if spec is not None else None) or name)

@@ -2,6 +2,7 @@
 
     python -m evenload.training.launch.worker train.py --its --args
     python -m evenload.training.launch.worker -m package.module --its --args
+    python -m evenload.training.launch.worker          the call that its file names (call.py)
 
 It becomes the user's script as far as the script can tell: `__main__`, `sys.argv`, `sys.path[0]`. It leaves by
 `os._exit`, because a process that used gloo may die in its destructors after its work. Its module holds no
@@ -19,21 +20,26 @@ import shutil
 import signal
 import sys
 import threading
+import time
+import traceback
 import types
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from evenload.errors import LaunchError
-from evenload.training.launch.environment import WorkerSpec, detect
-from evenload.training.launch.failure import describe_error, write_failure
+from evenload.errors import ConfigError, LaunchError
+from evenload.training.launch.call import MAIN_NAME, read_call, run_call
+from evenload.training.launch.environment import WorkerSpec, detect, devices_without_effect
+from evenload.training.launch.failure import describe_error, is_consequence, write_failure
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LAST_WORDS_S = 5.0
 """How long a failed worker may take for its clean-up; a peer it waits for may be gone."""
+_LET_IN_S = 0.02
+"""What threads of gloo get to let go of their tensors, several times the interpreter's switch interval."""
 
 
 @dataclass
@@ -42,8 +48,12 @@ class Progress:
 
     initialised: bool = False
     """`evenload.init` was called."""
+    placed: bool = False
+    """`evenload.place` was called."""
     step: int | None = None
     """The global step that is running or was last."""
+    reading: bool = False
+    """A script is read for its functions (`run_function`), not run."""
     exit_code: int | None = None
     """Set before the clean-up callbacks run; anything but 0 means that peers may be gone: no collectives then."""
 
@@ -73,9 +83,14 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _leave_on_signal)
     code = 0
     try:
-        run_script(arguments)
-        if spec.world_size > 1 and not progress.initialised:
+        if spec.call:
+            run_function(Path(spec.call), spec.rank)
+        else:
+            run_script(arguments)
+        if spec.world_size > 1 and not progress.initialised and not spec.call:
             raise LaunchError(_no_init(arguments, spec.world_size))
+        if len(spec.devices) > 1 and not progress.placed and not progress.initialised:
+            raise ConfigError(devices_without_effect(spec))
     except SystemExit as leave:
         code = _exit_code(leave)
     except BaseException as error:
@@ -85,8 +100,20 @@ def main(argv: list[str] | None = None) -> None:
     _leave(code, spec)
 
 
-def run_script(arguments: list[str]) -> None:
-    """Becomes ``SCRIPT args...`` or ``-m MODULE args...``, as python itself would run it.
+def run_function(folder: Path, rank: int) -> None:
+    """Calls the function that lies in `folder`, in the surroundings of the process that sent it."""
+    call = read_call(folder)
+    sys.path[:] = call.path
+    sys.argv = list(call.argv)
+    if call.main:
+        progress.reading = True
+        run_script([*call.main, *call.argv[1:]], MAIN_NAME)
+        progress.reading = False
+    run_call(call, folder, rank)
+
+
+def run_script(arguments: list[str], name: str = "__main__") -> None:
+    """Becomes ``SCRIPT args...`` or ``-m MODULE args...``, as python itself would run it; `name` is its ``__name__``.
 
     `__main__` stays in place afterwards (`runpy` takes it away), so that what the clean-up pickles is still found, and
     the start method spawn finds the script by its file or its module's name.
@@ -96,7 +123,7 @@ def run_script(arguments: list[str]) -> None:
         spec, code = _find_module(arguments[1])
         origin = spec.origin or arguments[1]
         sys.argv = [origin, *arguments[2:]]
-        module = types.ModuleType("__main__")
+        module = types.ModuleType(name)
         module.__dict__.update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader, __file__=origin)
     else:
         path = Path(arguments[0]).absolute()
@@ -104,11 +131,11 @@ def run_script(arguments: list[str]) -> None:
         _prepend(str(path.resolve().parent))
         with io.open_code(str(path)) as file:
             code = compile(file.read(), str(path), "exec", dont_inherit=True)
-        loader = importlib.machinery.SourceFileLoader("__main__", str(path))
-        module = types.ModuleType("__main__")
+        loader = importlib.machinery.SourceFileLoader(name, str(path))
+        module = types.ModuleType(name)
         module.__dict__.update(__spec__=None, __loader__=loader, __file__=str(path), __cached__=None)
     module.__dict__["__builtins__"] = __builtins__
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = sys.modules[name] = module
     exec(code, module.__dict__)
 
 
@@ -142,7 +169,7 @@ def _no_init(arguments: list[str], world_size: int) -> str:
 
 
 def _bind(spec: WorkerSpec) -> None:
-    """Sets cores and threads; libraries read the variables when they are loaded."""
+    """Sets cores, threads and the network interface; libraries read the variables when they are loaded or first used."""
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
         # Torch counts the cores of this rank alone; loader workers give way to it (data/reading.py).
@@ -150,6 +177,10 @@ def _bind(spec: WorkerSpec) -> None:
     if spec.num_threads:
         for variable in _THREAD_VARIABLES:
             os.environ[variable] = str(spec.num_threads)
+    if spec.interface:
+        # Left to themselves they take the one of the host name, or the first: the usual reason why machines wait for ever.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", spec.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={spec.interface}")
 
 
 def _watch_supervisor(spec: WorkerSpec) -> None:
@@ -162,7 +193,8 @@ def _watch_supervisor(spec: WorkerSpec) -> None:
 
     def watch() -> None:
         os.read(spec.lifeline, 1)
-        shutil.rmtree(spec.launch_dir, ignore_errors=True)
+        for folder in filter(None, (spec.launch_dir, spec.call)):
+            shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="evenload-lifeline", daemon=True).start()
@@ -196,6 +228,9 @@ def _leave(code: int, spec: WorkerSpec) -> None:
     """Runs every clean-up, flushes, and ends the process."""
     progress.exit_code = code
     if code:
+        if signal.getsignal(signal.SIGTERM) is _leave_on_signal:
+            # The supervisor says so to all as soon as it hears of one: this one leaves already, in limited time.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         late = threading.Timer(_LAST_WORDS_S, os._exit, (code,))
         late.daemon = True
         late.start()
@@ -205,6 +240,10 @@ def _leave(code: int, spec: WorkerSpec) -> None:
     if error is not None and not code:
         code = 1
         _tell(error, spec, code)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
     # What the interpreter would call: loggers and trackers flush here.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -233,9 +272,25 @@ def _run_callbacks() -> BaseException | None:
 
 
 def _at_interpreter_exit() -> None:
+    """The clean-up where the interpreter, not our bootstrap, ends the process: under plain python, torchrun, srun.
+
+    Note [How gloo leaves]
+      A thread of gloo lets go of its last tensor after the waiter has gone on, and needs the interpreter for it; one that
+      asks while the interpreter ends takes the process with it ("terminate called without an active exception"). So the
+      groups end before that, and who asks now is let in.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    progress.exit_code = int(failed)
     error = _run_callbacks()
-    if error is not None:
-        raise error
+    time.sleep(_LET_IN_S)
+    if error is None or failed:
+        return
+    traceback.print_exception(error)
+    if is_consequence(error):
+        return  # another rank has the story, and this one keeps its exit code
+    # An exception in an exit function would leave exit code 0: what could not be saved would look well.
+    atexit.unregister(_at_interpreter_exit)
+    _end(1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import nn
 
 from evenload.errors import PeerLostError
 from evenload.training.launch.groups import Groups
+from evenload.training.parallel.place_buckets import Neighbours
 from evenload.training.parallel.reducer import BucketReducer, Expectation
 
 _SENT_AS_THEY_ARE = frozenset(
@@ -25,6 +26,7 @@ class ReplicaStrategy:
 
     def __init__(self) -> None:
         self._groups: Groups | None = None
+        self._neighbours = Neighbours()
         self._models: list[nn.Module] = []
         self._signature: list[tuple[int, bool, torch.dtype, torch.device]] = []
         self._reducer: BucketReducer | None = None
@@ -37,6 +39,7 @@ class ReplicaStrategy:
         """Copies rank 0's parameters and buffers to all ranks, and hooks the gradients."""
         self.detach()
         self._groups = groups
+        self._neighbours = Neighbours(models, groups)
         for model in models:
             _broadcast(model, groups)
         self._models = list(models)
@@ -122,7 +125,7 @@ class ReplicaStrategy:
         return self._of().leftovers()
 
     def _build(self, groups: Groups) -> None:
-        self._reducer = BucketReducer(self._models, groups)
+        self._reducer = BucketReducer(self._models, groups, self._neighbours)
         self._signature = self._sign()
         self._expectations.clear()
 

@@ -25,18 +25,38 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from evenload.errors import StepError
-from evenload.training.launch.groups import Groups, Pending
+from evenload.training.parallel.place_buckets import Neighbours
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
+PLAIN_BACKWARD = (
+    "loss.backward() was called on a model that run.prepare returned: its gradient would be this rank's alone. Write "
+    "instead:  loss = step.backward(loss_fn)  with a function loss_fn(batch) that returns the loss"
+)
+
 Expectation = tuple[int, ...]
 """How often each slot accumulates in the last micro-batch of a call; 0: never."""
+
+
+class Waiting(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> None:
+        """Returns when whatever is computed next sees the sum."""
+
+
+class Summing(Protocol):
+    """Who sums a bucket over all: the process groups of ranks (`Groups`), or the lanes of one process (dp_sums.py)."""
+
+    def sum_async(self, tensor: torch.Tensor, /) -> Waiting:
+        """Begins a sum, in place."""
 
 
 class Slot:
@@ -59,20 +79,41 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """Neighbouring parameters of one model, dtype and device, reduced together."""
+    """Neighbouring parameters of one model, dtype and device (on all ranks), reduced together."""
 
     flat: torch.Tensor
     slots: list[Slot] = field(default_factory=list)
     missing: int = 0
     """Arrivals still expected in this call; meaningful only with an expectation."""
-    pending: Pending | None = None
+    pending: Waiting | None = None
 
 
 class BucketReducer:
     """Holds the buckets of all models of a job and their hooks."""
 
-    def __init__(self, models: Sequence[nn.Module], groups: Groups) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        groups: Summing,
+        neighbours: Neighbours | None = None,
+        *,
+        check: Callable[[], None] = lambda: None,
+        pins: bool = False,
+        strategy: str = "ddp",
+    ) -> None:
+        """Args:
+        models: whose parameters.
+        groups: who sums the buckets.
+        neighbours: which parameters may share a bucket.
+        check: called at each gradient that comes, in the thread it comes in.
+        pins: buckets lie in pinned memory, to be copied to a GPU.
+        strategy: what a person calls this, for messages.
+        """
         self._groups = groups
+        self._neighbours = neighbours or Neighbours()
+        self._check = check
+        self._pins = pins
+        self._strategy = strategy
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
@@ -84,6 +125,8 @@ class BucketReducer:
         self._queue: list[Bucket] = []
         self._next = 0
         self.late = False
+        self.has_run = False
+        """Whether a backward ran in this attempt."""
         seen: set[int] = set()
         for model_index, model in enumerate(models):
             prefix = f"{model_index}." if len(models) > 1 else ""
@@ -108,7 +151,7 @@ class BucketReducer:
 
     def begin(self, expected: Expectation | None) -> None:
         """Sets aside gradients of earlier calls in this step, and waits for new ones."""
-        self._live, self._running = True, False
+        self._live, self._running, self.has_run = True, False, False
         self._last = self._idle = self.late = False
         self._expected = expected
         self._next = 0
@@ -127,7 +170,7 @@ class BucketReducer:
 
     def micro(self, *, last: bool, idle: bool) -> None:
         """Tells which micro-batch the next backward belongs to."""
-        self._running, self._last, self._idle = True, last, idle
+        self._running, self._last, self._idle, self.has_run = True, last, idle, True
         if idle:
             for slot in self.slots:
                 slot.param.grad = None
@@ -155,6 +198,14 @@ class BucketReducer:
         """For each slot whether it received a gradient on this rank."""
         return [int(slot.touched) for slot in self.slots]
 
+    def flush(self, touched: Sequence[int]) -> None:
+        """Sends all that has not left yet: `touched` as in `finish`."""
+        self._live = False
+        self._launch_queue()
+        for bucket in self.buckets:
+            if bucket.pending is None and any(touched[slot.index] for slot in bucket.slots):
+                self._launch(bucket)
+
     def finish(self, touched: Sequence[int], correction: float) -> bool:
         """Waits for all sums, corrects them by `correction`, and puts them into `.grad`.
 
@@ -165,11 +216,7 @@ class BucketReducer:
         Returns:
             Whether all gradients are finite.
         """
-        self._live = False
-        self._launch_queue()
-        for bucket in self.buckets:
-            if bucket.pending is None and any(touched[slot.index] for slot in bucket.slots):
-                self._launch(bucket)
+        self.flush(touched)
         sums = []
         with torch.no_grad():
             for bucket in self.buckets:
@@ -178,7 +225,7 @@ class BucketReducer:
                 bucket.pending.wait()
                 if correction != 1.0:
                     bucket.flat.mul_(correction)
-                sums.append(bucket.flat.sum().double())
+                sums.append(bucket.flat.sum().double().to(self.buckets[0].flat.device))
             for slot in self.slots:
                 slot.param.grad = self._final(slot, bool(touched[slot.index]))
                 slot.stash = None
@@ -207,6 +254,11 @@ class BucketReducer:
         for slot in self.slots:
             slot.param.grad = slot.stash
             slot.stash = None
+
+    def release(self) -> None:
+        """After `flush`, where somebody else keeps the sums: no gradient is left on the parameters."""
+        for slot in self.slots:
+            slot.param.grad = slot.stash = None
 
     def clear(self, touched: Sequence[int]) -> None:
         """Takes the gradients of a call away, so that an optimizer's step changes nothing.
@@ -238,9 +290,10 @@ class BucketReducer:
 
     def _add_model(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Fills buckets in the reverse order of registration, which is near the order gradients come in."""
-        groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        groups: dict[tuple[torch.dtype, torch.device, int], list[tuple[str, nn.Parameter]]] = {}
         for name, param in reversed(named):
-            groups.setdefault((param.dtype, param.device), []).append((name, param))
+            where = param.dtype, param.device, self._neighbours.of(param)
+            groups.setdefault(where, []).append((name, param))
         for members in groups.values():
             limit, part, size = FIRST_BUCKET_BYTES, list[tuple[str, nn.Parameter]](), 0
             for name, param in members:
@@ -254,7 +307,8 @@ class BucketReducer:
 
     def _add_bucket(self, members: list[tuple[str, nn.Parameter]]) -> None:
         first = members[0][1]
-        flat = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
+        size = sum(p.numel() for _, p in members)
+        flat = torch.zeros(size, dtype=first.dtype, device=first.device, pin_memory=self._pins)
         bucket = Bucket(flat)
         offset = 0
         for name, param in members:
@@ -275,17 +329,14 @@ class BucketReducer:
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         def arrived(param: torch.Tensor) -> None:
+            self._check()
             if not self._running:
                 param.grad = None
                 if self._live:
                     raise StepError(
                         "loss_fn called backward() itself; let it return the loss: step.backward(loss_fn) does the rest"
                     )
-                raise StepError(
-                    "loss.backward() was called on a model that run.prepare returned: its gradient would be this rank's "
-                    "alone. Write instead:  loss = step.backward(loss_fn)  with a function loss_fn(batch) that returns "
-                    "the loss"
-                )
+                raise StepError(PLAIN_BACKWARD)
             if slot.param.grad is None:
                 return
             slot.touched = True
@@ -304,7 +355,8 @@ class BucketReducer:
         if grad is not slot.view:
             if grad.is_sparse:
                 raise StepError(
-                    f"the gradient of {slot.name} is sparse; strategy='ddp' sums dense gradients: use sparse=False"
+                    f"the gradient of {slot.name} is sparse; strategy={self._strategy!r} sums dense gradients: use "
+                    "sparse=False"
                 )
             # Hooks run with autograd off, unless the user's own backward builds a graph, which a leaf's gradient never joins.
             view = slot.view

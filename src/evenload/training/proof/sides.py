@@ -18,7 +18,7 @@ from evenload.records.recorder import Recorder
 from evenload.training import batchnorm, randomness
 from evenload.training.buffers import BufferGuard
 from evenload.training.data.batches import move
-from evenload.training.data.loader import GlobalBatch
+from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.engine import Engine
 from evenload.training.job import Job
 from evenload.training.journal import Journal, Tally

@@ -1,0 +1,376 @@
+"""Which replicas of one process are worth their place: observations in, decisions out, as in rebalance.py.
+
+Replicas share an interpreter, and often cores and memory, so one may take more from the others than it gives. Nobody's own
+seconds tell that, so it is tried, on steps that count like all others:
+
+* **In turns**: for two steps only one replica computes at a time. What it needs then, and how long it is blocked meanwhile, is
+  undisturbed by the others; what it is blocked longer side by side it waits for the interpreter. Separate processes would
+  not. (Slower on the processor, by shared memory or caches, they would be too.)
+* **Without one**: for a few steps the replica with the smallest share gets no samples. If the steps are as fast, and are so
+  again in a second trial, it is left out; after a long while it is tried again.
+
+A replica without samples does nothing at all (in separate processes it would compute one that doesn't count), so shares
+among the others are those of a `Balancer` that knows only them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from evenload.balance.rebalance import Balancer, Decision, Observation
+from evenload.balance.split import Caps, even_shares, num_micro, split_batch
+from evenload.balance.values import Cost
+from evenload.errors import ConfigError
+
+TURNS = 2
+"""Steps in turns: the first may warm caches for the second, and of two times the shorter one counts."""
+LEAST_HELP = 0.02
+"""A replica stays if the steps are at least this part shorter with it."""
+_SETTLED = 8
+"""So many steps under the same shares, before anything is tried."""
+_TRIAL = 5
+"""Steps without a replica; the first doesn't count."""
+_LOST_AFTER = 32
+_RETRY_AFTER = 1000
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """What one step took each replica; zeros for one without samples."""
+
+    step: int
+    shares: tuple[int, ...]
+    num_micro: int
+    own_s: tuple[float, ...]
+    """Own seconds of forward and backward, without waiting in BatchNorm or for a turn."""
+    cpu_s: tuple[float, ...]
+    """How long the replica's thread was on a processor meanwhile, or ready for one that somebody else had."""
+    together_s: float
+    """From the first beginning to the last end, the sums of gradients included."""
+    in_turns: bool
+    left_out: bool = False
+    """The step tells nothing of the next ones."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What replicas of one process cost one another."""
+
+    side_by_side_s: float
+    """Own seconds of the slowest replica, side by side."""
+    alone_s: tuple[float, ...]
+    """Of each replica in turns; 0 for one without samples."""
+    waiting_s: tuple[float, ...]
+    """Of each: how much longer than in turns it was blocked. It waited for the interpreter."""
+    separate_s: float
+    """What the slowest would need without that waiting."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast separate processes would be, by this measure."""
+        return self.side_by_side_s / self.separate_s
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Steps under other shares, to see what a replica is worth."""
+
+    rank: int
+    returns: bool
+    """It was left out and is let in; else the other way round."""
+    shares: tuple[int, ...]
+    num_micro: int
+    usual_s: float
+    """Median seconds of the steps before."""
+
+
+class ReplicaBalancer:
+    """Learns what the replicas of one process cost, and decides which of them compute how much."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        num_replicas: int,
+        caps: Caps = None,
+        *,
+        shares: tuple[int, ...] | None = None,
+        num_micro_batches: int | None = None,
+        adapts: bool = True,
+    ) -> None:
+        """Starts with no knowledge.
+
+        Args:
+            num_samples: the global batch, in samples.
+            num_replicas: how many there are.
+            caps: most samples of each in one micro-batch.
+            shares: what it starts with; None for equal shares. One with 0 samples is left out.
+            num_micro_batches: the K it starts with; None for the smallest that the caps allow.
+            adapts: whether shares may move; otherwise only the contention is measured.
+        """
+        self.num_samples = num_samples
+        self.shares = shares or even_shares(num_samples, num_replicas)
+        if len(self.shares) != num_replicas or sum(self.shares) != num_samples:
+            raise ConfigError(
+                f"shares {self.shares} sum to {sum(self.shares)}: expected {num_replicas} of them, {num_samples} in sum"
+            )
+        self.num_micro = num_micro_batches or num_micro(self.shares, caps)
+        self.quantum = 1
+        self._caps: tuple[int | None, ...] = tuple(caps) if caps is not None else (None,) * num_replicas
+        self._adapts = adapts
+        self._costs: list[Cost | None] = [None] * num_replicas
+        self._recent: deque[SideBySide] = deque(maxlen=2 * _SETTLED)
+        self._turns: list[SideBySide] = []
+        self._turns_left = 0
+        self._contention: Contention | None = None
+        self._is_measured = False
+        self._trial: _Trial | None = None
+        self._tried: list[SideBySide] = []
+        self._num_waiting = 0
+        self._settled_on: set[tuple[int, ...]] = set()
+        self._doubted: int | None = None
+        self._since_left_out = 0
+        self._active: tuple[int, ...] = ()
+        self._inner: Balancer | None = None
+        self._begin_with(self.shares, self.num_micro, num_warmup=1)
+
+    @property
+    def costs(self) -> tuple[Cost, ...] | None:
+        """What each replica costs; None until all have been measured."""
+        known = tuple(cost for cost in self._costs if cost is not None)
+        return known if len(known) == len(self._costs) else None
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the next step is to be computed in turns."""
+        return self._turns_left > 0
+
+    def take_contention(self) -> Contention | None:
+        """What was found since the last call, once."""
+        found, self._contention = self._contention, None
+        return found
+
+    def observe(self, seen: SideBySide) -> Decision | None:
+        """Takes one step, in order; returns new shares where they pay or are to be tried."""
+        if seen.left_out or sum(seen.shares) != self.num_samples:
+            return None
+        if seen.in_turns:
+            self._take_turn(seen)
+            return None
+        if self._trial is not None:
+            return self._observe_trial(self._trial, seen)
+        if any(bool(share) != (rank in self._active) for rank, share in enumerate(seen.shares)):
+            self._lost(seen)
+            return None
+        decision = self._ask(seen)
+        if decision is not None:
+            return decision
+        if (seen.shares, seen.num_micro) != (self.shares, self.num_micro):
+            return None
+        if self._recent and self._recent[-1].num_micro != seen.num_micro:
+            self._recent.clear()
+        self._recent.append(seen)
+        self._since_left_out += 1
+        return self._try_something(seen.step) if len(self._recent) >= _SETTLED else None
+
+    def set_caps(self, caps: Caps) -> Decision | None:
+        """Takes new limits of memory; returns shares that keep them where the present ones don't."""
+        if caps is None:
+            return None
+        self._caps = tuple(caps)
+        trial, self._trial = self._trial, None
+        if self._inner is None:
+            return self._back(trial) if trial is not None else None
+        decision = self._inner.set_caps([caps[rank] for rank in self._active])
+        if decision is not None:
+            return self._widened(decision)
+        return self._back(trial) if trial is not None else None
+
+    # -- shares ---------------------------------------------------------------------------------------------------------
+
+    def _begin_with(self, shares: tuple[int, ...], count: int, num_warmup: int = 0) -> None:
+        """The replicas with samples are those that compute from now on."""
+        self.shares, self.num_micro = shares, count
+        self._active = tuple(rank for rank, share in enumerate(shares) if share)
+        self._recent.clear()
+        self._turns.clear()
+        self._turns_left = 0
+        self._since_left_out = 0
+        self._inner = None
+        if self._adapts and len(self._active) > 1:
+            self._inner = Balancer(
+                self.num_samples,
+                len(self._active),
+                [self._caps[rank] for rank in self._active],
+                shares=tuple(shares[rank] for rank in self._active),
+                num_micro_batches=count,
+                num_warmup=num_warmup,
+            )
+
+    def _ask(self, seen: SideBySide) -> Decision | None:
+        """Shows a step to the balancer of those that compute."""
+        if self._inner is None:
+            return None
+        decision = self._inner.observe(
+            Observation(
+                seen.step,
+                tuple(seen.shares[rank] for rank in self._active),
+                seen.num_micro,
+                tuple(seen.own_s[rank] for rank in self._active),
+            )
+        )
+        if (costs := self._inner.costs) is not None:
+            for rank, cost in zip(self._active, costs, strict=True):
+                self._costs[rank] = cost
+        return self._widened(decision) if decision is not None else None
+
+    def _widened(self, decision: Decision) -> Decision:
+        """A decision about those that compute, as one about all."""
+        shares = [0] * len(self.shares)
+        for rank, share in zip(self._active, decision.shares, strict=True):
+            shares[rank] = share
+        about = None if decision.rank is None else self._active[decision.rank]
+        wide = replace(decision, shares=tuple(shares), rank=about)
+        if 0 in decision.shares:
+            self._begin_with(wide.shares, wide.num_micro)
+        else:
+            self.shares, self.num_micro = wide.shares, wide.num_micro
+            self._recent.clear()
+            self._turns_left = 0
+        return wide
+
+    def _lost(self, seen: SideBySide) -> None:
+        """Another set of replicas computes than was decided: for a while that is the lead of a decision."""
+        self._num_waiting += 1
+        if self._num_waiting > _LOST_AFTER:
+            self._num_waiting = 0
+            self._begin_with(seen.shares, seen.num_micro)
+
+    # -- what is tried --------------------------------------------------------------------------------------------------
+
+    def _try_something(self, step: int) -> Decision | None:
+        """Steps have gone on for a while under the same shares."""
+        self._num_waiting = 0
+        if not self._is_measured and len(self._active) > 1:
+            self._turns_left = TURNS
+            return None
+        if not self._adapts or (self._inner is not None and self._inner.costs is None):
+            return None
+        if len(self._active) > 1 and self._active not in self._settled_on:
+            rank = min(self._active, key=lambda r: (self.shares[r], -r))
+            return self._begin_trial(rank, [r for r in self._active if r != rank], returns=False)
+        if self._since_left_out >= _RETRY_AFTER and len(self._active) < len(self.shares):
+            self._since_left_out = 0
+            absent = [r for r in range(len(self.shares)) if r not in self._active]
+            if absent:
+                rank = min(absent, key=lambda r: (self._cost_of(r).per_sample_s, r))
+                return self._begin_trial(rank, sorted([*self._active, rank]), returns=True)
+        return None
+
+    def _cost_of(self, rank: int) -> Cost:
+        cost = self._costs[rank]
+        if cost is not None:
+            return cost
+        # Never measured (left out since a resume, or alone from the beginning): as fast as what there is.
+        return Cost(0.0, max(self._usual_s(), 1e-9) / self.num_samples)
+
+    def _usual_s(self) -> float:
+        return median(seen.together_s for seen in self._recent) if self._recent else 0.0
+
+    def _begin_trial(self, rank: int, active: Sequence[int], *, returns: bool) -> Decision | None:
+        caps = [self._caps[r] for r in active]
+        if None not in caps and sum(cap for cap in caps if cap is not None) < 1:
+            return None
+        split = split_batch(self.num_samples, [self._cost_of(r) for r in active], caps)
+        shares = [0] * len(self.shares)
+        for r, share in zip(active, split.shares, strict=True):
+            shares[r] = share
+        if returns and not shares[rank]:
+            return None
+        usual_s = self._usual_s()
+        self._trial = _Trial(rank, returns, tuple(shares), split.num_micro, usual_s)
+        self._tried.clear()
+        self._num_waiting = 0
+        return Decision(tuple(shares), split.num_micro, "trial", rank, None, "", usual_s, split.expected_s)
+
+    def _observe_trial(self, trial: _Trial, seen: SideBySide) -> Decision | None:
+        if seen.shares != trial.shares:
+            self._num_waiting += 1
+            if self._num_waiting > _LOST_AFTER:
+                self._trial = None
+            return None
+        self._tried.append(seen)
+        if len(self._tried) < _TRIAL:
+            return None
+        tried_s = median(one.together_s for one in self._tried[1:])
+        with_s, without_s = (tried_s, trial.usual_s) if trial.returns else (trial.usual_s, tried_s)
+        helps = with_s <= (1 - LEAST_HELP) * without_s
+        self._trial = None
+        everyone = tuple(sorted({*self._active, trial.rank}))
+        if not trial.returns and not helps and self._doubted != trial.rank:
+            # The machine may have been disturbed: to lose a device for long takes two trials that agree.
+            self._doubted = trial.rank
+            return self._back(trial)
+        self._doubted = None
+        if helps != trial.returns:
+            self._settled_on.add(everyone)
+            return self._back(trial)
+        old = self.shares[trial.rank]
+        self._begin_with(trial.shares, trial.num_micro)
+        new = trial.shares[trial.rank]
+        kind = "returned" if trial.returns else "left_out"
+        what = "helps again" if trial.returns else "only slows the rest"
+        reason = (
+            f"rank {trial.rank} {what}: {_seconds(with_s)} a step with it, {_seconds(without_s)} without: share {old} → "
+            f"{new} of {self.num_samples}"
+        )
+        return Decision(
+            trial.shares,
+            trial.num_micro,
+            kind,
+            trial.rank,
+            None,
+            reason,
+            *((without_s, with_s) if new else (with_s, without_s)),
+        )
+
+    def _back(self, trial: _Trial) -> Decision:
+        """To the shares before a trial, without a word."""
+        self._recent.clear()
+        return Decision(self.shares, self.num_micro, "trial", trial.rank, None, "", trial.usual_s, trial.usual_s)
+
+    # -- contention -----------------------------------------------------------------------------------------------------
+
+    def _take_turn(self, seen: SideBySide) -> None:
+        if not self._turns_left:
+            return
+        self._turns_left -= 1
+        if self._recent and seen.shares == self._recent[-1].shares:
+            self._turns.append(seen)
+        if self._turns_left or not self._turns:
+            return
+        self._contention = contention(list(self._recent), self._turns)
+        self._is_measured = True
+        self._turns.clear()
+
+
+def contention(side_by_side: Sequence[SideBySide], in_turns: Sequence[SideBySide]) -> Contention:
+    """What replicas cost one another, from steps with the same shares, at least one of each kind."""
+    ranks = range(len(side_by_side[0].shares))
+    own_s = [median(seen.own_s[rank] for seen in side_by_side) for rank in ranks]
+    off_s = [median(seen.own_s[rank] - seen.cpu_s[rank] for seen in side_by_side) for rank in ranks]
+    alone_s = tuple(min(seen.own_s[rank] for seen in in_turns) for rank in ranks)
+    alone_off_s = [min(seen.own_s[rank] - seen.cpu_s[rank] for seen in in_turns) for rank in ranks]
+    waiting_s = tuple(
+        # Never more than it took longer: a processor that others hold is no wait for the interpreter.
+        max(0.0, min(off - alone_off, own - alone))
+        for off, alone_off, own, alone in zip(off_s, alone_off_s, own_s, alone_s, strict=True)
+    )
+    separate_s = max(own - waiting for own, waiting in zip(own_s, waiting_s, strict=True))
+    return Contention(max(own_s), alone_s, waiting_s, separate_s)
+
+
+def _seconds(time_s: float) -> str:
+    return f"{time_s:.3g} s" if time_s >= 1 else f"{time_s * 1e3:.3g} ms"

@@ -1,0 +1,150 @@
+"""What the ranks tell of how they read, and when it is worth a sentence: rank 0's look at the last steps.
+
+Steps in, sentences out; no clock and no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any
+
+from evenload.records.console import format_percent, format_verdict
+from evenload.records.summary import DATA_BOUND, summarise
+from evenload.records.values import StepRecord
+from evenload.training.data.tuning import SKIPPED_STEPS, How, Reading
+
+WINDOW_STEPS = 10
+LEAST_STEPS = 8
+"""Steps to look at before anything is said."""
+_EVERY_STEPS = 4
+"""How often it is looked at: it takes rank 0 some 0.1 ms."""
+LEAST_DATA_S = 0.002
+"""Waiting of less than this in a step is not spoken of, however short the step is."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """One event to write."""
+
+    kind: str
+    message: str
+    fields: Mapping[str, Any]
+
+
+@dataclass
+class _Reader:
+    """One rank's loader, as far as it is known."""
+
+    reading: Reading
+    waited: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """Part of each step that went by waiting for samples, since the last change."""
+    before: list[tuple[Reading, float]] = field(default_factory=list)
+    """What was tried before, and how much it waited then."""
+    spoken_of: set[Reading] = field(default_factory=set)
+    """Settings of a search that an event has told; several loaders may take turns."""
+
+
+class Bottleneck:
+    """Watches where the ranks wait for samples."""
+
+    def __init__(self) -> None:
+        self._window: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
+        self._readers: list[_Reader] = []
+        self._told: set[int] = set()
+        """Ranks that are told to wait, until it is over; where all do, now one is the busiest and now another."""
+        self._num_steps = 0
+
+    def take(self, record: StepRecord, readings: Sequence[Reading]) -> list[Told]:
+        """Looks at one committed step of training.
+
+        Args:
+            record: the step.
+            readings: how each rank read its samples in it.
+        """
+        if len(readings) != len(self._readers):
+            # The first step of a sitting, or of another set of ranks: workers start in it.
+            self._readers = [_Reader(reading) for reading in readings]
+            self._window.clear()
+            self._told.clear()
+            return []
+        told: list[Told] = []
+        for rank, (reader, reading) in enumerate(zip(self._readers, readings, strict=True)):
+            # Replicas of one process read together: the first tells it.
+            together = rank > 0 and record.ranks[rank].data_s == record.ranks[0].data_s and reading == readings[0]
+            if reading != reader.reading:
+                changed = _change(rank, reader, reading)
+                told += [] if together else changed
+            reader.waited.append(record.ranks[rank].data_s / record.seconds if record.seconds > 0 else 0.0)
+        if any(reading.how is How.TRIED for reading in readings):
+            self._window.clear()  # a search goes on: what it tries is not what the run is like
+            return told
+        self._window.append(record)
+        self._num_steps += 1
+        return told + self._judge() if self._num_steps % _EVERY_STEPS == 0 else told
+
+    def _judge(self) -> list[Told]:
+        if len(self._window) < LEAST_STEPS:
+            return []
+        over = [rank for rank in sorted(self._told) if self._usual(rank) < DATA_BOUND / 2]
+        self._told.difference_update(over)
+        told = [Told("data_bound_over", f"rank {rank} no longer waits for samples", {"rank": rank}) for rank in over]
+        verdict = summarise(self._window).verdict
+        if verdict is None or verdict.kind != "data" or verdict.rank in self._told or not self._is_steady(verdict.rank):
+            return told
+        self._told.add(verdict.rank)
+        reading = self._readers[verdict.rank].reading
+        message = f"{format_verdict(verdict)} goes by waiting for samples ({reading}); {_advice(reading)}"
+        fields = {"rank": verdict.rank, "fraction": verdict.fraction, "num_workers": reading.num_workers}
+        return [*told, Told("data_bound", message, fields)]
+
+    def _is_steady(self, rank: int) -> bool:
+        """Whether it is so in most steps; one in which workers start, or a cache is filled, says nothing."""
+        waited_s = median(step.ranks[rank].data_s for step in self._window)
+        return waited_s >= LEAST_DATA_S and self._usual(rank) >= DATA_BOUND
+
+    def _usual(self, rank: int) -> float:
+        return median(step.ranks[rank].data_s / max(step.seconds, 1e-9) for step in self._window)
+
+
+def _change(rank: int, reader: _Reader, reading: Reading) -> list[Told]:
+    """A rank reads otherwise from this step on, or has ended its search."""
+    before, reader.reading = reader.reading, reading
+    if reading.how is How.GIVEN:
+        return []
+    if (reading.num_workers, reading.prefetch) != (before.num_workers, before.prefetch):
+        if reader.waited:
+            reader.before.append((before, _usual(reader.waited)))
+        reader.waited.clear()
+    if reading in reader.spoken_of:
+        return []
+    reader.spoken_of.add(reading)
+    message = ""
+    if reading.how is How.CHOSEN:
+        tried = {str(one): waited for one, waited in reader.before}
+        if reader.waited:
+            tried[str(reading)] = _usual(reader.waited)
+        measured = ", ".join(f"{format_percent(waited)} with {name}" for name, waited in tried.items())
+        message = f"rank {rank} reads with {reading}, as measured: of its step, waiting for samples took {measured}"
+        reader.before = []
+    fields = {
+        "rank": rank,
+        "num_workers": reading.num_workers,
+        "prefetch": reading.prefetch,
+        "pinned": reading.pinned,
+        "chosen": reading.how is How.CHOSEN,
+    }
+    return [Told("workers", message, fields)]
+
+
+def _usual(waited: Sequence[float]) -> float:
+    """The mean without the steps in which workers started, where there are others."""
+    return mean(list(waited)[SKIPPED_STEPS:] or waited)
+
+
+def _advice(reading: Reading) -> str:
+    if reading.how is How.CHOSEN:
+        return "other numbers of loader workers were tried and brought no more: read less, nearer, or cheaper there"
+    return "try --num-workers auto, which measures how many loader workers it takes, or a faster place for the data"

@@ -1,0 +1,150 @@
+"""Checksums of tensors, bit for bit and place for place, and sketches that forgive rounding.
+
+Note [The checksum]
+  The bytes of all tensors, one after the other, are read as rows of 1023 integers of 64 bits. What is kept are the sums of
+  the rows and of the columns, modulo 2^64: two passes over the memory and no product, so that it runs at the speed of the
+  memory on any device. Each sum is then mixed with its place (splitmix64's finalizer), and all of them added up.
+
+  One flipped bit changes one row's sum and one column's; two values that change places change two of each, unless they are
+  equal. 1023 is odd, so a change that is the same everywhere (a sign flipped in a whole tensor) does not cancel in a row.
+  What it can't see are changes that add up to zero in every row and in every column, or a collision of 53 bits.
+
+Note [The sketch]
+  Devices of unlike kinds round differently, so after some steps their bits differ while nothing is wrong. A sketch of x is
+  (s·x, ‖x‖) in float64, s a fixed row of ±1 by place. Where every value is off by a random error of relative size d, s·x is
+  off by d‖x‖; a value that changed its sign, or two that changed places, move it by about that value.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from evenload.training.data.randomness import mix
+
+COLUMNS = 1023
+_ROW_BYTES = 8 * COLUMNS
+_CPU_BLOCK_BYTES = 128 * _ROW_BYTES
+"""About 1 MiB: the copy that is summed stays in the cache."""
+_DEVICE_BLOCK_BYTES = 8192 * _ROW_BYTES
+"""About 64 MiB of memory on a GPU, for a moment."""
+_SKETCH_VALUES = 1 << 20
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as torch's int64 holds them."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+@torch.no_grad()
+def queue_checksums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Starts the checksums of some tensors; on a GPU nothing waits for them until `fold`.
+
+    Args:
+        tensors: strided ones of any dtype and shape, on any devices; their order counts.
+
+    Returns:
+        Scalars of int64, one a block.
+    """
+    return [_checksum(block) for block in _blocks(tensors)]
+
+
+def fold(queued: Sequence[torch.Tensor]) -> float:
+    """One number of all blocks: an integer from 1 to 2^53 - 1, which a float64 holds exactly."""
+    values: list[int] = []
+    for _, group in itertools.groupby(queued, key=lambda value: value.device):
+        values += torch.stack(list(group)).tolist()
+    return float(1 + mix(*values) % (2**53 - 1))
+
+
+def checksum(tensor: torch.Tensor) -> float:
+    """Of one tensor."""
+    return fold(queue_checksums([tensor]))
+
+
+@torch.no_grad()
+def sketch(tensor: torch.Tensor) -> tuple[float, float]:
+    """The projection of a tensor on a fixed row of ±1, and its Euclidean norm.
+
+    Of integers, which nothing rounds, the checksum and 0.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return checksum(tensor), 0.0
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = values.detach().reshape(-1)
+    projection = torch.zeros((), dtype=torch.float64, device=flat.device)
+    squares = torch.zeros_like(projection)
+    for index, part in enumerate(torch.split(flat, _SKETCH_VALUES)):
+        wide = part.double()
+        sign = 1.0 if mix(index) & 1 else -1.0
+        projection += sign * torch.dot(wide, _signs(flat.device)[: wide.numel()])
+        squares += torch.dot(wide, wide)
+    found, square = torch.stack([projection, squares]).tolist()
+    return found, math.sqrt(square)
+
+
+def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The bytes of all tensors in order, in blocks of limited size, each of one device."""
+    block: list[torch.Tensor] = []
+    free = 0
+    for tensor in tensors:
+        data = _bytes_of(tensor)
+        limit = _CPU_BLOCK_BYTES if data.device.type == "cpu" else _DEVICE_BLOCK_BYTES
+        if block and block[0].device != data.device:
+            yield block
+            block = []
+        if not block:
+            free = limit
+        while data.numel() > free:
+            block.append(data[:free])
+            yield block
+            data, block, free = data[free:], [], limit
+        block.append(data)
+        free -= data.numel()
+    if block:
+        yield block
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _checksum(block: list[torch.Tensor]) -> torch.Tensor:
+    size = sum(part.numel() for part in block)
+    # The copy is aligned for words of 8 bytes, whatever lay where, and padded to whole rows.
+    table = torch.cat([*block, block[0].new_zeros(-size % _ROW_BYTES)]).view(torch.int64).view(-1, COLUMNS)
+    return _mixed(torch.cat([table.sum(1), table.sum(0)])).sum()
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """Each value hashed with its place (splitmix64, Steele et al. 2014); int64 wraps around."""
+    x = values + torch.arange(1, values.numel() + 1, device=values.device) * _GOLDEN
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
+    """To the right with zeros coming in; torch's own shift of a negative number brings ones."""
+    return (values >> count) & ((1 << (64 - count)) - 1)
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(device: torch.device) -> torch.Tensor:
+    """±1 by place, the same on every device."""
+    bits = _mixed(torch.zeros(_SKETCH_VALUES, dtype=torch.int64, device=device)) & 1
+    return (2 * bits - 1).double()

@@ -1,0 +1,119 @@
+"""What a user says about several machines: how many, where they meet, how long to wait."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from evenload.errors import ConfigError
+
+DEFAULT_PORT = 29500
+"""As torchrun's MASTER_PORT."""
+REACH_S = 10.0
+"""How long a machine tries to reach the meeting point, if nobody says how long to wait."""
+GATHER_S = 60.0
+"""How long the meeting point waits for machines to come, if nobody says."""
+
+_NAME = re.compile(r"^[\w.-]+$")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A host, by name or address, and a port."""
+
+    host: str
+    port: int = DEFAULT_PORT
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it can only mean the machine on which it is written."""
+        try:
+            return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+        except ValueError:
+            return self.host in ("localhost", "ip6-localhost", "localhost.localdomain")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What was asked of a run on several machines."""
+
+    endpoint: Endpoint
+    min_nodes: int
+    max_nodes: int
+    node_rank: int | None = None
+    """As the user fixed it; None leaves it to the meeting point. 0 serves the meeting point."""
+    wait_s: float | None = None
+    """How long to wait for the other machines; None: REACH_S for the meeting point, GATHER_S for the others."""
+    job: str = ""
+    """A name that only machines of the same job give (torchrun's --rdzv-id)."""
+    command: str = "evenload run"
+    """What to type on another machine."""
+
+    @property
+    def reach_s(self) -> float:
+        """How long to try to reach the meeting point."""
+        return REACH_S if self.wait_s is None else self.wait_s
+
+    @property
+    def gather_s(self) -> float:
+        """How long the meeting point waits."""
+        return GATHER_S if self.wait_s is None else self.wait_s
+
+    @property
+    def nodes(self) -> str:
+        """As ``--nodes`` gives it."""
+        return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
+
+
+def parse_endpoint(text: str, option: str = "--host", default_port: int = DEFAULT_PORT) -> Endpoint:
+    """Reads ``box1``, ``box1:29500``, ``10.0.0.1:29500``, ``fd00::1`` or ``[fd00::1]:29500``.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    expected = "expected a machine's name or address, with or without a port: box1, 10.0.0.1:29500, [fd00::1]:29500"
+    host, port = text, ""
+    if text.startswith("["):
+        host, closed, rest = text[1:].partition("]")
+        if not closed or (rest and not re.fullmatch(r":\d+", rest)):
+            raise ConfigError(f"{option} {text}: {expected}")
+        port = rest[1:]
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+        if not port.isdecimal():
+            raise ConfigError(f"{option} {text}: {port!r} is no port; {expected}")
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host.partition("%")[0])
+        except ValueError:
+            raise ConfigError(f"{option} {text}: {host!r} is no IPv6 address; {expected}") from None
+    elif not _NAME.match(host):
+        raise ConfigError(f"{option} {text}: {expected}")
+    number = int(port) if port else default_port
+    if not 1 <= number <= 65535:
+        raise ConfigError(
+            f"{option} {text}: the other machines must know the port, so it is a number from 1 to 65535, not {number}"
+        )
+    return Endpoint(host, number)
+
+
+def parse_nodes(text: str, option: str = "--nodes") -> tuple[int, int]:
+    """Reads ``2`` or ``1:4`` (MIN:MAX).
+
+    Raises:
+        ConfigError: no numbers, or MIN above MAX.
+    """
+    low, colon, high = text.partition(":")
+    numbers = (low, high) if colon else (low, low)
+    if not all(part.isdecimal() and int(part) >= 1 for part in numbers):
+        raise ConfigError(
+            f"{option} {text}: expected a number of machines such as 2, or MIN:MAX such as 1:4, at least 1"
+        )
+    least, most = (int(part) for part in numbers)
+    if least > most:
+        raise ConfigError(f"{option} {text}: at least {least} and at most {most} machines can't be; write MIN:MAX")
+    return least, most

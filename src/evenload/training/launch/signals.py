@@ -1,0 +1,29 @@
+"""SIGINT and SIGTERM as requests to end, handed to a function instead of ending this process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class Signals:
+    """Hands SIGINT and SIGTERM to a function while it is entered; in a thread other than the first it does nothing."""
+
+    def __init__(self, take: Callable[[int], None]) -> None:
+        self._take = take
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._take(number)

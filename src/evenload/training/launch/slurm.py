@@ -1,0 +1,181 @@
+"""Which task of a Slurm job step this process is, and where the tasks meet: read from what `srun` sets for each of them.
+
+Nothing is asked of Slurm itself: the variables say enough, and a node without its commands can train too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from evenload.errors import LaunchError
+
+_FIRST_PORT = 15000
+_NUM_PORTS = 10000
+"""Ports 15000 to 24999: above what services use, below what Linux hands out to clients (32768)."""
+_STEP_STRIDE = 7919
+"""A prime: steps of one job that run at the same time meet at ports far apart."""
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """One of several tasks of a job step; each is a rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+    num_nodes: int
+    host: str
+    """Where rank 0 listens, as every task can reach it."""
+    port: int
+
+
+def read_task(variables: Mapping[str, str]) -> SlurmTask | None:
+    """The task that this process is, or None where `srun` started no other beside it.
+
+    A batch script, the shell of `salloc` and `srun --pty bash` are single processes, whatever the job has asked for: what
+    is started there by hand is alone. In a step the number of tasks is that of the step.
+
+    Raises:
+        LaunchError: a variable is missing, is no number, or contradicts another one.
+    """
+    if "SLURM_PROCID" not in variables:
+        return None
+    tasks = "SLURM_STEP_NUM_TASKS"
+    if tasks not in variables:
+        if "SLURM_STEP_ID" not in variables and variables.get("ENVIRONMENT") == "BATCH":
+            return None  # sbatch sets SLURM_NTASKS for the steps to come
+        tasks = "SLURM_NTASKS"
+    rank = _number(variables, "SLURM_PROCID")
+    if tasks not in variables:
+        if rank == 0:
+            return None
+        raise LaunchError(
+            f"SLURM_PROCID={rank} is set, but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS; start the tasks with srun, which "
+            "sets all of them, or unset SLURM_PROCID to run alone"
+        )
+    world_size = _number(variables, tasks)
+    if rank >= world_size:
+        raise LaunchError(f"SLURM_PROCID={rank} with {tasks}={world_size}: the rank must be from 0 to {world_size - 1}")
+    if world_size == 1:
+        return None
+    _check_torch_variables(variables, rank, world_size)
+    hosts = _hosts(variables)
+    num_nodes = _number(variables, "SLURM_STEP_NUM_NODES", default=len(hosts) or 1)
+    return SlurmTask(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(variables, "SLURM_LOCALID", default=rank if num_nodes == 1 else 0),
+        node_rank=_number(variables, "SLURM_NODEID", default=0),
+        num_nodes=num_nodes,
+        host=variables.get("MASTER_ADDR") or _first(hosts),
+        port=_port(variables),
+    )
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """The names in a list of hosts as Slurm writes it: ``node[01-03,07],login`` has five.
+
+    Raises:
+        LaunchError: the text is no such list.
+    """
+    try:
+        return tuple(name for item in _split(text) for name in _expand(item))
+    except ValueError:
+        raise LaunchError(f"{text!r} is no list of hosts as Slurm writes it, such as node[01-03,07],login") from None
+
+
+def _split(text: str) -> list[str]:
+    """The items between commas outside of brackets."""
+    items, depth, begin = [], 0, 0
+    for index, character in enumerate(text):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if depth not in (0, 1):
+            raise ValueError(text)
+        if character == "," and not depth:
+            items.append(text[begin:index])
+            begin = index + 1
+    items.append(text[begin:])
+    if depth or not all(items) or any(item.split() != [item] for item in items):
+        raise ValueError(text)
+    return items
+
+
+def _expand(item: str) -> list[str]:
+    """One item; brackets may come several times in it."""
+    head, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item]
+    inner, _, tail = rest.partition("]")
+    return [f"{head}{number}{end}" for part in inner.split(",") for number in _range(part) for end in _expand(tail)]
+
+
+def _range(part: str) -> list[str]:
+    """``07`` or ``01-03``; leading zeros are kept."""
+    low, dash, high = part.partition("-")
+    if not dash:
+        int(low)
+        return [low]
+    if int(low) > int(high):
+        raise ValueError(part)
+    return [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+
+
+def _hosts(variables: Mapping[str, str]) -> tuple[str, ...]:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if variables.get(name):
+            return expand_hosts(variables[name])
+    return ()
+
+
+def _first(hosts: tuple[str, ...]) -> str:
+    """Where rank 0 is: Slurm numbers the tasks from the first host on."""
+    if not hosts:
+        raise LaunchError(
+            "srun's SLURM_STEP_NODELIST is not set, so the tasks don't know where to meet; start them with srun, or set "
+            "MASTER_ADDR to the host of rank 0"
+        )
+    # A machine need not know itself by name.
+    return hosts[0] if len(hosts) > 1 else "127.0.0.1"
+
+
+def _port(variables: Mapping[str, str]) -> int:
+    """The user's, else one that `srun --resv-ports` reserved, else one that follows from the job and the step."""
+    if "MASTER_PORT" in variables:
+        return _number(variables, "MASTER_PORT")
+    if reserved := variables.get("SLURM_STEP_RESV_PORTS"):
+        first = reserved.partition(",")[0].partition("-")[0]
+        if first.isdecimal():
+            return int(first)
+    if "SLURM_JOB_ID" not in variables:
+        raise LaunchError(
+            "SLURM_JOB_ID is not set, from which the port follows where the tasks meet; start them with srun, or set "
+            "MASTER_PORT to a free port of rank 0's host"
+        )
+    step = variables.get("SLURM_STEP_ID", "0")
+    # A step may be named by a word ("interactive").
+    number = _number(variables, "SLURM_JOB_ID") + _STEP_STRIDE * (int(step) if step.isdecimal() else 0)
+    return _FIRST_PORT + number % _NUM_PORTS
+
+
+def _check_torch_variables(variables: Mapping[str, str], rank: int, world_size: int) -> None:
+    """RANK and WORLD_SIZE that a batch script exports by habit must say the same as srun."""
+    for name, value, said in (
+        ("RANK", rank, "SLURM_PROCID"),
+        ("WORLD_SIZE", world_size, "the number of tasks"),
+    ):
+        if name in variables and variables[name] != str(value):
+            raise LaunchError(
+                f"{name}={variables[name]} is set, but {said} of srun is {value}; unset {name}: Evenload takes srun's own "
+                "variables"
+            )
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise LaunchError(f"{name}={text!r}: expected a number, as srun sets it")
+    return int(text)

@@ -1,0 +1,62 @@
+"""The TCPStore at which ranks meet, served by the supervisor of one machine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+from evenload.errors import LaunchError
+
+
+def listen(port: int) -> socket.socket:
+    """Holds the store's port from now on, for this machine alone; the store itself comes when torch is there.
+
+    Raises:
+        LaunchError: the port is in use.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"--port {port} can't be opened ({error.strerror}); choose another, or leave --port out for a free one"
+        ) from None
+    return listener
+
+
+class Store:
+    """The TCPStore, served by a thread of its own making."""
+
+    def __init__(self, listener: socket.socket, world_size: int) -> None:
+        self.error: Exception | None = None
+        self._store: Any = None
+        host, self._port = listener.getsockname()[:2]
+        self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self._descriptor = listener.detach()
+        # Importing torch takes seconds; the supervisor must see a worker fail meanwhile.
+        self._thread = threading.Thread(target=self._serve, args=(world_size,), name="evenload-store")
+        self._thread.start()
+
+    def _serve(self, world_size: int) -> None:
+        try:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            self._store = TCPStore(
+                self._host,
+                self._port,
+                world_size,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self._descriptor,
+            )
+        except Exception as error:
+            self.error = error
+
+    def close(self) -> None:
+        """Ends the service; the workers have ended."""
+        self._thread.join()
+        self._store = None

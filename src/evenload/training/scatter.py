@@ -1,0 +1,139 @@
+"""A call's arguments cut over devices and its results joined: any nesting, samples along the first dimension of tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from evenload.errors import ConfigError
+from evenload.training.data.batches import map_leaves
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors of a nesting, in order."""
+    found: list[torch.Tensor] = []
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(value, one)
+    return found
+
+
+def num_samples_of(value: Any) -> int | None:
+    """How many samples a call is about: the length of the first tensor that has one; None where no tensor has."""
+    return next((len(tensor) for tensor in tensors_of(value) if tensor.dim()), None)
+
+
+def cut(value: Any, low: int, high: int, num_samples: int, device: torch.device) -> Any:
+    """The samples ``[low, high)`` of all tensors that hold `num_samples`, everything else whole; on `device`.
+
+    Raises:
+        ConfigError: something that holds samples and can't be cut.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.is_nested):
+            kind = "a PackedSequence" if isinstance(leaf, PackedSequence) else "a nested tensor"
+            raise ConfigError(
+                f"data_parallel can't cut {kind} over devices; give the padded tensor and the lengths, and pack inside the "
+                "module"
+            )
+        if not isinstance(leaf, torch.Tensor):
+            return leaf.to(device)
+        part = leaf[low:high] if leaf.dim() and len(leaf) == num_samples else leaf
+        return part.to(device, non_blocking=device.type == "cuda")
+
+    return map_leaves(value, one)
+
+
+def join(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str = "the output") -> Any:
+    """The parts' results as that of the whole.
+
+    Args:
+        parts: of each replica, alike in structure.
+        sizes: samples of each.
+        device: where the result goes.
+        path: what a person calls it.
+
+    Raises:
+        ConfigError: they can't be joined along the samples.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return _join_tensors(parts, sizes, device, path)
+    if isinstance(first, PackedSequence):
+        raise ConfigError(f"{path} is a PackedSequence, which can't be joined; pad it inside the module")
+    if any(type(part) is not type(first) for part in parts):
+        kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+        raise ConfigError(f"{path} is of another kind on each replica ({kinds}), so it can't be joined")
+    if isinstance(first, Mapping):
+        return _join_mappings(parts, sizes, device, path)
+    if isinstance(first, list | tuple):
+        if any(len(part) != len(first) for part in parts):
+            raise ConfigError(f"{path} has another length on each replica, so it can't be joined")
+        joined = [join(column, sizes, device, f"{path}[{i}]") for i, column in enumerate(zip(*parts, strict=True))]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        clone = copy.copy(cast(Any, first))
+        for field in dataclasses.fields(first):
+            values = [getattr(part, field.name) for part in parts]
+            object.__setattr__(clone, field.name, join(values, sizes, device, f"{path}.{field.name}"))
+        return clone
+    if all(_is_same(part, first) for part in parts):
+        return first
+    raise ConfigError(
+        f"{path} is a {type(first).__name__} that differs between replicas, so it can't be joined; return tensors with the "
+        "samples along their first dimension"
+    )
+
+
+def _is_same(part: Any, first: Any) -> bool:
+    if part is first:
+        return True
+    try:
+        return bool(part == first)
+    except (RuntimeError, ValueError):  # an array, whose comparison has many answers
+        return False
+
+
+def _join_mappings(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str) -> Any:
+    first = parts[0]
+    if any(list(part) != list(first) for part in parts):
+        raise ConfigError(f"{path} has other keys on each replica, so it can't be joined")
+    joined = {key: join([part[key] for part in parts], sizes, device, f"{path}[{key!r}]") for key in first}
+    if type(first) is dict:
+        return joined
+    if dataclasses.is_dataclass(first):  # the output of a Hugging Face model
+        return cast(Any, type(first))(**joined)
+    if isinstance(first, MutableMapping):  # one that carries more than its keys
+        clone = copy.copy(first)
+        clone.update(joined)
+        return clone
+    return type(first)(joined)
+
+
+def _join_tensors(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str) -> torch.Tensor:
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        raise ConfigError(f"{path} is a tensor on some replicas only, so it can't be joined")
+    if parts[0].dim() == 0:
+        raise ConfigError(
+            f"{path} is a scalar of each part of the batch, and nobody can tell whether it is a mean or a sum; return a value "
+            "for each sample, and reduce it after data_parallel"
+        )
+    rows = {len(part) / size for part, size in zip(parts, sizes, strict=True)}
+    if len(rows) > 1 or any(part.shape[1:] != parts[0].shape[1:] for part in parts):
+        shapes = ", ".join(f"{tuple(part.shape)} for {size} samples" for part, size in zip(parts, sizes, strict=True))
+        raise ConfigError(
+            f"{path} can't be joined along its first dimension: {shapes}. Let the samples lie along the first dimension "
+            "(batch_first=True), and pad to a fixed length"
+        )
+    moved = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
+    return torch.cat(moved) if len(moved) > 1 else moved[0]

@@ -1,0 +1,128 @@
+"""The search for a number of loader workers: given what steps would cost, where it ends and how soon."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from evenload.training.data.tuning import How, Reading, StepCost, Tuner, read_code
+
+Model = Callable[[int, int], tuple[float, float]]
+"""(workers, prefetch) -> seconds a sample of waiting and of computing."""
+
+
+def far_away(read_s: float, compute_s: float) -> Model:
+    """Reading waits for a disk or a network: workers help until they keep up."""
+
+    def cost(num_workers: int, prefetch: int) -> tuple[float, float]:
+        if not num_workers:
+            return read_s, compute_s
+        return max(0.0, read_s / num_workers - compute_s), compute_s
+
+    return cost
+
+
+def computed(read_s: float, compute_s: float, num_cores: float) -> Model:
+    """Reading takes cores: the rank has one, `num_cores` are there for the workers, and each worker costs a little."""
+
+    def cost(num_workers: int, prefetch: int) -> tuple[float, float]:
+        if not num_workers:
+            return read_s, compute_s
+        slowed = 1 + 0.05 * num_workers
+        free = min(num_workers, num_cores)
+        if free >= 1:
+            return max(0.0, read_s / free - compute_s), compute_s * slowed
+        return 0.0, (compute_s + read_s) * slowed
+
+    return cost
+
+
+def run(tuner: Tuner, model: Model, steps: int = 400, seed: int = 0, noise: float = 0.01) -> list[Reading]:
+    rng = random.Random(seed)
+    seen = []
+    for step in range(steps):
+        seen.append(tuner.reading)
+        wait_s, compute_s = model(tuner.reading.num_workers, tuner.reading.prefetch)
+        if step and seen[-1].depth != seen[-2].depth:
+            wait_s += 0.5  # workers start
+        num_samples = rng.choice([60, 64])
+        scatter = 1 + rng.gauss(0, noise)
+        tuner.observe(StepCost(wait_s * num_samples * scatter, compute_s * num_samples * scatter, num_samples))
+    return seen
+
+
+def steps_to_choose(seen: list[Reading]) -> int:
+    return next(index for index, reading in enumerate(seen) if reading.how is How.CHOSEN)
+
+
+@pytest.mark.parametrize("most", [2, 4, 16])
+@pytest.mark.parametrize("ratio", [0.005, 0.3, 0.9, 1.8, 3.5, 7.0, 30.0])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_it_ends_within_5_percent_of_the_best_of_a_sweep(ratio: float, most: int, first: int) -> None:
+    for make in (
+        far_away(ratio * 0.002, 0.002),
+        computed(ratio * 0.002, 0.002, 1),
+        computed(ratio * 0.002, 0.002, 0.5),
+    ):
+        tuner = Tuner(Reading(first, 2 if first else 0), most)
+        seen = run(tuner, make, seed=most)
+        sweep = {size: sum(make(size, 2)) for size in (0, 1, 2, 4, 8, 16) if size <= max(most, first)}
+        assert sum(make(seen[-1].num_workers, 2)) <= 1.05 * min(sweep.values()), (seen[-1], sweep)
+        assert steps_to_choose(seen) <= 90
+        assert max(reading.num_workers for reading in seen) <= max(most, first)
+
+
+def test_nothing_is_tried_where_nothing_is_waited_for() -> None:
+    seen = run(Tuner(Reading(), 8), far_away(0.00001, 0.002))
+    assert {reading.num_workers for reading in seen} == {0}
+    assert steps_to_choose(seen) == 2 + 8
+
+
+def test_equal_costs_take_the_fewest_workers() -> None:
+    assert run(Tuner(Reading(4, 2), 16), far_away(0.001, 0.002))[-1].num_workers == 1
+
+
+def test_the_queue_is_deepened_where_the_rank_waits_now_and_then() -> None:
+    tuner = Tuner(Reading(2, 2), 2)
+    for step in range(400):
+        late = step % 4 == 0 and tuner.reading.depth < 8
+        tuner.observe(StepCost(0.1 if late else 0.0, 0.1, 32))
+    assert (tuner.reading.num_workers, tuner.reading.prefetch, tuner.reading.how) == (2, 4, How.CHOSEN)
+
+
+def test_it_looks_again_when_reading_gets_slower_but_not_for_ever() -> None:
+    tuner = Tuner(Reading(), 8)
+    assert run(tuner, far_away(0.0001, 0.002))[-1].num_workers == 1
+    assert run(tuner, far_away(0.007, 0.002), steps=150)[-1].num_workers == 4
+    for index in range(20):
+        run(tuner, far_away(0.05 if index % 2 else 0.0001, 0.002), steps=120)
+    assert tuner._num_searches <= 4
+
+
+def test_refused_workers_are_not_tried_again() -> None:
+    tuner = Tuner(Reading(), 8)
+    run(tuner, far_away(0.01, 0.002), steps=20)
+    tuner.refuse()
+    assert tuner.reading == Reading(0, 0, how=How.CHOSEN)
+    assert run(tuner, far_away(0.01, 0.002))[-1].num_workers == 0
+
+
+def test_steps_without_samples_say_nothing() -> None:
+    tuner = Tuner(Reading(), 8)
+    for _ in range(100):
+        tuner.observe(StepCost(1.0, 0.1, 0))
+    assert tuner.reading.how is How.TRIED
+
+
+@pytest.mark.parametrize("how", list(How))
+@pytest.mark.parametrize("size", [(0, 0), (1, 2), (16, 8), (200, 63)])
+def test_a_reading_travels_as_one_number(how: How, size: Any) -> None:
+    for pinned in (False, True):
+        reading = Reading(*size, pinned, how)
+        assert read_code(reading.code()) == reading
+    assert str(Reading()) == "no loader workers"
+    assert str(Reading(1, 2)) == "1 loader worker (prefetch 2)"
+    assert str(Reading(4, 2, pinned=True)) == "4 loader workers (prefetch 2, pinned memory)"
