@@ -10,7 +10,21 @@ from benchmarks.report import Neighbours, write_result
 
 _QUIET = 0.05
 """Other programs may take this part of a core before a result is called disturbed."""
-NAMES = ("solver", "exact", "overhead", "adapt", "efficiency")
+NAMES = (
+    "solver",
+    "store",
+    "exact",
+    "overhead",
+    "dp",
+    "adapt",
+    "efficiency",
+    "consistency",
+    "loading",
+    "hosts",
+    "leaving",
+    "queue_decide",
+    "queue_policies",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--results", default=None, help="where the JSON goes; benchmarks/results if not given")
     parser.add_argument("--peers", default=None, help="of efficiency: ddp,accelerate,lightning or some of them")
+    parser.add_argument("--traces", default=None, help="of queue_policies: the folder of recorded workloads")
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -31,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"== {name} ==", flush=True)
         neighbours = Neighbours()
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
+        if options.traces and name == "queue_policies":
+            chosen = {"traces": options.traces}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()
         print(module.table(result), flush=True)

@@ -103,7 +103,8 @@ model = GPT(args.width, args.depth, args.context)
 loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)  # the global batch
 model, loader = run.prepare(model, loader)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * len(loader), pct_start=0.1)
+total_steps = max(11, args.epochs * len(loader))  # with 10, OneCycleLR would divide by zero
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, pct_start=0.1)
 run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
 
 

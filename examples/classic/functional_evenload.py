@@ -1,0 +1,45 @@
+"""The training of functional_plain.py with evenload.data_parallel: on unequal devices, and on CPUs too.
+
+    python examples/classic/functional_evenload.py
+
+functional.diff shows what changes, and why the weights are equal is told in README.md.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, RandomSampler
+from toy import Net, options, spirals
+
+import evenload
+
+args = options(__doc__)
+if args.double:
+    torch.set_default_dtype(torch.float64)
+
+num_gpus = torch.cuda.device_count()
+device = torch.device("cuda:0" if num_gpus else "cpu")
+devices = list(range(num_gpus)) or [
+    "cpu",
+    "cpu",
+]  # also a mix, such as [0, 1, "cpu"]: each gets what its speed is worth
+
+torch.manual_seed(args.seed)
+train_set = spirals(1437, seed=1)
+order = torch.Generator().manual_seed(args.seed)
+loader = DataLoader(train_set, batch_size=args.batch_size, sampler=RandomSampler(train_set, generator=order))
+model = Net().to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+
+for epoch in range(args.epochs):
+    total_loss = 0.0
+    for x, y in loader:
+        x, y = x.to(device), y.to(device)
+        output = evenload.data_parallel(model, x, devices=devices)
+        loss = F.cross_entropy(output, y)  # of the gathered outputs: a mean over all samples, however they were cut
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total_loss += loss.item() * len(y)
+    print(f"epoch {epoch}: loss {total_loss / len(train_set):.6f}")
+
+torch.save(model.state_dict(), args.save)
