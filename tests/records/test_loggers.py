@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from evenload.cli.main import main
 from evenload.errors import ConfigError
 from evenload.records.loggers import feeder
 from evenload.records.loggers.catalogue import check_loggers
+from evenload.records.loggers.points import read_records
 from evenload.records.reader import read_events, read_steps
 from evenload.records.recorder import Recorder
 from tests.records.make import make_step
@@ -148,6 +150,7 @@ def test_wrong_loggers_and_options_are_refused_on_every_rank(
 DUMMY = """
 import json
 from pathlib import Path
+from typing import Any
 from evenload.records.loggers import Opening, Point, RefusedError
 
 class Dummy:
@@ -208,6 +211,26 @@ def test_a_logger_of_another_package(dummy: Path) -> None:
     assert [row["closed"] for row in said if "closed" in row] == [False, True]
     assert [row["step"] for row in said if "step" in row] == [0, 1, 2, 2, 3, 4, 4]  # twice where val_loss came late
     assert sum("loss" in (row.get("names") or ()) for row in said) == 5
+
+
+def test_what_comes_between_the_last_look_at_the_records_and_the_end_is_brought(
+    dummy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, ended = threading.Event(), threading.Event()
+
+    def slow_look(path: Path, offset: int) -> Any:
+        found = read_records(path, offset)
+        looked.set()
+        ended.wait(10.0)
+        return found
+
+    monkeypatch.setattr(feeder, "read_records", slow_look)
+    recorder = Recorder(dummy, loggers=("dummy",))
+    assert looked.wait(10.0)
+    recorder.step(make_step(0))
+    threading.Timer(0.2, ended.set).start()
+    recorder.close()
+    assert delivered(dummy, "dummy") == 0
 
 
 def test_training_that_begins_again_at_step_0_is_another_run_of_the_place(dummy: Path) -> None:

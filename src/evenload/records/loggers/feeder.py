@@ -154,12 +154,13 @@ class Feeder:
             self._logger = self._open()  # now, so that what only the user can mend is told before the first step
         # A run that the place knows is opened again when there is something to bring: perhaps nothing more is trained.
         self._first_try.set()
+        closing = self._closing  # before the last look at the records: what came between a look and `finish` is brought too
         while self._bring():
             pass
         if self._fault:
             self._fault = ""
             self._tell(f"{self.name} works again and has every step up to now")
-        if self._closing:
+        if closing:
             if self._logger is not None:
                 self._logger.close(self._ended_well)
             self._done = True

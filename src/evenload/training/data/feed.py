@@ -297,7 +297,10 @@ def _tell_dead_workers(iterator: Any, error: Exception) -> str:
     """Why the workers can't give any more, where it is that one is dead; torch may say only that a socket was closed."""
     workers = getattr(iterator, "_workers", ())
     if workers and isinstance(error, OSError | EOFError):
-        connection.wait([worker.sentinel for worker in workers], timeout=1.0)
+        gone = connection.wait([worker.sentinel for worker in workers], timeout=5.0)
+        for worker in workers:
+            if worker.sentinel in gone:
+                worker.join(timeout=5.0)  # its files are closed a moment before its exit code is there
     for index, worker in enumerate(workers):
         code = worker.exitcode
         if code is not None:
