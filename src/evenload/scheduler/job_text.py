@@ -1,0 +1,271 @@
+"""How a person writes what a job asks for, as plain values: ``2:4``, ``20G``, ``2h:3h``, ``0-9%4``, ``12:any``.
+
+One reader each for the job file and the options of `evenload submit`: both spell a thing alike. What can't be read raises
+a `ValueError` with what was expected; `job_file` says where it was written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core.values import After
+
+MAX_ARRAY = 10_000
+"""Elements of one array: each is a job of its own."""
+MAX_DEVICES = 100_000
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_UNITS_BYTES = {
+    "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
+}  # fmt: skip
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,99}")
+_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,199}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONDITIONS = ("ok", "any", "failed")
+_TELLERS = ("command", "webhook", "mail")
+
+
+def read_text(value: Any) -> str:
+    """A text of one line."""
+    if not isinstance(value, str) or not value or any(ord(letter) < 32 or ord(letter) == 127 for letter in value):
+        raise ValueError("a text of one line")
+    return value
+
+
+def read_name(value: Any) -> str:
+    """A job's name: it becomes part of lists and folder names."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ValueError("a name of letters, digits and _ . + = @ , - (at most 100, the first a letter, digit or _)")
+    return value
+
+
+def read_bool(value: Any) -> bool:
+    """``true`` or ``false``."""
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def read_count(least: int, most: int, what: str) -> Any:
+    """A reader of whole numbers from `least` to `most`."""
+
+    def read(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ValueError(f"{what} from {least} to {most}")
+        return value
+
+    return read
+
+
+def read_words(value: Any) -> tuple[str, ...]:
+    """A command: a list of words, or one text that is split as a shell would."""
+    if isinstance(value, str):
+        import shlex
+
+        try:
+            value = shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"a command line; this one can't be split into words ({error})") from None
+    words = value if isinstance(value, list | tuple) else ()
+    if not words or not words[0] or not all(isinstance(word, str) and "\0" not in word for word in words):
+        raise ValueError('a command, such as "python train.py" or ["python", "train.py"]')
+    return tuple(words)
+
+
+def read_devices(value: Any) -> tuple[int, int]:
+    """``4`` or ``2:8``: (least, most)."""
+    expected = ValueError("MIN:MAX with 1 <= MIN <= MAX, or one number, such as 2 or 1:4")
+    if isinstance(value, bool):
+        raise expected
+    least, colon, most = str(value).partition(":")
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise expected
+    both = int(least), int(most) if colon else int(least)
+    if not 1 <= both[0] <= both[1] <= MAX_DEVICES:
+        raise expected
+    return both
+
+
+def read_kinds(value: Any) -> tuple[str, ...]:
+    """``a100``, ``a100,h100`` or a list."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not parts or not all(isinstance(p, str) and p.strip() for p in parts):
+        raise ValueError('the name of a kind of device, or several, such as "a100" or ["a100", "h100"]')
+    return tuple(dict.fromkeys(part.strip() for part in parts))
+
+
+def read_bytes(value: Any) -> int:
+    """``20G``, ``512M``, ``40GiB``; G is 10^9, as cards are sold: an 80 GB card has a little under 80 GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]I?)B?|B)", value.upper()) if isinstance(value, str) else None
+    if found is None or float(found[1]) <= 0:
+        raise ValueError("a size with its unit, such as 20G or 512M (G is 10^9 bytes, GiB 2^30)")
+    return round(float(found[1]) * _UNITS_BYTES[found[2] or ""])
+
+
+def read_duration_s(value: Any) -> float:
+    """``90s``, ``45m``, ``2h``, ``1d12h``."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smhdw])", value) if isinstance(value, str) else []
+    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != value or not 0 < seconds < math.inf:
+        raise ValueError("a time with its unit, such as 90s, 45m, 2h or 1d12h")
+    return seconds
+
+
+def read_limits_s(value: Any) -> tuple[float | None, float | None]:
+    """``SOFT``, ``SOFT:HARD`` or ``:HARD``."""
+    text = "SOFT or SOFT:HARD or :HARD, such as 2h, 2h:3h or :3h"
+    if not isinstance(value, str):
+        raise ValueError(text)
+    first, colon, second = value.partition(":")
+    try:
+        soft_s = read_duration_s(first) if first or not colon else None
+        hard_s = read_duration_s(second) if colon else None
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from None
+    if soft_s is not None and hard_s is not None and soft_s >= hard_s:
+        raise ValueError(f"{text}, the soft limit below the hard one")
+    return soft_s, hard_s
+
+
+def read_after(value: Any) -> tuple[After, ...]:
+    """``12``, ``12:any``, or several in a list; a job's number or name, and on which end of it."""
+    found = []
+    for text in value if isinstance(value, list | tuple) else (value,):
+        job, colon, condition = str(text).partition(":")
+        if isinstance(text, bool) or not _JOB.fullmatch(job) or (colon and condition not in _CONDITIONS):
+            raise ValueError("JOB or JOB:ok, JOB:any, JOB:failed, with the job's number or name")
+        found.append(After(job, condition or "ok"))
+    names = [after.job for after in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"each job once; {', '.join(sorted(twice))} is named twice")
+    return tuple(found)
+
+
+def read_array(value: Any) -> tuple[tuple[int, ...], int | None]:
+    """``0-9``, ``1,3,8-12``, ``0-99:10``, each with ``%4`` for at most four at once: (indices, limit)."""
+    expected = f"indices such as 0-9, 1,3,8-12 or 0-90:10, perhaps with %LIMIT, at most {MAX_ARRAY} of them"
+    if not isinstance(value, str):
+        raise ValueError(expected)
+    text, percent, limit = value.partition("%")
+    if percent and (not limit.isdecimal() or int(limit) < 1):
+        raise ValueError(expected)
+    indices: dict[int, None] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", part.strip())
+        if found is None:
+            raise ValueError(expected)
+        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        if last < first or step < 1 or (last - first) // step + 1 > MAX_ARRAY:
+            raise ValueError(expected)
+        indices.update(dict.fromkeys(range(first, last + 1, step)))
+    if len(indices) > MAX_ARRAY:
+        raise ValueError(expected)
+    return tuple(indices), int(limit) if percent else None
+
+
+def read_environment(value: Any) -> dict[str, str]:
+    """A table of variables."""
+    if not isinstance(value, dict):
+        raise ValueError('a table of variables, such as { SEED = "1" }')
+    for name, part in value.items():
+        read_variable(name)
+        if isinstance(part, bool) or not isinstance(part, str | int | float) or "\0" in str(part):
+            raise ValueError(f"a text or a number for the variable {name}")
+    return {name: str(part) for name, part in value.items()}
+
+
+def read_variables(value: Any) -> tuple[str, ...]:
+    """Names of variables."""
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple):
+        raise ValueError('a list of names of variables, such as ["WANDB_API_KEY"]')
+    return tuple(dict.fromkeys(read_variable(name) for name in names))
+
+
+def read_variable(name: Any) -> str:
+    """A variable's name that a program may be given: those of the line to the queue are the queue's own."""
+    if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+        raise ValueError(f"the name of an environment variable, such as SEED; {name!r} is none")
+    if name.startswith("EVENLOAD_"):
+        raise ValueError(f"a variable that isn't the queue's own; {name} is (all that begin with EVENLOAD_)")
+    return name
+
+
+def read_notify(value: Any) -> tuple[str, ...]:
+    """``command:…``, ``webhook:URL``, ``mail:ADDRESS``; one or a list."""
+    texts = (value,) if isinstance(value, str) else value
+    expected = "command:COMMAND, webhook:URL or mail:ADDRESS"
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(expected)
+    for text in texts:
+        teller, _, rest = read_text(text).partition(":")
+        if teller not in _TELLERS or not rest.strip():
+            raise ValueError(expected)
+        if teller == "webhook" and not re.match(r"https?://[^/\s]+", rest):
+            raise ValueError(f"{expected}; {rest!r} is no address that begins with http:// or https://")
+        if teller == "mail" and not re.fullmatch(r"[^\s@,:-][^\s@,:]*(@[^\s@,:]+)?", rest):
+            raise ValueError(f"{expected}; {rest!r} is no address")
+        if teller == "command":
+            read_words(rest)
+    return tuple(dict.fromkeys(texts))
+
+
+def read_options(value: Any) -> dict[str, str]:
+    """A backend's own table."""
+    if not isinstance(value, dict):
+        raise ValueError('a table, such as [slurm] with partition = "gpu" below it')
+    for name, part in value.items():
+        if isinstance(part, bool) or not isinstance(part, str | int | float):
+            raise ValueError(f"a text or a number for {name}")
+    return {str(name): str(part) for name, part in value.items()}
+
+
+def duration_text(seconds: float) -> str:
+    """``1h30m`` for 5400: what `read_duration_s` reads."""
+    left, parts = seconds, []
+    for unit in ("d", "h", "m"):
+        number, left = divmod(left, _UNITS_S[unit])
+        if number:
+            parts.append(f"{number:.0f}{unit}")
+    if left or not parts:
+        parts.append(f"{left:g}s")
+    return "".join(parts)
+
+
+def bytes_text(size: int) -> str:
+    """``20G`` for 2·10^10: what `read_bytes` reads."""
+    for unit in ("T", "G", "TI", "GI", "M", "MI"):
+        if size % _UNITS_BYTES[unit] == 0:
+            return f"{size // _UNITS_BYTES[unit]}{unit.replace('I', 'iB')}"
+    return f"{size}B"
+
+
+def array_text(indices: Iterable[int], limit: int | None) -> str:
+    """``0-3,7%2``: what `read_array` reads."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    text = ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return text if limit is None else f"{text}%{limit}"
+
+
+def spelled(after: After) -> str:
+    """``12`` or ``12:any``."""
+    return after.job if after.condition == "ok" else f"{after.job}:{after.condition}"
+
+
+def check_no_overlap(environment: Iterable[str], inherit: Iterable[str]) -> None:
+    """A variable has one source.
+
+    Raises:
+        ConfigError: it is set and taken from the shell.
+    """
+    if both := sorted(set(environment) & set(inherit)):
+        raise ConfigError(f"{both[0]} is set in environment and named in inherit; remove one of them")
