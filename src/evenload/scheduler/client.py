@@ -1,0 +1,204 @@
+"""The client's side of a queue's socket: finds the daemon, starts it where none runs, asks and gets an answer."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from evenload.errors import QueueError
+from evenload.scheduler import messages, place
+
+_START_S = 60.0
+_DAEMON = "evenload.scheduler.daemon"
+
+
+class Client:
+    """A connection to a queue's daemon; used from one thread."""
+
+    def __init__(self, folder: Path, connection: socket.socket, timeout_s: float) -> None:
+        self.folder = folder
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._rest = b""
+
+    def call(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """Asks, and waits for the answer (`scheduler.messages` tells the verbs).
+
+        Raises:
+            ConfigError: what was asked for can't be.
+            QueueError: it is refused, or the daemon doesn't answer.
+        """
+        line = messages.encode({"verb": verb, **fields})
+        if len(line) > messages.LARGEST_REQUEST_BYTES:
+            raise QueueError(
+                f"a message of {len(line)} bytes: the queue takes {messages.LARGEST_REQUEST_BYTES} at once; submit fewer "
+                f"jobs together, or with fewer variables"
+            )
+        wait_s = fields.get("timeout_s")
+        own_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
+        self._connection.settimeout(self._timeout_s + own_s)
+        try:
+            self._connection.sendall(line)
+            answer = messages.decode(self._read_line())
+        except TimeoutError:
+            self.close()
+            raise QueueError(
+                f"the daemon of the queue {self.folder} doesn't answer within {self._timeout_s + own_s:g} s; whether it "
+                f"did what it was asked for is not known: {verb}"
+            ) from None
+        except OSError as error:
+            self.close()
+            raise QueueError(
+                f"the daemon of the queue {self.folder} went away before it answered ({error}); whether it did what it "
+                f"was asked for is not known: {verb}"
+            ) from error
+        if not answer.get("ok"):
+            raise messages.error_from(answer.get("error"))
+        result = answer.get("result")
+        return result if isinstance(result, dict) else {}
+
+    def _read_line(self) -> bytes:
+        parts, size = [self._rest], len(self._rest)
+        while b"\n" not in parts[-1]:
+            part = self._connection.recv(1 << 16)
+            if not part:
+                raise ConnectionResetError("it closed the connection")
+            parts.append(part)
+            size += len(part)
+            if size > messages.LARGEST_ANSWER_BYTES:
+                raise ConnectionResetError(f"an answer of more than {messages.LARGEST_ANSWER_BYTES} bytes")
+        line, _, self._rest = b"".join(parts).partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float = 30.0) -> Client:
+    """A connection to the queue in `folder`.
+
+    Args:
+        folder: `place.default_folder` if not given.
+        start: whether to start the daemon where none runs.
+        timeout_s: for each answer.
+
+    Raises:
+        QueueError: no daemon runs (and none is to be started), or it doesn't come up; the message has its log's last
+            lines.
+    """
+    where = (place.default_folder() if folder is None else folder).absolute()
+    connection = _try(where, timeout_s)
+    if connection is None and start:
+        _start(where)
+        connection = _try(where, timeout_s)
+    if connection is None:
+        raise QueueError(f"no daemon runs for the queue {where}{_last_lines(where)}")
+    return Client(where, connection, timeout_s)
+
+
+def _try(folder: Path, timeout_s: float) -> socket.socket | None:
+    """A connection, or None where nobody listens."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        with place.socket_address(folder) as address:
+            connection.connect(address)
+        _, uid, _ = place.peer_of(connection)
+        owner = folder.stat().st_uid
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError, ConnectionResetError):
+        connection.close()
+        return None
+    except OSError as error:
+        connection.close()
+        raise QueueError(f"the queue {folder} can't be reached: {error}") from error
+    if uid not in (owner, 0):
+        connection.close()
+        raise QueueError(
+            f"the queue {folder} belongs to user {owner}, but user {uid} listens there: nothing is told to it"
+        )
+    return connection
+
+
+def _start(folder: Path) -> None:
+    """Starts the daemon; of several clients that try at once, one does and the others wait for it."""
+    if folder == place.SYSTEM_FOLDER and os.geteuid() != 0:
+        raise QueueError(f"the machine's queue {folder} isn't running; root starts it: systemctl start evenload-queue")
+    place.make_private(folder, 0o711 if os.geteuid() == 0 else 0o700)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(folder / place.START_LOCK, flags, 0o600), "r+") as lock:
+        _lock(lock.fileno(), folder)
+        connection = _try(folder, _START_S)
+        if connection is not None:
+            connection.close()
+            return
+        command = [sys.executable, "-P", "-m", _DAEMON, "--queue", str(folder)]
+        try:
+            done = subprocess.run(
+                command,
+                cwd="/",
+                env=daemon_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=_START_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise QueueError(
+                f"the daemon of the queue {folder} didn't come up in {_START_S:g} s{_last_lines(folder)}"
+            ) from None
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+            raise QueueError(f"the daemon of the queue {folder} didn't come up: {said}")
+
+
+def daemon_environment() -> dict[str, str]:
+    """The variables of a daemon that is started from another folder than this one."""
+    environment = {name: value for name, value in os.environ.items() if name != "EVENLOAD_JOB"}
+    if paths := environment.get("PYTHONPATH"):
+        environment["PYTHONPATH"] = os.pathsep.join(
+            str(Path(path).absolute()) for path in paths.split(os.pathsep) if path
+        )
+    return environment
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    deadline_s = time.monotonic() + _START_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise QueueError(
+                    f"another process has been starting the daemon of {folder} for {_START_S:g} s"
+                ) from None
+            time.sleep(0.05)
+
+
+def _last_lines(folder: Path, num: int = 5) -> str:
+    try:
+        with (folder / place.DAEMON_LOG).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().decode(errors="replace").splitlines()[-num:]
+    except OSError:
+        return ""
+    return (
+        "".join(f"\n  {line}" for line in (f"its log {folder / place.DAEMON_LOG} ends with:", *lines)) if lines else ""
+    )

@@ -1,0 +1,210 @@
+"""What a queue's clients and its daemon say to each other: one JSON object a line over a Unix socket.
+
+A request is ``{"v": 1, "verb": VERB, …fields}``, its answer ``{"v": 1, "ok": true, "result": {…}}`` or
+``{"v": 1, "ok": false, "error": {"kind": KIND, "message": …}}``, in the order of the requests. Who asks is what the
+kernel says of the socket's other end; no field of a message names the caller. Times are seconds since 1970.
+
+========== ============================================================ ===============================================
+verb       fields                                                       result
+========== ============================================================ ===============================================
+submit     spec, program; or jobs=[{spec, program}, …], array=bool      {job}; or {jobs: [id, …]}
+cancel     jobs, now=false (a save is asked for; true: killed at once)  {jobs: [JobRow, …]}
+hold       jobs                                                         {jobs: [JobRow, …]}
+release    jobs                                                         {jobs: [JobRow, …]}
+change     job, and any of the fields of `CHANGEABLE`                   {job: JobRow}
+list       user, states, ended=false, after=0, limit=1000,              {jobs: [JobRow, …], more: bool, counts: {state:
+           newest_first=false                                           number}}
+job        job                                                          {job: JobRow, program (to its owner; without
+                                                                        environment to others), attempts: [AttemptRow]}
+status                                                                  StatusRow
+set        settings={name: value}                                       {settings: {…}}
+limits     user, and max_devices, max_running, max_queued, share        {user: UserRow}
+reserve    devices, start_s, end_s, users=[]                            {reservation: ReservationRow}
+unreserve  reservation                                                  {}
+wait       after=number of an event, timeout_s=30                       {last: number}: once there is a later one
+stop                                                                    {pid}: the daemon ends, its jobs go on
+========== ============================================================ ===============================================
+
+``spec`` holds fields of `core.values.JobSpec` (without ``user``), ``program`` those of `program.Program` (without
+``uid``): ``needs`` is an object of the fields of `Needs`, ``after`` a list of ``{"job": …, "condition": …}``. What has a
+default may be left out. Leave ``preemptible`` out where it isn't known: a job is then preempted once its program has
+reported through `evenload.job`, or from the beginning where ``program.requeue`` is set. Under ``array`` the jobs submitted
+together become one array, named by the first one's id. A program's variables are all that it gets beside PATH, HOME,
+USER, LOGNAME, SHELL and LANG: a client sends what its job needs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypedDict
+
+from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
+
+VERSION = 1
+
+LARGEST_REQUEST_BYTES = 1024 * 1024
+"""A longer line is refused and its connection closed."""
+LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
+LARGEST_PAGE = 1000
+"""Rows in an answer to ``list``, and jobs in one ``submit``."""
+
+CHANGEABLE = (
+    "priority", "name", "needs", "estimate_s", "total", "soft_limit_s", "hard_limit_s", "not_before_s", "array_limit",
+    "retries", "preemptible",
+)  # fmt: skip
+"""Fields of `JobSpec` that the owner may change later; only an admin may raise a priority above 0 once `Limits` say so."""
+
+VERBS = (
+    "submit", "cancel", "hold", "release", "change", "list", "job", "status", "set", "limits", "reserve", "unreserve",
+    "wait", "stop", "runner",
+)  # fmt: skip
+"""``runner`` is the runners' own."""
+
+
+class JobRow(TypedDict):
+    """A job, as ``list`` and ``job`` tell it."""
+
+    id: str
+    number: int
+    """In the order of submission; of the last row, ``after`` of the next page."""
+    user: str
+    name: str
+    state: str
+    """PENDING, STARTING, RUNNING, RESIZING, PREEMPTING, SUCCEEDED, FAILED, CANCELLED."""
+    priority: int
+    min_devices: int
+    max_devices: int
+    kinds: list[str]
+    devices: list[str]
+    """Ids of those it holds."""
+    submitted_s: float
+    since_s: float
+    """When it came into its state."""
+    first_began_s: float | None
+    held_s: float
+    """How long it held devices so far."""
+    attempt: int
+    """How often it got devices."""
+    done: float
+    total: float | None
+    rate_per_s: float
+    """Work a second; 0 where not yet measured."""
+    eta_s: float | None
+    """When it will be done, seconds since 1970, if it goes on as it does; None where nobody knows."""
+    reason: str
+    """Why it is in its state; of a PENDING one why it waits."""
+    array: str
+    is_held: bool
+    log: str
+    """Path of its output."""
+
+
+class AttemptRow(TypedDict):
+    """One time that a job got devices."""
+
+    attempt: int
+    devices: list[str]
+    began_s: float
+    ended_s: float | None
+    ending: str
+    reason: str
+    pid: int | None
+    """Of its runner."""
+
+
+class StrangerRow(TypedDict):
+    """A process outside the queue on a device."""
+
+    pid: int
+    user: str
+    command: str
+    used_bytes: int
+    since_s: float
+    """When it was first seen there."""
+
+
+class DeviceRow(TypedDict):
+    """A device of the queue."""
+
+    id: str
+    label: str
+    """For people: ``gpu0``, ``cpu:0-3``."""
+    kind: str
+    memory_bytes: int
+    speed: float
+    price_per_hour: float
+    job: str
+    """The job that holds it, or will next; empty for none."""
+    closed: str
+    """Why nothing may start on it; empty where it is open."""
+    strangers: list[StrangerRow]
+    ghost_bytes: int
+    """Memory that no process is known to hold; 0 while all is well."""
+    used_bytes: int
+
+
+class StatusRow(TypedDict):
+    """The queue as a whole."""
+
+    pid: int
+    version: str
+    uid: int
+    """The daemon's own: jobs run as this user unless it is root."""
+    since_s: float
+    folder: str
+    devices: list[DeviceRow]
+    settings: dict[str, Any]
+    counts: dict[str, int]
+    users: list[dict[str, Any]]
+    reservations: list[dict[str, Any]]
+    last: int
+    """Number of the last event, for ``wait``."""
+    problems: list[str]
+    """What an admin should know."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """A message as its line."""
+    return (
+        json.dumps({"v": VERSION, **message}, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        + b"\n"
+    )
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The message of a line.
+
+    Raises:
+        ConfigError: it is none, or of another version.
+    """
+    try:
+        message = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"this is no message: {str(error) or 'nested too deeply'}"[:300]) from None
+    if not isinstance(message, dict):
+        raise ConfigError(f"this is no message: expected a JSON object, found {type(message).__name__}")
+    if message.pop("v", None) != VERSION:
+        raise ConfigError(
+            f"a message of another version than {VERSION}: the daemon and its client are of different versions of "
+            f"Evenload; end the daemon (evenload queue stop) and ask again: its jobs go on"
+        )
+    return message
+
+
+def error_row(error: Exception) -> dict[str, Any]:
+    """How an answer tells an error."""
+    kinds = {ConfigError: "config", StaleError: "stale"}
+    kind = next((name for known, name in kinds.items() if isinstance(error, known)), "queue")
+    return {"ok": False, "error": {"kind": kind, "message": str(error)}}
+
+
+def error_from(row: Any) -> EvenloadError:
+    """The error that `error_row` told."""
+    table = row if isinstance(row, dict) else {}
+    kind = {"config": ConfigError, "stale": StaleError}.get(str(table.get("kind")), QueueError)
+    error: EvenloadError = kind(str(table.get("message", "the daemon gave an error without a message")))
+    return error
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
