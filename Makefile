@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check docs bench format map clean
+.PHONY: demo test retest check docs bench format map clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The tests that failed in the last run, once more.
+retest: $(STAMP)
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
-import resource
 import subprocess
 import tempfile
 import time
@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 HOME = Path(__file__).parent
 RESULTS = HOME / "results"
@@ -79,9 +81,13 @@ def _busy_s() -> float | None:
 
 
 def _own_s() -> float:
-    """CPU seconds of this process and of the children that have ended."""
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    """CPU seconds of this process and of all below it, living (the server that forks the ranks) or ended."""
+    own = psutil.Process()
+    total_s = 0.0
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            total_s += sum(process.cpu_times()[:4])  # user, system, and both of the children that have ended
+    return total_s
 
 
 def commit() -> str:

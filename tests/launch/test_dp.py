@@ -115,7 +115,7 @@ def test_throttled_replicas_share_by_their_speeds(tmp_path: Path) -> None:
         (("-d", "cpu:2", "--strategy", "dp", "--throttle", "1,1,1"), "", "3 speeds for 2 ranks", 2),
         (("--nproc-per-node", "2", "--strategy", "dp"), "", "asks for several processes, --strategy dp is one", 2),
         (("-d", "cpu:2", "--strategy", "dp", "--port", "29599"), "", "--port 29599 has no effect", 2),
-        (("-d", "cpu+cpu", "--strategy", "dp"), "", "cpu+cpu is one rank with several; name them apart", 2),
+        (("-d", "cpu+cpu", "--strategy", "dp"), "", "cpu+cpu is one rank with several; name them apart: -d cpu,cpu", 2),
         (
             ("--nodes", "2", "--host", "localhost", "-d", "cpu:2", "--strategy", "dp"),
             "",

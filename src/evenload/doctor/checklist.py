@@ -114,6 +114,24 @@ FULL: tuple[tuple[Check, ...], ...] = (
 )
 """What ``--full`` adds; one after the other, because they would slow each other."""
 
+_TALK = "the other machine answers"
+HOSTS: tuple[tuple[Check, ...], ...] = (
+    (
+        Check("name", "hosts:name", "the name server answers", "fail", "what HOST stands for"),
+        Check("port", "hosts:port", _TALK, "fail", "open, refused, or dropped by a firewall; who listens"),
+        Check("interface", "hosts:interface", _TALK, "fail", "which network leads there"),
+        Check("MTU", "hosts:mtu", _TALK, "fail", "whether large packets pass"),
+        Check("other ports", "hosts:other_ports", _TALK, "fail", "ports as gloo and NCCL pick them, both ways"),
+        Check("versions", "hosts:versions", _TALK, "fail", "Evenload, Python, torch on both"),
+        Check("clocks", "hosts:clocks", _TALK, "warn", "how far apart"),
+        Check("same code", "hosts:code", _TALK, "fail", "the script of --script on both"),
+        Check("same data", "hosts:data", _TALK, "fail", "the path of --data on both"),
+        Check("round trip", "hosts:round_trip", _TALK, "fail", "there and back"),
+        Check("bandwidth", "hosts:bandwidth", _TALK, "warn", "each way"),
+    ),
+)
+"""With ``--host``. One child for all: they share one talk with the other machine."""
+
 
 def chosen(names: Sequence[str], groups: tuple[tuple[Check, ...], ...]) -> tuple[tuple[Check, ...], ...]:
     """The groups with the named checks alone; all of them without names."""

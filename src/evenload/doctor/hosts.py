@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time
 
-from evenload.doctor.checklist import Check
+from evenload.doctor.checklist import HOSTS
 from evenload.doctor.examine import examine
 from evenload.doctor.finding import Options, exit_code
 from evenload.doctor.report import as_json, as_text
@@ -22,24 +22,6 @@ DEADLINE_S = 30.0
 """For all checks together; a machine that answers is looked at in about 3 s."""
 _HELLO_S = 2.0
 
-_TALK = "the other machine answers"
-GROUPS: tuple[tuple[Check, ...], ...] = (
-    (
-        Check("name", "hosts:name", "the name server answers", "fail", "what HOST stands for"),
-        Check("port", "hosts:port", _TALK, "fail", "open, refused, or dropped by a firewall; who listens"),
-        Check("interface", "hosts:interface", _TALK, "fail", "which network leads there"),
-        Check("MTU", "hosts:mtu", _TALK, "fail", "whether large packets pass"),
-        Check("other ports", "hosts:other_ports", _TALK, "fail", "ports as gloo and NCCL pick them, both ways"),
-        Check("versions", "hosts:versions", _TALK, "fail", "Evenload, Python, torch on both"),
-        Check("clocks", "hosts:clocks", _TALK, "warn", "how far apart"),
-        Check("same code", "hosts:code", _TALK, "fail", "the script of --script on both"),
-        Check("same data", "hosts:data", _TALK, "fail", "the path of --data on both"),
-        Check("round trip", "hosts:round_trip", _TALK, "fail", "there and back"),
-        Check("bandwidth", "hosts:bandwidth", _TALK, "warn", "each way"),
-    ),
-)
-"""One child for all: they share one talk with the other machine."""
-
 
 def look_at_host(host: str, port: int, script: str, data: str, *, json_: bool) -> int:
     """Looks at another machine, prints the findings, and returns the exit code.
@@ -49,7 +31,7 @@ def look_at_host(host: str, port: int, script: str, data: str, *, json_: bool) -
     """
     endpoint = _endpoint(host, port)
     options = Options(host=str(endpoint), script=script, data=data)
-    findings = examine(options, deadline_s=DEADLINE_S, groups=GROUPS)
+    findings = examine(options, deadline_s=DEADLINE_S, groups=HOSTS)
     print(as_json(findings) if json_ else as_text(findings))
     return exit_code(findings)
 

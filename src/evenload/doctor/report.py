@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from evenload.doctor.checklist import FULL, GROUPS
+from evenload.doctor.checklist import FULL, GROUPS, HOSTS, Check
 from evenload.doctor.finding import Finding, exit_code
 
 SCHEMA = 1
@@ -50,22 +50,26 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 def checks_as_text() -> str:
     """One line a check: its name and what it looks at."""
-    checks = [(check, groups is FULL) for groups in (GROUPS, FULL) for group in groups for check in group]
+    checks = _listed()
     column = max(len(check.name) for check, _ in checks)
     return "\n".join(
-        f"{check.name:<{column}}  {check.looks_at}{' (--full)' if is_full else ''}" for check, is_full in checks
+        f"{check.name:<{column}}  {check.looks_at}{f' ({option})' if option else ''}" for check, option in checks
     )
 
 
 def checks_as_json() -> str:
-    """``{"schema", "checks": [{"name", "looks_at", "full"}]}``."""
+    """``{"schema", "checks": [{"name", "looks_at", "full", "host"}]}``."""
     rows = [
-        {"name": check.name, "looks_at": check.looks_at, "full": groups is FULL}
-        for groups in (GROUPS, FULL)
-        for group in groups
-        for check in group
+        {"name": check.name, "looks_at": check.looks_at, "full": option == "--full", "host": option == "--host"}
+        for check, option in _listed()
     ]
     return json.dumps({"schema": SCHEMA, "checks": rows}, indent=1)
+
+
+def _listed() -> list[tuple[Check, str]]:
+    """All checks, each with the option that asks for it; empty where none does."""
+    tables = ((GROUPS, ""), (FULL, "--full"), (HOSTS, "--host"))
+    return [(check, option) for groups, option in tables for group in groups for check in group]
 
 
 def _row(finding: Finding) -> dict[str, Any]:

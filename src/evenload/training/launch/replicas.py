@@ -48,9 +48,10 @@ def as_one_worker(
         )
     for worker in workers:
         if worker.devices:
+            apart = ",".join(device.removeprefix("cuda:") for device in worker.devices)
             raise ConfigError(
                 f"{spelled} gives each device a whole replica, but {'+'.join(worker.devices)} is one rank with several; name "
-                "them apart: -d 0,1"
+                f"them apart: -d {apart}"
             )
     _check_distinct([worker.device for worker in workers], "-d")
     check_mode(workers[0].mode, spelled)
