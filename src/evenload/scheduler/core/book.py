@@ -6,16 +6,17 @@ so does a snapshot, a tuple of the jobs apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from evenload.errors import QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.layout import Layout, layout_of
+from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.snapshot import Snapshot
 from evenload.scheduler.core.states import HOLDING, JobState, Verb, next_state
-from evenload.scheduler.core.values import Device, Job, JobSpec, Limits, Reservation, Settings, User
+from evenload.scheduler.core.values import Device, Job, JobSpec, Reservation, Settings, User
 
 _HOUR_S = 3600.0
 
@@ -42,6 +43,47 @@ class Book:
         self._layout: Layout | None = None
         for event in past:
             self.apply(event)
+
+    def restore(
+        self,
+        *,
+        time_s: float,
+        settings: Settings,
+        devices: Iterable[Device],
+        closed: Mapping[str, str],
+        users: Iterable[User],
+        reservations: Iterable[Reservation],
+        jobs: Iterable[Job],
+        outcomes: Mapping[str, JobState],
+    ) -> None:
+        """Takes over a state that was stored; the book is as if it had seen the events.
+
+        Args:
+            time_s: of the latest event.
+            settings: how the queue decides.
+            devices: in the order in which they were added.
+            closed: devices on which nothing new may start, and why.
+            users, reservations: all there are.
+            jobs: all that have not ended, in the order of submission.
+            outcomes: how those that have ended did.
+        """
+        self.time_s, self.settings, self._layout = time_s, settings, None
+        self.devices = {device.id: device for device in devices}
+        self.closed = dict(closed)
+        self.users = {user.name: user for user in users}
+        self.reservations = {reservation.id: reservation for reservation in reservations}
+        self.jobs = {job.id: job for job in jobs}
+        self.outcomes = dict(outcomes)
+        self.holder, self._dependents = {}, {}
+        for job in self.jobs.values():
+            self.holder.update(dict.fromkeys((*job.devices, *job.target), job.id))
+            for name in job.unmet:
+                self._dependents.setdefault(name, []).append(job.id)
+
+    @property
+    def dependents(self) -> Mapping[str, list[str]]:
+        """Job → those that wait for it to end."""
+        return self._dependents
 
     def apply(self, event: events.Event) -> tuple[Job, ...]:
         """Takes one event; returns the jobs it changed, those that ended included, as they are now.
@@ -72,38 +114,7 @@ class Book:
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why a job like this can't be taken, for its owner; None where it can."""
-        for after in spec.after:
-            if after.job not in self.jobs and after.job not in self.outcomes:
-                return f"it is to start after {after.job}, but there is no such job"
-        limits = self.users[spec.user].limits if spec.user in self.users else Limits()
-        if limits.max_queued is not None:
-            num = sum(1 for job in self.jobs.values() if job.spec.user == spec.user)
-            if num >= limits.max_queued:
-                return f"{spec.user} has {num} jobs in the queue and may have {limits.max_queued}"
-        needs = spec.needs
-        fitting = [
-            d
-            for d in self.devices.values()
-            if (not needs.kinds or d.kind in needs.kinds) and d.memory_bytes >= needs.memory_bytes
-        ]
-        what = f"{needs.min_devices} devices" if needs.min_devices > 1 else "a device"
-        if needs.kinds:
-            what += f" of kind {' or '.join(needs.kinds)}"
-        if needs.memory_bytes:
-            what += f" with {needs.memory_bytes / 2**30:.3g} GiB"
-        most = len(fitting)
-        if needs.one_host or needs.one_kind:
-            groups: dict[tuple[str, str], int] = {}
-            for d in fitting:
-                key = (d.host if needs.one_host else "", d.kind if needs.one_kind else "")
-                groups[key] = groups.get(key, 0) + 1
-            most = max(groups.values(), default=0)
-            what += " in one host" * needs.one_host + " all of one kind" * needs.one_kind
-        if most < needs.min_devices:
-            return f"it asks for {what}; this queue has {most} such of its {len(self.devices)} devices"
-        if limits.max_devices is not None and limits.max_devices < needs.min_devices:
-            return f"it asks for {what}; {spec.user} may have {limits.max_devices} at once"
-        return None
+        return refusal(spec, self.jobs, self.outcomes, self.users, self.devices.values())
 
     # What each event does. Each checks first and changes then.
 

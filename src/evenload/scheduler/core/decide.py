@@ -12,6 +12,7 @@ pairs of jobs and devices.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evenload.scheduler.core.commands import Command, Preempt, Start
@@ -44,7 +45,13 @@ class Plan:
 
     commands: tuple[Command, ...]
     waits: dict[str, str] = field(default_factory=dict)
-    """Job → why it has no devices; filled by ``plan(..., explain=True)`` alone."""
+    """Job → why it has no devices; this and what follows are filled by ``plan(..., explain=True)`` alone."""
+    order: tuple[Job, ...] = ()
+    """Those that run or could, the most deserving first."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of elastic jobs: how many devices each should have, as far as the policy says."""
+    preempts: bool = False
+    """Whether those behind in the order may be displaced."""
 
 
 def decide(snapshot: Snapshot, now_s: float) -> tuple[Command, ...]:
@@ -101,7 +108,9 @@ class _Planning:
         if sizing is None:
             self._widen()
         self._command(movers, sizing)
-        return Plan(tuple(self.commands), self.roster.waits if self.explain else {})
+        if not self.explain:
+            return Plan(tuple(self.commands))
+        return Plan(tuple(self.commands), self.roster.waits, tuple(order), wishes.sizes or {}, wishes.preempts)
 
     def _view(self, keeping: frozenset[str]) -> View:
         roster, layout = self.roster, self.snapshot.layout

@@ -51,7 +51,7 @@ def _parts(history: History) -> dict[str, Mapping[Any, Any]]:
 def _waiting(history: History) -> dict[str, list[str]]:
     """Job → those that still wait for it; the book may remember some that have ended since."""
     book = history.ledger.book
-    waiting = {name: [other for other in others if other in book.jobs] for name, others in book._dependents.items()}
+    waiting = {name: [other for other in others if other in book.jobs] for name, others in book.dependents.items()}
     return {name: others for name, others in waiting.items() if others}
 
 

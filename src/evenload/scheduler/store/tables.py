@@ -99,30 +99,26 @@ def write_current(
 
 def read_ledger(connection: sqlite3.Connection) -> Ledger:
     """The ledger as of the last event, from the current tables alone: as quick as there are jobs that have not ended."""
-    ledger = Ledger()
-    book = ledger.book
-    book.time_s = float(get_fact(connection, "time_s", 0.0))
     settings = get_fact(connection, "settings", None)
-    book.settings = Settings() if settings is None else rows.settings_from(settings)
-    for name, body, closed in connection.execute("SELECT id, body, closed FROM devices ORDER BY position"):
-        book.devices[name] = rows.device_from(body)
-        if closed is not None:
-            book.closed[name] = closed
-    for name, limits, *use in connection.execute(
+    devices = connection.execute("SELECT id, body, closed FROM devices ORDER BY position").fetchall()
+    users = connection.execute(
         "SELECT name, limits, usage_device_s, accounted_s, num_devices FROM users ORDER BY position"
-    ):
-        book.users[name] = User(name, rows.limits_from(limits), *use)
-    for name, body in connection.execute("SELECT id, body FROM reservations ORDER BY position"):
-        book.reservations[name] = rows.reservation_from(body)
-    outcomes = f"SELECT id, state FROM jobs WHERE state IN {_ENDED}"
+    )
+    reservations = connection.execute("SELECT body FROM reservations ORDER BY position")
     states = {str(state): state for state in JobState}
-    book.outcomes = {name: states[state] for name, state in connection.execute(outcomes)}
-    for (body,) in connection.execute(f"SELECT body FROM jobs WHERE state NOT IN {_ENDED} ORDER BY number"):
-        job = rows.job_from(body)
-        book.jobs[job.id] = job
-        book.holder.update(dict.fromkeys((*job.devices, *job.target), job.id))
-        for name in job.unmet:
-            book._dependents.setdefault(name, []).append(job.id)
+    outcomes = connection.execute(f"SELECT id, state FROM jobs WHERE state IN {_ENDED}")
+    jobs = connection.execute(f"SELECT body FROM jobs WHERE state NOT IN {_ENDED} ORDER BY number")
+    ledger = Ledger()
+    ledger.book.restore(
+        time_s=float(get_fact(connection, "time_s", 0.0)),
+        settings=Settings() if settings is None else rows.settings_from(settings),
+        devices=[rows.device_from(body) for _, body, _ in devices],
+        closed={name: closed for name, _, closed in devices if closed is not None},
+        users=[User(name, rows.limits_from(limits), *use) for name, limits, *use in users],
+        reservations=[rows.reservation_from(body) for (body,) in reservations],
+        jobs=[rows.job_from(body) for (body,) in jobs],
+        outcomes={name: states[state] for name, state in outcomes},
+    )
     for attempt in read_attempts(connection, "ended_s IS NULL"):
         ledger.open[attempt.fence.job] = attempt
     ledger.last = int(connection.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()[0])

@@ -1,0 +1,60 @@
+"""Why a job can't be taken into the queue at all, said when it is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Device, Job, JobSpec, Limits, Needs, User
+
+
+def refusal(
+    spec: JobSpec,
+    jobs: Mapping[str, Job],
+    outcomes: Mapping[str, JobState],
+    users: Mapping[str, User],
+    devices: Collection[Device],
+) -> str | None:
+    """The reason, for the job's owner; None where it can be taken.
+
+    Args:
+        spec: what is asked for.
+        jobs: those that have not ended.
+        outcomes: those that have.
+        users: their limits.
+        devices: all of the queue, closed ones included: those may open again.
+    """
+    for after in spec.after:
+        if after.job not in jobs and after.job not in outcomes:
+            return f"it is to start after {after.job}, but there is no such job"
+    limits = users[spec.user].limits if spec.user in users else Limits()
+    if limits.max_queued is not None:
+        num = sum(1 for job in jobs.values() if job.spec.user == spec.user)
+        if num >= limits.max_queued:
+            return f"{spec.user} has {num} jobs in the queue and may have {limits.max_queued}"
+    needs = spec.needs
+    what, most = _asked(needs), _most(needs, devices)
+    if most < needs.min_devices:
+        return f"it asks for {what}; this queue has {most} such of its {len(devices)} devices"
+    if limits.max_devices is not None and limits.max_devices < needs.min_devices:
+        return f"it asks for {what}; {spec.user} may have {limits.max_devices} at once"
+    return None
+
+
+def _asked(needs: Needs) -> str:
+    what = f"{needs.min_devices} devices" if needs.min_devices > 1 else "a device"
+    if needs.kinds:
+        what += f" of kind {' or '.join(needs.kinds)}"
+    if needs.memory_bytes:
+        what += f" with {needs.memory_bytes / 2**30:.3g} GiB"
+    return what + " in one host" * needs.one_host + " all of one kind" * needs.one_kind
+
+
+def _most(needs: Needs, devices: Collection[Device]) -> int:
+    """How many of the devices could serve together."""
+    groups: dict[tuple[str, str], int] = {}
+    for device in devices:
+        if (not needs.kinds or device.kind in needs.kinds) and device.memory_bytes >= needs.memory_bytes:
+            key = (device.host if needs.one_host else "", device.kind if needs.one_kind else "")
+            groups[key] = groups.get(key, 0) + 1
+    return max(groups.values(), default=0)
