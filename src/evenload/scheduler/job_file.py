@@ -63,6 +63,8 @@ class JobFile:
     """Absolute; empty: where it is submitted."""
     snapshot: bool | None = None
     """None: where the folder is a git work tree."""
+    links: tuple[str, ...] | None = None
+    """Folders that a snapshot links to instead of having its own; None: `snapshots.LINKED`."""
     grace_s: float = DEFAULT_GRACE_S
     requeue: bool = False
     retries: int = 0
@@ -187,6 +189,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], dict[str, Any]]]] = 
     "inherit": (read.read_variables, _into("inherit")),
     "folder": (read.read_text, _into("folder")),
     "snapshot": (read.read_bool, _into("snapshot")),
+    "links": (read.read_paths, _into("links")),
     "grace": (read.read_duration_s, _into("grace_s")),
     "requeue": (read.read_bool, _into("requeue")),
     "retries": (read.read_count(0, 1000, "a number of tries"), _into("retries")),
@@ -301,6 +304,7 @@ def _written(job: JobFile) -> dict[str, Any]:
         "inherit": list(job.inherit),
         "folder": job.folder,
         "snapshot": job.snapshot,
+        "links": None if job.links is None else list(job.links),
         "grace": read.duration_text(job.grace_s),
         "requeue": job.requeue,
         "retries": job.retries,

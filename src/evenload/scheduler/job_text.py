@@ -14,8 +14,8 @@ from typing import Any
 from evenload.errors import ConfigError
 from evenload.scheduler.core.values import After
 
-MAX_ARRAY = 10_000
-"""Elements of one array: each is a job of its own."""
+MAX_ARRAY = 1_000
+"""Elements of one array: each is a job of its own, and all are submitted in one message."""
 MAX_DEVICES = 100_000
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
@@ -193,6 +193,17 @@ def read_variable(name: Any) -> str:
     if name.startswith("EVENLOAD_"):
         raise ValueError(f"a variable that isn't the queue's own; {name} is (all that begin with EVENLOAD_)")
     return name
+
+
+def read_paths(value: Any) -> tuple[str, ...]:
+    """Folders below the job's own."""
+    paths = (value,) if isinstance(value, str) else value
+    if not isinstance(paths, list | tuple):
+        raise ValueError('a list of folders below the job\'s own, such as ["data", "runs"]')
+    for path in paths:
+        if read_text(path).startswith(("/", "~")) or ".." in path.split("/") or path.strip("./") == "":
+            raise ValueError(f"folders below the job's own; {path!r} is none")
+    return tuple(dict.fromkeys(path.rstrip("/") for path in paths))
 
 
 def read_notify(value: Any) -> tuple[str, ...]:
