@@ -43,7 +43,12 @@ COMMANDS = {
     "doctor": Command("evenload.cli.doctor", "Check whether this machine is fit, and say what would mend it."),
     "verify": Command("evenload.cli.verify", "Prove on your own script that the split gives one device's gradients."),
     "demo": Command("evenload.cli.demo", "Watch a language model train on two unequal devices."),
-    "show": Command("evenload.cli.show", "Tell the story of a run: shares over time, and where the time went."),
+    "show": Command("evenload.cli.show", "Tell the story of a run, or of a job in the queue."),
+    "submit": Command("evenload.cli.submit", "Queue a command, or a job file, for devices shared with others."),
+    "ps": Command("evenload.cli.ps", "Show the queue: who has which device, how far jobs are, why others wait."),
+    "logs": Command("evenload.cli.logs", "Print what a job printed, or follow it."),
+    "cancel": Command("evenload.cli.cancel", "End jobs; those that run save first."),
+    "change": Command("evenload.cli.change", "Hold a job back, let it go, or change its priority, limits, devices."),
     "simulate": Command("evenload.cli.simulate", "Ask what a queue would do: another policy, one more card."),
 }
 

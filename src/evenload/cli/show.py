@@ -1,4 +1,4 @@
-"""`evenload show RUN`: the story of a run, or the run as it goes on."""
+"""`evenload show RUN`: the story of a run, or the run as it goes on; `evenload show JOB`: that of a job in the queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ POLL_S = 0.2
 
 
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder (project_dir), or the folder of runs.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|JOB", help="A run folder (project_dir), a folder of runs, or a job's number or name."
+        ),
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print the story as JSON.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Follow the run until it ends or Ctrl-C.")] = False,
     to: Annotated[
@@ -22,11 +27,21 @@ def show(
     logger_option: Annotated[
         list[str] | None, typer.Option(metavar="LOGGER.OPTION=VALUE", help="With --to; may be repeated.")
     ] = None,
+    queue: Annotated[Path | None, typer.Option("--queue", metavar="DIR", help="Of a job: the queue's folder.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Of a job of slurm or ray, by its number there.")] = None,
 ) -> None:
-    """Tell the story of a run: shares and why, where time went, throughput, efficiency."""
+    """Tell the story of a run: shares and why, where time went; or of a job: devices, waits, stops, cost."""
     from evenload.errors import ConfigError
     from evenload.records.reader import find_run
 
+    if backend is not None and backend != "local":
+        _tell_there(backend, str(run), json)
+        return
+    if queue is not None or not run.exists():
+        if queue is not None and (live or to is not None or logger_option):
+            raise ConfigError("--live, --to and --logger-option are for runs; a job is shown without them")
+        if _tell_job(str(run), queue, json):
+            return
     try:
         if json + live + (to is not None) > 1:
             raise ConfigError("--json, --live and --to are three ways to show a run; give one of them")
@@ -58,6 +73,58 @@ def _tell(folder: Path, as_json: bool) -> None:
     from evenload.views.story_text import story_text
 
     print(story_text(story))
+
+
+def _tell_job(name: str, queue: Path | None, as_json: bool) -> bool:
+    """Tells the story of a job; False where there is none of this name, which may be meant as a run folder's."""
+    from evenload.cli.jobs import folder_of, ids_of
+    from evenload.errors import QueueError
+    from evenload.views import job_story
+
+    folder = folder_of(queue)
+    try:
+        ids = ids_of([name], folder)
+    except QueueError:
+        if queue is not None:
+            raise
+        return False
+    for number in ids:
+        story = job_story.tell_job(folder, number)
+        if as_json:
+            import json
+
+            print(json.dumps(job_story.as_table(story), indent=1, ensure_ascii=False, default=str))
+            continue
+        print(job_story.job_text(story))
+        run = job_story.run_folder(story)
+        if run is not None:
+            print()
+            _tell(run, as_json=False)
+    return True
+
+
+def _tell_there(backend: str, job: str, as_json: bool) -> None:
+    """A job of somebody else's scheduler."""
+    from dataclasses import asdict
+
+    from evenload.errors import QueueError
+    from evenload.scheduler import backends
+
+    found = backends.get(backend).describe([job])
+    if not found:
+        raise QueueError(f"{backend} knows no job {job}")
+    if as_json:
+        import json
+
+        print(json.dumps([asdict(row) for row in found], indent=1, default=str))
+        return
+    for row in found:
+        steps = f", step {row.step}{f' of {row.total}' if row.total else ''}" if row.step is not None else ""
+        where = f" on {', '.join(row.hosts)}" if row.hosts else ""
+        why = f": {row.reason}" if row.reason else ""
+        print(f"job {row.id} of {backend}: {row.state.lower()} ({row.native}){where}{steps}{why}")
+        for name, value in row.extra.items():
+            print(f"  {name}  {value}")
 
 
 def _send(folder: Path, logger: str, texts: list[str]) -> None:

@@ -136,6 +136,17 @@ def lay_out(folder: str) -> Path:
     return Path(folder)
 
 
+def ready(folder: str) -> None:
+    """Lays out the snapshot that `folder` is a part of, if it is one and isn't laid out yet; for a runner, as the owner.
+
+    Raises:
+        QueueError: the snapshot is gone or damaged.
+    """
+    path = Path(folder)
+    if not path.is_dir() and any(place.parent.name == "work" for place in (path, *path.parents)):
+        lay_out(folder)
+
+
 def new_files(folder: str, limit: int = 20) -> list[str]:
     """Files in a snapshot's folder that the job made: paths from its top, at most `limit`."""
     try:

@@ -1,0 +1,102 @@
+"""``evenload ps``: the queue: who has which device, how far jobs are, why the others wait."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evenload.cli.jobs import Queue, folder_of
+from evenload.errors import ConfigError, QueueError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from evenload.views.queue_view import QueueView, Wanted
+
+_REFRESH_S = 2.0
+
+
+def ps(
+    all_: Annotated[bool, typer.Option("--all", "-a", help="A line for each job there ever was.")] = False,
+    user: Annotated[str | None, typer.Option(help="This user's jobs only.")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Only those: waiting, running, ended, failed, ...; several with commas.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again until Ctrl-C.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    clean: Annotated[
+        bool,
+        typer.Option("--clean", help="Remove the snapshots of jobs that have ended, also with what jobs left there."),
+    ] = False,
+    queue: Queue = None,
+) -> None:
+    """Show the queue: devices, jobs that run and how far they are, jobs that wait and why."""
+    from evenload.views.queue_view import Wanted, look, parse_states
+
+    folder = folder_of(queue)
+    if watch + json + clean > 1:
+        raise ConfigError("--watch, --json and --clean are three things to do; give one of them")
+    if clean:
+        _clean(folder)
+        return
+    wanted = Wanted(all_, user, parse_states(state) if state is not None else ())
+    if watch:
+        _watch(folder, wanted)
+        return
+    view = look(folder, wanted)
+    if json:
+        from evenload.views.queue_json import json_of
+
+        sys.stdout.write(json_of(view))
+        return
+    _show(view, wanted)
+
+
+def _show(view: QueueView, wanted: Wanted) -> None:
+    if sys.stdout.isatty() and not wanted.everything:
+        from rich.console import Console
+
+        from evenload.views.queue_panel import panel
+
+        Console().print(panel(view))
+        return
+    from evenload.views.queue_text import text
+
+    sys.stdout.write("\n".join(text(view, everything=wanted.everything)) + "\n")
+
+
+def _watch(folder: Path, wanted: Wanted) -> None:
+    """Again whenever something happened, and now and then for progress."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from evenload.views.queue_panel import panel
+    from evenload.views.queue_view import look
+
+    console = Console()
+    try:
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                live.update(panel(look(folder, wanted)), refresh=True)
+                time.sleep(_REFRESH_S)
+    except KeyboardInterrupt:
+        pass
+
+
+def _clean(folder: Path) -> None:
+    from evenload.cli.submitted import have_ended
+    from evenload.scheduler import snapshots, submitting
+    from evenload.scheduler.client import connect
+
+    store = submitting.store_of(folder)
+    try:
+        with connect(folder, start=False) as line:
+            done = snapshots.clean(
+                store, have_ended(line, folder), older_than_s=0.0, now_s=time.time(), with_new_files=True
+            )
+    except QueueError as error:
+        raise QueueError(f"which jobs have ended can't be asked: {error}") from error
+    print(f"{done.num_removed} snapshots are removed from {store}")
