@@ -15,6 +15,9 @@ PAGES = (ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "d
 OWN_TEST = {
     "ways-to-start.md": "tests/starts/test_ways.py",
     "several-machines.md": "tests/hosts/test_docs.py",
+    "queue.md": "tests/pages/test_queue_page.py",
+    "job-file.md": "tests/pages/test_queue_page.py",
+    "simulator.md": "tests/scheduler/test_simulator_page.py",
 }
 """Pages whose every command is run as it stands by a test of their own."""
 ELSEWHERE = {

@@ -69,7 +69,7 @@ class TestFairShare:
         assert sorted(queue.book.jobs[j].spec.user for j in queue.running) == ["ann", "bob", "bob", "bob"]
 
     def test_use_is_forgotten_with_its_half_life(self) -> None:
-        queue = Queue(box(1), policy="fair_share", min_run_s=0.0, half_life_s=3600.0)
+        queue = Queue(box(1), policy="fair_share", min_run_s=0.0, half_life_s=3600.0, starve_after_s=1e9)
         queue.submit(1, user="ann", name="a1")
         queue.settle()
         queue.now_s = 36000.0
@@ -99,6 +99,7 @@ def test_las_sinks_jobs_at_the_thresholds() -> None:
     queue = Queue(box(2), policy="las", min_run_s=0.0, las_thresholds_device_s=(100.0, 1000.0))
     queue.submit(2, name="old")
     queue.settle()
+    queue.now_s = 1.0
     queue.submit(2, name="new")
     queue.now_s = 49.0
     assert queue.settle() == []

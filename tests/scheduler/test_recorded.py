@@ -11,7 +11,7 @@ from evenload.errors import ConfigError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.values import Settings
 from evenload.scheduler.simulator.cluster import devices_of
-from evenload.scheduler.simulator.recorded import read_log, rows_of, write_table
+from evenload.scheduler.simulator.recorded import read_log, record_of, write_table
 from evenload.scheduler.simulator.simulate import Conditions, simulate
 from evenload.scheduler.simulator.workloads import read_workload
 from tests.scheduler.queue import Queue, box
@@ -39,9 +39,9 @@ def test_a_record_simulated_again_gives_the_same_times(tmp_path: Path, policy: s
     again = simulate(read_workload(record), conditions)
     ends = {job.job: job.ended_s for job in first.jobs}
     assert {job.job: job.ended_s for job in again.jobs} == pytest.approx(ends, abs=1.0)
-    rows, left_out = read_log(record)
-    assert left_out == 0
-    write_table(rows, tmp_path / "export.csv")
+    told = read_log(record)
+    assert told.num_left_out == 0 and told.devices == conditions.devices and told.settings == conditions.settings
+    write_table(told.rows, tmp_path / "export.csv")
     exported = simulate(read_workload(tmp_path / "export.csv"), conditions)
     assert {job.job: job.ended_s for job in exported.jobs} == pytest.approx(ends, abs=1.0)
 
@@ -63,11 +63,11 @@ def test_what_never_ran_or_has_not_ended_is_left_out() -> None:
     queue.settle()
     queue.now_s = 1250.0
     queue.ended(ended, is_success=False) if ended in queue.running else queue.apply(events.Cancelled(1250.0, ended))
-    rows, left_out = rows_of(queue.log)
-    by_job = {row["job"]: row for row in rows}
+    record = record_of(queue.log)
+    by_job = {row["job"]: row for row in record.rows}
     assert running in by_job and by_job[running]["duration_s"] == "400.000"  # 200 s at twice the speed
     assert by_job[ended]["submitted_s"] == "0.000" and float(by_job[ended]["duration_s"]) >= 200.0
-    assert left_out == 2
+    assert record.num_left_out == 2
 
 
 def test_a_record_that_is_none(tmp_path: Path) -> None:

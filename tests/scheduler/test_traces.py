@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.queue_policies import AS_TIRESIAS
+from benchmarks.queue_policies import AS_TIRESIAS, pollux_folder
 from evenload.scheduler.core.values import Settings
 from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.report import mean, percentile, slowdowns
@@ -20,7 +20,7 @@ def traces(request: pytest.FixtureRequest) -> Path:
     folder = request.config.getoption("--traces")
     if folder is None:
         pytest.skip("needs recorded workloads: --traces DIR")
-    return Path(folder)
+    return pollux_folder(Path(folder))
 
 
 def workload(traces: Path, number: int, elastic: bool = False) -> list[Arrival]:

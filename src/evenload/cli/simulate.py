@@ -8,17 +8,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evenload.errors import ConfigError
+
 if TYPE_CHECKING:
+    from evenload.scheduler.core.values import Device, Limits, Reservation
     from evenload.scheduler.simulator.cluster import KindFacts
     from evenload.scheduler.simulator.outcome import Outcome
+    from evenload.scheduler.simulator.recorded import Record
 
 
 def simulate(
-    workload: Annotated[Path, typer.Argument(metavar="WORKLOAD", help="A CSV of jobs; see docs/simulator.md.")],
+    workload: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[WORKLOAD]",
+            help="A queue's folder or log (.jsonl), or a CSV of jobs; this machine's queue where not given.",
+        ),
+    ] = None,
     cluster: Annotated[
         list[str] | None,
         typer.Option(
-            "--cluster", "-c", help="HOSTSxDEVICES[:KIND][,...], such as 16x4; again for one more to compare."
+            "--cluster",
+            "-c",
+            help="HOSTSxDEVICES[:KIND][,...], such as 16x4; own, own+1; again for one more to compare.",
         ),
     ] = None,
     policy: Annotated[
@@ -45,6 +57,16 @@ def simulate(
             "--kind", help="NAME:speed=1,price=0,watts=0,memory=0: a kind's speed, price an hour, power, GiB."
         ),
     ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option("--limit", help="USER:devices=N,jobs=N,share=1: what a user may have; some of these."),
+    ] = None,
+    reserve: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reserve", help="devices=ID|ID,from=S,until=S,users=A|B: kept for these; for nobody without users."
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of a setting of the queue, such as min_run_s=60.")
     ] = None,
@@ -57,44 +79,60 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     jobs: Annotated[bool, typer.Option("--jobs", help="With --json: each job's times too.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this SVG file.")] = None,
+    export: Annotated[
+        Path | None, typer.Option("--export", help="Of a queue: write its jobs as a CSV, to change and simulate.")
+    ] = None,
 ) -> None:
     """Simulate a queue: mean, median and p99 completion time, use, restarts, fairness, cost."""
-    from evenload.errors import ConfigError
     from evenload.scheduler.core.values import settings_from
     from evenload.scheduler.simulator.cluster import devices_of
     from evenload.scheduler.simulator.report import as_row, report_of, table
     from evenload.scheduler.simulator.simulate import Conditions
     from evenload.scheduler.simulator.simulate import simulate as run
-    from evenload.scheduler.simulator.workloads import capped, read_workload, thinned
+    from evenload.scheduler.simulator.workloads import arrivals_of, capped, read_workload, thinned
 
     if jobs and not json:
         raise ConfigError("--jobs without --json has no effect: add --json")
-    clusters, policies = cluster or ["16x4"], policy or ["default"]
+    path = _queue_folder() if workload is None else workload
+    record = _record(path)
+    if record is not None and (elastic or tables is not None or speeds is not None):
+        raise ConfigError(
+            f"--elastic, --tables and --speeds have no effect on a queue's record, {path}: leave them out"
+        )
+    if export is not None:
+        _export(record, export)
+    base = None if record is None else record.settings
+    clusters = cluster or ["16x4" if record is None else "own"]
+    policies = policy or ["default" if base is None else base.policy]
     overrides = _settings(set_ or [])
     knows, sigma = _remaining(remaining)
     facts = dict(_kind(text) for text in kind or [])
+    limits = {**(record.limits if record is not None else {}), **dict(_limit(text) for text in limit or [])}
     outcomes, reports = [], []
     for text in clusters:
-        devices = devices_of(text, facts)
+        devices = devices_of(text, facts, () if record is None else record.devices)
         hosts = [device.host for device in devices]
-        arrivals = thinned(
-            read_workload(
-                workload, elastic=elastic, host_size=max(map(hosts.count, set(hosts))), tables=tables, speeds=speeds
-            ),
-            every,
-        )
+        if record is not None:
+            arrivals = arrivals_of(record.rows, path)
+        else:
+            arrivals = read_workload(
+                path, elastic=elastic, host_size=max(map(hosts.count, set(hosts))), tables=tables, speeds=speeds
+            )
+        arrivals = thinned(arrivals, every)
         if cap:
             arrivals = capped(arrivals, len(devices))
         for name in policies:
             conditions = Conditions(
                 devices=devices,
-                settings=settings_from({**overrides, "policy": name}),
+                settings=settings_from({**overrides, "policy": name}, base),
                 interval_s=interval,
                 at_events=not ticks_only,
                 save_s=save,
                 remaining=knows,
                 noise=sigma,
                 seed=seed,
+                limits=limits,
+                reservations=_reservations(record, reserve or [], devices),
             )
             outcome = run(arrivals, conditions)
             outcomes.append((name if len(clusters) == 1 else f"{name} {text}", outcome))
@@ -111,15 +149,47 @@ def simulate(
                 row["jobs"] = [asdict(job) | {"jct_s": job.jct_s} for job in outcome.jobs]
         print(dumps(rows, indent=1))
     else:
-        print(f"{len(arrivals)} jobs, remaining work {remaining}")
+        left_out = f", {record.num_left_out} that never ran or go on left out" if record and record.num_left_out else ""
+        print(f"{len(arrivals)} jobs, remaining work {remaining}{left_out}")
         print(table(reports))
     if plot is not None:
         print(f"picture: {plot}", file=sys.stderr)
 
 
-def _settings(texts: list[str]) -> dict[str, str]:
-    from evenload.errors import ConfigError
+def _queue_folder() -> Path:
+    from evenload.scheduler.place import default_folder
 
+    folder = default_folder()
+    if not folder.is_dir():
+        raise ConfigError(f"no WORKLOAD was named, and there is no queue in {folder}: name a queue's folder or a file")
+    return folder
+
+
+def _record(path: Path) -> Record | None:
+    """What a queue recorded, where the path is one of a queue."""
+    from evenload.scheduler.simulator.recorded import read_log, record_of
+
+    if path.is_dir():
+        from evenload.scheduler.store.ledger import RunnerStarted
+        from evenload.scheduler.store.reader import Reader
+
+        with Reader(path) as reader:
+            return record_of(told.entry for told in reader.log() if not isinstance(told.entry, RunnerStarted))
+    return read_log(path) if path.suffix == ".jsonl" else None
+
+
+def _export(record: Record | None, path: Path) -> None:
+    from evenload.scheduler.simulator.recorded import write_table
+
+    if record is None:
+        raise ConfigError("--export has no effect on a table of jobs: it writes a queue's record as one")
+    try:
+        write_table(record.rows, path)
+    except OSError as error:
+        raise ConfigError(f"--export {path}: can't be written ({error.strerror})") from error
+
+
+def _settings(texts: list[str]) -> dict[str, str]:
     settings = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -132,8 +202,6 @@ def _settings(texts: list[str]) -> dict[str, str]:
 
 
 def _remaining(text: str) -> tuple[str, float]:
-    from evenload.errors import ConfigError
-
     name, colon, sigma = text.partition(":")
     try:
         if colon and name != "noisy":
@@ -143,20 +211,27 @@ def _remaining(text: str) -> tuple[str, float]:
         raise ConfigError(f"--remaining {text}: expected known, unknown, noisy, or noisy:SIGMA") from None
 
 
+def _facts(text: str, known: set[str]) -> dict[str, str]:
+    """``a=1,b=2`` with some of the known names, each once."""
+    facts = dict(part.split("=", 1) for part in text.split(","))
+    if not facts.keys() <= known or len(facts) != text.count(",") + 1:
+        raise ValueError(text)
+    return facts
+
+
 def _kind(text: str) -> tuple[str, KindFacts]:
-    from evenload.errors import ConfigError
     from evenload.scheduler.simulator.cluster import KindFacts
 
-    name, colon, rest = text.partition(":")
+    name, _, rest = text.partition(":")
     try:
-        facts = dict(part.split("=", 1) for part in rest.split(","))
-        if not colon or not facts.keys() <= {"speed", "price", "watts", "memory"}:
-            raise ValueError
+        facts = _facts(rest, {"speed", "price", "watts", "memory"})
+        told = {name: float(value) for name, value in facts.items()}
+        memory_gib = told.get("memory")
         return name, KindFacts(
-            speed=float(facts.get("speed", 1)),
-            price_per_hour=float(facts.get("price", 0)),
-            power_w=float(facts.get("watts", 0)),
-            memory_bytes=int(float(facts.get("memory", 0)) * 2**30),
+            speed=told.get("speed"),
+            price_per_hour=told.get("price"),
+            power_w=told.get("watts"),
+            memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
         )
     except ValueError:
         raise ConfigError(
@@ -164,8 +239,51 @@ def _kind(text: str) -> tuple[str, KindFacts]:
         ) from None
 
 
+def _limit(text: str) -> tuple[str, Limits]:
+    from evenload.scheduler.core.values import Limits
+
+    user, _, rest = text.partition(":")
+    try:
+        facts = _facts(rest, {"devices", "jobs", "share"})
+        return user, Limits(
+            max_devices=int(facts["devices"]) if "devices" in facts else None,
+            max_running=int(facts["jobs"]) if "jobs" in facts else None,
+            share=float(facts.get("share", 1)),
+        )
+    except ValueError:
+        raise ConfigError(f"--limit {text}: expected USER:devices=N,jobs=N,share=1 (some of these, numbers)") from None
+
+
+def _reservations(record: Record | None, texts: list[str], devices: tuple[Device, ...]) -> tuple[Reservation, ...]:
+    """Those of the record, as far as its devices are here, and those of the command line."""
+    from dataclasses import replace
+
+    here = {device.id for device in devices}
+    kept = (
+        []
+        if record is None
+        else [replace(r, devices=r.devices & here) for r in record.reservations if r.devices & here]
+    )
+    return (*kept, *(_reservation(text, number, here) for number, text in enumerate(texts, start=1)))
+
+
+def _reservation(text: str, number: int, here: set[str]) -> Reservation:
+    from evenload.scheduler.core.values import Reservation
+
+    try:
+        facts = _facts(text, {"devices", "from", "until", "users"})
+        wanted, start_s, end_s = frozenset(facts["devices"].split("|")), float(facts["from"]), float(facts["until"])
+    except (KeyError, ValueError):
+        raise ConfigError(f"--reserve {text}: expected devices=ID|ID,from=S,until=S[,users=A|B]") from None
+    if strange := wanted - here:
+        raise ConfigError(
+            f"--reserve {text}: there is no device {', '.join(sorted(strange))}; there are {', '.join(sorted(here)[:8])}, …"
+        )
+    users = frozenset(facts["users"].split("|")) if "users" in facts else frozenset()
+    return Reservation(f"option {number}", wanted, start_s, end_s, users)
+
+
 def _plot(path: Path, outcomes: list[tuple[str, Outcome]]) -> None:
-    from evenload.errors import ConfigError
     from evenload.scheduler.simulator.plot import svg
 
     if path.suffix != ".svg":

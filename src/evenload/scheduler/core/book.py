@@ -58,14 +58,8 @@ class Book:
     ) -> None:
         """Takes over a state that was stored; the book is as if it had seen the events.
 
-        Args:
-            time_s: of the latest event.
-            settings: how the queue decides.
-            devices: in the order in which they were added.
-            closed: devices on which nothing new may start, and why.
-            users, reservations: all there are.
-            jobs: all that have not ended, in the order of submission.
-            outcomes: how those that have ended did.
+        All there was: `time_s` of the latest event, devices in the order in which they were added, jobs that have not ended
+        in the order of submission, and the outcomes of those that have.
         """
         self.time_s, self.settings, self._layout = time_s, settings, None
         self.devices = {device.id: device for device in devices}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evenload.errors import ConfigError
@@ -323,8 +323,8 @@ class Settings:
             )
 
 
-def settings_from(values: Mapping[str, Any]) -> Settings:
-    """Settings from a mapping, such as a TOML table or options of a command line.
+def settings_from(values: Mapping[str, Any], base: Settings | None = None) -> Settings:
+    """Settings from a mapping, such as a TOML table or options of a command line; what it doesn't name is as in `base`.
 
     Raises:
         ConfigError: a name is unknown or a value of the wrong type.
@@ -339,7 +339,7 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
             read[name] = _read(str(known[name]), value)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{name}={value!r}: expected {known[name]}") from error
-    return Settings(**read)
+    return replace(base or Settings(), **read)
 
 
 def _read(kind: str, value: Any) -> Any:

@@ -1,29 +1,46 @@
-"""Devices of a cluster from a short text: ``16x4`` is 16 hosts of 4 devices, ``1x8:a100,2x4:v100`` is two kinds."""
+"""Devices of a cluster from a short text: ``16x4`` is 16 hosts of 4 devices, ``1x8:a100,2x4:v100`` is two kinds.
+
+Where a queue's own record is simulated, ``own`` are its devices, ``own+1`` one card more of its most frequent kind, and
+``own,1x4:a100`` a host more.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.values import Device
 
+_OWN = re.compile(r"own(?:\+(?P<more>\d+))?")
 _PART = re.compile(r"(?P<hosts>\d+)x(?P<size>\d+)(?::(?P<kind>[\w.-]+))?")
 
 
 @dataclass(frozen=True)
 class KindFacts:
-    """What one kind of device is taken to be like."""
+    """What one kind of device is taken to be like; None where nothing is said."""
 
-    speed: float = 1.0
-    price_per_hour: float = 0.0
-    power_w: float = 0.0
-    memory_bytes: int = 0
+    speed: float | None = None
+    price_per_hour: float | None = None
+    power_w: float | None = None
+    memory_bytes: int | None = None
+
+    def on(self, device: Device) -> Device:
+        """The device with what is said here."""
+        return replace(device, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
-def devices_of(text: str, facts: Mapping[str, KindFacts] | None = None) -> tuple[Device, ...]:
+def devices_of(
+    text: str, facts: Mapping[str, KindFacts] | None = None, own: tuple[Device, ...] = ()
+) -> tuple[Device, ...]:
     """The devices, hosts numbered in the order of the text.
+
+    Args:
+        text: see above.
+        facts: what kinds are like; of `own` too, where given.
+        own: the devices of the queue whose record it is.
 
     Raises:
         ConfigError: the text is not of the form, or facts are given of a kind that it doesn't name.
@@ -31,33 +48,43 @@ def devices_of(text: str, facts: Mapping[str, KindFacts] | None = None) -> tuple
     facts = facts or {}
     devices: list[Device] = []
     num_hosts = 0
+    taken: set[str] = set()
     for part in text.split(","):
+        if (of_queue := _OWN.fullmatch(part.strip())) is not None and not devices:
+            devices += _own(own, int(of_queue["more"] or 0), facts)
+            taken = {device.host for device in own}
+            continue
         match = _PART.fullmatch(part.strip())
         if match is None or not int(match["hosts"]) or not int(match["size"]):
-            raise ConfigError(f"cluster {text!r}: expected HOSTSxDEVICES[:KIND], such as 16x4 or 1x8:a100,2x4:v100")
+            raise ConfigError(
+                f"cluster {text!r}: expected HOSTSxDEVICES[:KIND], such as 16x4 or 1x8:a100,2x4:v100; or own, own+N "
+                f"(N cards more) or own,HOSTSxDEVICES[:KIND] for those of a queue's record"
+            )
         kind = match["kind"] or "gpu"
         fact = facts.get(kind, KindFacts())
         for _ in range(int(match["hosts"])):
+            while f"host{num_hosts}" in taken:
+                num_hosts += 1
             host = f"host{num_hosts}"
             num_hosts += 1
             for number in range(int(match["size"])):
-                devices.append(
-                    Device(
-                        id=f"{host}:{number}",
-                        host=host,
-                        kind=kind,
-                        memory_bytes=fact.memory_bytes,
-                        speed=fact.speed,
-                        price_per_hour=fact.price_per_hour,
-                        power_w=fact.power_w,
-                    )
-                )
+                devices.append(fact.on(Device(id=f"{host}:{number}", host=host, kind=kind)))
     kinds = {device.kind for device in devices}
     if strange := facts.keys() - kinds:
         raise ConfigError(
             f"facts of kind {', '.join(sorted(strange))}, but cluster {text!r} has only {', '.join(sorted(kinds))}"
         )
     return tuple(devices)
+
+
+def _own(own: tuple[Device, ...], num_more: int, facts: Mapping[str, KindFacts]) -> list[Device]:
+    """A queue's devices, and so many more like the last of its most frequent kind, in the same host."""
+    if not own:
+        raise ConfigError("cluster own: only a queue's own record has devices; expected HOSTSxDEVICES[:KIND]")
+    kinds = Counter(device.kind for device in own)
+    last = next(device for device in reversed(own) if kinds[device.kind] == max(kinds.values()))
+    more = [replace(last, id=f"{last.host}+{number}") for number in range(1, num_more + 1)]
+    return [facts.get(device.kind, KindFacts()).on(device) for device in (*own, *more)]
 
 
 @dataclass(frozen=True)

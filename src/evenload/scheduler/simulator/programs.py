@@ -42,21 +42,29 @@ class Program(Protocol):
 
 
 class Timed:
-    """A program of a known duration, as in recorded traces: ``speed = mean(device speeds) · (n / n₀)^scaling``."""
+    """A program of a known duration, as in recorded traces: ``speed = mean(device speeds) · (n / n₀)^scaling``.
 
-    def __init__(self, duration_s: float, num_devices: int, scaling: float) -> None:
+    Where its speeds on 1, 2, … devices were measured, those stand in place of the power, and it tells the queue of them.
+    """
+
+    def __init__(self, duration_s: float, num_devices: int, scaling: float, rates: tuple[float, ...] = ()) -> None:
         """Runs `duration_s` on `num_devices` devices of speed 1."""
         if not duration_s > 0:
             raise ConfigError(f"a job of {duration_s} s: expected more than 0")
+        if rates and (len(rates) < num_devices or not all(0 < rate < math.inf for rate in rates)):
+            raise ConfigError(f"rates={rates}: expected numbers above 0 for 1, 2, … at least {num_devices} devices")
         self._total, self._num, self._scaling = duration_s, num_devices, scaling
+        self._curve = tuple(rate / rates[num_devices - 1] for rate in rates)
+        self._is_curve_told = not rates
         self._done = 0.0
         self._rate = 0.0
-        self._most = 0
         self.is_done = False
 
     def rate(self, shape: Shape) -> float:
         """Seconds of its work a second."""
-        return sum(shape.speeds) / len(shape.speeds) * math.pow(shape.num_devices / self._num, self._scaling)
+        num = shape.num_devices
+        speedup = self._curve[min(num, len(self._curve)) - 1] if self._curve else (num / self._num) ** self._scaling
+        return sum(shape.speeds) / len(shape.speeds) * float(speedup)
 
     def start(self, shape: Shape) -> None:
         """Takes the speed of these devices."""
@@ -73,7 +81,9 @@ class Timed:
 
     def told(self) -> Told:
         """Seconds of work, on as many devices as the trace says."""
-        return Told(self._done, self._total, self._rate)
+        rates = None if self._is_curve_told else self._curve
+        self._is_curve_told = True
+        return Told(self._done, self._total, self._rate, rates)
 
 
 class Typed(Timed):

@@ -1,7 +1,11 @@
 """A queue's own record as a workload: its log of events becomes rows of the simple table (`workloads`).
 
+With the rows come the queue's devices, settings, users' limits and reservations, so that what was can be simulated as it
+was before something is changed.
+
 What a job would have taken on the least devices it asks for is worked out from when its program ran, and on what:
-``Σ seconds · mean speed · (n / n₀)^scaling`` over its attempts. Jobs that never ran, or had not ended when the record ends,
+``Σ seconds · mean speed · (n / n₀)^scaling`` over its attempts, with measured speeds in place of the power where the job
+reported them. Jobs that never ran, or had not ended when the record ends,
 tell nothing and are left out, and so are dependencies on them.
 """
 
@@ -9,21 +13,21 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings
 from evenload.scheduler.simulator.workloads import DEFAULT_SCALING
 
 COLUMNS = (
     "job", "submitted_s", "devices", "duration_s", "user", "priority", "kinds", "memory_gib", "one_host", "one_kind",
     "preemptible", "estimate_s", "soft_limit_s", "not_before_s", "after", "array", "array_limit", "restart_s", "name",
-    "state", "started_s", "ended_s",
+    "rates", "state", "started_s", "ended_s",
 )  # fmt: skip
 
 Row = dict[str, str]
@@ -41,15 +45,37 @@ class _Seen:
     devices: tuple[str, ...] = field(default=())
 
 
-def rows_of(log: Iterable[events.Event]) -> tuple[list[Row], int]:
-    """The rows in the order of submission, times from the first one on; and how many jobs were left out.
+@dataclass(frozen=True)
+class Record:
+    """What a queue's log tells; times count from the first submission of `rows`."""
+
+    rows: tuple[Row, ...]
+    """In the order of submission."""
+    num_left_out: int
+    """Jobs that tell nothing."""
+    devices: tuple[Device, ...]
+    """Those that belong to the queue at the end."""
+    settings: Settings
+    limits: Mapping[str, Limits]
+    """Of the users who have some."""
+    reservations: tuple[Reservation, ...]
+    """All there were; one that was taken back ends then."""
+
+
+def record_of(log: Iterable[events.Event]) -> Record:
+    """Folds the log.
 
     Raises:
         QueueError: the events don't follow each other.
     """
     book = Book()
     seen: dict[str, _Seen] = {}
+    reservations: dict[str, Reservation] = {}
     for event in log:
+        if isinstance(event, events.ReservationSet):
+            reservations[event.reservation.id] = event.reservation
+        elif isinstance(event, events.ReservationEnded) and event.reservation in reservations:
+            _cut(reservations, event.reservation, event.time_s)
         for job in book.apply(event):
             one = seen.setdefault(job.id, _Seen(job))
             if one.began_s is not None and job.state is not JobState.RUNNING:
@@ -60,21 +86,38 @@ def rows_of(log: Iterable[events.Event]) -> tuple[list[Row], int]:
             one.job = job
     told = {name: one for name, one in seen.items() if name in book.outcomes and one.work_s > 0}
     first_s = min((one.job.submitted_s for one in told.values()), default=0.0)
-    return [_row(one, first_s, set(told)) for one in told.values()], len(seen) - len(told)
+    return Record(
+        rows=tuple(_row(one, first_s, set(told)) for one in told.values()),
+        num_left_out=len(seen) - len(told),
+        devices=tuple(book.devices.values()),
+        settings=book.settings,
+        limits={name: user.limits for name, user in book.users.items() if user.limits != Limits()},
+        reservations=tuple(
+            replace(r, start_s=r.start_s - first_s, end_s=r.end_s - first_s) for r in reservations.values()
+        ),
+    )
 
 
-def read_log(path: Path) -> tuple[list[Row], int]:
+def _cut(reservations: dict[str, Reservation], name: str, time_s: float) -> None:
+    reservation = reservations.pop(name)
+    if reservation.start_s < time_s:
+        reservations[name] = replace(reservation, end_s=min(reservation.end_s, time_s))
+
+
+def read_log(path: Path) -> Record:
     """The same from a file with one event a line, as `core.events.as_row` writes them.
 
     Raises:
         ConfigError: the file is not such a log.
     """
     log = []
+    number = 0
     try:
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
+        for line in path.read_text().splitlines():
+            number += 1
             if line.strip():
                 log.append(events.from_row(json.loads(line)))
-        return rows_of(log)
+        return record_of(log)
     except OSError as error:
         raise ConfigError(f"record {path} can't be read: {error.strerror}") from error
     except (ValueError, TypeError, QueueError) as error:
@@ -92,7 +135,11 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
 
 def _work_s(book: Book, one: _Seen, now_s: float) -> float:
     speeds = [book.devices[name].speed if name in book.devices else 1.0 for name in one.devices]
-    factor = float((len(one.devices) / one.job.spec.needs.min_devices) ** DEFAULT_SCALING)
+    num, least, rates = len(one.devices), one.job.spec.needs.min_devices, one.job.rates
+    if len(rates) >= max(num, least) and rates[least - 1] > 0:
+        factor = rates[num - 1] / rates[least - 1]
+    else:
+        factor = float((num / least) ** DEFAULT_SCALING)
     began_s = now_s if one.began_s is None else one.began_s
     return (now_s - began_s) * sum(speeds) / len(speeds) * factor
 
@@ -116,6 +163,7 @@ def _row(one: _Seen, first_s: float, told: set[str]) -> Row:
         "array": spec.array,
         "array_limit": str(spec.array_limit) if spec.array_limit is not None else "",
         "name": spec.name,
+        "rates": "|".join(f"{rate:.6g}" for rate in job.rates) if elastic else "",
         "state": str(job.state),
         "started_s": f"{job.first_began_s - first_s:.3f}" if job.first_began_s is not None else "",
         "ended_s": f"{job.since_s - first_s:.3f}",

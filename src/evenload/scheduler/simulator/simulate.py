@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from evenload.errors import ConfigError
@@ -14,7 +14,7 @@ from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.commands import End, Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Device, Settings
+from evenload.scheduler.core.values import Device, Limits, Reservation, Settings
 from evenload.scheduler.simulator.cluster import shape_of
 from evenload.scheduler.simulator.fairness import packed_shape, with_fair_times
 from evenload.scheduler.simulator.metering import Meter
@@ -46,6 +46,9 @@ class Conditions:
     noise: float = 1.0
     """Standard deviation of the factor's logarithm."""
     seed: int = 0
+    limits: Mapping[str, Limits] = field(default_factory=dict)
+    """Of users; how many jobs may be queued doesn't count here: who was refused would come again."""
+    reservations: tuple[Reservation, ...] = ()
 
     def __post_init__(self) -> None:
         if self.remaining not in KNOWLEDGE:
@@ -59,13 +62,12 @@ class Conditions:
             raise ConfigError("a simulation without devices")
 
 
-def simulate(
-    arrivals: Sequence[Arrival], conditions: Conditions, log: list[events.Event] | None = None
-) -> Outcome:
+def simulate(arrivals: Sequence[Arrival], conditions: Conditions, log: list[events.Event] | None = None) -> Outcome:
     """Runs a workload to its end; `log` collects the queue's events, as a daemon would record them.
 
     Raises:
         ConfigError: a job can never run on these devices.
+        QueueError: a reservation is of a device that is not there.
     """
     return _World(arrivals, conditions, log).run()
 
@@ -87,9 +89,7 @@ class _Live:
 class _World:
     """The clock, the heap of what comes, and the programs."""
 
-    def __init__(
-        self, arrivals: Sequence[Arrival], conditions: Conditions, log: list[events.Event] | None
-    ) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], conditions: Conditions, log: list[events.Event] | None) -> None:
         self.conditions = conditions
         self.book = Book()
         self.log = log
@@ -112,6 +112,10 @@ class _World:
         self._apply(events.SettingsSet(0.0, conditions.settings))
         for device in conditions.devices:
             self._apply(events.DeviceAdded(0.0, device))
+        for user, limits in conditions.limits.items():
+            self._apply(events.LimitsSet(0.0, user, replace(limits, max_queued=None)))
+        for reservation in conditions.reservations:
+            self._apply(events.ReservationSet(0.0, reservation))
         for arrival in arrivals:
             self._push(arrival.time_s, "arrive", arrival.job)
 

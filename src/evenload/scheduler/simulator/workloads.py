@@ -1,6 +1,7 @@
 """Workloads from files: a simple table of jobs, a queue's own log of events, Pollux' workloads, the Philly trace.
 
-Tables are told apart by their columns, a log by its ending ``.jsonl`` (`recorded`). The simple table is what a queue's record is exported to, and what a person writes by hand: one row a job, times in seconds.
+Tables are told apart by their columns, a log by its ending ``.jsonl`` (`recorded`). The simple table is what a queue's
+record is exported to, and what a person writes by hand: one row a job, times in seconds.
 
 ========================= =========================================================================================
 ``job``                   its name, once
@@ -12,6 +13,7 @@ Tables are told apart by their columns, a log by its ending ``.jsonl`` (`recorde
 ``soft_limit_s`` ``hard_limit_s`` ``not_before_s`` ``after`` (``job;job:any``) ``array`` ``array_limit`` ``restart_s``
                           as in `JobSpec`; may be missing, or empty
 ``scaling``               speed grows like n^scaling with the number of devices; 0.9 where not given
+``rates``                 instead: speeds on 1, 2, … devices in any unit, ``1|1.9|2.7``; the job tells the queue of them
 ``name`` ``state`` ``started_s`` ``ended_s``
                           kept in a record for people; not read
 ========================= =========================================================================================
@@ -37,7 +39,7 @@ _IGNORED = ("name", "state", "started_s", "ended_s")
 _COLUMNS = (
     "job", "submitted_s", "devices", "duration_s", "job_type", "steps", "user", "priority", "kinds", "memory_gib",
     "one_host", "one_kind", "preemptible", "estimate_s", "soft_limit_s", "hard_limit_s", "not_before_s", "after", "array",
-    "array_limit", "restart_s", "scaling",
+    "array_limit", "restart_s", "scaling", "rates",
 )  # fmt: skip
 _POLLUX = {"name", "time", "application", "num_replicas", "batch_size"}
 _PHILLY = {"timestamp", "duration", "num_gpus"}
@@ -77,13 +79,12 @@ def read_workload(
     """
     if path.suffix == ".jsonl":
         if elastic or tables is not None or speeds is not None:
-            raise ConfigError(f"elastic, --tables and --speeds have no effect on a queue's record, {path}: leave them out")
-        from evenload.scheduler.simulator.recorded import COLUMNS, read_log
+            raise ConfigError(
+                f"elastic, --tables and --speeds have no effect on a queue's record, {path}: leave them out"
+            )
+        from evenload.scheduler.simulator.recorded import read_log
 
-        recorded, _ = read_log(path)
-        if not recorded:
-            raise ConfigError(f"record {path} holds no job that ran and ended")
-        return sorted(_simple(recorded, set(COLUMNS), path, None), key=lambda arrival: arrival.time_s)
+        return arrivals_of(read_log(path).rows, path)
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
@@ -115,6 +116,17 @@ def read_workload(
     if not arrivals:
         raise ConfigError(f"workload {path} holds no job")
     return sorted(arrivals, key=lambda arrival: arrival.time_s)
+
+
+def arrivals_of(rows: Sequence[Mapping[str, str]], path: Path) -> list[Arrival]:
+    """The jobs of a queue's record (`recorded`), which was read from `path`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not rows:
+        raise ConfigError(f"record {path} holds no job that ran and ended")
+    return sorted(_simple(rows, set(rows[0]), path, None), key=lambda arrival: arrival.time_s)
 
 
 def thinned(arrivals: Sequence[Arrival], every: int, offset: int = 0) -> list[Arrival]:
@@ -162,9 +174,9 @@ def _simple(rows: Sequence[Mapping[str, str]], columns: set[str], path: Path, sp
         raise ConfigError(
             f"workload {path} has the unknown columns {', '.join(sorted(unknown))}; there are {', '.join(_COLUMNS)}"
         )
-    table = read_speeds(speeds) if speeds is not None else {}
     if speeds is not None and "job_type" not in columns:
         raise ConfigError(f"--speeds has no effect: {path} has no column job_type")
+    table = read_speeds(speeds) if speeds is not None else {}
     arrivals = []
     names: set[str] = set()
     for number, row in enumerate(rows, start=2):
@@ -218,10 +230,8 @@ def _simple_row(row: Mapping[str, str], table: Mapping[str, Mapping[tuple[str, i
     if not 0 <= time_s < math.inf:
         raise ValueError(f"submitted_s={time_s}: expected a number of at least 0")
     if "job_type" in row:
-        if "duration_s" in row or "scaling" in row:
-            raise ValueError(
-                "job_type and duration_s (or scaling) in one row: a job has a type and steps, or a duration"
-            )
+        if {"duration_s", "scaling", "rates"} & row.keys():
+            raise ValueError("job_type and duration_s, scaling or rates in one row: a job has steps, or a duration")
         rates = table.get(row["job_type"])
         if rates is None:
             raise ValueError(
@@ -230,7 +240,11 @@ def _simple_row(row: Mapping[str, str], table: Mapping[str, Mapping[tuple[str, i
             )
         make = _typed(float(row["steps"]), row["job_type"], rates)
     else:
-        make = _timed(float(row["duration_s"]), needs.min_devices, float(row.get("scaling", DEFAULT_SCALING)))
+        if "rates" in row and "scaling" in row:
+            raise ValueError("rates and scaling in one row: expected one of them")
+        rates_ = tuple(float(rate) for rate in row["rates"].split("|")) if "rates" in row else ()
+        scaling = float(row.get("scaling", DEFAULT_SCALING))
+        make = _timed(float(row["duration_s"]), needs.min_devices, scaling, rates_)
     make()  # what is wrong with the numbers is said with the line
     return Arrival(time_s, row["job"], spec, make)
 
@@ -248,8 +262,8 @@ def _flag(text: str) -> bool:
     raise ValueError(f"{text!r}: expected yes or no")
 
 
-def _timed(duration_s: float, num_devices: int, scaling: float) -> Callable[[], Program]:
-    return lambda: Timed(duration_s, num_devices, scaling)
+def _timed(duration_s: float, num_devices: int, scaling: float, rates: tuple[float, ...] = ()) -> Callable[[], Program]:
+    return lambda: Timed(duration_s, num_devices, scaling, rates)
 
 
 def _typed(steps: float, name: str, rates: Mapping[tuple[str, int], float]) -> Callable[[], Program]:
