@@ -171,7 +171,9 @@ class TestLearning:
         for num, shape in ((1, (1,)), (4, (4,)), (8, (4, 4))):
             setting = learner.best(len(shape), num)
             step, sync = app.step_s(shape, setting.local)
-            true = app.gain(num * setting.local * setting.num_micro, 0) / (step + (setting.num_micro - 1) * (step - sync))
+            true = app.gain(num * setting.local * setting.num_micro, 0) / (
+                step + (setting.num_micro - 1) * (step - sync)
+            )
             assert rates[num - 1] == pytest.approx(true, rel=0.1)
 
     def test_it_dares_twice_what_it_ran_on(self, tmp_path: Path) -> None:
@@ -186,6 +188,7 @@ def test_an_elastic_job_alone_grows_and_ends_sooner(tmp_path: Path) -> None:
     workload = write_workload(tmp_path / "workloads" / "w.csv", ("app-0", 0.0, "app", 1, 8))
     rigid = simulate(read_workload(workload), Conditions(devices_of("4x4"), Settings(policy="goodput", restart_s=1.0)))
     arrivals = read_workload(workload, elastic=True)
-    elastic = simulate(arrivals, Conditions(devices_of("4x4"), Settings(policy="goodput", restart_s=1.0)))
+    settings = Settings(policy="goodput", restart_s=1.0)
+    elastic = simulate(arrivals, Conditions(devices_of("4x4"), settings, interval_s=5.0))
     assert elastic.jobs[0].jct_s < 0.5 * rigid.jobs[0].jct_s
     assert max(moment.num_held for moment in elastic.moments) > 4
