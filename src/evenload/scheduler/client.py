@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from evenload.errors import QueueError
+from evenload.job_files import VARIABLE
 from evenload.scheduler import messages, place
 
 _START_S = 60.0
@@ -139,7 +140,12 @@ def _start(folder: Path) -> None:
     """Starts the daemon; of several clients that try at once, one does and the others wait for it."""
     if folder == place.SYSTEM_FOLDER and os.geteuid() != 0:
         raise QueueError(f"the machine's queue {folder} isn't running; root starts it: systemctl start evenload-queue")
-    place.make_private(folder, 0o711 if os.geteuid() == 0 else 0o700)
+    if VARIABLE in os.environ:
+        raise QueueError(
+            f"no daemon runs for the queue {folder}, and it isn't started from inside a job, with which it would end; ask "
+            f"again from outside"
+        )
+    place.make_private(folder)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(folder / place.START_LOCK, flags, 0o600), "r+") as lock:
         _lock(lock.fileno(), folder)
@@ -170,7 +176,7 @@ def _start(folder: Path) -> None:
 
 def daemon_environment() -> dict[str, str]:
     """The variables of a daemon that is started from another folder than this one."""
-    environment = {name: value for name, value in os.environ.items() if name != "EVENLOAD_JOB"}
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(
             str(Path(path).absolute()) for path in paths.split(os.pathsep) if path

@@ -52,7 +52,7 @@ CHANGEABLE = (
     "priority", "name", "needs", "estimate_s", "total", "soft_limit_s", "hard_limit_s", "not_before_s", "array_limit",
     "retries", "preemptible",
 )  # fmt: skip
-"""Fields of `JobSpec` that the owner may change later; only an admin may raise a priority above 0 once `Limits` say so."""
+"""Fields of `JobSpec` that the owner may change later. A priority above the queue's `max_priority` is an admin's to give."""
 
 VERBS = (
     "submit", "cancel", "hold", "release", "change", "list", "job", "status", "set", "limits", "reserve", "unreserve",
@@ -89,8 +89,10 @@ class JobRow(TypedDict):
     total: float | None
     rate_per_s: float
     """Work a second; 0 where not yet measured."""
+    start_s: float | None
+    """When it will get devices, of a job that has none; None where nobody knows."""
     eta_s: float | None
-    """When it will be done, seconds since 1970, if it goes on as it does; None where nobody knows."""
+    """When it will be done; None where nobody knows. Both as the queue is now: who comes later isn't foreseen."""
     reason: str
     """Why it is in its state; of a PENDING one why it waits."""
     array: str
@@ -133,6 +135,7 @@ class DeviceRow(TypedDict):
     memory_bytes: int
     speed: float
     price_per_hour: float
+    power_w: float
     job: str
     """The job that holds it, or will next; empty for none."""
     closed: str

@@ -89,5 +89,6 @@ def make_private(folder: Path, mode: int = 0o700) -> None:
             f"{folder} belongs to user {found.st_uid}, this process is user {os.geteuid()}: a queue keeps its files in "
             f"folders of its own; choose another with --queue"
         )
-    if stat.S_IMODE(found.st_mode) & ~mode & 0o777:
-        folder.chmod(stat.S_IMODE(found.st_mode) & mode)
+    kept = stat.S_IMODE(found.st_mode) & (mode | 0o011)
+    if kept != stat.S_IMODE(found.st_mode):  # whether others may pass through it, the daemon decides by its settings
+        folder.chmod(kept)

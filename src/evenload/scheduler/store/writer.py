@@ -82,6 +82,10 @@ class Store:
         """Those under way: what a new daemon has to find again, or to declare lost."""
         return tuple(self._ledger.open.values())
 
+    def attempt(self, job: str) -> Attempt | None:
+        """The job's attempt under way; None where it has none."""
+        return self._ledger.open.get(job)
+
     def fence(self, job: str) -> Fence:
         """The right to speak for the job's present attempt, to be given to its runner.
 

@@ -1,0 +1,269 @@
+"""Attempts between the record and their runners: begun, taken over, let go on a device that is free, asked to stop, ended.
+
+What is done here follows from the record alone: an attempt without a runner gets one, a job that is to stop has its runner
+asked, whether that was recorded a moment ago or by a daemon that was killed since.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evenload.errors import ConfigError, EvenloadError, QueueError
+from evenload.scheduler.core import events
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.desk import Desk
+from evenload.scheduler.daemon.endings import ending
+from evenload.scheduler.daemon.journal import Journal
+from evenload.scheduler.daemon.orders import order_for
+from evenload.scheduler.daemon.runners import Gone, Live, facts_of
+from evenload.scheduler.daemon.strangers import judge
+from evenload.scheduler.daemon.wire import Connection
+from evenload.scheduler.runner import processes
+from evenload.scheduler.runner.files import Ask
+from evenload.scheduler.runner.processes import Identity
+from evenload.scheduler.store.ledger import Attempt, Fence, RunnerStarted
+
+_REPORT_EVERY_S = 60.0
+_LOOK_WITHIN_S = 30.0
+"""A driver that doesn't answer for so long keeps a job from beginning."""
+
+Record = Callable[..., tuple[Job, ...]]
+Answer = tuple[Connection, dict[str, Any]]
+
+_GO = {"ok": True, "result": {"go": True}}
+_STAY = {"ok": True, "result": {"go": False}}
+
+
+@dataclass(frozen=True, slots=True)
+class _AtGate:
+    """A runner that waits to begin."""
+
+    connection: Connection
+    fence: Fence
+    identity: Identity
+    since_s: float
+
+
+class Attempts:
+    """What happens to the attempts of a queue."""
+
+    def __init__(self, desk: Desk, journal: Journal, look_soon: Callable[[], None]) -> None:
+        self._desk, self._journal, self._look_soon = desk, journal, look_soon
+        self._gate: list[_AtGate] = []
+        self._released_s: dict[str, float] = {}
+        """GPU → when a job last gave it up, by the monotonic clock."""
+        self._failed: dict[str, str] = {}
+        """Jobs whose runner couldn't be started, and why."""
+
+    def take_over(self) -> None:
+        """Finds again what an earlier daemon had started."""
+        num = 0
+        for attempt in self._desk.store.attempts():
+            if attempt.runner is None:
+                continue  # no program of it has begun: `launch` gives it a runner
+            grace_s, learns = self._terms_of(attempt)
+            job = self._desk.store.book.jobs[attempt.fence.job]
+            num += self._desk.runners.adopt(attempt, grace_s=grace_s, learns=learns, done=job.done)
+        if num:
+            self._journal.say(f"{num} running jobs taken over")
+
+    def _terms_of(self, attempt: Attempt) -> tuple[float, bool]:
+        found = self._desk.program_of(attempt.fence.job)
+        return (60.0, False) if found is None else (found[0].grace_s, found[1])
+
+    def launch(self) -> None:
+        """Starts a runner for each attempt that has none."""
+        for attempt in self._desk.store.attempts():
+            name = attempt.fence.job
+            live = self._desk.runners.live.get(name)
+            if name in self._failed or (live is not None and live.fence == attempt.fence):
+                continue
+            if live is not None:
+                continue  # its earlier attempt isn't put away yet
+            try:
+                self._start_runner(attempt)
+            except (EvenloadError, OSError) as error:
+                self._journal.say(f"job {name} can't be started: {error}")
+                self._failed[name] = str(error)
+
+    def _start_runner(self, attempt: Attempt) -> None:
+        desk, name = self._desk, attempt.fence.job
+        found = desk.program_of(name)
+        if found is None:
+            raise QueueError("what it runs isn't recorded")
+        job = desk.store.book.jobs[name]
+        order = order_for(desk.folder, attempt, found[0], desk.found, desk.settings.log_bytes)
+        desk.runners.launch(attempt, order, learns=found[1], done=job.done)
+
+    def register(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any] | None:
+        """A runner tells of itself; None where its answer follows once its devices were looked at.
+
+        Raises:
+            StaleError: another attempt has taken its place.
+            QueueError: whoever asks is no runner of this queue.
+        """
+        if connection.uid != os.geteuid():
+            raise QueueError("the verb runner is the daemon's own runners'")
+        fence = _fence_from(message)
+        self._desk.store.check(fence)
+        identity = processes.identity_of(connection.pid)
+        live = self._desk.runners.live.get(fence.job)
+        if identity is None or live is None or live.fence != fence:
+            return _STAY
+        attempt = self._desk.store.attempt(fence.job)
+        if attempt is None:
+            return _STAY
+        if attempt.runner is not None:
+            return _GO if facts_of(identity) == dict(attempt.runner) else _STAY
+        if not self._desk.runners.register(fence.job, identity):
+            return _STAY
+        self._gate = [at for at in self._gate if at.fence != fence]  # it may have lost its connection and come again
+        self._gate.append(_AtGate(connection, fence, identity, time.monotonic()))
+        if self._gpus(attempt.devices):
+            self._look_soon()
+        return None
+
+    def let_go(self, record: Record) -> list[Answer]:
+        """The runners that may begin now, and those that may not: all of their devices were looked at since they came."""
+        answers: list[Answer] = []
+        waiting = []
+        for at in self._gate:
+            attempt = self._desk.store.attempt(at.fence.job)
+            if attempt is None or attempt.fence != at.fence:
+                answers.append((at.connection, _STAY))
+                continue
+            job = self._desk.store.book.jobs[at.fence.job]
+            if attempt.runner is not None:
+                answers.append((at.connection, _GO))
+                continue
+            if job.state is not JobState.STARTING:
+                answers.append((at.connection, _STAY))
+                record(events.Yielded(time.time(), job.id, job.reason))
+                continue
+            problem = self._problem(attempt, at.since_s)
+            if problem is None:
+                waiting.append(at)
+                continue
+            answers.append((at.connection, _STAY if problem else _GO))
+            if problem:
+                device, reason = problem
+                if device not in self._desk.store.book.closed:
+                    record(events.DeviceClosed(time.time(), device, reason))
+                record(events.Yielded(time.time(), job.id, f"{self._label(device)} is {reason}"))
+                self._journal.say(f"job {job.id} doesn't begin: {self._label(device)}: {reason}")
+            else:
+                facts = facts_of(at.identity)
+                record(RunnerStarted(time.time(), job.id, at.fence.attempt, facts), fence=at.fence)
+                record(events.Began(time.time(), job.id), fence=at.fence)
+        self._gate = waiting
+        return answers
+
+    def _problem(self, attempt: Attempt, since_s: float) -> tuple[str, str] | tuple[()] | None:
+        """The device that isn't free and why; nothing where all are; None where they have to be looked at first."""
+        gpus = self._gpus(attempt.devices)
+        if not gpus:
+            return ()
+        sight = self._desk.sight
+        if sight is None or sight.began_s <= since_s:
+            self._look_soon()
+            late = time.monotonic() - since_s > _LOOK_WITHIN_S
+            return (gpus[0], f"not seen: NVML hasn't answered for {_LOOK_WITHIN_S:g} s") if late else None
+        for device in gpus:
+            if reason := judge(sight.held.get(device), self._desk.settings.ghost_bytes):
+                return device, reason
+        return ()
+
+    def _gpus(self, devices: Iterable[str]) -> list[str]:
+        found = self._desk.found
+        return [device for device in devices if device in found and found[device].is_gpu]
+
+    def _label(self, device: str) -> str:
+        found = self._desk.found.get(device)
+        return device if found is None else found.label
+
+    def unseen(self) -> list[str]:
+        """GPUs that nobody has looked at since the last job gave them up."""
+        sight = self._desk.sight
+        seen_s = -1.0 if sight is None else sight.began_s
+        unseen = [
+            name
+            for name, found in self._desk.found.items()
+            if found.is_gpu and seen_s <= self._released_s.get(name, 0.0)
+        ]
+        if unseen:
+            self._look_soon()
+        return unseen
+
+    def ask(self, to_kill: set[str]) -> None:
+        """Has the runners of jobs that are to stop ask their programs."""
+        book = self._desk.store.book
+        for name in to_kill & self._desk.runners.live.keys():
+            self._desk.runners.ask(name, Ask("kill", f"{book.jobs[name].reason if name in book.jobs else 'it ended'}"))
+        to_kill.clear()
+        for name in self._desk.runners.live:
+            job = book.jobs.get(name)
+            if job is not None and job.state in (JobState.PREEMPTING, JobState.RESIZING):
+                self._desk.runners.ask(name, Ask("stop", job.reason or "asked by the queue"))
+
+    def note_reports(self, record: Record) -> None:
+        """Reads how far the programs are; the first report of an attempt is recorded, and then one a minute."""
+        for live in self._desk.runners.read_reports():
+            now_s = time.monotonic()
+            if live.recorded_s == 0.0 or now_s - live.recorded_s >= _REPORT_EVERY_S:
+                self._record_report(live, record)
+                live.recorded_s = now_s
+
+    def _record_report(self, live: Live, record: Record) -> None:
+        told, job = live.told, self._desk.store.book.jobs.get(live.fence.job)
+        if told is None or job is None:
+            return
+        total = None if told.total is None else float(told.total)
+        record(events.Reported(time.time(), job.id, float(told.step), total, told.steps_per_s))
+        if live.learns and not job.spec.preemptible:
+            live.learns = False
+            record(events.Respecified(time.time(), job.id, replace(job.spec, preemptible=True)))
+
+    def end_gone(self, record: Record) -> list[Gone]:
+        """Records the ends of attempts whose runners are gone; they are forgotten once that is on disk."""
+        found = self._desk.runners.collect()
+        if found:
+            self._desk.runners.read_reports()
+        recorded = []
+        for gone in found:
+            live = gone.live
+            attempt = self._desk.store.attempt(live.fence.job)
+            recorded.append(gone)
+            if attempt is None or attempt.fence != live.fence:
+                continue
+            self._record_report(live, record)
+            if gone.result is None:
+                record(events.Lost(time.time(), live.fence.job, gone.reason))
+            else:
+                record(ending(live.fence.job, time.time(), gone.result, live.told, live.done_before))
+            self._note_release(attempt)
+        for name, reason in list(self._failed.items()):
+            if self._desk.store.attempt(name) is not None and name not in self._desk.runners.live:
+                record(events.Lost(time.time(), name, reason))
+            del self._failed[name]
+        return recorded
+
+    def _note_release(self, attempt: Attempt) -> None:
+        for device in self._gpus(attempt.devices):
+            self._released_s[device] = time.monotonic()
+
+    def forget(self, ended: Iterable[Gone]) -> None:
+        """The ends are on disk."""
+        for gone in ended:
+            self._desk.runners.forget(gone.live)
+
+
+def _fence_from(message: dict[str, Any]) -> Fence:
+    job, attempt, number = (message.get(name) for name in ("job", "attempt", "fence"))
+    if not isinstance(job, str) or not isinstance(attempt, int) or not isinstance(number, int):
+        raise ConfigError("runner: expected job, attempt and fence")
+    return Fence(job, attempt, number)

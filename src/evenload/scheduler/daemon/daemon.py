@@ -1,0 +1,334 @@
+"""The daemon's loop: what came in is recorded, decided on, put on disk at once, and then answered and acted on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
+from evenload.scheduler import messages, place
+from evenload.scheduler.core import events
+from evenload.scheduler.core.commands import recorded
+from evenload.scheduler.core.decide import decide
+from evenload.scheduler.daemon.asked import caller_of
+from evenload.scheduler.daemon.attempts import Attempts
+from evenload.scheduler.daemon.desk import Desk
+from evenload.scheduler.daemon.devices import Found, find_devices
+from evenload.scheduler.daemon.journal import Journal
+from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
+from evenload.scheduler.daemon.runners import Runners
+from evenload.scheduler.daemon.strangers import Watch
+from evenload.scheduler.daemon.upkeep import device_events, file_events, stranger_events
+from evenload.scheduler.daemon.verbs import Later, Verbs
+from evenload.scheduler.daemon.wire import Connection, Request, Wire
+from evenload.scheduler.notify import Notifier
+from evenload.scheduler.store.reader import Reader
+from evenload.scheduler.store.writer import Store
+
+TICK_S = 1.0
+_REPORTS_EVERY_S = 2.0
+_WRITER_GOES_S = 10.0
+_FULL_DISK_S = 2.0
+
+
+class Daemon:
+    """One queue's daemon, from its start to its end."""
+
+    def __init__(self, folder: Path, journal: Journal) -> None:
+        """Opens the queue, and takes over what runs.
+
+        Raises:
+            ConfigError, QueueError: the queue can't be used.
+        """
+        self._journal = journal
+        self._selector = selectors.DefaultSelector()
+        settings = read_queue_file(folder)
+        _make_folders(folder, settings)
+        self._store = _open_store(folder)
+        reader = Reader(folder)
+        newest = reader.jobs(newest_first=True, limit=1)
+        self._desk = Desk(
+            folder=folder,
+            store=self._store,
+            reader=reader,
+            runners=Runners(folder, self._selector),
+            settings=settings,
+            found={},
+            next_number=newest[0].number + 1 if newest else 1,
+        )
+        self._verbs = Verbs(self._desk)
+        self._notifier = Notifier(journal.say)
+        self._attempts = Attempts(self._desk, journal, self._look_soon)
+        self._watch: Watch | None = None
+        self._told_s: dict[str, float] = {}
+        self._waiting: list[tuple[Connection, Later]] = []
+        self._decide_at_s = self._tick_at_s = self._reports_at_s = 0.0
+        self._stalled_until_s = 0.0
+        self._reload = True
+        self._attempts.take_over()
+        self._listen_to_signals()
+        self._wire = Wire(folder, self._selector, shared=settings.shared)
+        journal.say(
+            f"the daemon {os.getpid()} has the queue {folder}: {len(self._store.book.jobs)} jobs, epoch {self._store.epoch}"
+        )
+
+    def run(self) -> None:
+        """Works until it is asked to end; jobs go on without it."""
+        try:
+            while not self._verbs.is_over:
+                for key, _ in self._selector.select(self._pause_s()):
+                    key.data()
+                self._pass()
+        finally:
+            self._close()
+
+    def _pause_s(self) -> float:
+        now_s = time.monotonic()
+        if now_s < self._stalled_until_s:
+            return self._stalled_until_s - now_s
+        if self._wire.pause_s is not None or self._reload:
+            return 0.0
+        if self._desk.runners.is_sweeping:
+            return 0.05
+        due_s = self._decide_at_s if self._desk.has_changed else self._tick_at_s
+        return max(0.0, min(due_s, self._tick_at_s) - now_s)
+
+    def _pass(self) -> None:
+        """One turn: all that came in, one commit, then the answers and the acts."""
+        if time.monotonic() < self._stalled_until_s:
+            return
+        answers: list[tuple[Connection, dict[str, Any] | Later]] = []
+        if self._reload:
+            self._read_settings()
+        is_tick = time.monotonic() >= self._tick_at_s
+        if is_tick:
+            self._tick()
+        self._see()
+        for request in self._wire.requests():
+            answer = self._handle(request)
+            if answer is not None:
+                answers.append((request.connection, answer))
+        ended = self._attempts.end_gone(self._desk.record)
+        answers += self._attempts.let_go(self._desk.record)
+        self._decide(is_tick)
+        try:
+            self._store.commit()
+        except StaleError:
+            raise
+        except QueueError as error:
+            self._undone(error, answers)
+            return
+        self._desk.problems.pop("disk", None)
+        self._act(ended)
+        for connection, row in answers:
+            if isinstance(row, Later):
+                self._waiting.append((connection, row))
+            else:
+                self._wire.answer(connection, row)
+        self._answer_waiting()
+
+    def _undone(self, error: QueueError, answers: list[tuple[Connection, dict[str, Any] | Later]]) -> None:
+        """Nothing of this turn is on disk, so nothing of it has happened."""
+        self._journal.say(f"nothing can be recorded: {error}")
+        self._desk.problems["disk"] = str(error)
+        self._stalled_until_s = time.monotonic() + _FULL_DISK_S
+        self._desk.ended.clear()
+        self._verbs.to_kill.clear()
+        newest = self._desk.reader.jobs(newest_first=True, limit=1)
+        self._desk.next_number = newest[0].number + 1 if newest else 1
+        self._desk.has_changed = self._reload = True
+        for connection, _ in answers:
+            self._wire.answer(connection, messages.error_row(error))
+
+    def _handle(self, request: Request) -> dict[str, Any] | Later | None:
+        """The answer to one request; None where it follows when a device was looked at."""
+        connection, message = request.connection, request.message
+        try:
+            if message.get("verb") == "runner":
+                return self._attempts.register(connection, message)
+            caller = caller_of(connection.pid, connection.uid, self._desk.settings)
+            answer = self._verbs.handle(caller, message)
+        except EvenloadError as error:
+            return messages.error_row(error)
+        except Exception as error:  # a fault of ours must not end the queue of everybody
+            self._journal.say(f"a request of user {connection.uid} failed: {traceback.format_exc()}")
+            return messages.error_row(
+                QueueError(f"the daemon failed at this: {type(error).__name__}; its log has more")
+            )
+        return answer if isinstance(answer, Later) else {"ok": True, "result": answer}
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        self._tick_at_s = now_s + TICK_S
+        self._wire.tick()
+        if now_s >= self._reports_at_s:
+            self._reports_at_s = now_s + _REPORTS_EVERY_S
+            self._attempts.note_reports(self._desk.record)
+
+    def _see(self) -> None:
+        """Takes over what the watch has seen since."""
+        if self._watch is None or self._watch.last is self._desk.sight or self._watch.last is None:
+            return
+        sight = self._desk.sight = self._watch.last
+        seen = {
+            (device, holder.pid)
+            for device, found in self._desk.found.items()
+            if found.is_gpu and (held := sight.held.get(device)) is not None
+            for holder in held.strangers
+        }
+        since = self._desk.stranger_since_s
+        self._desk.stranger_since_s = {key: since.get(key, time.time()) for key in seen}
+        allowed_bytes = self._desk.settings.ghost_bytes
+        for event in stranger_events(
+            self._store.book, self._desk.found, sight, allowed_bytes, self._told_s, time.time()
+        ):
+            self._desk.record(event)
+            label = self._desk.found[event.device].label
+            self._journal.say(f"{label}: {event.reason if isinstance(event, events.DeviceClosed) else 'free again'}")
+
+    def _decide(self, is_tick: bool) -> None:
+        """Asks the core what to do now. What it costs bounds how often."""
+        began_s = time.monotonic()
+        if began_s < self._decide_at_s or not (self._desk.has_changed or is_tick):
+            return
+        snapshot = self._store.book.snapshot()
+        if unseen := self._attempts.unseen():
+            snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being looked at"), **snapshot.closed})
+        now_s = time.time()
+        for command in decide(snapshot, now_s):
+            self._desk.record(recorded(command, now_s))
+        self._desk.has_changed = False
+        took_s = time.monotonic() - began_s
+        self._decide_at_s = began_s + took_s + min(2.0, 2 * took_s)
+
+    def _act(self, ended: list[Any]) -> None:
+        """Carries out what is on disk now."""
+        self._attempts.forget(ended)
+        for job in self._desk.ended:
+            found = self._desk.program_of(job.id)
+            if found is not None and found[0].notify:
+                self._notifier.send(found[0], job)
+        self._desk.ended.clear()
+        self._attempts.launch()
+        self._attempts.ask(self._verbs.to_kill)
+        if self._watch is not None:
+            self._watch.runners = self._desk.runners.pids()
+
+    def _answer_waiting(self) -> None:
+        now_s, last = time.monotonic(), self._store.last
+        left = []
+        for connection, later in self._waiting:
+            if connection.is_closed:
+                continue
+            if last > later.after or now_s >= later.until_s:
+                self._wire.answer(connection, {"ok": True, "result": {"last": last}})
+            else:
+                left.append((connection, later))
+        self._waiting = left
+
+    # What is set, and what is here.
+
+    def _read_settings(self) -> None:
+        """Reads `queue.toml` and looks for devices anew; what can't be read leaves all as it was."""
+        self._reload = False
+        try:
+            settings = read_queue_file(self._desk.folder)
+            found = {one.device.id: one for one in find_devices(settings)}
+        except (EvenloadError, OSError, TypeError) as error:
+            self._desk.problems["settings"] = str(error)
+            self._journal.say(f"settings: {error}")
+            settings, found = self._desk.settings, dict(self._desk.found)
+        else:
+            self._desk.problems.pop("settings", None)
+        self._desk.settings, self._desk.found = settings, found
+        now_s, book = time.time(), self._store.book
+        for event in (*file_events(book, settings, now_s), *device_events(book, found, now_s)):
+            with contextlib.suppress(QueueError):
+                self._desk.record(event)
+        self._start_watch(found, settings)
+
+    def _start_watch(self, found: Mapping[str, Found], settings: QueueFile) -> None:
+        if self._watch is not None or not any(one.is_gpu for one in found.values()):
+            return
+        self._watch = Watch(settings.look_every_s)
+        self._selector.register(self._watch.ready_fd, selectors.EVENT_READ, self._drain_watch)
+        self._watch.start()
+
+    def _drain_watch(self) -> None:
+        if self._watch is not None:
+            _drain(self._watch.ready_fd)
+
+    def _look_soon(self) -> None:
+        if self._watch is not None:
+            self._watch.look_soon()
+
+    def _listen_to_signals(self) -> None:
+        self._wakeup, end = os.pipe()
+        for descriptor in (self._wakeup, end):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_end)
+        signal.signal(signal.SIGHUP, self._on_reload)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: _drain(self._wakeup))
+
+    def _on_end(self, number: int, frame: FrameType | None) -> None:
+        self._verbs.is_over = True
+
+    def _on_reload(self, number: int, frame: FrameType | None) -> None:
+        self._reload = True
+
+    def _close(self) -> None:
+        self._journal.say(f"the daemon {os.getpid()} ends; {len(self._desk.runners.live)} jobs go on")
+        if self._watch is not None:
+            self._watch.close()
+        self._wire.close()
+        self._desk.runners.close()
+        self._desk.reader.close()
+        self._store.close()
+
+
+def _drain(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(descriptor, 4096):
+            pass
+
+
+def _make_folders(folder: Path, settings: QueueFile) -> None:
+    """The queue's folders; others may pass through them to the socket and to what is theirs, and look at nothing."""
+    if settings.shared and os.geteuid() != 0:
+        raise ConfigError(
+            "shared = true, but this daemon isn't run by root and can't run jobs as their owners; let root run it, or leave "
+            "it out: each user's own queue sees what others do on the devices, and waits"
+        )
+    for part in (folder, folder / place.LOGS, folder / place.ATTEMPTS):
+        place.make_private(part)
+        part.chmod(0o711 if settings.shared else 0o700)
+
+
+def _open_store(folder: Path) -> Store:
+    """Opens the record; a daemon that is just ending is waited for."""
+    deadline_s = time.monotonic() + _WRITER_GOES_S
+    while True:
+        try:
+            return Store(folder, holder="evenload daemon")
+        except QueueError as error:
+            if "already has its writer" not in str(error) or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
+
+
+def run_daemon(folder: Path, journal: Journal, ready: Callable[[], None]) -> None:
+    """Runs the daemon of a queue; `ready` is called once it answers."""
+    daemon = Daemon(folder, journal)
+    ready()
+    daemon.run()

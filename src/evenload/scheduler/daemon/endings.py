@@ -1,0 +1,62 @@
+"""What a runner's result means for the queue: pure, from what it left and what the program last told."""
+
+from __future__ import annotations
+
+import signal
+
+from evenload.job import EXIT_CODE
+from evenload.job_files import Report
+from evenload.scheduler.core import events
+from evenload.scheduler.runner.files import Result
+
+_BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+"""How a program ends that obeys a signal, also through a shell."""
+
+
+def ending(job: str, now_s: float, result: Result, told: Report | None, done_before: float) -> events.Event:
+    """The event that an ended attempt is.
+
+    Args:
+        job: its id.
+        now_s: the present.
+        result: what the runner left.
+        told: the program's last report.
+        done_before: work done when the attempt began: who yields unasked must have come further, or it would start again
+            for ever.
+    """
+    has_saved = told is not None and told.state == "stopped"
+    if result.code is None:
+        if result.asked:
+            return events.Yielded(now_s, job, result.problem)
+        return events.Ended(now_s, job, is_success=False, reason=result.problem or "it could not be started")
+    if result.asked:
+        return _asked(job, now_s, result, has_saved)
+    if result.code == EXIT_CODE:
+        if has_saved and told is not None and told.step > done_before:
+            return events.Yielded(now_s, job, f"it saved at step {told.step} and ended by itself")
+        reason = f"exit code {EXIT_CODE} (saved, to go on later), but nobody asked it to stop and it came no further"
+        return events.Ended(now_s, job, is_success=False, reason=reason)
+    return events.Ended(now_s, job, is_success=result.code == 0, reason=describe_code(result.code))
+
+
+def _asked(job: str, now_s: float, result: Result, has_saved: bool) -> events.Event:
+    code = result.code
+    if code == EXIT_CODE or has_saved:
+        return events.Yielded(now_s, job)
+    if code == 0:
+        return events.Ended(now_s, job, is_success=True, reason=describe_code(0))
+    if result.was_killed:
+        return events.Yielded(now_s, job, "it didn't end within its grace and was killed; what it saved before counts")
+    if code in _BY_REQUEST:
+        return events.Yielded(now_s, job, "it ended at the request without saving")
+    return events.Ended(now_s, job, is_success=False, reason=f"asked to stop, it ended with {describe_code(code or 0)}")
+
+
+def describe_code(code: int) -> str:
+    """An exit code, for people."""
+    if code >= 0:
+        return f"exit code {code}" if code else ""
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

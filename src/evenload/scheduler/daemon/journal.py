@@ -1,0 +1,53 @@
+"""The daemon's own log: lines with a time in a file of bounded size."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+from evenload.errors import ConfigError
+
+_LARGEST_BYTES = 4 * 2**20
+
+
+class Journal:
+    """Writes to the standard error output, which for a detached daemon is the file it keeps small."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Takes the file as standard output and error, so that what the interpreter itself says is there too.
+
+        Raises:
+            ConfigError: it can't be written.
+        """
+        self._path = path
+        if path is not None:
+            try:
+                self._take(path)
+            except OSError as error:
+                raise ConfigError(f"the daemon's log {path} can't be written: {error}") from error
+
+    def say(self, text: str) -> None:
+        """Writes a line."""
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._turn(self._path)
+
+    def _turn(self, path: Path) -> None:
+        if os.fstat(2).st_size > _LARGEST_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+            self._take(path)
+
+    @staticmethod
+    def _take(path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)

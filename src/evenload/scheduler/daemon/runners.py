@@ -1,0 +1,255 @@
+"""The runners of a queue: started, found again after a restart, asked to stop; and what is left of one that was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evenload.errors import QueueError
+from evenload.job_files import Report, Terms, read_report
+from evenload.scheduler import place
+from evenload.scheduler.client import daemon_environment
+from evenload.scheduler.runner import files, processes
+from evenload.scheduler.runner.files import Ask, Order, Result
+from evenload.scheduler.runner.processes import Identity
+from evenload.scheduler.store.ledger import Attempt, Fence
+
+_COMMAND = (sys.executable, "-P", "-m", "evenload.scheduler.runner")
+_RUNNER_LOG = "runner.log"
+
+
+@dataclass(eq=False)
+class Live:
+    """An attempt under way, as far as this daemon has a hand in it."""
+
+    fence: Fence
+    folder: Path
+    terms: Terms
+    learns: bool
+    """Whether its first report says that it can be preempted."""
+    done_before: float
+    identity: Identity | None = None
+    """Of its runner, once that has told of itself."""
+    asked: str = ""
+    told: Report | None = None
+    recorded_s: float = 0.0
+    """When a report of it was last recorded, by the monotonic clock; 0 for never."""
+    is_gone: bool = False
+    swept: bool = False
+    """A runner that was killed left nothing that still runs."""
+    _spawned: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _pidfds: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """An attempt without a runner."""
+
+    live: Live
+    result: Result | None
+    """None where the runner was killed, and with it all its processes."""
+    reason: str
+
+
+class Runners:
+    """All attempts under way, by job."""
+
+    def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
+        self._folder, self._selector = folder, selector
+        self.live: dict[str, Live] = {}
+
+    def launch(self, attempt: Attempt, order: Order, *, learns: bool, done: float) -> None:
+        """Starts a runner for an attempt that has none.
+
+        Raises:
+            OSError: it can't be started; the attempt is as before.
+        """
+        live = self._take(attempt, order.grace_s, learns, done)
+        try:
+            self._spawn(live, order)
+        except BaseException:
+            del self.live[attempt.fence.job]
+            raise
+
+    def _spawn(self, live: Live, order: Order) -> None:
+        live.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        live.folder.chmod(0o711)
+        with contextlib.suppress(FileNotFoundError):
+            (live.folder / files.RESULT).unlink()
+        files.write_order(live.folder, order)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        log = os.open(live.folder / _RUNNER_LOG, flags, 0o600)
+        try:
+            process = subprocess.Popen(
+                [*_COMMAND, str(live.folder)],
+                cwd="/",
+                env=daemon_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        live._spawned[process.pid] = process
+        self._watch(live, process.pid)
+
+    def adopt(self, attempt: Attempt, *, grace_s: float, learns: bool, done: float) -> bool:
+        """Takes over a runner that an earlier daemon recorded; False where it runs no more."""
+        live = self._take(attempt, grace_s, learns, done)
+        facts = attempt.runner or {}
+        identity = Identity(int(facts["pid"]), int(facts["start_ticks"]), str(facts["boot_id"]))
+        live.identity = identity
+        if identity.boot_id != processes.boot_id():
+            live.is_gone = live.swept = True  # the machine was started anew: none of its processes can be there
+            return False
+        if self._watch(live, identity.pid) and processes.is_alive(identity):
+            return True
+        self._unwatch(live)
+        live.is_gone = True
+        return False
+
+    def _take(self, attempt: Attempt, grace_s: float, learns: bool, done: float) -> Live:
+        fence = attempt.fence
+        folder = place.attempt_folder(self._folder, fence.job, fence.attempt)
+        terms = files.terms_in(folder, fence.job, fence.attempt, grace_s)
+        live = self.live[fence.job] = Live(fence, folder, terms, learns, done)
+        return live
+
+    def register(self, job: str, identity: Identity) -> bool:
+        """A runner tells of itself; False where another has before."""
+        live = self.live[job]
+        if live.identity is not None:
+            return live.identity == identity
+        live.identity = identity
+        if identity.pid not in live._pidfds:
+            self._watch(live, identity.pid)
+        if not processes.is_alive(identity):
+            live.is_gone = True
+        return True
+
+    def ask(self, job: str, ask: Ask) -> None:
+        """Has a runner ask its program to stop, or kill it. Asking the same again changes nothing."""
+        live = self.live[job]
+        if live.identity is None or live.asked in (ask.kind, "kill") or live.is_gone:
+            return
+        files.write_ask(live.folder, ask)
+        live.asked = ask.kind
+        processes.send(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
+
+    def collect(self) -> list[Gone]:
+        """The attempts that are over. Nothing of them runs any more; each is told until it is forgotten."""
+        found = []
+        for live in self.live.values():
+            if not live.is_gone:
+                continue
+            result = files.read_result(live.folder, live.fence.number)
+            if result is None and not live.swept:
+                live.swept = not _sweep(live)
+            if result is not None or live.swept:
+                found.append(Gone(live, result, "" if result is not None else self._why(live)))
+        return found
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether something of a killed runner still runs."""
+        return any(live.is_gone and not live.swept for live in self.live.values())
+
+    def forget(self, live: Live) -> None:
+        """The attempt's end is on disk: its files go."""
+        self._unwatch(live)
+        for process in live._spawned.values():
+            process.poll()
+        if self.live.get(live.fence.job) is live:
+            del self.live[live.fence.job]
+        processes.remove_cgroup(files.read_marks(live.folder).cgroup)
+        shutil.rmtree(live.folder, ignore_errors=True)  # follows no links, so none that the program left in its part
+
+    def read_reports(self) -> list[Live]:
+        """Looks what the programs tell; those that told something new."""
+        changed = []
+        for live in self.live.values():
+            if live.identity is None:
+                continue
+            with contextlib.suppress(QueueError):  # the program's own file: it may hold anything
+                told = read_report(live.terms)
+                if told is not None and told != live.told:
+                    live.told = told
+                    changed.append(live)
+        return changed
+
+    def pids(self) -> tuple[int, ...]:
+        """Of the runners."""
+        return tuple(live.identity.pid for live in self.live.values() if live.identity is not None)
+
+    def _why(self, live: Live) -> str:
+        if live.identity is not None:
+            boot = processes.boot_id()
+            if live.identity.boot_id != boot:
+                return "the machine was started anew"
+            return "its runner was killed"
+        with contextlib.suppress(OSError):
+            lines = (live.folder / _RUNNER_LOG).read_text(errors="replace").split("\n")
+            said = next((line for line in reversed(lines) if line.strip()), "")
+            return (
+                f"its runner ended before the program began: {said[:200]}"
+                if said
+                else "its runner ended before it began"
+            )
+        return "its runner ended before it began"
+
+    def _watch(self, live: Live, pid: int) -> bool:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return False
+        live._pidfds[pid] = descriptor
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(live, pid))
+        return True
+
+    def _ended(self, live: Live, pid: int) -> None:
+        """A runner ended: the attempt's own, or one that came too late to be."""
+        descriptor = live._pidfds.pop(pid, None)
+        if descriptor is not None:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+        if (process := live._spawned.get(pid)) is not None:
+            process.wait()
+        is_own = live.identity is not None and live.identity.pid == pid
+        if is_own or (live.identity is None and not live._pidfds):
+            live.is_gone = True
+
+    def _unwatch(self, live: Live) -> None:
+        for descriptor in live._pidfds.values():
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+        live._pidfds.clear()
+
+    def close(self) -> None:
+        """Lets all of them go on alone."""
+        for live in self.live.values():
+            self._unwatch(live)
+
+
+def facts_of(identity: Identity) -> Mapping[str, Any]:
+    """What is recorded of a runner."""
+    return asdict(identity)
+
+
+def _sweep(live: Live) -> bool:
+    """Ends what a killed runner left; whether there still is something."""
+    marks = files.read_marks(live.folder)
+    stats = processes.all_stats()
+    left: Iterable[int] = processes.members(marks, stats)
+    processes.kill_cgroup(marks.cgroup)
+    processes.kill_all(left, stats)
+    return bool(left)

@@ -1,0 +1,210 @@
+"""Who else is on a device: processes outside the queue, and memory that no process is known to hold.
+
+`judge` is pure. `Watch` looks through NVML in a thread of its own, for a driver that hangs must not hang the queue; each
+look has a time, so that "free" can be asked of a moment after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evenload import hardware
+from evenload.scheduler.runner.processes import all_stats, below
+
+_ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that computes on a device."""
+
+    pid: int
+    user: str
+    command: str
+    """Empty where it can't be seen from here (another container)."""
+    used_bytes: int | None
+    """None where the driver doesn't tell."""
+    is_own: bool = False
+    """It belongs to a job of this queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one look saw on one device."""
+
+    holders: tuple[Holder, ...] = ()
+    used_bytes: int = 0
+    problem: str = ""
+    """Why it can't be told whether it is free."""
+
+    @property
+    def strangers(self) -> tuple[Holder, ...]:
+        """Those outside the queue."""
+        return tuple(holder for holder in self.holders if not holder.is_own)
+
+    def ghost_bytes(self, allowed_bytes: int) -> int:
+        """Memory that nobody is known to hold, above what the driver may keep for itself."""
+        if any(holder.used_bytes is None for holder in self.holders):
+            return 0
+        left = self.used_bytes - sum(holder.used_bytes or 0 for holder in self.holders)
+        return left if left > allowed_bytes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One look at all devices."""
+
+    began_s: float
+    """By the monotonic clock: what was so before this moment may have been overlooked, what is so after it wasn't."""
+    held: Mapping[str, Held] = field(default_factory=dict)
+
+
+def judge(held: Held | None, allowed_bytes: int) -> str:
+    """Why nothing may start on a device that no job of this queue has; an empty text where it is free."""
+    if held is None:
+        return "NVML doesn't know it any more"
+    if held.problem:
+        return held.problem
+    if held.holders:
+        others = f" and {len(held.holders) - 1} more" if len(held.holders) > 1 else ""
+        return f"held by {describe(held.holders[0])}{others}, outside the queue"
+    if ghost_bytes := held.ghost_bytes(allowed_bytes):
+        return f"{ghost_bytes / 2**30:.1f} GiB of its memory are in use, but no process is known to hold them"
+    return ""
+
+
+def describe(holder: Holder) -> str:
+    """A process, for people."""
+    if not holder.command:
+        return f"process {holder.pid}, which can't be seen from here"
+    return f"process {holder.pid} of {holder.user} ({holder.command[:60]})"
+
+
+class Watch(threading.Thread):
+    """Looks at the GPUs every so often, and when asked to."""
+
+    def __init__(self, every_s: float) -> None:
+        super().__init__(name="evenload-watch", daemon=True)
+        self.ready_fd, self._ready_end = os.pipe()
+        """Readable after a look."""
+        os.set_blocking(self.ready_fd, False)
+        os.set_blocking(self._ready_end, False)
+        self.last: Sight | None = None
+        self.runners: tuple[int, ...] = ()
+        """Process ids whose descendants are the queue's own."""
+        self._every_s = every_s
+        self._is_asked = threading.Event()
+        self._is_over = False
+
+    def look_soon(self) -> None:
+        """Asks for a look that begins after this call."""
+        self._is_asked.set()
+
+    def run(self) -> None:
+        """Looks until `close`."""
+        while not self._is_over:
+            try:
+                with hardware.asked_gpus(_ALONG_THE_BUS) as (nvml, handles):
+                    self._look_on(nvml, handles)
+            except Exception as error:  # whatever a driver's library throws: the queue goes on and says so
+                self._show(Sight(time.monotonic(), _Unknown(f"NVML can't be asked: {error}")))
+                self._wait()
+
+    def _look_on(self, nvml: Any, handles: list[Any]) -> None:
+        """Looks while the same devices are there; beginning NVML anew each time would cost a second."""
+        if nvml is None:
+            self._show(Sight(time.monotonic(), _Unknown("NVML can't be asked any more")))
+            self._wait()
+            return
+        count = nvml.nvmlDeviceGetCount()
+        while not self._is_over and nvml.nvmlDeviceGetCount() == count:
+            self._is_asked.clear()
+            began_s = time.monotonic()
+            self._show(Sight(began_s, look(nvml, handles, self.runners)))
+            self._wait()
+
+    def _show(self, sight: Sight) -> None:
+        self.last = sight
+        with contextlib.suppress(OSError):
+            os.write(self._ready_end, b"1")
+
+    def _wait(self) -> None:
+        self._is_asked.wait(self._every_s)
+
+    def close(self) -> None:
+        """Lets the thread end."""
+        self._is_over = True
+        self._is_asked.set()
+
+
+class _Unknown(dict[str, Held]):
+    """What is on each device, where that can't be found out."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__()
+        self._held = Held(problem=problem)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._held
+
+
+def look(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str, Held]:
+    """What is on each device now, by UUID."""
+    found = {}
+    own: set[int] | None = None
+    for handle in handles:
+        uuid = nvml.nvmlDeviceGetUUID(handle)
+        try:
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            used_bytes = _used_bytes(nvml, handle)
+        except nvml.NVMLError as error:
+            found[uuid] = Held(problem=f"NVML doesn't tell what is on it: {error}")
+            continue
+        if processes and own is None:
+            own = below(runners, all_stats())
+        holders = tuple(_holder(process, own or set()) for process in processes)
+        found[uuid] = Held(holders, used_bytes)
+    return found
+
+
+def _used_bytes(nvml: Any, handle: Any) -> int:
+    """Memory in use, without what the driver keeps for itself where it tells the two apart."""
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+    except (nvml.NVMLError, AttributeError, TypeError):
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def _holder(process: Any, own: set[int]) -> Holder:
+    pid = int(process.pid)
+    place = Path("/proc", str(pid))
+    used = process.usedGpuMemory
+    used_bytes = None if used is None else int(used)
+    try:
+        command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        user_id = place.stat().st_uid
+    except OSError:
+        return Holder(pid, "", "", used_bytes)
+    return Holder(pid, user_name(user_id), _printable(command), used_bytes, pid in own)
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number where there is none."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _printable(text: str) -> str:
+    """A stranger's command line may hold anything; people see it in a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]

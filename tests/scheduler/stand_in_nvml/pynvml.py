@@ -1,0 +1,33 @@
+"""Put on PYTHONPATH, this is the NVML of a machine whose GPUs the file STAND_IN_GPUS_FILE tells, as it is at each question."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.doctor.nvml import StandInNvml
+
+
+class FromFile(StandInNvml):
+    """Another program writes the file, and replaces it as a whole."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        super().__init__([])
+
+    @property
+    def cards(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self._path.read_text())
+        return found
+
+    @cards.setter
+    def cards(self, value: list[dict[str, Any]]) -> None: ...
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        card = self.cards[handle]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=card.get("each", 2**30)) for pid in card.get("pids", ())]
+
+
+sys.modules[__name__] = FromFile(os.environ["STAND_IN_GPUS_FILE"])  # type: ignore[assignment]
