@@ -63,7 +63,9 @@ def outcome_of(code: int, asked: str, can_go_on: bool) -> Outcome:
         return Outcome(Verb.YIELD, code, f"saved and stopped{f': {asked}' if asked else ''}")
     by = next((s for s in _ASKED_SIGNALS if code in (-s, 128 + s)), None)
     if asked and by is not None and can_go_on:
-        return Outcome(Verb.YIELD, code, f"ended by {by.name} after it was asked to stop: {asked}; it goes on from its last save")
+        return Outcome(
+            Verb.YIELD, code, f"ended by {by.name} after it was asked to stop: {asked}; it goes on from its last save"
+        )
     if code < 0:
         with contextlib.suppress(ValueError):
             return Outcome(Verb.FAIL, code, f"ended by {signal.Signals(-code).name}")
@@ -81,11 +83,12 @@ class Attempt:
         *,
         folder: str | None = None,
         environment: Mapping[str, str] | None = None,
-        can_go_on: bool = True,
+        goes_on: bool = False,
         send_term: Callable[[], object] | None = None,
     ) -> None:
         """Starts the program. `folder` is where, `environment` comes on top of this process's.
 
+        `goes_on`: it may be started again whatever ended it after a request; one that has reported may in any case.
         `send_term` takes the place of SIGTERM to the process where that would mean something else (srun).
 
         Raises:
@@ -94,7 +97,7 @@ class Attempt:
         self.terms = terms
         self.asked = ""
         """Why it is to stop; empty while nobody asked."""
-        self._can_go_on = can_go_on
+        self._goes_on = goes_on
         self._asked_s = 0.0
         self._has_signalled = self._has_killed = False
         self._send_term = send_term
@@ -107,7 +110,7 @@ class Attempt:
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=None if libc is None else lambda: _die_with_parent(libc),  # noqa: PLW1509
+                preexec_fn=None if libc is None else lambda: _die_with_parent(libc),
             )
         except (OSError, ValueError) as error:
             raise QueueError(f"{command[0]} can't be started in {folder or Path.cwd()}: {error}") from error
@@ -134,7 +137,7 @@ class Attempt:
         code = self._process.poll()
         if code is not None:
             self.kill()  # what the program started and left
-            return outcome_of(code, self.asked, self._can_go_on)
+            return outcome_of(code, self.asked, self._goes_on or self.report() is not None)
         if self.asked:
             waited_s = time.monotonic() - self._asked_s
             if waited_s > self.terms.grace_s:
@@ -192,12 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evenload.scheduler.backends.attempt", description=__doc__)
     parser.add_argument("--terms", required=True, help="the file of terms, as evenload.job_files writes it")
     parser.add_argument("--folder", help="where the program runs")
-    parser.add_argument("--final", action="store_true", help="the program can't go on after a stop without code 75")
+    parser.add_argument("--goes-on", action="store_true", help="it may be started again whatever ended it")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(arguments)
     try:
         attempt = Attempt(
-            read_terms(given.terms), Path(given.terms), given.command, folder=given.folder, can_go_on=not given.final
+            read_terms(given.terms), Path(given.terms), given.command, folder=given.folder, goes_on=given.goes_on
         )
     except EvenloadError as error:
         _say(f"error: {error}")
@@ -224,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     attempt.ask(reason or "asked by the queue")
             if not is_open:
                 attempt.ask("the runner that started it is gone")
+                attempt.kill()  # another runner may start it again at any moment
     finally:
         attempt.close()
     if outcome.reason:

@@ -150,4 +150,3 @@ def check_options(backend: str, options: Mapping[str, str], known: Mapping[str, 
         if name not in known:
             lines = "; ".join(f"{key} ({meaning})" for key, meaning in known.items())
             raise ConfigError(f"option {name}={value!r}: {backend} has no such option; there are {lines}")
-

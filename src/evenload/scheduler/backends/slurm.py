@@ -17,7 +17,7 @@ from pathlib import Path
 
 from evenload.errors import QueueError
 from evenload.scheduler.backends.interface import Described, Request
-from evenload.scheduler.backends.slurm_record import CANCELLED, JobRecord, last_report, read_record
+from evenload.scheduler.backends.slurm_record import CANCELLED, NOW, JobRecord, last_report, read_record
 from evenload.scheduler.backends.slurm_script import root_of, script
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_file import JobFile
@@ -111,26 +111,33 @@ class Slurm:
     def cancel(self, job: str) -> None:
         """Ends a job: one that waits at once, one that runs after it has saved, asked again at once."""
         _checked(job)
-        running = [native for native in _in_queue([job]) if native.state is JobState.RUNNING]
-        softly = []
-        for native in running:
-            folder = self._root_of(native.id) / native.id
-            mark = folder / CANCELLED
-            if folder.is_dir() and not mark.exists():
-                mark.write_text("cancelled")
-                softly.append(native.id)
-            elif mark.exists():
-                mark.write_text("now")
-        if softly and len(softly) == len(running) == len(_in_queue([job])):
-            done = _tool("scancel", "--batch", "--signal=TERM", *softly)
-        else:
-            done = _tool("scancel", job)
-        if done.returncode != 0:
-            raise QueueError(f"job {job} can't be cancelled: {_told(done)}")
+        known = _in_queue([job])
+        live = [native for native in known if not native.has_ended]
+        if not live:
+            raise QueueError(f"job {job} can't be cancelled: {'it has ended' if known else 'Slurm knows no such job'}")
+        softly = [native.id for native in live if native.state is JobState.RUNNING and self._mark(native.id)]
+        if softly:
+            _cancel("--batch", "--signal=TERM", *softly)
+        marked = [native.id for native in live if native.state is not JobState.PENDING and native.id not in softly]
+        if any(native.state is JobState.PENDING for native in live):
+            _cancel("--state=PENDING", job)
+        if marked:
+            _cancel(*marked)
 
     def logs(self, job: str) -> Path:
         """The file that Slurm appends the output of all attempts to."""
         return self._root_of(_checked(job)) / f"{job}.log"
+
+    def _mark(self, job: str) -> bool:
+        """Tells the job's script that it is cancelled; False where it can't be told, or was before."""
+        folder = self._root_of(job) / job
+        mark = folder / CANCELLED
+        is_first = not mark.exists()
+        try:
+            mark.write_text("cancelled" if is_first else NOW)
+        except OSError:
+            return False
+        return is_first
 
     def _root_of(self, job: str) -> Path:
         try:
@@ -157,6 +164,12 @@ class Slurm:
 BACKEND = Slurm()
 
 
+def _cancel(*words: str) -> None:
+    done = _tool("scancel", *words)
+    if done.returncode != 0:
+        raise QueueError(f"Slurm doesn't cancel: {_told(done)}")
+
+
 def _in_queue(ids: Sequence[str]) -> list[Described]:
     """What Slurm's controller knows of these jobs."""
     done = _tool("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%N|%r")
@@ -166,7 +179,9 @@ def _in_queue(ids: Sequence[str]) -> list[Described]:
         raise QueueError(f"Slurm's controller doesn't answer: {_told(done)}")
     return [
         _described(job, native, hosts, reason)
-        for job, native, hosts, reason in (line.split("|", 3) for line in done.stdout.splitlines() if line.count("|") > 2)
+        for job, native, hosts, reason in (
+            line.split("|", 3) for line in done.stdout.splitlines() if line.count("|") > 2
+        )
         if _ID.fullmatch(job)
     ]
 
@@ -175,7 +190,12 @@ def _in_accounts(ids: Iterable[str]) -> list[Described]:
     """What Slurm's accounting knows of jobs that its controller has forgotten; nothing where there is none."""
     try:
         done = _tool(
-            "sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", "--format=JobID,State,NodeList"
+            "sacct",
+            "--allocations",
+            "--noheader",
+            "--parsable2",
+            f"--jobs={','.join(ids)}",
+            "--format=JobID,State,NodeList",
         )
     except QueueError:
         return []
@@ -212,7 +232,14 @@ def _tool(*words: str, stdin: str = "", folder: Path | None = None) -> subproces
     variables = {name: value for name, value in os.environ.items() if not name.startswith("EVENLOAD_")}
     try:
         return subprocess.run(
-            words, input=stdin, cwd=folder, env=variables, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            words,
+            input=stdin,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError as error:
         raise QueueError(
@@ -220,7 +247,9 @@ def _tool(*words: str, stdin: str = "", folder: Path | None = None) -> subproces
             f"`module load slurm`"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise QueueError(f"{words[0]} gave no answer within {_TIMEOUT_S:g} s; is Slurm's controller up? `scontrol ping`") from error
+        raise QueueError(
+            f"{words[0]} gave no answer within {_TIMEOUT_S:g} s; is Slurm's controller up? `scontrol ping`"
+        ) from error
 
 
 def _told(done: subprocess.CompletedProcess[str]) -> str:

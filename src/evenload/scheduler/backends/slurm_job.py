@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from evenload.errors import EvenloadError
-from evenload.job import EXIT_CODE
 from evenload.job_files import write_terms
 from evenload.scheduler.backends.attempt import POLL_S, Attempt, Outcome
 from evenload.scheduler.backends.slurm_record import (
     CANCELLED,
+    NOW,
     JobRecord,
     element_id,
     read_record,
@@ -35,8 +36,6 @@ from evenload.scheduler.core.states import JobState, Verb
 _REQUEUE_TRIES = 5
 _GONE_S = 60.0
 """After a requeue Slurm ends this process; it waits so long for that."""
-NOW = "now"
-"""In the mark: cancelled a second time."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, required=True, help="the folder of output and state")
     parser.add_argument("--grace", type=float, required=True, help="seconds from the request to the end")
     parser.add_argument("--srun", choices=("node", "device"), help="start the command by srun, once each")
-    parser.add_argument("--goes-on", action="store_true", help="it may be started again whatever ended it after a request")
+    parser.add_argument(
+        "--goes-on", action="store_true", help="it may be started again whatever ended it after a request"
+    )
     parser.add_argument("--retries", type=int, default=0)
     parser.add_argument("--limit", type=float, help="seconds over all attempts")
     parser.add_argument("command", nargs="+")
@@ -63,8 +64,10 @@ class _Job:
         self._given = given
         self._id = element_id(os.environ)
         self._folder = given.root / self._id
-        self._folder.mkdir(parents=True, exist_ok=True)
         attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
+        if attempt == 1:
+            shutil.rmtree(self._folder, ignore_errors=True)  # of a job of the same number, before Slurm was set up anew
+        self._folder.mkdir(parents=True, exist_ok=True)
         before = read_record(self._folder) or JobRecord()
         self._record = replace(before, state=JobState.RUNNING, attempt=attempt, code=0, reason="")
         self._began_s = time.monotonic()
@@ -81,17 +84,21 @@ class _Job:
         write_terms(terms_file, terms)
         by_srun = self._given.srun is not None
         attempt = Attempt(
-            terms, terms_file, self._command(), send_term=self._term_to_steps if by_srun else None
+            terms,
+            terms_file,
+            self._command(),
+            goes_on=self._given.goes_on or self._record.has_reported,
+            send_term=self._term_to_steps if by_srun else None,
         )
         try:
             outcome = self._wait(attempt)
         finally:
             attempt.close()
         has_reported = self._record.has_reported or attempt.report() is not None
-        if outcome.verb is Verb.YIELD and outcome.code != EXIT_CODE and not (has_reported or self._given.goes_on):
-            outcome = replace(outcome, verb=Verb.FAIL, reason=f"{attempt.asked}; it can't save and go on")
         held_s = self._record.held_s + time.monotonic() - self._began_s
-        self._record = replace(self._record, held_s=held_s, has_reported=has_reported, code=outcome.code, reason=outcome.reason)
+        self._record = replace(
+            self._record, held_s=held_s, has_reported=has_reported, code=outcome.code, reason=outcome.reason
+        )
         return self._settle(outcome)
 
     def _command(self) -> list[str]:
@@ -126,14 +133,14 @@ class _Job:
         if outcome.verb is Verb.SUCCEED:
             return self._end(JobState.SUCCEEDED, 0)
         code = 128 - outcome.code if outcome.code < 0 else outcome.code
-        if self._mark():
-            self._end(JobState.CANCELLED, code)
-            _tool("scancel", self._id)
-            self._wait_for_the_end()
-            return code
         native = _native_state(self._id)
         if native == "CANCELLED":
             return self._end(JobState.CANCELLED, code)
+        if self._mark():
+            self._end(JobState.CANCELLED, code)
+            if _tool("scancel", self._id).returncode == 0:
+                self._wait_for_the_end()
+            return code
         if outcome.verb is Verb.YIELD:
             limit_s = self._given.limit
             if self._is_over_limit or (limit_s is not None and self._record.held_s >= limit_s - self._given.grace):
@@ -161,7 +168,9 @@ class _Job:
                 return code  # Slurm was quicker
             error = done.stderr.strip()
             time.sleep(1.0)
-        self._record = replace(self._record, reason=f"saved, but Slurm doesn't take it back: {error}; submit it again to go on")
+        self._record = replace(
+            self._record, reason=f"saved, but Slurm doesn't take it back: {error}; submit it again to go on"
+        )
         return self._end(JobState.FAILED, code)
 
     def _end(self, state: JobState, code: int) -> int:
@@ -190,7 +199,9 @@ class _Job:
 
 def _native_state(job: str) -> str:
     """The job's state as Slurm says it; empty where it doesn't answer."""
-    found = [word for word in _tool("scontrol", "show", "job", "-o", job).stdout.split() if word.startswith("JobState=")]
+    found = [
+        word for word in _tool("scontrol", "show", "job", "-o", job).stdout.split() if word.startswith("JobState=")
+    ]
     return found[0].removeprefix("JobState=") if found else ""
 
 

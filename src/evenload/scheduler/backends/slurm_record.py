@@ -18,6 +18,8 @@ from evenload.job_files import Report, Terms, read_report
 from evenload.scheduler.core.states import JobState
 
 RECORD, CANCELLED = "record.json", "cancelled"
+NOW = "now"
+"""In the mark: cancelled a second time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ def element_id(variables: Mapping[str, str]) -> str:
     if "SLURM_ARRAY_JOB_ID" in variables and "SLURM_ARRAY_TASK_ID" in variables:
         return f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
     if "SLURM_JOB_ID" not in variables:
-        raise QueueError("SLURM_JOB_ID is not set: this is started by a batch script that sbatch has sent; see --dry-run")
+        raise QueueError(
+            "SLURM_JOB_ID is not set: this is started by a batch script that sbatch has sent; see --dry-run"
+        )
     return variables["SLURM_JOB_ID"]
 
 

@@ -94,7 +94,9 @@ def _check_possible(job: JobFile) -> None:
             f"the feature of its nodes: [slurm] constraint = ..."
         )
     if len(job.kinds) > 1:
-        raise ConfigError(f"kind = {', '.join(job.kinds)}: a job of Slurm has one kind; name one, or a [slurm] constraint")
+        raise ConfigError(
+            f"kind = {', '.join(job.kinds)}: a job of Slurm has one kind; name one, or a [slurm] constraint"
+        )
     if others := [teller for teller in job.notify if not teller.startswith("mail:")]:
         raise ConfigError(f"notify = {others[0]!r}: Slurm notifies by mail alone; write mail:ADDRESS")
     for what, limit_s in (("soft", job.soft_limit_s), ("hard", job.hard_limit_s)):
@@ -167,7 +169,9 @@ def _notes(job: JobFile) -> list[str]:
     if job.priority > 0:
         notes.append(f"priority {job.priority}: a user of Slurm can't go above the others; ask its admin for a qos")
     if job.soft_limit_s and job.hard_limit_s:
-        notes.append("the time limit is the soft one: then it saves and waits in line again, until the hard one is used up")
+        notes.append(
+            "the time limit is the soft one: then it saves and waits in line again, until the hard one is used up"
+        )
     return notes
 
 

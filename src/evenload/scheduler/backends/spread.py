@@ -72,7 +72,9 @@ def place_in_step(variables: Mapping[str, str]) -> Place:
             port=port_for(int(variables["SLURM_JOB_ID"])),
         )
     except (KeyError, ValueError) as error:
-        raise QueueError(f"this isn't a task of srun: {error}; srun sets SLURM_STEP_NUM_NODES, SLURM_NODEID, ...") from None
+        raise QueueError(
+            f"this isn't a task of srun: {error}; srun sets SLURM_STEP_NUM_NODES, SLURM_NODEID, ..."
+        ) from None
 
 
 def _index_of_run(command: Sequence[str]) -> int | None:

@@ -1,0 +1,49 @@
+"""A process that speaks to the queue on Ray for the tests: a call a line in, its answer a line out, both JSON.
+
+Ray leaves threads and variables in whoever connects; so the tests don't. ``python ray_client.py ADDRESS ROOT``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from evenload.errors import EvenloadError
+from evenload.scheduler.backends.interface import Request
+from evenload.scheduler.backends.ray_cluster import RayCluster
+
+
+def main() -> None:
+    backend = RayCluster(sys.argv[1], Path(sys.argv[2]))
+    for line in sys.stdin:
+        verb, *arguments = json.loads(line)
+        try:
+            answer: Any = _answer(backend, verb, arguments)
+        except EvenloadError as error:
+            answer = {"error": type(error).__name__, "text": str(error)}
+        print(f"answer {json.dumps(answer)}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _answer(backend: RayCluster, verb: str, arguments: list[Any]) -> Any:
+    if verb == "submit":
+        return backend.submit(Request(**arguments[0]))
+    if verb == "describe":
+        return [dataclasses.asdict(described) for described in backend.describe(arguments[0])]
+    if verb == "cancel":
+        return backend.cancel(arguments[0])
+    if verb == "kill the queue":
+        import ray
+
+        ray.kill(ray.get_actor("queue", namespace="evenload"), no_restart=False)
+        return None
+    return str(backend.logs(arguments[0]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What of the backend on Ray needs no Ray: nodes as devices, bundles, and the queue with its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenload.errors import QueueError
+from evenload.job_files import Report
+from evenload.scheduler.backends.ray_fleet import Bundle, bundles_of, devices_of
+from evenload.scheduler.backends.ray_queue import LOG, RayQueue
+from evenload.scheduler.core import events
+from evenload.scheduler.core.states import JobState
+from tests.scheduler.backends.test_texts import a_job
+
+NODES: list[dict[str, Any]] = [
+    {"NodeID": "a", "Alive": True, "Resources": {"CPU": 16.0, "GPU": 2.0, "accelerator_type:A100": 1.0}},
+    {"NodeID": "b", "Alive": True, "Resources": {"CPU": 2.0, "memory": 1e9}},
+    {"NodeID": "c", "Alive": False, "Resources": {"CPU": 8.0}},
+    {"NodeID": "d", "Alive": True, "Resources": {"GPU": 1.0}},
+]
+
+
+def test_nodes_as_devices() -> None:
+    devices = devices_of(NODES)
+    assert [device.id for device in devices] == ["a/a100/0", "a/a100/1", "b/cpu/0", "b/cpu/1", "d/gpu/0"]
+    assert bundles_of(devices) == (Bundle("a", 0, 2), Bundle("b", 2, 0), Bundle("d", 0, 1))
+    assert [bundle.resources() for bundle in bundles_of(devices)] == [{"GPU": 2.0}, {"CPU": 2.0}, {"GPU": 1.0}]
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def a_queue(root: Path) -> RayQueue:
+    queue = RayQueue(root, Clock())
+    queue.see_devices(devices_of(NODES))
+    return queue
+
+
+def test_jobs_of_the_log_are_there_again(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    first = queue.submit(a_job("ray", devices=2, environment={"A": "b"}), "ann")
+    array = queue.submit(a_job("ray", array="0-1", after=first), "ann")
+    queue.decide()
+    queue.apply(events.Began(1003.0, first))
+    queue.see_report(first, Report(first, 1, 5, 10, 100, 2.0, 0.0, "running", 0.0))
+    assert queue.book.jobs[first].spec.preemptible, "it has reported, so it can save"
+    with (tmp_path / LOG).open("a") as file:
+        file.write('{"kind": "Beg')  # cut off by a crash
+
+    again = a_queue(tmp_path)
+    assert again.book.jobs[first].state is JobState.PENDING
+    assert again.book.jobs[first].reason == "the queue on Ray was restarted"
+    assert again.files[first][0].environment == {"A": "b"}
+    assert [d.id for d in again.describe([array])] == [f"{array}_0", f"{array}_1"]
+    assert [again.book.jobs[name].unmet for name in (f"{array}_0", f"{array}_1")] == [(first,), (first,)]
+    assert again.submit(a_job("ray"), "ann") == "3"
+
+
+def test_who_may_cancel(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    job = queue.submit(a_job("ray"), "ann")
+    with pytest.raises(QueueError, match=f"job {job} is ann's; bob can't cancel it"):
+        queue.cancel(job, "bob")
+    with pytest.raises(QueueError, match="there is no job 99"):
+        queue.cancel("99", "ann")
+    assert queue.cancel(job, "ann") == []
+    with pytest.raises(QueueError, match=f"job {job} has ended: CANCELLED"):
+        queue.cancel(job, "ann")
+
+
+def test_a_node_that_leaves(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    job = queue.submit(a_job("ray", devices=2), "ann")
+    queue.decide()
+    queue.see_devices(devices_of(node for node in NODES if node["NodeID"] != "b"))
+    assert set(queue.book.closed) == {"b/cpu/0", "b/cpu/1"}
+    queue.apply(events.Lost(2000.0, job, "its node died"))
+    queue.see_devices(devices_of(node for node in NODES if node["NodeID"] != "b"))
+    assert not any(name.startswith("b/") for name in queue.book.devices)
+    assert queue.describe([job])[0].reason.startswith("asks for devices that are not here")
+    with pytest.raises(QueueError, match="it asks for a device of kind cpu; this queue has 0 such"):
+        queue.submit(a_job("ray"), "ann")
