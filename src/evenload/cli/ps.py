@@ -12,6 +12,7 @@ from evenload.cli.jobs import Queue, folder_of
 from evenload.errors import ConfigError, QueueError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from evenload.views.queue_view import QueueView, Wanted
@@ -37,12 +38,16 @@ def ps(
     from evenload.views.queue_view import Wanted, look, parse_states
 
     folder = folder_of(queue)
-    if watch + json + clean > 1:
-        raise ConfigError("--watch, --json and --clean are three things to do; give one of them")
+    if watch + json + clean > 1 or (all_ and (watch or clean)):
+        raise ConfigError("--watch, --clean, and --json or --all are three things to do; give one of them")
     if clean:
         _clean(folder)
         return
-    wanted = Wanted(all_, user, parse_states(state) if state is not None else ())
+    wanted = Wanted(user, parse_states(state) if state is not None else ())
+    if all_:
+        for block in _all(folder, wanted, json):
+            sys.stdout.write(block)
+        return
     if watch:
         _watch(folder, wanted)
         return
@@ -52,11 +57,30 @@ def ps(
 
         sys.stdout.write(json_of(view))
         return
-    _show(view, wanted)
+    _show(view)
 
 
-def _show(view: QueueView, wanted: Wanted) -> None:
-    if sys.stdout.isatty() and not wanted.everything:
+def _all(folder: Path, wanted: Wanted, as_json: bool) -> Iterable[str]:
+    """A line for each job, from the queue's file where it can be read; else as the daemon tells them."""
+    from evenload.views.queue_view import is_readable
+
+    if is_readable(folder / "queue.sqlite"):
+        from evenload.views.queue_lines import all_json, all_lines
+
+        return (all_json if as_json else all_lines)(folder, wanted.states, wanted.user)
+    from evenload.views.queue_text import all_told
+    from evenload.views.queue_view import ask_for_all
+
+    view = ask_for_all(folder, wanted)
+    if as_json:
+        from evenload.views.queue_json import json_of
+
+        return [json_of(view)]
+    return all_told(view)
+
+
+def _show(view: QueueView) -> None:
+    if sys.stdout.isatty():
         from rich.console import Console
 
         from evenload.views.queue_panel import panel
@@ -65,7 +89,7 @@ def _show(view: QueueView, wanted: Wanted) -> None:
         return
     from evenload.views.queue_text import text
 
-    sys.stdout.write("\n".join(text(view, everything=wanted.everything)) + "\n")
+    sys.stdout.write("\n".join(text(view)) + "\n")
 
 
 def _watch(folder: Path, wanted: Wanted) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, TextIO
 from evenload.errors import QueueError
 from evenload.scheduler import snapshots, submitting
 from evenload.scheduler.client import Client, connect
+from evenload.scheduler.core.states import JobState
 from evenload.scheduler.job_file import JobFile, as_table
 from evenload.scheduler.submitting import Order
 
@@ -162,16 +165,22 @@ def _default_queue() -> Path:
 
 
 def _place(line: Client, job: str) -> str:
-    """``, 2 wait before it``."""
-    answer = line.call("list", states=["PENDING"], limit=1000)
-    before = sum(1 for row in answer["jobs"] if int(row["number"]) < int(job)) if job.isdecimal() else 0
-    if not any(row["id"] == job for row in answer["jobs"]) and not answer["more"]:
-        return "; it starts now"
-    return (
-        f"; {'over ' if answer['more'] else ''}{before} wait that were submitted before it"
-        if before
-        else "; it is next"
-    )
+    """``, 2nd of those that wait, starts in about 12 min``."""
+    from evenload.views.queue_text import span
+
+    row = line.call("job", job=job)["job"]
+    if row["state"] != JobState.PENDING:
+        return " and starts now"
+    answer = line.call("list", states=[str(JobState.PENDING)], limit=1000)
+    place = 1 + sum(1 for other in answer["jobs"] if other["number"] < row["number"])
+    told = f", {place}{'+' if answer['more'] else _ordinal(place)} of those that wait"
+    if row["start_s"] is not None and (start_s := row["start_s"] - time.time()) > 1:
+        told += f", starts in about {span(start_s)}"
+    return told
+
+
+def _ordinal(number: int) -> str:
+    return "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
 
 
 def _snapshot_line(taken: snapshots.Snapshot) -> str:
@@ -189,9 +198,6 @@ def _few(names: Sequence[str], num: int = 6) -> list[str]:
 
 def _clean(line: Client, queue: Path, store: Path) -> None:
     """Removes snapshots that ended jobs left long ago; what can't be told now is left for the next submit."""
-    import contextlib
-    import time
-
     with contextlib.suppress(QueueError, OSError):
         snapshots.clean(store, have_ended(line, queue), older_than_s=SNAPSHOT_KEPT_S, now_s=time.time())
 

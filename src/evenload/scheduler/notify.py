@@ -117,7 +117,7 @@ def _send_as_owner(program: Program, target: str, message: Mapping[str, Any], ti
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd="/",
-        env={**dict(program.environment), **_own_variables(program.uid)},
+        env={"PATH": os.environ.get("PATH", os.defpath), **program.environment, **_own_variables(program.uid)},
         start_new_session=True,
         **_owner_of(program.uid),
     )
@@ -153,9 +153,7 @@ def _owner_of(uid: int) -> dict[str, Any]:
 
 def _own_variables(uid: int) -> dict[str, str]:
     """Who it runs as; and where this Evenload is found, where it isn't installed."""
-    variables = {"PATH": os.environ.get("PATH", os.defpath)}
-    if "PYTHONPATH" in os.environ:
-        variables["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    variables = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     try:
         entry = pwd.getpwuid(uid)
     except KeyError:

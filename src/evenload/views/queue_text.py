@@ -10,7 +10,7 @@ from typing import Any
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.views.queue_view import MAX_WAITING, QueueView
 
-_STATES = {
+STATES = {
     JobState.PENDING: "waiting",
     JobState.STARTING: "starting",
     JobState.RUNNING: "running",
@@ -20,6 +20,7 @@ _STATES = {
     JobState.FAILED: "failed",
     JobState.CANCELLED: "cancelled",
 }
+"""States as people are told them."""
 _ENDED = {str(state) for state in ENDED}
 
 
@@ -43,7 +44,7 @@ def head(view: QueueView) -> str:
         parts.append(f"{busy} of {len(view.devices)} devices busy{f', {away} closed' if away else ''}")
     counts: dict[str, int] = {}
     for state, num in view.counts.items():
-        name = _STATES[JobState(state)]
+        name = STATES[JobState(state)]
         name = name if name in ("waiting", "succeeded", "failed", "cancelled") else "running"
         counts[name] = counts.get(name, 0) + num
     told = [
@@ -63,12 +64,12 @@ def notes(view: QueueView) -> list[str]:
     return told
 
 
-def tables(view: QueueView, *, everything: bool = False) -> list[Table]:
-    """Devices, jobs that run, those that wait, those that ended."""
-    if everything:
-        return [Table("", ALL_COLUMNS, [all_row(job) for job in view.jobs])]
+def tables(view: QueueView) -> list[Table]:
+    """Devices, jobs that ended last, those that run, those that wait."""
     names = {row["id"]: row["label"] for row in view.devices}
-    running, waiting, ended = [], [], []
+    running: list[Mapping[str, Any]] = []
+    waiting: list[Mapping[str, Any]] = []
+    ended: list[Mapping[str, Any]] = []
     for job in view.jobs:
         state = job["state"]
         (ended if state in _ENDED else waiting if state == JobState.PENDING else running).append(job)
@@ -87,11 +88,11 @@ def tables(view: QueueView, *, everything: bool = False) -> list[Table]:
     return found
 
 
-def text(view: QueueView, *, everything: bool = False) -> Iterable[str]:
+def text(view: QueueView) -> Iterable[str]:
     """All of it, line by line, without colours."""
     yield head(view)
     yield from notes(view)
-    for table in tables(view, everything=everything):
+    for table in tables(view):
         yield ""
         if table.title:
             yield table.title
@@ -110,15 +111,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [(form % tuple([row[index] for index in kept])).rstrip() for row in rows]
 
 
-ALL_COLUMNS = ("job", "name", "user", "state", "priority", "devices", "attempts", "progress", "submitted", "why")
-
-
-def all_row(job: Mapping[str, Any]) -> tuple[str, ...]:
-    """A job in the list of all."""
-    return (
-        job["id"], job["name"], job["user"], _STATES[JobState(job["state"])], str(job["priority"] or ""),
-        _asked(job), str(job["attempt"] or ""), progress(job), moment(job["submitted_s"]), clean(job["reason"]),
-    )  # fmt: skip
+def all_told(view: QueueView) -> Iterable[str]:
+    """A head, and a line for each job, as `queue_lines` writes them where the queue's file can be read."""
+    rows: list[tuple[str, ...]] = [("job", "name", "user", "state", "devices", "submitted", "progress", "why")]
+    for job in view.jobs:
+        rows.append(
+            (
+                job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], _asked(job),
+                moment(job["submitted_s"]), progress(job), clean(job["reason"]),
+            )
+        )  # fmt: skip
+    return (f"{line}\n" for line in aligned(rows))
 
 
 def progress(job: Mapping[str, Any]) -> str:
@@ -198,7 +201,7 @@ def _running_row(job: Mapping[str, Any], now_s: float, names: Mapping[str, str])
         eta_s = job["reported_s"] + (job["total"] - job["done"]) / job["rate_per_s"]
     devices = [clean(names.get(device, device)) for device in job["devices"]]
     return (
-        job["id"], clean(job["name"]), job["user"], _STATES[JobState(job["state"])], short_list(devices), progress(job),
+        job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], short_list(devices), progress(job),
         speed, span(eta_s - now_s) if eta_s is not None else "", clean(job["reason"])[:120],
     )  # fmt: skip
 
@@ -233,7 +236,7 @@ def _waiting_table(waiting: Sequence[Mapping[str, Any]], view: QueueView) -> Tab
 def _ended_row(job: Mapping[str, Any], now_s: float) -> tuple[str, ...]:
     took = span(job["held_s"]) if job.get("held_s") else ""
     return (
-        job["id"], clean(job["name"]), job["user"], _STATES[JobState(job["state"])],
+        job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])],
         f"{span(now_s - job['since_s'])} ago", took, clean(job["reason"])[:160],
     )  # fmt: skip
 

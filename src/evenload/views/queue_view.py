@@ -38,10 +38,8 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which jobs are asked for."""
+    """Which jobs are asked for: where no states are, those that have not ended, and the last few that have."""
 
-    everything: bool = False
-    """All of them; otherwise those that have not ended, and the last few that have."""
     user: str | None = None
     states: tuple[JobState, ...] = ()
 
@@ -72,20 +70,14 @@ def look(folder: Path, wanted: Wanted) -> QueueView:
     Raises:
         QueueError: there is none.
     """
-    if not wanted.everything:
-        try:
-            with connect(folder, start=False, timeout_s=_ANSWER_S) as line:
-                return ask(line, wanted)
-        except QueueError as error:
-            problem = error
-    else:
-        problem = QueueError(f"there is no queue in {folder} that can be read")
-    if not (folder / "queue.sqlite").exists():
-        if folder.exists() and not _is_readable(folder):
-            return _ask_for_all(folder, wanted)
-        raise QueueError(f"there is no queue in {folder}; the first evenload submit makes one") from problem
-    if not _is_readable(folder / "queue.sqlite"):
-        return _ask_for_all(folder, wanted)
+    try:
+        with connect(folder, start=False, timeout_s=_ANSWER_S) as line:
+            return ask(line, wanted)
+    except QueueError as error:
+        if not folder.exists() or (is_readable(folder) and not (folder / "queue.sqlite").exists()):
+            raise QueueError(f"there is no queue in {folder}; the first evenload submit makes one") from error
+        if not is_readable(folder / "queue.sqlite"):
+            raise
     return read(folder, wanted)
 
 
@@ -93,7 +85,7 @@ def ask(line: Client, wanted: Wanted) -> QueueView:
     """What the daemon tells."""
     status = line.call("status")
     num_active = sum(num for state, num in status["counts"].items() if state not in ENDED)
-    if num_active > MOST_FORESEEN and _is_readable(line.folder / "queue.sqlite"):
+    if num_active > MOST_FORESEEN and is_readable(line.folder / "queue.sqlite"):
         stored = read(line.folder, wanted)
         return replace(
             stored, is_live=True, devices=status["devices"], problems=status["problems"], last=status["last"]
@@ -125,33 +117,28 @@ def read(folder: Path, wanted: Wanted) -> QueueView:
 
     with Reader(folder) as reader:
         counts = {str(state): num for state, num in reader.counts(wanted.user).items()}
-        if wanted.everything:
-            lines = reader.jobs(states=wanted.states, user=wanted.user)
-        else:
-            lines = reader.jobs(states=wanted.states or ACTIVE, user=wanted.user, limit=PAGE)
-            if not wanted.states:
-                last = reader.jobs(states=tuple(ENDED), user=wanted.user, limit=NUM_ENDED, newest_first=True)
-                lines = [*reversed(last), *lines]
-    return QueueView(
-        folder=folder,
-        now_s=time.time(),
-        is_live=False,
-        jobs=_Rows(lines),
-        counts=counts,
-        user=wanted.user,
-    )
+        lines = reader.jobs(states=wanted.states or ACTIVE, user=wanted.user, limit=PAGE)
+        if not wanted.states:
+            last = reader.jobs(states=tuple(ENDED), user=wanted.user, limit=NUM_ENDED, newest_first=True)
+            lines = [*reversed(last), *lines]
+    jobs = list(map(_row, lines))
+    return QueueView(folder, time.time(), is_live=False, jobs=jobs, counts=counts, user=wanted.user)
 
 
 def newest_jobs(folder: Path) -> Iterator[Mapping[str, Any]]:
     """All jobs, the newest first; from the file where it can be read."""
-    if _is_readable(folder / "queue.sqlite"):
-        from evenload.scheduler.store.reader import Reader
-
-        with Reader(folder) as reader:
-            yield from _Rows(reader.jobs(newest_first=True))
+    if not is_readable(folder / "queue.sqlite"):
+        with connect(folder, start=False) as line:
+            yield from pages(line, newest_first=True)
         return
-    with connect(folder, start=False) as line:
-        yield from pages(line, newest_first=True)
+    from evenload.scheduler.store.reader import Reader
+
+    with Reader(folder) as reader:
+        after, lines = 0, reader.jobs(newest_first=True, limit=PAGE)
+        while lines:
+            yield from map(_row, lines)
+            after = lines[-1].number
+            lines = reader.jobs(newest_first=True, limit=PAGE, after=after)
 
 
 def pages(line: Client, **fields: Any) -> Iterator[Mapping[str, Any]]:
@@ -165,20 +152,12 @@ def pages(line: Client, **fields: Any) -> Iterator[Mapping[str, Any]]:
         after = answer["jobs"][-1]["number"]
 
 
-class _Rows(Sequence[Mapping[str, Any]]):
-    """Rows of the file as those of the daemon, each made when it is looked at."""
-
-    def __init__(self, lines: Sequence[Any]) -> None:
-        self.lines = lines
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __getitem__(self, index: Any) -> Any:
-        return [_row(line) for line in self.lines[index]] if isinstance(index, slice) else _row(self.lines[index])
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return map(_row, self.lines)
+def ask_for_all(folder: Path, wanted: Wanted) -> QueueView:
+    """All jobs there ever were, through the daemon: where the file is another's."""
+    with connect(folder, start=False) as line:
+        view = ask(line, wanted)
+        states = list(wanted.states or JobState)
+        return replace(view, jobs=list(pages(line, user=wanted.user, states=states)))
 
 
 def _row(line: Any) -> dict[str, Any]:
@@ -188,20 +167,8 @@ def _row(line: Any) -> dict[str, Any]:
     return row  # type: ignore[no-any-return]
 
 
-def _ask_for_all(folder: Path, wanted: Wanted) -> QueueView:
-    """Through the daemon, where the file is another's."""
-    with connect(folder, start=False) as line:
-        view = ask(line, wanted)
-        if not wanted.everything:
-            return view
-        states = list(wanted.states) or [str(state) for state in JobState]
-        jobs = list(pages(line, user=wanted.user, states=states))
-        return QueueView(
-            view.folder, view.now_s, True, jobs, view.counts, view.devices, view.problems, view.last, wanted.user
-        )
-
-
-def _is_readable(path: Path) -> bool:
+def is_readable(path: Path) -> bool:
+    """Whether this user may read a file, or look into a folder."""
     return os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
 
 

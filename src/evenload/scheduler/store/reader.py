@@ -91,21 +91,30 @@ class Reader:
             limit: at most so many.
             newest_first: the other way round.
         """
-        conditions, values = [], []
-        if states:
-            conditions.append(f"state IN ({', '.join('?' * len(states))})")
-            values += [str(state) for state in states]
-        if user is not None:
-            conditions.append("user = ?")
-            values.append(user)
-        if after:
-            conditions.append(f"number {'<' if newest_first else '>'} {int(after)}")
-        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        where, values = _where(states, user, [f"number {'<' if newest_first else '>'} {int(after)}"] if after else [])
         order = "DESC" if newest_first else "ASC"
         most = -1 if limit is None else int(limit)
         columns = ", ".join(JobLine._fields)
         found = self._ask(f"SELECT {columns} FROM jobs {where} ORDER BY number {order} LIMIT {most}", *values)
         return list(map(JobLine._make, found))
+
+    def texts(
+        self, expression: str, *, states: Sequence[JobState] = (), user: str | None = None, is_whole: bool = False
+    ) -> list[str]:
+        """What an SQL expression over the columns of `jobs` makes of each job, in the order of submission.
+
+        SQLite makes the text of a hundred thousand lines several times faster than Python would. The expression is the
+        caller's own, never a user's.
+
+        Args:
+            expression: over the columns that `JobLine` names.
+            states: only those in one of these; all if empty.
+            user: only this user's.
+            is_whole: the expression sums up all jobs; one text.
+        """
+        where, values = _where(states, user)
+        order = "" if is_whole else "ORDER BY number"
+        return [row[0] for row in self._ask(f"SELECT {expression} FROM jobs {where} {order}", *values)]
 
     def counts(self, user: str | None = None) -> dict[JobState, int]:
         """How many jobs are in each state."""
@@ -157,3 +166,15 @@ class Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _where(states: Sequence[JobState], user: str | None, further: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """The condition of a list, and its values."""
+    conditions, values = list(further), []
+    if states:
+        conditions.append(f"state IN ({', '.join('?' * len(states))})")
+        values += [str(state) for state in states]
+    if user is not None:
+        conditions.append("user = ?")
+        values.append(user)
+    return (f"WHERE {' AND '.join(conditions)}" if conditions else ""), values

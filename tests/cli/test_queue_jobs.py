@@ -1,0 +1,208 @@
+"""The queue's commands end to end: submitted, run, watched, stopped, told; with a real daemon and real programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.queue_box import COUNTING, SLOTS, Box, box_in, inside, until
+
+ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    with box_in(tmp_path_factory.mktemp("box")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path) -> Iterator[Path]:
+    """Each test in a folder of its own, with the program that counts."""
+    (tmp_path / "count.py").write_text(COUNTING)
+    with inside(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture
+def full(box: Box, here: Path) -> Iterator[Path]:
+    """All devices are taken until the file that this gives is there."""
+    go = here / "go"
+    holders = [
+        box.submit("--name", "holder", "--", "sh", "-c", f"until [ -e {go} ]; do sleep 0.05; done")
+        for _ in range(SLOTS)
+    ]
+    for holder in holders:
+        box.wait(holder, "RUNNING")
+    yield go
+    go.touch()
+    for holder in holders:
+        box.wait(holder, *ENDED)
+
+
+def test_a_job_runs_and_is_told_everywhere(box: Box, here: Path) -> None:
+    said = box.say(
+        "submit", "--name", "first", "--env", "GREETING=hello", "--wait", "--", "sh", "-c", "echo $GREETING $PWD"
+    )
+    assert said.code == 0, said
+    number = said.out.split()[1]
+    assert said.out.startswith(f"job {number} (first) is queued")
+    assert (
+        "no snapshot" in said.out
+        and "not under git" in said.out
+        and f"evenload logs --queue {box.queue} -f {number}" in said.out
+    )
+    assert f"job {number} succeeded" in said.err
+    assert box.say("logs", "first").out == f"hello {here}\n"
+    listed = box.say("ps", "--all")
+    assert [line for line in listed.out.splitlines() if line.startswith(f"{number} ") and "succeeded" in line], listed
+    rows = json.loads(box.say("ps", "--json", "--all", "--state", "succeeded").out)["jobs"]
+    assert number in [row["id"] for row in rows]
+    shown = box.say("show", "first").out
+    assert f"job {number} (first) of " in shown and "succeeded" in shown and "device-hours" in shown
+    assert "sh -c 'echo $GREETING $PWD'" in shown and str(here) in shown
+    table = json.loads(box.say("show", "--json", number).out)
+    assert table["job"]["state"] == "SUCCEEDED" and "environment" not in table["program"]
+    assert len(table["attempts"]) == 1 and table["device_hours"] > 0
+
+
+def test_the_exit_code_is_that_of_the_job(box: Box) -> None:
+    said = box.say("submit", "--wait", "--", "sh", "-c", "echo broken >&2; exit 7")
+    assert said.code == 7 and "exit code 7" in said.err
+    number = said.out.split()[1]
+    assert box.say("logs", number).out == "broken\n"
+
+
+def test_a_job_file_and_further_words(box: Box, here: Path) -> None:
+    (here / "sub").mkdir()
+    (here / "sub" / "job.toml").write_text('command = "echo file"\nfolder = "."\nname = "of-file"\n')
+    said = box.say("submit", "sub/job.toml", "--wait", "--env", "A=1", "--", "more words")
+    assert said.code == 0, said
+    assert box.say("logs", "of-file").out == "file more words\n"
+
+
+def test_a_waiting_job_keeps_what_it_was_submitted_with(box: Box, here: Path, full: Path) -> None:
+    (here / "say.sh").write_text("echo first > runs/out; cat say.sh; echo made > beside\n")
+    subprocess.run(["git", "init", "-q", "."], check=True, timeout=30)
+    said = box.say("submit", "--name", "kept", "--", "sh", "say.sh")
+    assert said.code == 0 and "snapshot: 2 files" in said.out and "linked to the originals: runs" in said.out
+    number = said.out.split()[1]
+    second = box.say("submit", "--no-snapshot", "--name", "direct", "--", "sh", "say.sh")
+    assert "is queued, 2nd of those that wait" in second.out and "snapshot" not in second.out
+    (here / "say.sh").write_text("echo second\n")
+    waiting = box.job(number)
+    assert waiting["state"] == "PENDING" and waiting["reason"]
+    listed = box.say("ps").out
+    assert "waiting, in the order of submission" in listed and waiting["reason"][:20] in listed
+    assert "(holder)" in listed, "who holds the devices"
+    full.touch()
+    box.wait(number, *ENDED)
+    assert box.log(number).startswith("echo first > runs/out"), box.log(number)
+    assert (here / "runs" / "out").read_text() == "first\n", "outputs are at home"
+    assert "files the job made there: beside" in box.say("show", "kept").out
+    direct = box.say("show", "--json", "direct")
+    box.wait(json.loads(direct.out)["job"]["id"], *ENDED)
+    assert box.say("logs", "direct").out == "second\n"
+    assert "snapshots are removed" in box.say("ps", "--clean").out
+    assert not list((box.queue / "snapshots" / "work").glob("2*"))
+
+
+def test_an_array_is_one_thing(box: Box) -> None:
+    said = box.say(
+        "submit", "--name", "sweep", "--array", "0-3%1", "--", "sh", "-c", "echo {index} $EVENLOAD_ARRAY_INDEX"
+    )
+    assert "4 of an array" in said.out, said
+    first = int(said.out.split()[1].split("-")[0])
+    for number in range(first, first + 4):
+        box.wait(str(number), "SUCCEEDED")
+        assert box.log(str(number)) == f"{number - first} {number - first}\n"
+    told = box.say("logs", "sweep")
+    assert told.code == 2 and f"is an array of 4 jobs: name one of them, {first} to {first + 3}" in told.err
+    shown = box.say("show", "sweep").out
+    assert shown.count("command") == 4 and f"of array {first}" in shown
+
+
+def test_after_another_job(box: Box) -> None:
+    bad = box.submit("--name", "bad", "--", "sh", "-c", "sleep 0.3; exit 3")
+    good = box.submit("--after", "bad:failed", "--", "echo", "then")
+    never = box.submit("--after", bad, "--", "echo", "never")
+    assert box.wait(good, *ENDED)["state"] == "SUCCEEDED"
+    assert box.wait(never, *ENDED)["state"] == "CANCELLED"
+    assert bad in box.job(never)["reason"]
+
+
+def test_whom_to_tell(box: Box, here: Path) -> None:
+    box.submit("--name", "told", "--notify", "command:sh -c 'cat > note'", "--", "false")
+    until(lambda: (here / "note").exists() and bool((here / "note").read_text()), lambda: "the note")
+    message = json.loads((here / "note").read_text())
+    assert (message["name"], message["state"]) == ("told", "FAILED") and "exit code 1" in message["reason"]
+
+
+def test_cancelled_it_saves_and_again_it_ends_at_once(box: Box, here: Path) -> None:
+    number = box.submit("--name", "saver", "--", sys.executable, "count.py", "state", "100000")
+    until(lambda: "step 3" in box.log(number), lambda: f"steps: {box.log(number)}")
+    assert "asked to save and stop" in box.say("cancel", "saver").out
+    ended = box.wait(number, *ENDED)
+    assert ended["state"] == "CANCELLED" and (here / "state").exists()
+    stubborn = box.submit("--", "sh", "-c", "trap '' TERM INT; echo up; while :; do sleep 0.1; done")
+    until(lambda: "up" in box.log(stubborn), lambda: "the stubborn one")
+    box.say("cancel", stubborn)
+    assert "ended at once" in box.say("cancel", "--now", stubborn).out
+    assert box.wait(stubborn, *ENDED)["state"] == "CANCELLED"
+    again = box.say("cancel", stubborn, number)
+    assert again.code == 2 and "ended already" in again.err
+
+
+def test_held_released_and_changed(box: Box, full: Path) -> None:
+    number = box.submit("--name", "patient", "--", "echo", "at last")
+    assert f"job {number}: held" in box.say("change", number, "--hold").out
+    assert box.job(number)["is_held"] and "holds it back" in box.say("ps").out
+    said = box.say("change", "patient", "--release", "--priority", "-2", "--time", ":5m", "--devices", "1:2")
+    assert said.out == f"job {number}: released priority, time, devices changed\n".replace("released ", "released, ")
+    row = box.job(number)
+    assert not row["is_held"] and row["priority"] == -2 and row["max_devices"] == 2
+    assert "hard limit 5m" in box.say("show", number).out
+    full.touch()
+    box.wait(number, "SUCCEEDED")
+
+
+def test_logs_follow_to_the_end(box: Box) -> None:
+    number = box.submit("--", "sh", "-c", "for i in 1 2 3 4 5; do echo line $i; sleep 0.1; done")
+    followed = box.say("logs", "-f", number)
+    assert followed.code == 0 and followed.out == "".join(f"line {i}\n" for i in range(1, 6))
+    assert box.say("logs", "-n", "2", number).out == "line 4\nline 5\n"
+    assert box.say("logs", "-n", "0", number).out == ""
+
+
+def test_progress_and_devices_are_in_the_list(box: Box) -> None:
+    number = box.submit("--", sys.executable, "count.py", "state", "100000")
+
+    def row() -> dict[str, object]:
+        rows = json.loads(box.say("ps", "--json").out)["jobs"]
+        found: dict[str, object] = next(row for row in rows if row["id"] == number)
+        return found
+
+    until(lambda: bool(row()["done"]) and bool(row()["rate_per_s"]), lambda: f"progress: {row()}")
+    found = json.loads(box.say("ps", "--json").out)
+    assert found["from_daemon"] and [d for d in found["devices"] if d["job"] == number]
+    plain = box.say("ps", "--state", "running").out
+    assert "/100000" in plain and "/s" in plain and f"of {SLOTS} devices busy" in plain
+    box.say("cancel", "--now", number)
+    box.wait(number, "CANCELLED")
+
+
+def test_without_its_daemon_the_queue_is_read_and_submit_starts_it_again(box: Box) -> None:
+    number = box.submit("--", "true")
+    box.wait(number, "SUCCEEDED")
+    box.close()
+    told = box.say("ps")
+    assert told.code == 0 and "no daemon was asked" in told.out and number in told.out
+    assert f"job {number} of" in box.say("show", number).out
+    refused = box.say("cancel", number)
+    assert refused.code == 2 and "no daemon runs" in refused.err
+    assert box.say("submit", "--wait", "--", "true").code == 0

@@ -1,0 +1,111 @@
+"""Wrong uses of the queue's commands: each is told in words that say what to do, and nothing is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.queue_box import COUNTING, Box, box_in, inside
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    with box_in(tmp_path_factory.mktemp("box")) as made:
+        made.submit("--name", "first", "--", "true")
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "count.py").write_text(COUNTING)
+    (tmp_path / "job.toml").write_text('command = "true"\ndevices = 1\n')
+    (tmp_path / "typo.toml").write_text('command = "true"\ndevics = 1\n')
+    (tmp_path / "plain.txt").write_text("no program\n")
+    with inside(tmp_path):
+        yield tmp_path
+
+
+WRONG = [
+    ("", "there is no command: write it after --"),
+    ("-- nothere", "the command 'nothere' is not in the PATH of this shell; is its environment active?"),
+    ("-- ./plain.txt", "is it executable?"),
+    ("-- python missing.py", "there is no file"),
+    ("--folder nowhere -- true", "there is no folder"),
+    ("--devices 0 -- true", "--devices 0: expected MIN:MAX"),
+    ("--devices 1:x -- true", "--devices 1:x: expected MIN:MAX"),
+    ("--devices 64 -- true", "the job could never start: it asks for 64 devices; this queue has 2"),
+    ("--kind rtx9090 -- true", "of kind rtx9090; this queue has 0 such of its 2 devices. There are: 2 × cpu"),
+    ("--memory 900T -- true", "the job could never start"),
+    ("--memory 20 -- true", "--memory 20: expected a size with its unit"),
+    ("--time 2 -- true", "--time 2: expected SOFT or SOFT:HARD"),
+    ("--time 3h:2h -- true", "the soft limit below the hard one"),
+    ("--estimate soon -- true", "--estimate soon: expected a time with its unit"),
+    ("--grace 1 -- true", "--grace 1: expected a time with its unit"),
+    ("--steps 0 -- true", "--steps 0: expected a number of steps"),
+    ("--retries -1 -- true", "--retries -1: expected a number of tries"),
+    ("--after nobody -- true", "there is no job 'nobody' here"),
+    ("--after 99999 -- true", "there is no such job"),
+    ("--after first:soon -- true", "--after first:soon: expected JOB or JOB:ok, JOB:any, JOB:failed"),
+    ("--array 5-1 -- true", "--array 5-1: expected indices"),
+    ("-- echo {index}", "the job is no array"),
+    ("--env SURELY_UNSET_9 -- true", "SURELY_UNSET_9 is to be taken from this shell, but it isn't set here"),
+    ("--env EVENLOAD_JOB=x -- true", "a variable that isn't the queue's own"),
+    ("--env A=1 --env A=2 -- true", "A is given twice"),
+    ("--name ../up -- true", "--name ../up: expected a name of letters"),
+    ("--notify pigeon:home -- true", "expected command:COMMAND, webhook:URL or mail:ADDRESS"),
+    ("--notify command:nothere -- true", "there is no program 'nothere'"),
+    ("--notify webhook:example.org -- true", "no address that begins with http"),
+    ("--link data --no-snapshot -- true", "has no effect: there is no snapshot"),
+    ("--nodes 2 --devices 2 -- true", "the local queue has one machine"),
+    ("--backend slrm -- true", "did you mean slurm?"),
+    ("--backend-option partition=gpu -- true", "name it by --backend"),
+    ("nothere.toml", "the job file nothere.toml can't be read: No such file"),
+    ("typo.toml", "no key 'devics' (did you mean devices?)"),
+    ("job.toml --devices 2", "devices is set twice, differently: --devices 2 and devices = 1 in job.toml"),
+    ("--priority 2000 -- true", "--priority 2000: expected a whole number from -1000 to 1000"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), WRONG, ids=[words or "nothing" for words, _ in WRONG])
+def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
+    before = box.num_jobs()
+    said = box.say("submit", *words.split())
+    assert said.code == 2 and said.out == ""
+    assert told in said.err and said.err.startswith("evenload: error: ") and "Traceback" not in said.err
+    assert box.num_jobs() == before
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "told"),
+    [
+        ("logs", "nobody", "there is no job 'nobody' here"),
+        ("logs", "99999", "there is no job '99999'"),
+        ("cancel", "99999", "there is no job '99999'"),
+        ("cancel", "9-1", "jobs 9-1: expected FIRST-LAST"),
+        ("change", "1", "nothing to change"),
+        ("change", "1 --hold --release", "--hold and --release are opposites"),
+        ("change", "1 --time soon", "--time soon: expected SOFT"),
+        ("show", "nobody", "there is no job 'nobody' here"),
+        ("show", "1 --live", "--live, --to and --logger-option are for runs"),
+        ("ps", "--state sleeping", "there is no state 'sleeping'; there are waiting, running, ended"),
+        ("ps", "--json --watch", "give one of them"),
+    ],
+)
+def test_other_commands_say_what_is_wrong(box: Box, command: str, words: str, told: str) -> None:
+    said = box.say(command, *words.split())
+    assert said.code == 2 and told in said.err and "Traceback" not in said.err, said
+
+
+def test_a_dry_run_queues_nothing(box: Box) -> None:
+    before = box.num_jobs()
+    said = box.say("submit", "--dry-run", "--array", "0-1", "job.toml")
+    assert said.code == 0 and 'command = [\n    "true",\n]' in said.out and "# jobs: 2, an array" in said.out
+    assert box.num_jobs() == before
+
+
+def test_without_a_queue_that_is_said(tmp_path: Path) -> None:
+    nobody = Box(tmp_path)
+    said = nobody.say("ps")
+    assert said.code == 2 and "the first evenload submit makes one" in said.err
