@@ -22,6 +22,7 @@ NAMES = (
     "loading",
     "hosts",
     "leaving",
+    "preemption",
     "queue_decide",
     "queue_policies",
 )

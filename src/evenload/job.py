@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -115,13 +115,22 @@ def _save(link: _Link, save: Callable[[int], object], step: int, total: int | No
     save(step)
     took_s = time.monotonic() - began_s
     if is_main:
-        of = "" if total is None else f" of {total}"
-        how = go_on or f"start it again: {shlex.join(sys.orig_argv)}"
-        if link.terms is not None:
-            how = f"the queue goes on with job {link.terms.job} by itself; by hand, {how}"
-        _say(f"stopped at step {step}{of}, saved in {took_s:.1f} s ({reason}); {how}")
+        _say(stopped_text(step, total, took_s, reason, go_on))
         if threading.current_thread() is not threading.main_thread():
             _say(f"the loop ran in another thread: the main thread has to end the program with exit code {EXIT_CODE}")
+
+
+def stopped_text(step: int, total: int | None, took_s: float, reason: str, go_on: str = "") -> str:
+    """What people are told of a stop: where, how long the save took, who asked, how to go on."""
+    of = "" if total is None else f" of {total}"
+    return f"stopped at step {step}{of}, saved in {took_s:.1f} s ({reason}); {go_on_text(go_on)}"
+
+
+def go_on_text(go_on: str = "") -> str:
+    """How to go on; `go_on` where the program's own command line is not how."""
+    how = go_on or f"start it again: {shlex.join(sys.orig_argv)}"
+    terms = _link().terms
+    return how if terms is None else f"the queue goes on with job {terms.job} by itself; by hand, {how}"
 
 
 def stop_requested() -> bool:
@@ -147,20 +156,50 @@ def grace_left_s() -> float | None:
     return max(0.0, link.terms.grace_s - waited_s)
 
 
-def report(step: int, total: int | None, samples_per_s: float = 0.0) -> None:
+def attempt() -> tuple[str, int] | None:
+    """The queue's job, and which attempt of it this is, counted from 1; None without a queue."""
+    terms = _link().terms
+    return None if terms is None else (terms.job, terms.attempt)
+
+
+def report(
+    step: int,
+    total: int | None,
+    samples_per_s: float = 0.0,
+    *,
+    samples_per_step: float | None = None,
+    state: str = "running",
+) -> None:
     """Tells the queue that `step` steps are done; call it after each, it seldom writes. Nothing without a queue.
 
     Steps a second are measured between the calls. A report that can't be written is told once; the program goes on.
+
+    Args:
+        step: steps done.
+        total: all steps; None where nobody knows.
+        samples_per_s: the speed in samples, where the program knows it.
+        samples_per_step: in its place, samples of a step.
+        state: ``running``; ``stopped`` (saved on request) and ``finished`` are written at once.
     """
-    _link().report(step, total, samples_per_s)
+    _link().report(step, total, samples_per_s, samples_per_step=samples_per_step, state=state)
 
 
 @contextmanager
-def listening() -> Iterator[None]:
+def listening(
+    signals: Sequence[int] = _SIGNALS,
+    *,
+    stays: Sequence[int] = (),
+    is_end: Callable[[int, FrameType | None], object] | None = None,
+) -> Iterator[None]:
     """SIGTERM and SIGINT are requests to stop while this is entered; the second signal ends the process at once.
 
     In a thread other than the main one it can't catch signals, and says so once. A signal that the process ignored
     before (``nohup``, ``&`` in a script) stays ignored. Handlers of before are put back.
+
+    Args:
+        signals: those to catch; the others keep their handlers.
+        stays: those that may come again and change nothing, because whoever sends them ends this process by SIGKILL.
+        is_end: called first with each signal; it raises where the signal is no request but the end.
     """
     link = _link()
     if threading.current_thread() is not threading.main_thread():
@@ -176,13 +215,15 @@ def listening() -> Iterator[None]:
         return
     before: dict[int, Any] = {}
     link.num_listening += 1
+    kept, (link.stays, link.is_end) = (link.stays, link.is_end), (tuple(stays), is_end)
     try:
-        for number in _SIGNALS:
+        for number in signals:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, link.on_signal)
         yield
     finally:
         link.num_listening -= 1
+        link.stays, link.is_end = kept
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -197,13 +238,17 @@ class _Link:
         self.asked_s: float | None = None
         self.reason = ""
         self.num_listening = 0
+        self.stays: tuple[int, ...] = ()
+        self.is_end: Callable[[int, FrameType | None], object] | None = None
         self._reported_s = -math.inf
         self._told: set[str] = set()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Notes the request, and leaves the next signal to the kernel: a second request ends the process at once."""
+        if self.is_end is not None:
+            self.is_end(number, frame)
         for other in _SIGNALS:
-            if signal.getsignal(other) == self.on_signal:
+            if signal.getsignal(other) == self.on_signal and other not in self.stays:
                 signal.signal(other, signal.SIG_DFL)
         if self.asked_s is None:
             self.asked_s = time.monotonic()

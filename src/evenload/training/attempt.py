@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from evenload.errors import StepError
+from evenload.job import stop_requested
 from evenload.training import batchnorm, randomness
 from evenload.training.consistency import Consistency
 from evenload.training.data.global_batch import GlobalBatch
@@ -165,6 +166,7 @@ class RankCrew:
             memory_bytes=float(memory_bytes(self._around.device)),
             state_key=self._consistency.key(),
             reading=attempt.batch.reading.code(),
+            asked=stop_requested(),
             seconds=seconds,
             metrics={name: float(value) for name, value in sums.metrics.items()} if status == OK else {},
         )

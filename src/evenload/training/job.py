@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from evenload.config import COMMAND_LINE, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
+from evenload.job import attempt
 from evenload.records.recorder import Recorder
 from evenload.training import randomness
 from evenload.training.attempt import Crew
@@ -41,6 +42,8 @@ from evenload.training.step import StepLoop
 
 RANK_0_ALONE = ("project_dir", "loggers", "logger_options", "log_every_s", "fresh", "sources")
 """Settings that the other ranks have no use for."""
+_FRESH_FOR = "fresh_for_job"
+"""In the run folder: the queue's job that began anew there."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,11 @@ def open_job(script: dict[str, Any]) -> Job:
     randomness.seed_all(device, config.seed)
     folder = Path(config.project_dir).absolute()
     writes = spec.rank == 0 and not config.dry_run and spec.mode != "verify"
+    if config.fresh and _fresh_is_done(folder):
+        config = replace(config, fresh=False)
     if config.fresh and writes:
         _move_aside(folder)
+        _note_fresh(folder)
     control.barrier(Operation.INIT)
     recorder = Recorder(
         folder if writes else None,
@@ -232,6 +238,24 @@ def _check_same_settings(config: Config, control: Control) -> None:
                 raise ConfigError(
                     f"{key} is set otherwise on rank {rank} than on rank 0; every rank must give init the same settings"
                 )
+
+
+def _fresh_is_done(folder: Path) -> bool:
+    """Whether an earlier attempt of this queue's job began anew here: ``--fresh`` in its command means the job, once."""
+    now = attempt()
+    if now is None or now[1] == 1:
+        return False
+    try:
+        return (folder / _FRESH_FOR).read_text() == now[0]
+    except OSError:
+        return False
+
+
+def _note_fresh(folder: Path) -> None:
+    now = attempt()
+    if now is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _FRESH_FOR).write_text(now[0])
 
 
 def _move_aside(folder: Path) -> None:

@@ -26,6 +26,8 @@ class Tally:
         self.skipped = False
         self.redone = False
         self.compiled = False
+        self.asked = False
+        """A rank was asked to stop before one of the backwards; the same on all ranks."""
         self.begun_s = time.perf_counter()
         self.body_since_s = self.begun_s
         """When the user's frame went on after the last backward."""
@@ -34,7 +36,7 @@ class Tally:
         self._readings: list[float] = []
 
     def add(self, reports: Sequence[Report]) -> None:
-        """Adds what each rank spent since its last report."""
+        """Adds what each rank told and spent since its last report."""
         if not self._times:
             self._times = [dict(report.seconds) for report in reports]
         else:
@@ -43,6 +45,7 @@ class Tally:
                     times[name] += seconds
         self._memory = [int(report.memory_bytes) for report in reports]
         self._readings = [report.reading for report in reports]
+        self.asked = self.asked or any(report.asked for report in reports)
 
     def own_seconds(self) -> list[float]:
         """Of each rank: what it computed, without waiting."""

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from evenload.errors import ConfigError, StepError
+from evenload.job import stop_requested
 from evenload.training import batchnorm
 from evenload.training.attempt import Attempt, LabelWatch, Outcome, is_out_of_memory, memory_bytes, pay
 from evenload.training.launch.clock import Segment, StepClock
@@ -275,6 +276,7 @@ class ReplicaCrew:
                     memory_bytes=float(memory_bytes(lane.device)),
                     state_key=0.0,
                     reading=attempt.batch.reading.code(),
+                    asked=stop_requested(),
                     seconds=_told_seconds(own, process_s, together_s, is_first=index == 0),
                     metrics={name: float(sums.metrics.get(name, 0.0)) for name in known},
                 )

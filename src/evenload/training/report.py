@@ -12,7 +12,7 @@ from evenload.training.launch.control import CAPACITY
 
 OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED = 0, 1, 2, 3
 """What came of an attempt on one rank; `UNWANTED`: it was broken off, or used randomness it shared, for another's sake."""
-_FIXED = 11
+_FIXED = 12
 _TIMES_END = _FIXED + len(SEGMENTS)
 MAX_METRICS = CAPACITY - _TIMES_END
 
@@ -37,6 +37,8 @@ class Report:
     """Checksum of the parameters and buffers (consistency.py); 0 in a step that compares none."""
     reading: float
     """How this rank reads its samples, as one number (data/tuning.py)."""
+    asked: bool
+    """This rank is asked to stop (stopping.py)."""
     seconds: Mapping[Segment, float]
     """Of each segment since the last report."""
     metrics: Mapping[str, float]
@@ -65,6 +67,7 @@ class Report:
             float(zlib.crc32("\0".join(names).encode())),
             self.state_key,
             self.reading,
+            float(self.asked),
             *(self.seconds[name] for name in SEGMENTS),
             *(self.metrics[name] for name in names),
         ]
@@ -92,6 +95,7 @@ def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str]) -> list[Rep
             memory_bytes=row[7],
             state_key=row[9],
             reading=row[10],
+            asked=bool(row[11]),
             seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
             metrics=dict(zip(names, row[_TIMES_END : _TIMES_END + len(names)], strict=True)),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -74,6 +75,8 @@ class Saver:
         self._last_s = 0.0
         self._last_step = -1
         self._asked = False
+        self._loaded = False
+        self._took_s = 0.0
         self.resumed = False
 
     def resume(self, named: dict[str, Any]) -> bool:
@@ -97,6 +100,7 @@ class Saver:
         if strangers:
             state = handover.hand_over(state, job.groups)
         job.registry.load(state or {})
+        self._loaded = True
         step_index, finished = job.loop.steps_done, self._own.finished
         self._last_step, self._own.finished = step_index, False
         epochs = ", ".join(str(loader.epoch) for loader in self._own._loaders)
@@ -130,10 +134,31 @@ class Saver:
         self._write(step)
         return True
 
+    def save(self) -> float:
+        """Writes a checkpoint between two steps, of everything as it is now; how many seconds it took.
+
+        One that the last loop body wrote is written again: what the body did after it belongs to the step.
+
+        Raises:
+            CheckpointError: it can't be written; on all ranks.
+        """
+        self._write(self._job.loop.steps_done)
+        return self._took_s
+
+    @property
+    def took_s(self) -> float:
+        """How long the last checkpoint of this sitting took; 0 before the first."""
+        return self._took_s
+
     def close(self) -> None:
         """The script ended well: the last steps are saved too, and where its loop ran to the end the run is marked finished."""
         job, loop = self._job, self._job.loop
-        if not self.resumed or not self._asked or loop.is_half_done:
+        if not self.resumed or loop.is_half_done:
+            return
+        # Nobody called run.checkpoint in this sitting, but it went on from one, which a request to stop may have written: the
+        # next start must not begin there again.
+        went_on = self._loaded and (loop.ran_out or loop.steps_done > self._last_step)
+        if not self._asked and not went_on:
             return
         # A script that leaves its loop early (the time is over, somebody asked it to stop) may go on later.
         self._own.finished = loop.step is None and not loop.left_early
@@ -160,6 +185,7 @@ class Saver:
 
     def _write(self, step: int) -> None:
         job = self._job
+        began_s = time.monotonic()
         self._last_s, self._last_step = job.engine.elapsed_s, step
         if job.loop.step is not None and job.loop.step.tally.calls:
             job.loop.step.commit()
@@ -176,6 +202,7 @@ class Saver:
             raise failure
         if rows[0][0]:
             raise CheckpointError("rank 0 could not write the checkpoint")
+        self._took_s = time.monotonic() - began_s
         job.journal.event("checkpoint", f"checkpoint at step {step}", step=step)
 
     def unregistered(self) -> list[str]:

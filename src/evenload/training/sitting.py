@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from evenload.config import as_table
 from evenload.errors import ConfigError, EvenloadError, StepError
+from evenload.job import EXIT_CODE
 from evenload.training import batchnorm, preparing
 from evenload.training.data.evaluate import close_kept_workers
 from evenload.training.job import Job
@@ -21,6 +22,7 @@ from evenload.training.launch import worker
 from evenload.training.launch.control import Operation
 from evenload.training.saving import Saver
 from evenload.training.step import Step, StepLoader
+from evenload.training.stopping import Stopper
 from evenload.training.verify import Verifier
 from evenload.training.windows import Windows, read_options
 
@@ -33,6 +35,7 @@ class Sitting:
         self._saver = saver
         self._models = models
         self._loaders = loaders
+        self._stopper = Stopper(job, saver)
         self._attached = 0
         self._looked = False
         job.loop.on_begin = self._at_step
@@ -76,7 +79,9 @@ class Sitting:
             )
         if self._looked:
             raise StepError("run.resume after the loop has begun; call it once, before the loop")
-        return self._saver.resume(dict(state))
+        loaded = self._saver.resume(dict(state))
+        self._stopper.listen()
+        return loaded
 
     def evaluate(self, loader: DataLoader[Any], batches: Callable[..., Iterator[Any]]) -> Iterator[Any]:
         """See `Run.batches`."""
@@ -121,7 +126,7 @@ class Sitting:
         """Ends the sitting; what needs the other ranks only where this one ended well."""
         job = self._job
         # Whoever left a step by an error has no place where the others would meet it.
-        well = _ended_well() and not (job.loop.failed and job.groups.world_size > 1)
+        well = _ended_well(job.loop.stopped) and not (job.loop.failed and job.groups.world_size > 1)
         try:
             if well:
                 job.control.place = (0, -1)
@@ -138,9 +143,12 @@ class Sitting:
             job.engine.strategy.detach()
             for model in self._models:
                 batchnorm.restore(model)
-            job.recorder.close(well)
-            with contextlib.suppress(EvenloadError):
-                job.groups.close()
+            try:
+                job.recorder.close(well)
+            finally:
+                self._stopper.close(well)
+                with contextlib.suppress(EvenloadError):
+                    job.groups.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._verifier is None and self._job.num_sharing > 1 and self._job.loop.step is not None:
@@ -156,6 +164,7 @@ class Sitting:
         if self._looked:
             return
         self._looked = True
+        self._stopper.begin()
         preparing.check_models_prepared(self._job, self._models)
         if self._job.config.dry_run:
             self._print_dry_run(step)
@@ -188,8 +197,13 @@ class Sitting:
         print("\n".join(lines), flush=True)
 
 
-def _ended_well() -> bool:
-    """Whether the script ended without an error, or goes on after a close of its own."""
+def _ended_well(stopped: bool) -> bool:
+    """Whether the script ended without an error, or goes on after a close of its own.
+
+    Args:
+        stopped: all ranks agreed to stop; their exit code is no error then.
+    """
     if worker.progress.exit_code is not None:
-        return worker.progress.exit_code == 0
-    return sys.exc_info()[0] is None
+        return worker.progress.exit_code == 0 or (stopped and worker.progress.exit_code == EXIT_CODE)
+    error = sys.exception()
+    return error is None or (stopped and isinstance(error, SystemExit) and error.code == EXIT_CODE)

@@ -118,12 +118,21 @@ class StepLoop:
         """Whether the last backward raised."""
         self.left_early = False
         """Whether the last loop over a loader was left before the end of its epoch."""
+        self.ran_out = False
+        """Whether a loop over a loader came to the end of its epoch in this sitting."""
         self.inspect: Callable[[Step, LossFn], None] | None = None
         """Called before a backward by `evenload verify`."""
         self.on_begin: Callable[[Step], None] | None = None
         """Told that a loop body begins (the first step of a sitting looks around)."""
         self.on_end: Callable[[Step], None] | None = None
         """Told that a loop body with a backward has ended, by `evenload verify`."""
+        self.on_boundary: Callable[[Step], None] | None = None
+        """Told that a step is committed and the next has not begun; it may end the script (stopping.py). Not told of one
+        that leaves gradients to a later step when the script is to stop: they are in no checkpoint."""
+        self.asked = False
+        """Whether a rank was asked to stop, as all ranks heard in the same step."""
+        self.stopped = False
+        """Whether the script is being ended on request, saved, on all ranks alike."""
         self.interlude: Interlude | None = None
         """What yields further steps between two steps of training (windows.py)."""
         self._sitting_steps = 0
@@ -256,7 +265,7 @@ class StepLoader:
                 batch = next(batches)
             except StopIteration:
                 loop.engine.clock.switch("other")
-                loop.left_early = False
+                loop.left_early, loop.ran_out = False, True
                 return False
             step = Step(loop, self.loader, self.planner, batch)
             loop.begin(step)
@@ -267,9 +276,13 @@ class StepLoader:
             finally:
                 # A `break` ends the generator here: samples count as used where their gradients were.
                 dropped = not finished and not step.committed and loop.is_half_done
+                loop.asked = loop.asked or step.tally.asked
+                complete = finished and not (loop.asked and loop.is_half_done)
                 loop.left_early = not finished
                 loop.end(step, dropped=dropped)
                 if finished or (step.tally.calls and not dropped):
                     step.commit()
+            if complete and loop.on_boundary is not None:
+                loop.on_boundary(step)
             if loop.is_due():
                 return True

@@ -64,6 +64,8 @@ class WorkerSpec:
     """What the command line set, by key of Config."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What the mode needs to know, such as the windows' lengths."""
+    command: str = ""
+    """How a person starts this launch again; empty without our launcher."""
     call: str = ""
     """Folder of the function that this worker calls in place of a script (call.py); empty: a script or a module."""
     throttle: Mapping[str, Any] = field(default_factory=dict)

@@ -72,6 +72,14 @@ class Outputs:
                 os.close(key.fd)
         return bool(ready)
 
+    def say(self, line: str) -> None:
+        """Prints a line of the launcher's own on stderr, without spoiling what is drawn."""
+        with suppress(OSError, ValueError):  # nobody reads it any more: no reason to end otherwise
+            if self.view is not None and sys.stderr.isatty():
+                self.view.print(f"{line}\n")
+            else:
+                print(line, file=sys.stderr, flush=True)
+
     def drain(self) -> None:
         """Passes on all that the ended workers left, and closes the pipes; a second call does nothing."""
         if self._closed:

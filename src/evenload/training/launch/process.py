@@ -78,6 +78,11 @@ class WorkerProcess:
             self.code = self._process.wait()
         return self.code
 
+    def ask(self, number: int) -> None:
+        """Passes a request to stop on to the worker, which saves and ends by itself."""
+        if self.poll() is None:
+            self._process.send_signal(number)
+
     def terminate(self) -> None:
         """Asks the worker to end; its own children it ends itself."""
         if self.poll() is None:

@@ -11,9 +11,11 @@ from signal import SIGINT, SIGTERM
 from typing import Any
 
 from evenload.errors import ConfigError, LaunchError, RankFailedError
+from evenload.job import EXIT_CODE
 from evenload.training.launch import worker
 from evenload.training.launch.call import pack, read_result, write_call
 from evenload.training.launch.environment import detect
+from evenload.training.launch.stops import is_interactive
 from evenload.training.launch.supervisor import LaunchRequest, launch
 
 _GUARD = (
@@ -51,7 +53,8 @@ def spawn(
         ConfigError: a setting or device is wrong, or the function or its result can't travel between processes.
         LaunchError: this process is a rank itself.
         RankFailedError: a rank failed; the message tells which, at which step, with its traceback.
-        KeyboardInterrupt: Ctrl-C; all ranks have ended.
+        SystemExit: with code 75: asked to stop, all ranks saved and ended (docs/job.md); in a notebook KeyboardInterrupt.
+        KeyboardInterrupt: Ctrl-C where the ranks can't save, or a second one; all ranks have ended.
     """
     _check_caller()
     if not callable(fn):
@@ -83,9 +86,9 @@ def spawn(
         code = launch(request, stories.append)
         if code == 0:
             return read_result(Path(folder))
-    if code == 128 + SIGINT:
+    if code == 128 + SIGINT or (code == EXIT_CODE and is_interactive()):
         raise KeyboardInterrupt
-    if code == 128 + SIGTERM:
+    if code in (128 + SIGTERM, EXIT_CODE):
         raise SystemExit(code)
     raise RankFailedError("\n".join(stories))
 

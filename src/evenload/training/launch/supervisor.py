@@ -8,6 +8,7 @@ reaches the supervisor alone, and ending a worker ends whatever it started. On s
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import socket
@@ -21,6 +22,8 @@ from typing import Any
 
 from evenload.config import COMMAND_LINE, SPAWN, resolve
 from evenload.errors import ConfigError, LaunchError
+from evenload.job import EXIT_CODE, grace_left_s
+from evenload.training.launch import stops
 from evenload.training.launch.devices import Host, own_cores, parse_devices, plan_workers, read_host
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import Failure, describe_end, read_failure
@@ -30,6 +33,7 @@ from evenload.training.launch.output import Outputs, View
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.replicas import as_one_worker, make_throttle, num_parts, throttle_of
 from evenload.training.launch.signals import Signals
+from evenload.training.launch.stops import Stop
 from evenload.training.launch.store import Store, listen
 from evenload.training.launch.target import check_target
 from evenload.training.launch.throttle import Throttle, check_factors
@@ -37,6 +41,10 @@ from evenload.training.launch.throttle import Throttle, check_factors
 RUN_FOLDER_FILE = "run_folder"
 """Rank 0 writes the path of the run folder into this file of the launch folder."""
 
+_NOT_SAVED = (
+    "nothing was saved: the script doesn't call run.resume(model=..., optimizer=...), which lets it save and stop, or it handles "
+    "SIGTERM itself"
+)
 _POLL_S = 0.04
 _CAUSE_WAIT_S = 2.0
 """How long ranks that only lost a peer keep us waiting for the rank that is the cause."""
@@ -116,8 +124,9 @@ def print_story(text: str) -> None:
 def launch(request: LaunchRequest, tell: Callable[[str], None] = print_story) -> int:
     """Runs the workers to their end and returns the exit code.
 
-    0: all ended well. 130 and 143: ended by SIGINT or SIGTERM. Else the code of the worker that failed, whose story `tell`
-    has got. Whatever happens, no process, control group or folder of the launch is left.
+    0: all ended well. 75: asked to stop, all ranks saved and ended. 130 and 143: ended by SIGINT or SIGTERM. Else the code of
+    the worker that failed, whose story `tell` has got. Whatever happens, no process, control group or folder of the launch is
+    left.
 
     Raises:
         ConfigError: as `plan`.
@@ -133,6 +142,15 @@ def launch(request: LaunchRequest, tell: Callable[[str], None] = print_story) ->
     finally:
         supervisor.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _command(request: LaunchRequest) -> str:
+    """How a person starts this launch again, to go on."""
+    if request.call:
+        return shlex.join(sys.orig_argv)
+    own = sys.argv[1:]
+    options = own[: own.index(request.arguments[0])] if request.arguments[0] in own else own
+    return shlex.join(["evenload", *(word for word in options if word != "--fresh"), *own[len(options) :]])
 
 
 def _say(text: str) -> None:
@@ -159,6 +177,8 @@ class _Supervisor:
         self._following = False
         self._outputs.view = request.view
         self._asked: list[int] = []
+        self._passed_on = False
+        """Whether the ranks were asked to save and stop."""
 
     def run(self, specs: Sequence[WorkerSpec], num_cores: Sequence[float]) -> int:
         """Starts the workers and stays until all have ended; the exit code."""
@@ -169,7 +189,7 @@ class _Supervisor:
             self._throttle = make_throttle(self._folder, self._request.throttle, specs, num_cores)
         for spec in specs:
             throttle = throttle_of(self._throttle, spec) if self._throttle is not None else {}
-            spec = replace(spec, launch_dir=str(self._folder), throttle=throttle)
+            spec = replace(spec, launch_dir=str(self._folder), throttle=throttle, command=_command(self._request))
             worker = WorkerProcess(spec, self._request.arguments, self._outputs)
             self._workers.append(worker)
             if self._throttle is not None:
@@ -182,15 +202,22 @@ class _Supervisor:
                 self._party.end(Cause(f"the store can't be served: {self._store.error}"))
                 raise LaunchError(f"the store can't be served: {self._store.error}")
             self._tick()
-        if self._asked:
+        if self._is_to_end():
             return self._end_asked()
         if self._party.verdict is not None or self._causes():
             return self._end_failed()
         self._close_output()
-        return 0
+        if all(worker.code != EXIT_CODE for worker in self._workers):
+            return 0
+        if self._workers[0].spec.rank != 0:  # rank 0 tells it where it is
+            self._tell("all ranks saved and stopped; start the same command again on all machines to go on")
+        return EXIT_CODE
 
     def signals(self) -> Signals:
-        """While it is entered, SIGINT and SIGTERM ask for the end instead of ending this process."""
+        """While it is entered, SIGINT and SIGTERM ask for the end instead of ending this process.
+
+        The first one is passed on to ranks that can save and stop by themselves; otherwise, and by the second, they are ended.
+        """
         return Signals(self._asked.append)
 
     def close(self) -> None:
@@ -232,12 +259,27 @@ class _Supervisor:
         return join_world(specs, meeting.world, meeting.node_rank, meeting.store)
 
     def _goes_on(self) -> bool:
-        if self._asked or self._party.verdict is not None or self._causes():
+        if self._is_to_end() or self._party.verdict is not None or self._causes():
             return False
         if any(worker.poll() is None for worker in self._workers):
             return True
         self._party.tell_ended()
         return not self._party.all_ended
+
+    def _is_to_end(self) -> bool:
+        """Whether the ranks are to be ended from here; passes a first request on to ranks that obey it."""
+        if not self._asked or len(self._asked) > 1:
+            return bool(self._asked)
+        if not self._passed_on and self._what_a_stop_means() is Stop.SAVES:
+            self._passed_on = True
+            name = signal.Signals(self._asked[0]).name
+            self._outputs.say(f"evenload: {name}: saving and stopping after this step; once more ends it at once")
+            for worker in self._workers:
+                worker.ask(self._asked[0])
+        return not self._passed_on
+
+    def _what_a_stop_means(self) -> Stop:
+        return stops.read(self._folder, (worker.spec.rank for worker in self._workers))
 
     def _tick(self) -> None:
         """Passes on output, or waits for a moment; then everything that is polled."""
@@ -272,13 +314,20 @@ class _Supervisor:
         code = worker.poll()
         if told is not None or not code:
             return told
+        if code == EXIT_CODE and not self._left_alone(rank):
+            return None  # saved and stopped on request, as all are about to
         # It may have written its story and left between the two looks.
         return read_failure(self._folder, rank) or describe_end(rank, code, worker.ended_s)
 
+    def _left_alone(self, rank: int) -> bool:
+        """Whether the other ranks know nothing of this one's end: they only tell that it is gone."""
+        others = [cause for other, cause in self._own_causes.items() if other != rank]
+        return bool(others) and all(cause.consequence for cause in others)
+
     def _end_failed(self) -> int:
         """Waits for the true cause, ends the others, and tells the cause once."""
-        began = time.monotonic()
-        while not self._asked and self._party.verdict is None:
+        began, num_asked = time.monotonic(), len(self._asked)
+        while len(self._asked) == num_asked and self._party.verdict is None:
             wait_s = _VERDICT_WAIT_S
             if self._party.decides:
                 wait_s = _CAUSE_WAIT_S if self._causes()[0].consequence else _ELDER_WAIT_S
@@ -299,16 +348,25 @@ class _Supervisor:
         on = f" on {self._machine}" if self._machine else ""
         num_ranks = self._workers[0].spec.world_size if self._workers else 0
         count = f"the {num_ranks} ranks" if num_ranks > 1 else "the run"
-        self._party.end(Cause(f"{name}{on}: {count} ended", 128 + number, time_s=time.time()))
+        code, why = 128 + number, ""
+        means = Stop.SAVES if self._passed_on else self._what_a_stop_means()
+        if means is Stop.LOSES:
+            why = f"; {_NOT_SAVED}"
+        elif means is Stop.STARTS and self._request.mode == "train" and grace_left_s() is not None:
+            code, why = EXIT_CODE, " before the first step: nothing is lost"
+        elif means is Stop.SAVES:
+            why = " at once, by the second signal; the next start goes on from the newest checkpoint"
+        self._party.end(Cause(f"{name}{on}: {count} ended{why}", code, time_s=time.time()))
         self._end_all()
         self._close_output()
-        self._tell(f"{name}: {count} ended")
-        return 128 + number
+        self._tell(f"{name}: {count} ended{why}")
+        return code
 
     def _end_all(self) -> None:
         """SIGTERM, then SIGKILL for who is still there; a signal to us meanwhile kills at once."""
         patient = len(self._asked) < 2
         num_asked = len(self._asked)
+        stops.tell_end(self._folder)
         for worker in self._workers:
             worker.terminate()
         deadline = time.monotonic() + _TERM_WAIT_S

@@ -37,7 +37,9 @@ from evenload.training.launch.failure import describe_error, is_consequence, wri
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LAST_WORDS_S = 5.0
-"""How long a failed worker may take for its clean-up; a peer it waits for may be gone."""
+"""How long a worker that failed, or was stopped, may take for its clean-up; a peer it waits for may be gone, and somebody
+waits for the devices."""
+_PR_SET_PDEATHSIG = 1
 _LET_IN_S = 0.02
 """What threads of gloo get to let go of their tensors, several times the interpreter's switch interval."""
 
@@ -55,7 +57,8 @@ class Progress:
     reading: bool = False
     """A script is read for its functions (`run_function`), not run."""
     exit_code: int | None = None
-    """Set before the clean-up callbacks run; anything but 0 means that peers may be gone: no collectives then."""
+    """Set before the clean-up callbacks run; anything but 0, or 75 of a stop that all ranks agreed on, means that peers may be
+    gone: no collectives then."""
 
 
 progress = Progress()
@@ -80,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     _watch_supervisor(spec)
     _bind(spec)
     # SIGTERM runs `finally` blocks and the clean-up; the supervisor kills what doesn't end by itself.
-    signal.signal(signal.SIGTERM, _leave_on_signal)
+    signal.signal(signal.SIGTERM, leave_on_signal)
     code = 0
     try:
         if spec.call:
@@ -188,6 +191,7 @@ def _watch_supervisor(spec: WorkerSpec) -> None:
     if spec.lifeline < 0:
         return
     os.set_inheritable(spec.lifeline, False)
+    _wake_with_supervisor()
     if not os.read(spec.lifeline, 1):
         os._exit(1)
 
@@ -200,7 +204,24 @@ def _watch_supervisor(spec: WorkerSpec) -> None:
     threading.Thread(target=watch, name="evenload-lifeline", daemon=True).start()
 
 
-def _leave_on_signal(number: int, _: object) -> None:
+def _wake_with_supervisor() -> None:
+    """Where Linux can: a worker that is stopped (SIGSTOP) goes on when its supervisor dies, and then ends by its lifeline.
+
+    Not SIGKILL, which would leave behind what this worker started. One whose supervisor died before this call reads the end of
+    the lifeline at once.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+
+
+def leave_on_signal(number: int, _: object) -> None:
+    """What SIGTERM does to a worker that can't save (stopping.py): it runs `finally` blocks and the clean-up."""
+    if progress.exit_code:
+        return  # it leaves already, in limited time
     # A second one ends the process where it stands.
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(128 + number)
@@ -228,7 +249,7 @@ def _leave(code: int, spec: WorkerSpec) -> None:
     """Runs every clean-up, flushes, and ends the process."""
     progress.exit_code = code
     if code:
-        if signal.getsignal(signal.SIGTERM) is _leave_on_signal:
+        if signal.getsignal(signal.SIGTERM) is leave_on_signal:
             # The supervisor says so to all as soon as it hears of one: this one leaves already, in limited time.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         late = threading.Timer(_LAST_WORDS_S, os._exit, (code,))
