@@ -91,7 +91,7 @@ def crash(made: Box, work: Path, num_kills: int, seed: int, *, slow_s: float = 0
     made.start()
     for number in range(num_kills):
         _keep_full(made, work, rng, tally)
-        time.sleep(rng.uniform(0.02, 0.6) + slow_s)
+        time.sleep(rng.uniform(0.02, 0.4) + slow_s)
         kind = rng.choices(("daemon", "runner", "both", "reboot"), (40, 30, 25, 5))[0]
         if number == num_kills // 2:
             kind = "reboot"
@@ -145,10 +145,12 @@ def _strike(kind: str, made: Box, boot: Path, rng: random.Random, tally: Tally) 
             made.kill()
     else:
         made.kill()
-        for _ in range(3):  # a runner may be starting its program
-            tally.killed_runners |= set(made.runners().values())
-            kill([*made.runners(), *made.programs()])
         tally.killed_runners |= set(before)
+        while runners := made.runners():  # before their programs: none may live to tell of the end
+            tally.killed_runners |= set(runners.values())
+            kill(list(runners))
+            time.sleep(0.02)
+        until(lambda: not kill(made.processes()), lambda: f"there still are {made.processes()}")
         boot.write_text(str(uuid.UUID(int=rng.getrandbits(128))))
     if rng.random() < 0.3:
         time.sleep(rng.uniform(0, 0.5))  # away for a while
@@ -166,7 +168,8 @@ def _under_way(made: Box) -> dict[tuple[str, int], int]:
     with contextlib.suppress(EvenloadError), Reader(made.folder) as reader:
         for pid, (job, number) in alive.items():
             for attempt in reader.attempts(job):
-                if attempt.fence.attempt == number and attempt.runner is not None and attempt.ended_s is None:
+                is_own = attempt.runner is not None and attempt.runner["pid"] == pid  # not one that came too late
+                if attempt.fence.attempt == number and is_own and attempt.ended_s is None:
                     found[job, number] = pid
     return found
 
@@ -190,7 +193,11 @@ def _judged(made: Box, work: Path, tally: Tally) -> dict[str, Any]:
     with Reader(made.folder) as reader:
         jobs = {line.id: line for line in reader.jobs()}
         attempts = {name: reader.attempts(name) for name in jobs}
-    lost = [name for name in tally.submitted if name not in jobs or jobs[name].state != "SUCCEEDED"]
+    lost = [
+        f"{name}: {jobs.get(name)}, {attempts.get(name)}"
+        for name in tally.submitted
+        if name not in jobs or jobs[name].state != "SUCCEEDED"
+    ]
     for name in tally.submitted:
         saved = work / "saved" / name
         if not saved.exists():

@@ -16,6 +16,7 @@ from typing import Any
 
 from evenload.scheduler import place
 from evenload.scheduler.client import Client, connect
+from evenload.scheduler.runner.processes import all_stats
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,7 +135,8 @@ class Box:
             if b"evenload.scheduler.runner" in command and command[-1].decode().startswith(mark):
                 job, _, attempt = command[-1].decode().removeprefix(mark).partition(".")
                 found[pid] = (job, int(attempt))
-        return found
+        stats = all_stats()  # a program that has not begun yet still looks like the runner that forked it
+        return {pid: run for pid, run in found.items() if pid in stats and stats[pid].parent not in found}
 
     def programs(self) -> list[int]:
         """All processes that a job of this queue has started."""
@@ -148,12 +150,9 @@ class Box:
 
     def processes(self) -> list[int]:
         """Runners and what they have started, and daemons that were left behind."""
-        daemons = [
-            pid
-            for pid, command in _commands()
-            if b"evenload.scheduler.daemon" in command and str(self.folder).encode() in command
-        ]
-        return [*daemons, *self.runners(), *self.programs()]
+        folder = str(self.folder).encode()
+        ours = [pid for pid, command in _commands() if any(folder in word for word in command) and pid != os.getpid()]
+        return [*ours, *self.programs()]
 
 
 def _commands() -> Iterator[tuple[int, list[bytes]]]:

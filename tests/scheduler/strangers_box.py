@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -69,13 +68,14 @@ PROGRAM = (
     + """
 import random
 began_s = time.time()
+terms = json.loads(Path(os.environ["EVENLOAD_JOB"]).read_text())
 number = int(os.environ["CUDA_VISIBLE_DEVICES"].split("-")[1][0])
 with cards() as found:
     card = found[number]
     was = {"pids": card["pids"], "used": card["used"], "taken_s": card["taken_s"]}
     card.update(pids=[*card["pids"], os.getpid()], used=card["used"] + 2**30)
 with (folder / "starts").open("a") as file:
-    file.write(json.dumps({"gpu": number, "began_s": began_s, "job": sys.argv[2], **was}) + "\\n")
+    file.write(json.dumps({"gpu": number, "began_s": began_s, "job": terms["job"], "attempt": terms["attempt"], **was}) + "\\n")
 time.sleep(random.uniform(0, 0.1))
 with cards() as found:
     card = found[number]
@@ -90,7 +90,7 @@ number, ghost = int(sys.argv[2]), int(sys.argv[3])
 with cards() as found:
     card = found[number]
     if not ghost or not (card["pids"] or card["used"]):
-        card.update(used=ghost, ghost=ghost)
+        card.update(used=ghost, ghost=ghost, taken_s=time.time())
         print("done")
 """
 )
@@ -113,20 +113,20 @@ def run(num_starts: int, seed: int) -> dict[str, Any]:
         made.client().close()
         stranger = subprocess.Popen([sys.executable, str(work / "stranger.py"), str(work), str(seed)])
         try:
-            return _measure(made, work, num_starts, seed, stranger.pid)
+            return _measure(made, work, num_starts, stranger.pid)
         finally:
             stranger.kill()
             stranger.wait()
 
 
-def _measure(made: Box, work: Path, num_starts: int, seed: int, stranger: int) -> dict[str, Any]:
+def _measure(made: Box, work: Path, num_starts: int, stranger: int) -> dict[str, Any]:
     kinds = {device["kind"] for device in made.call("status")["devices"]}
-    program = {"command": [sys.executable, str(work / "program.py"), str(work), "x"], "folder": str(work)}
+    program = {"command": [sys.executable, str(work / "program.py"), str(work)], "folder": str(work)}
     jobs: list[str] = []
     while len(jobs) < num_starts:
         jobs += made.call("submit", jobs=[{"program": program}] * min(100, num_starts - len(jobs)))["jobs"]
     named = _wait_for_stranger(made, stranger)
-    ghosts_s = [_ghost(made, work, random.Random(seed + number)) for number in range(2)]
+    ghosts_s = [_ghost(made, work, number) for number in range(2)]
     until(lambda: not made.call("list", limit=1)["jobs"], lambda: f"{made.call('status')}\n{made.log()}", 300)
     counts = made.call("list", ended=True, limit=1)["counts"]
     made.stop()
@@ -154,11 +154,10 @@ def _wait_for_stranger(made: Box, stranger: int) -> dict[str, Any]:
     return seen[0]
 
 
-def _ghost(made: Box, work: Path, rng: random.Random) -> float:
+def _ghost(made: Box, work: Path, number: int) -> float:
     """Seconds until memory without a process is named; it is then taken away."""
     script = work / "ghost.py"
     script.write_text(_GHOST)
-    number = rng.randrange(NUM_GPUS)
 
     def turn(ghost: int) -> bool:
         command = [sys.executable, str(script), str(work), str(number), str(ghost)]
@@ -178,31 +177,30 @@ def _ghost(made: Box, work: Path, rng: random.Random) -> float:
 
 
 def _judged(made: Box, work: Path, starts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What each start found, and what the look before it could have seen."""
     with Reader(made.folder) as reader:
         log = list(reader.log())
-    let_go = sorted(told.entry.time_s for told in log if isinstance(told.entry, RunnerStarted))
+    let_go_s = {(e.job, e.attempt): e.time_s for told in log if isinstance(e := told.entry, RunnerStarted)}
+    looks_s: list[list[float]] = [[] for _ in range(NUM_GPUS)]
+    for line in (work / "looks").read_text().splitlines():
+        looks_s[int(line.split()[1])].append(float(line.split()[0]))
     on_held, in_between, windows_s = [], [], []
     for start in starts:
-        index = bisect.bisect_right(let_go, start["began_s"]) - 1
-        gone_s = let_go[index]  # when this one was let go, or a later one was: the stricter of the two
-        windows_s.append(start["began_s"] - gone_s)
-        if not start["pids"] and not start["used"]:
-            continue
-        (in_between if start["pids"] and start["taken_s"] > gone_s - _LOOK_S else on_held).append(start)
+        looks = looks_s[start["gpu"]]
+        look_s = looks[bisect.bisect_right(looks, let_go_s[start["job"], start["attempt"]]) - 1]
+        windows_s.append(start["began_s"] - look_s)
+        if start["pids"] or start["used"]:
+            (in_between if start["taken_s"] > look_s else on_held).append(start)
     refused = sum(1 for told in log if type(told.entry).__name__ == "Yielded")
     closed = sum(1 for told in log if type(told.entry).__name__ == "DeviceClosed")
     return {
         "starts": len(starts),
         "on_held_devices": on_held,
         "taken_between_look_and_start": len(in_between),
-        "window_ms": {"median": 1e3 * median(windows_s), "most": 1e3 * max(windows_s)},
+        "from_look_to_start_ms": {"median": 1e3 * median(windows_s), "most": 1e3 * max(windows_s)},
         "turned_back_at_the_gate": refused,
         "devices_closed": closed,
     }
-
-
-_LOOK_S = 0.05
-"""A look at all devices and the turn of the daemon's loop that follows it."""
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from tests.doctor.nvml import StandInNvml
 
 
 class FromFile(StandInNvml):
-    """Another program writes the file, and replaces it as a whole."""
+    """Another program writes the file, and replaces it as a whole. When each GPU was looked at stands in one beside it."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -26,7 +27,10 @@ class FromFile(StandInNvml):
     def cards(self, value: list[dict[str, Any]]) -> None: ...
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        now_s = time.time()
         card = self.cards[handle]
+        with self._path.with_name("looks").open("a") as file:
+            file.write(f"{now_s} {handle}\n")
         return [SimpleNamespace(pid=pid, usedGpuMemory=card.get("each", 2**30)) for pid in card.get("pids", ())]
 
 

@@ -101,7 +101,11 @@ def start(folder: Path, order: Order, log: int) -> Started:
         stat_now = processes.stat_of(pid)
         ticks = stat_now.start_ticks if stat_now is not None else 0
         files.write_marks(folder, Marks(pid, ticks, cgroup, str(folder / files.TERMS)))
-        os.write(gate, b"1")
+        try:
+            os.write(gate, b"1")
+        except BrokenPipeError:
+            os.waitpid(pid, 0)
+            raise QueueError("it was killed before it began") from None
         os.close(gate)
         gate = -1
         text = b""
