@@ -25,6 +25,8 @@ NAMES = (
     "preemption",
     "queue_decide",
     "queue_policies",
+    "queue_crash",
+    "queue_strangers",
 )
 
 

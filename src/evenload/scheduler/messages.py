@@ -189,7 +189,7 @@ def decode(line: bytes) -> dict[str, Any]:
     if message.pop("v", None) != VERSION:
         raise ConfigError(
             f"a message of another version than {VERSION}: the daemon and its client are of different versions of "
-            f"Evenload; end the daemon (evenload queue stop) and ask again: its jobs go on"
+            f"Evenload; end the daemon (SIGTERM, its log tells its process) and ask again: its jobs go on"
         )
     return message
 

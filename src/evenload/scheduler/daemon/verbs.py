@@ -304,16 +304,10 @@ class Verbs:
         labels = {found.label: name for name, found in self.desk.found.items()}
         taken = {labels.get(name, name) for name in devices or ()}
         name = f"r{self.desk.store.last + 1}"
-        try:
-            made = Reservation(
-                name,
-                frozenset(taken),
-                message.get("start_s"),
-                message.get("end_s"),
-                frozenset(users),  # type: ignore[arg-type]
-            )
-        except TypeError as error:
-            raise ConfigError(f"reserve: {error}") from error
+        start_s, end_s = message.get("start_s"), message.get("end_s")
+        if not isinstance(start_s, int | float) or not isinstance(end_s, int | float):
+            raise ConfigError(f"start_s={start_s!r:.50}, end_s={end_s!r:.50}: expected seconds since 1970")
+        made = Reservation(name, frozenset(taken), start_s, end_s, frozenset(users))
         self.desk.record(events.ReservationSet(time.time(), made))
         return {"reservation": answers.reservation_row(self.desk, name)}
 

@@ -31,7 +31,7 @@ class Bounds:
     requests_per_s: float = 1000.0
     requests_at_once: int = 64
     """Of one connection before the others have their turn."""
-    half_line_s: float = 10.0
+    half_line_s: float = 5.0
     unread_s: float = 10.0
     idle_s: float = 600.0
 

@@ -1,0 +1,56 @@
+"""300 kill -9 of a queue's daemon, its runners, or both, and machines that start anew; nothing is lost, nothing runs twice.
+
+Method: a real daemon with four CPU slots and real runners, always with jobs of 2 to 40 steps that wait (`evenload.job`,
+a save after each step; priorities of three classes, so that jobs are preempted too). Every 20 to 400 ms something is
+killed: the daemon (40 %), a runner (30 %), the daemon and half of the runners (25 %), or all there is with another boot id
+afterwards (5 %); a killed daemon is started again, in three of ten cases after up to half a second. Programs leave traces:
+a witness of each attempt made with O_EXCL, a lock held while they run. At the end all jobs must have succeeded, the
+record must be what folding its log gives, and every attempt recorded as lost must be one whose runner was killed.
+Adopted: attempts with a living runner at the moment of the kill that went on, or ended as they should, under the next
+daemon. Deciding again: from the start of the new daemon's process to its first answer, which follows a decision.
+
+Bars: 0 lost, 0 run twice, 0 at once, all adopted, deciding again within 2 s.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from benchmarks.report import rows
+
+NUM_KILLS = 300
+DECIDES_S = 2.0
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """One long run."""
+    from tests.scheduler.daemon_crash import run
+
+    found = run(10 if quick else NUM_KILLS, seed=11)
+    decided_s = found.pop("decided_after_s")
+    wrong = ("lost", "run_twice", "two_at_once", "not_adopted", "lost_without_a_kill", "record", "left_behind")
+    surplus = found["unconfirmed"]["jobs"]
+    return {
+        **found,
+        "decided_after_s": {"median": median(decided_s), "most": decided_s[-1], "num": len(decided_s)},
+        "bars": {
+            f"{sum(found['kills'].values())} kills": sum(found["kills"].values()) >= NUM_KILLS,
+            **{f"{name.replace('_', ' ')}: none": not found[name] for name in wrong},
+            "no job that nobody submitted": 0 <= surplus <= found["unconfirmed"]["submits"],
+            f"decides again within {DECIDES_S:g} s": decided_s[-1] <= DECIDES_S,
+        },
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Kills, and what they did."""
+    kills, decided = result["kills"], result["decided_after_s"]
+    lines = [
+        ["kills", ", ".join(f"{num} {kind}" for kind, num in kills.items())],
+        ["jobs, attempts", f"{result['jobs']}, {result['attempts']}"],
+        ["lost, run twice, two at once", ", ".join(str(len(result[n])) for n in ("lost", "run_twice", "two_at_once"))],
+        ["adopted, not adopted", f"{result['adopted']}, {len(result['not_adopted'])}"],
+        ["decides again", f"median {decided['median']:.2f} s, most {decided['most']:.2f} s of {decided['num']}"],
+    ]
+    return rows(["", ""], lines)
