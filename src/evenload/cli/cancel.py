@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from evenload.cli.jobs import Queue, folder_of, ids_of
+from evenload.cli.jobs import Queue, folder_of, targets
 from evenload.errors import EvenloadError
+
+ACTIVE = ("PENDING", "STARTING", "RUNNING", "RESIZING", "PREEMPTING")
 
 
 def cancel(
@@ -26,7 +28,7 @@ def cancel(
     folder = folder_of(queue)
     failed = False
     with connect(folder, start=False) as line:
-        for job in ids_of(jobs, folder):
+        for job in targets(jobs, folder, line, ACTIVE):
             try:
                 (row,) = line.call("cancel", jobs=[job], now=now)["jobs"]
                 print(f"job {job}: {_told(row['state'], now)}", flush=True)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from evenload.cli.jobs import Queue, folder_of, ids_of
+from evenload.cli.cancel import ACTIVE
+from evenload.cli.jobs import Queue, folder_of, targets
 from evenload.errors import ConfigError, EvenloadError
 
 
@@ -50,7 +51,7 @@ def change(
     folder = folder_of(queue)
     failed = False
     with connect(folder, start=False) as line:
-        for job in ids_of(jobs, folder):
+        for job in targets(jobs, folder, line, ("PENDING",) if hold or release else ACTIVE):
             try:
                 if fields:
                     line.call("change", job=job, **fields)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import place
+
+if TYPE_CHECKING:
+    from evenload.scheduler.client import Client
 
 Queue = Annotated[
     Path | None,
@@ -18,7 +21,7 @@ Queue = Annotated[
         "--queue", metavar="DIR", help="The queue's folder; the machine's own queue, else yours, if not given."
     ),
 ]
-MAX_RANGE = 10_000
+MAX_RANGE = 1_000
 
 
 def folder_of(queue: Path | None) -> Path:
@@ -37,6 +40,23 @@ def ids_of(texts: Sequence[str], folder: Path) -> list[str]:
     for text in texts:
         ids.update(dict.fromkeys(_ids(text, folder)))
     return list(ids)
+
+
+def targets(texts: Sequence[str], folder: Path, line: Client, states: Sequence[str]) -> Iterable[str]:
+    """The jobs to act on. Of a range or an array those in one of the states; a job named by itself, whatever it is.
+
+    Raises:
+        QueueError: a range or an array has none in these states.
+    """
+    for text in texts:
+        ids = list(_ids(text, folder))
+        if len(ids) == 1:
+            yield ids[0]
+            continue
+        found = [job for job in ids if line.call("job", job=job)["job"]["state"] in states]
+        if not found:
+            raise QueueError(f"nothing to do: none of the {len(ids)} jobs of {text} is {' or '.join(states)}")
+        yield from found
 
 
 def _ids(text: str, folder: Path) -> Iterable[str]:

@@ -16,6 +16,7 @@ from evenload.scheduler.core.states import JobState
 from evenload.scheduler.store.reader import Reader
 from evenload.views.queue_text import STATES
 
+_CONTROL_BYTES = bytes((*range(10), *range(11, 32), 127))
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _NAMES = " ".join(f"WHEN '{state}' THEN '{name}'" for state, name in STATES.items())
 _STATE = f"CASE state {_NAMES} ELSE state END"
@@ -41,10 +42,11 @@ _COLUMNS = (
 _FREE = ("id", "name", "user")
 """Columns whose width is that of their longest value; the others are bounded by what they can hold."""
 _JSON = (
-    "json_object('id', id, 'number', number, 'user', user, 'name', name, 'state', state, 'priority', priority, "
-    "'min_devices', min_devices, 'max_devices', max_devices, 'devices', json(devices), 'submitted_s', submitted_s, "
-    "'since_s', since_s, 'attempt', attempt, 'done', done, 'total', total, 'rate_per_s', rate_per_s, "
-    "'reported_s', reported_s, 'reason', reason)"
+    """printf('{"id":%s,"number":%d,"user":%s,"name":%s,"state":"%s","priority":%d,"min_devices":%d,"max_devices":%d,"""
+    """"devices":%s,"submitted_s":%!.17g,"since_s":%!.17g,"attempt":%d,"done":%!.17g,"total":%s,"rate_per_s":%!.17g,"""
+    """"reported_s":%!.17g,"reason":%s}', json_quote(id), number, json_quote(user), json_quote(name), state, priority, """
+    """min_devices, max_devices, devices, submitted_s, since_s, attempt, done, ifnull(total, 'null'), rate_per_s, """
+    """reported_s, json_quote(reason))"""
 )
 
 
@@ -65,7 +67,14 @@ def all_lines(folder: Path, states: Sequence[JobState] = (), user: str | None = 
         expression = f"rtrim(printf('{marks}', {', '.join(form for _, form in _COLUMNS)}))"
         text = "\n".join(reader.texts(expression, states=states, user=user))
         if text:
-            yield _CONTROL.sub("?", text) + "\n"
+            yield _shown(text) + "\n"
+
+
+def _shown(text: str) -> str:
+    """The text without what isn't seen; a search costs more than to find that there is nothing to search for."""
+    if text.isascii() and len(text.encode().translate(None, _CONTROL_BYTES)) == len(text):
+        return text
+    return _CONTROL.sub("?", text)
 
 
 def all_json(folder: Path, states: Sequence[JobState] = (), user: str | None = None) -> Iterator[str]:

@@ -8,15 +8,15 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from evenload.errors import QueueError
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job
-from evenload.scheduler.store import rows, tables
-from evenload.scheduler.store.ledger import Attempt, Entry
-from evenload.scheduler.store.schema import check_version
-from evenload.scheduler.store.writer import DATABASE
+from evenload.scheduler.store.schema import DATABASE, check_version
+
+if TYPE_CHECKING:  # a list needs none of these, and they cost more to import than it does
+    from evenload.scheduler.core.values import Job
+    from evenload.scheduler.store.ledger import Attempt, Entry
 
 
 class JobLine(NamedTuple):
@@ -124,6 +124,8 @@ class Reader:
 
     def job(self, name: str) -> Job | None:
         """All of a job; None where there is no such job."""
+        from evenload.scheduler.store import rows
+
         found = self._ask("SELECT body FROM jobs WHERE id = ?", name)
         return rows.job_from(found[0][0]) if found else None
 
@@ -134,11 +136,15 @@ class Reader:
 
     def attempts(self, name: str) -> list[Attempt]:
         """Each time the job got devices."""
+        from evenload.scheduler.store import tables
+
         with self._told():
             return list(tables.read_attempts(self._connection, "job = ?", name))
 
     def log(self, after: int = 0, job: str | None = None) -> Iterator[Told]:
         """What happened behind event number `after`, to one job or to all."""
+        from evenload.scheduler.store import rows, tables
+
         with self._told():
             for row in tables.read_log(self._connection, after, job):
                 extra = None if row.extra is None else json.loads(row.extra)

@@ -17,9 +17,9 @@ from evenload.scheduler.store import tables
 from evenload.scheduler.store.filesystem import refuse_network
 from evenload.scheduler.store.ledger import Attempt, Changes, Entry, Fence
 from evenload.scheduler.store.lock import WriterLock
+from evenload.scheduler.store.schema import DATABASE as DATABASE
 from evenload.scheduler.store.schema import MIGRATIONS, Migration, migrate, version_of
 
-DATABASE = "queue.sqlite"
 LOCK = "writer.lock"
 
 _BUSY_S = 10.0
