@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ def write_counting(folder: Path, total: int, step_s: float, **rest: str) -> Path
 def write_job(folder: Path, command: list[str], **rest: str) -> Path:
     """A job file; `rest` are further lines, as they are written."""
     path = folder / "job.toml"
-    words = ", ".join(repr(word) for word in command)
+    words = ", ".join(json.dumps(word) for word in command)
     lines = [f"command = [{words}]", 'kind = "cpu"', 'folder = "."', *(f"{key} = {text}" for key, text in rest.items())]
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -150,7 +150,7 @@ SlurmctldPort={control}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock,cred_expire=2
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -181,7 +181,9 @@ PartitionName=high Nodes=ALL State=UP PriorityTier=10 MaxTime=INFINITE
 """
     )
     # Nothing here uses cgroups, but a slurmd loads a plugin for them; versions up to 22.05 know no "disabled".
-    version = subprocess.run(["slurmctld", "-V"], env={"PATH": _PATH}, capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        ["slurmctld", "-V"], env={"PATH": _PATH}, capture_output=True, text=True, check=True
+    ).stdout
     is_old = [int(part) for part in version.split()[-1].split(".")[:2]] <= [22, 5]
     (folder / "cgroup.conf").write_text(f"CgroupPlugin={'cgroup/v1' if is_old else 'disabled'}\n")
 

@@ -74,18 +74,6 @@ def test_the_one_file_is_preempted_and_resumes(backend: Slurm, slurm: SlurmClust
     assert log.count("begins at step") == 2 and "waits in line again" in log
 
 
-def test_asked_before_the_time_limit(backend: Slurm, slurm: SlurmCluster, tmp_path: Path) -> None:
-    """The signal of ``--signal=B:TERM`` reaches the batch script alone."""
-    total = 100
-    job = submit(backend, write_counting(tmp_path, total, 0.05))
-    wait_for_steps(tmp_path / "out")
-    assert one(backend, job).hosts in (("n1",), ("n2",), ("n3",))
-    assert slurm.tool("scancel", "--batch", "--signal=TERM", job) == ""
-    wait_for(backend, job, JobState.SUCCEEDED)
-    assert (tmp_path / "out" / "result").read_text() == expected_result(total)
-    assert one(backend, job).attempt == 2
-
-
 def test_a_cancelled_job_saves_and_stays_cancelled(backend: Slurm, tmp_path: Path) -> None:
     job = submit(backend, write_counting(tmp_path, 100_000, 0.05))
     wait_for_steps(tmp_path / "out")
@@ -111,25 +99,28 @@ def test_cancelled_twice_ends_at_once(backend: Slurm, tmp_path: Path) -> None:
     wait_for(backend, job, JobState.CANCELLED)
 
 
-def test_an_array_waits_for_a_job_that_is_tried_again(backend: Slurm, tmp_path: Path) -> None:
+def test_what_is_put_back_into_the_queue(backend: Slurm, slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A job asked by the signal that comes before the time limit, and one that fails and is tried again."""
+    asked = submit(backend, write_counting(tmp_path, 60, 0.05))
+    wait_for_steps(tmp_path / "out")
+    assert one(backend, asked).hosts in (("n1",), ("n2",), ("n3",))
+    assert slurm.tool("scancel", "--batch", "--signal=TERM", asked) == ""
     words = "import os, sys; n = os.path.exists('tried'); open('tried', 'w'); print('try', n); sys.exit(0 if n else 3)"
     first = submit(backend, write_job(tmp_path, [sys.executable, "-c", words], retries="1"))
     words = "import os, sys; print(sys.argv[1:], os.environ['EVENLOAD_ARRAY_INDEX'])"
-    path = write_job(
-        tmp_path, [sys.executable, "-c", words, *NASTY[2:10], "{index}"], array='"1-2"', after=f'"{first}"'
-    )
-    array = submit(backend, path)
+    command = [sys.executable, "-c", words, *NASTY[2:10], "{index}"]
+    array = submit(backend, write_job(tmp_path, command, array='"1-2"', after=f'"{first}"'))
     assert {d.state for d in backend.describe([array])} == {JobState.PENDING}
-    assert "Dependency" in backend.describe([array])[0].reason
+    wait_until(lambda: "Dependency" in backend.describe([array])[0].reason, "why it waits", LIMIT_S)
     for element in ("1", "2"):
         wait_for(backend, f"{array}_{element}", JobState.SUCCEEDED)
         assert backend.logs(f"{array}_{element}").read_text() == f"{[*NASTY[2:10], element]} {element}\n"
     assert [d.id for d in backend.describe([array])] == [f"{array}_1", f"{array}_2"]
-    assert (
-        backend.logs(first)
-        .read_text()
-        .startswith("try False\nevenload: exit code 3; the job waits in line again\ntry True")
-    )
+    log = backend.logs(first).read_text()
+    assert log.startswith("try False\n") and "exit code 3; the job waits in line again" in log and "try True" in log
+    wait_for(backend, asked, JobState.SUCCEEDED)
+    assert (tmp_path / "out" / "result").read_text() == expected_result(60)
+    assert one(backend, asked).attempt == 2
 
 
 def test_a_job_that_fails(backend: Slurm, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ cd /home/ann/work || exit 1
 export DATA='/big disk/it'"'"'s here'
 export EVENLOAD_ARRAY_INDEX="$SLURM_ARRAY_TASK_ID"
 module load cuda
-exec /opt/py -m evenload.scheduler.backends.slurm_job --root=/home/ann/state --grace=120 --srun=node --retries=1 \
+exec /opt/py -m evenload.scheduler.backends.slurm_job --root=/home/ann/state --grace=120 --spread --retries=1 \
 --limit=36000 -- evenload run train.py --seed "$SLURM_ARRAY_TASK_ID"
 """
     )

@@ -84,12 +84,12 @@ class Attempt:
         folder: str | None = None,
         environment: Mapping[str, str] | None = None,
         goes_on: bool = False,
-        send_term: Callable[[], object] | None = None,
+        send: Callable[[int], object] | None = None,
     ) -> None:
         """Starts the program. `folder` is where, `environment` comes on top of this process's.
 
         `goes_on`: it may be started again whatever ended it after a request; one that has reported may in any case.
-        `send_term` takes the place of SIGTERM to the process where that would mean something else (srun).
+        `send` brings a signal to the program where the process that is started here only stands for it (srun).
 
         Raises:
             QueueError: it can't be started.
@@ -99,8 +99,9 @@ class Attempt:
         """Why it is to stop; empty while nobody asked."""
         self._goes_on = goes_on
         self._asked_s = 0.0
-        self._has_signalled = self._has_killed = False
-        self._send_term = send_term
+        self._has_signalled = False
+        self._killed_s: float | None = None
+        self._send = send
         variables = {**os.environ, **(environment or {}), VARIABLE: str(terms_file)}
         libc = _libc()
         try:
@@ -136,9 +137,12 @@ class Attempt:
         """How it ended, None while it runs. What a request needs next is done here, so call it several times a second."""
         code = self._process.poll()
         if code is not None:
-            self.kill()  # what the program started and left
+            self._end_group()  # what the program started and left
             return outcome_of(code, self.asked, self._goes_on or self.report() is not None)
-        if self.asked:
+        if self._killed_s is not None:
+            if time.monotonic() - self._killed_s > _HINT_S:
+                self._end_group()
+        elif self.asked:
             waited_s = time.monotonic() - self._asked_s
             if waited_s > self.terms.grace_s:
                 self.kill()
@@ -155,22 +159,30 @@ class Attempt:
 
     def close(self) -> None:
         """Leaves nothing running."""
-        self.kill()
+        if self._process.poll() is None:
+            self.kill()
+        self._end_group()
         self._process.wait()
 
     def _signal(self) -> None:
         self._has_signalled = True
-        if self._send_term is not None:
-            self._send_term()
+        if self._send is not None:
+            self._send(signal.SIGTERM)
             return
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends the program and what it started in its process group, at once."""
-        if self._process.returncode is not None and self._has_killed:
+        if self._killed_s is not None:
             return
-        self._has_killed = True
+        self._killed_s = time.monotonic()
+        if self._send is not None:
+            self._send(signal.SIGKILL)  # what stands for it then ends by itself
+        else:
+            self._end_group()
+
+    def _end_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

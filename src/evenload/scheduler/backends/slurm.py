@@ -106,7 +106,8 @@ class Slurm:
             if element not in found:
                 found[element] = _as_left(element, record)
         wanted = {element: native for job in ids for element, native in found.items() if _is_of(element, job)}
-        return tuple(self._with_record(native, records.get(element)) for element, native in wanted.items())
+        in_order = sorted(wanted.items(), key=lambda pair: [int(part) for part in pair[0].split("_")])
+        return tuple(self._with_record(native, records.get(element)) for element, native in in_order)
 
     def cancel(self, job: str) -> None:
         """Ends a job: one that waits at once, one that runs after it has saved, asked again at once."""
@@ -129,15 +130,16 @@ class Slurm:
         return self._root_of(_checked(job)) / f"{job}.log"
 
     def _mark(self, job: str) -> bool:
-        """Tells the job's script that it is cancelled; False where it can't be told, or was before."""
+        """Tells the job's script that it is cancelled, then that it is to end at once; False where neither is new."""
         folder = self._root_of(job) / job
         mark = folder / CANCELLED
-        is_first = not mark.exists()
         try:
-            mark.write_text("cancelled" if is_first else NOW)
+            if mark.exists() and mark.read_text() == NOW:
+                return False
+            mark.write_text(NOW if mark.exists() else "cancelled")
         except OSError:
             return False
-        return is_first
+        return True
 
     def _root_of(self, job: str) -> Path:
         try:

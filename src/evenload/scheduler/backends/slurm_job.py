@@ -1,9 +1,11 @@
 """What a batch script of ours becomes on its first node: runs the program, and puts the job back into Slurm's queue.
 
-Slurm asks by SIGTERM: before the time limit (to this process alone, by ``--signal=B:TERM@...``), or when it takes the nodes
-back (to all processes of the job). The program saves and exits with code 75. Then Slurm either has requeued the job itself,
-or the user has cancelled it, or the job still runs as Slurm sees it; in the last case it is put back by ``scontrol
-requeue``, under the same id, with its output appended. A job that was cancelled is never put back.
+Slurm asks by SIGTERM: before the time limit (this process alone, by ``--signal=B:TERM@...``), at the beginning of a
+partition's ``GraceTime`` (the steps that srun started alone), or when it takes the nodes back (all processes of the job).
+So the program is always a step of srun, and a request that comes here reaches it as a file. It saves and exits with code
+75. Then Slurm either has requeued the job itself, or the user has cancelled it, or the job still runs as Slurm sees it; in
+the last case it is put back by ``scontrol requeue``, under the same id, its output appended. A job that was cancelled is
+never put back.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from evenload.errors import EvenloadError
+from evenload.job import EXIT_CODE
 from evenload.job_files import write_terms
-from evenload.scheduler.backends.attempt import POLL_S, Attempt, Outcome
+from evenload.scheduler.backends.attempt import POLL_S, Attempt, Outcome, outcome_of
 from evenload.scheduler.backends.slurm_record import (
     CANCELLED,
     NOW,
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evenload.scheduler.backends.slurm_job", description=__doc__)
     parser.add_argument("--root", type=Path, required=True, help="the folder of output and state")
     parser.add_argument("--grace", type=float, required=True, help="seconds from the request to the end")
-    parser.add_argument("--srun", choices=("node", "device"), help="start the command by srun, once each")
+    parser.add_argument("--spread", action="store_true", help="tell the command with which other nodes it runs")
     parser.add_argument(
         "--goes-on", action="store_true", help="it may be started again whatever ended it after a request"
     )
@@ -69,6 +72,10 @@ class _Job:
             shutil.rmtree(self._folder, ignore_errors=True)  # of a job of the same number, before Slurm was set up anew
         self._folder.mkdir(parents=True, exist_ok=True)
         before = read_record(self._folder) or JobRecord()
+        self._is_interrupted = (
+            before.attempt < attempt and before.state is JobState.RUNNING and not self._may_go_on(before)
+        )
+        """Slurm put it back by itself, and it can't go on."""
         self._record = replace(before, state=JobState.RUNNING, attempt=attempt, code=0, reason="")
         self._began_s = time.monotonic()
         self._asked: list[int] = []
@@ -79,16 +86,20 @@ class _Job:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self._asked.append(number))
         write_record(self._folder, self._record)
+        if self._is_interrupted:
+            self._record = replace(
+                self._record, reason="Slurm started it again from its beginning: requeue = true allows that"
+            )
+            return self._end(JobState.FAILED, EXIT_CODE)
         terms = terms_of(self._folder, self._id, self._record.attempt, self._given.grace)
         terms_file = self._folder / f"terms-{self._record.attempt}.json"
         write_terms(terms_file, terms)
-        by_srun = self._given.srun is not None
         attempt = Attempt(
             terms,
             terms_file,
             self._command(),
-            goes_on=self._given.goes_on or self._record.has_reported,
-            send_term=self._term_to_steps if by_srun else None,
+            goes_on=self._may_go_on(self._record),
+            send=self._send_to_steps,
         )
         try:
             outcome = self._wait(attempt)
@@ -101,16 +112,16 @@ class _Job:
         )
         return self._settle(outcome)
 
+    def _may_go_on(self, record: JobRecord) -> bool:
+        return self._given.goes_on or record.has_reported
+
     def _command(self) -> list[str]:
-        command = list(self._given.command)
-        if self._given.srun is None:
-            return command
         srun = ["srun", "--kill-on-bad-exit=0", "--export=ALL"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
             srun.append(f"--cpus-per-task={cores}")  # a step doesn't take it over from its job
-        if self._given.srun == "device":
-            return [*srun, *command]
-        return [*srun, sys.executable, "-m", "evenload.scheduler.backends.spread", "--", *command]
+        if self._given.spread:
+            srun += [sys.executable, "-m", "evenload.scheduler.backends.spread", "--"]
+        return [*srun, *self._given.command]
 
     def _wait(self, attempt: Attempt) -> Outcome:
         limit_s = self._given.limit
@@ -133,7 +144,9 @@ class _Job:
         if outcome.verb is Verb.SUCCEED:
             return self._end(JobState.SUCCEEDED, 0)
         code = 128 - outcome.code if outcome.code < 0 else outcome.code
-        native = _native_state(self._id)
+        native, is_preempted = _native_state(self._id)
+        if outcome.verb is Verb.FAIL and is_preempted and self._may_go_on(self._record):
+            outcome = outcome_of(outcome.code, "Slurm needs its nodes", can_go_on=True)
         if native == "CANCELLED":
             return self._end(JobState.CANCELLED, code)
         if self._mark():
@@ -164,7 +177,7 @@ class _Job:
             if done.returncode == 0:
                 self._wait_for_the_end()
                 return code
-            if _native_state(self._id) not in ("", "RUNNING"):
+            if _native_state(self._id)[0] not in ("", "RUNNING"):
                 return code  # Slurm was quicker
             error = done.stderr.strip()
             time.sleep(1.0)
@@ -193,16 +206,19 @@ class _Job:
         except OSError:
             return ""
 
-    def _term_to_steps(self) -> None:
-        _tool("scancel", "--signal=TERM", self._id)  # to the tasks: srun itself would take SIGTERM as its own end
+    def _send_to_steps(self, number: int) -> None:
+        """To the program's processes on all nodes: srun itself would take SIGTERM as the end of the step."""
+        steps = _tool("squeue", "--noheader", "--steps", f"--jobs={self._id}", "--format=%i").stdout.split()
+        if own := [step for step in steps if step.rpartition(".")[2].isdecimal()]:
+            _tool("scancel", f"--signal={signal.Signals(number).name}", *own)
 
 
-def _native_state(job: str) -> str:
-    """The job's state as Slurm says it; empty where it doesn't answer."""
-    found = [
-        word for word in _tool("scontrol", "show", "job", "-o", job).stdout.split() if word.startswith("JobState=")
-    ]
-    return found[0].removeprefix("JobState=") if found else ""
+def _native_state(job: str) -> tuple[str, bool]:
+    """The job's state as Slurm says it, and whether it is being preempted; empty where Slurm doesn't answer."""
+    words = dict(
+        word.split("=", 1) for word in _tool("scontrol", "show", "job", "-o", job).stdout.split() if "=" in word
+    )
+    return words.get("JobState", ""), words.get("PreemptTime", "None") not in ("None", "N/A")
 
 
 def _tool(*words: str) -> subprocess.CompletedProcess[str]:

@@ -116,7 +116,7 @@ def _head(job: JobFile, root: Path) -> list[str]:
         f"--job-name={re.sub(r'[^A-Za-z0-9_.+=@,-]', '_', name)}",
         f"--output={output}",
         "--open-mode=append",
-        "--requeue",
+        "--requeue" if job.saves is not False or job.requeue or job.retries else "--no-requeue",
         f"--signal=B:TERM@{min(65535, math.ceil(job.grace_s) + _MARGIN_S)}",
         *_resources(job),
     ]
@@ -185,8 +185,8 @@ def _call(job: JobFile, root: Path, python: str) -> list[str]:
     nodes, tasks = job.nodes or 1, job.options.get("slurm", {}).get("tasks", "node")
     call = [shlex.quote(python), "-m", "evenload.scheduler.backends.slurm_job", f"--root={shlex.quote(str(root))}"]
     call.append(f"--grace={job.grace_s:g}")
-    if nodes > 1 or tasks == "device":
-        call.append(f"--srun={tasks}")
+    if nodes > 1 and tasks == "node":
+        call.append("--spread")
     if job.saves or job.requeue:
         call.append("--goes-on")
     if job.retries:
