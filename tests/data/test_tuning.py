@@ -40,6 +40,11 @@ def computed(read_s: float, compute_s: float, num_cores: float) -> Model:
     return cost
 
 
+def cost_of(reading: Reading, wait_s: float, compute_s: float, num_samples: int) -> StepCost:
+    """Of a step of one rank."""
+    return StepCost(wait_s + compute_s, num_samples, (wait_s,), (compute_s,), (reading,))
+
+
 def run(tuner: Tuner, model: Model, steps: int = 400, seed: int = 0, noise: float = 0.01) -> list[Reading]:
     rng = random.Random(seed)
     seen = []
@@ -50,7 +55,9 @@ def run(tuner: Tuner, model: Model, steps: int = 400, seed: int = 0, noise: floa
             wait_s += 0.5  # workers start
         num_samples = rng.choice([60, 64])
         scatter = 1 + rng.gauss(0, noise)
-        tuner.observe(StepCost(wait_s * num_samples * scatter, compute_s * num_samples * scatter, num_samples))
+        tuner.observe(
+            cost_of(tuner.reading, wait_s * num_samples * scatter, compute_s * num_samples * scatter, num_samples)
+        )
     return seen
 
 
@@ -89,7 +96,7 @@ def test_the_queue_is_deepened_where_the_rank_waits_now_and_then() -> None:
     tuner = Tuner(Reading(2, 2), 2)
     for step in range(400):
         late = step % 4 == 0 and tuner.reading.depth < 8
-        tuner.observe(StepCost(0.1 if late else 0.0, 0.1, 32))
+        tuner.observe(cost_of(tuner.reading, 0.1 if late else 0.0, 0.1, 32))
     assert (tuner.reading.num_workers, tuner.reading.prefetch, tuner.reading.how) == (2, 4, How.CHOSEN)
 
 
@@ -113,7 +120,7 @@ def test_refused_workers_are_not_tried_again() -> None:
 def test_steps_without_samples_say_nothing() -> None:
     tuner = Tuner(Reading(), 8)
     for _ in range(100):
-        tuner.observe(StepCost(1.0, 0.1, 0))
+        tuner.observe(cost_of(tuner.reading, 1.0, 0.1, 0))
     assert tuner.reading.how is How.TRIED
 
 
@@ -126,3 +133,66 @@ def test_a_reading_travels_as_one_number(how: How, size: Any) -> None:
     assert str(Reading()) == "no loader workers"
     assert str(Reading(1, 2)) == "1 loader worker (prefetch 2)"
     assert str(Reading(4, 2, pinned=True)) == "4 loader workers (prefetch 2, pinned memory)"
+
+
+def run_together(
+    tuners: list[Tuner], cost: Callable[[list[int]], tuple[list[float], list[float]]], steps: int = 300
+) -> None:
+    """Ranks that see each other's steps; ``cost`` gives each rank's seconds of waiting and computing."""
+    rng = random.Random(1)
+    for _ in range(steps):
+        readings = tuple(tuner.reading for tuner in tuners)
+        waits, computes = cost([reading.num_workers for reading in readings])
+        scatter = 1 + rng.gauss(0, 0.02)
+        seconds = scatter * max(wait + compute for wait, compute in zip(waits, computes, strict=True))
+        told = StepCost(seconds, 64, tuple(waits), tuple(computes), readings)
+        for tuner in tuners:
+            tuner.observe(told)
+
+
+def test_ranks_that_share_cores_end_with_what_is_best_for_the_step() -> None:
+    """Two ranks on two cores: one worker more on one rank slows both, and the more unequal, the slower the step."""
+
+    def cost(workers: list[int]) -> tuple[list[float], list[float]]:
+        slowed = 1 + 0.1 * sum(workers)
+        read_s, compute_s = 0.030, 0.040
+        waits = [read_s if not own else max(0.0, read_s / own * slowed - compute_s) for own in workers]
+        # Beside other ranks' workers a rank computes slower, beside its own too.
+        return waits, [compute_s * (slowed + 0.4 * abs(workers[0] - workers[1])) for _ in workers]
+
+    tuners = [Tuner(Reading(), 4, rank) for rank in (0, 1)]
+    run_together(tuners, cost)
+    ends = [tuner.reading.num_workers for tuner in tuners]
+    assert {tuner.reading.how for tuner in tuners} == {How.CHOSEN}
+    waits, computes = cost(ends)
+    best = min(sum(side[0] for side in cost([number, number])) for number in (0, 1, 2, 4))
+    assert waits[0] + computes[0] <= 1.03 * best, ends
+
+
+def test_a_fast_rank_gets_the_more_workers() -> None:
+    def cost(workers: list[int]) -> tuple[list[float], list[float]]:
+        computes = [0.010, 0.080]
+        waits = [
+            0.080 if not own else max(0.0, 0.080 / own - compute)
+            for own, compute in zip(workers, computes, strict=True)
+        ]
+        return waits, computes
+
+    tuners = [Tuner(Reading(), 16, rank) for rank in (0, 1)]
+    run_together(tuners, cost)
+    fast, slow = (tuner.reading.num_workers for tuner in tuners)
+    assert slow == 1
+    assert 1 <= fast <= 8
+    assert max(map(sum, zip(*cost([fast, slow]), strict=True))) <= 1.05 * 0.080
+
+
+def test_a_rank_whose_workers_fail_reads_by_itself_while_the_others_search_on() -> None:
+    def cost(workers: list[int]) -> tuple[list[float], list[float]]:
+        return [0.05 if not own else 0.05 / (1 + own) for own in workers], [0.01, 0.01]
+
+    tuners = [Tuner(Reading(), 8, rank) for rank in (0, 1)]
+    run_together(tuners, cost, steps=15)
+    tuners[1].refuse()
+    run_together(tuners, cost)
+    assert tuners[1].reading.num_workers == 0
+    assert {tuner.reading.how for tuner in tuners} == {How.CHOSEN}

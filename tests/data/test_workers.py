@@ -321,11 +321,11 @@ def test_a_search_of_its_own_ends_with_workers_where_reading_is_slow() -> None:
         read_s = time.perf_counter() - start
         time.sleep(0.006)  # computing
         rank.commit(batch)
-        rank.observe(StepCost(read_s, 0.006, 4))
+        rank.observe(StepCost(read_s + 0.006, 4, (read_s,), (0.006,), (batch.reading,)))
         seen.append(batch.reading)
         if batch.reading.how is How.CHOSEN:
             break
-    assert found == list(range(len(found))) and len(found) < 4 * 80
+    assert found == list(range(len(found))) and len(found) < 4 * 120
     assert seen[0] == Reading(0, 0, how=How.TRIED) and seen[-1].num_workers > 0, seen[-1]
     rank.close()
 

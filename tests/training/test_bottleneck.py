@@ -94,8 +94,8 @@ def test_a_search_is_told_by_its_end_with_what_was_measured() -> None:
     found += told(watch, [slow(step, 0.0, 0.02) for step in range(24, 40)], [Reading(), chosen])
     assert [(kind, bool(message)) for _, kind, message in found] == [("workers", False), ("workers", True)]
     assert found[1][2] == (
-        "rank 1 reads with 4 loader workers (prefetch 2), as measured: of its step, waiting for samples took 60 % with no "
-        "loader workers, 4 % with 4 loader workers (prefetch 2)"
+        "rank 1 reads with 4 loader workers (prefetch 2), as measured, all ranks searching together: 512.0 samples/s with no "
+        "loader workers (it waited 60 % of a step); 512.0 samples/s with 4 loader workers (prefetch 2) (it waited 4 % of a step)"
     )
 
 
@@ -112,12 +112,12 @@ class Rows(Dataset[Any]):
         self._slow, self._since = slow, since
 
     def __len__(self) -> int:
-        return 16 * 100
+        return 16 * 200
 
     def __getitem__(self, index: int) -> Any:
         if self._slow and index >= self._since * 16:
             time.sleep(0.003)
-        return torch.full((64,), index / 1600), torch.ones(1)
+        return torch.full((64,), index / 3200), torch.ones(1)
 
 
 def train(folder: str, since: int, steps: int, settings: dict[str, Any]) -> int:
@@ -151,7 +151,7 @@ def test_a_loader_made_slow_on_one_rank_is_named_within_20_steps(tmp_path: Path,
 
 def test_auto_gives_the_slow_rank_workers_and_says_why(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    workers = run_ranks(train, 2, str(folder), 0, 99, {"balance": "even", "num_workers": "auto"}, timeout_s=100)
+    workers = run_ranks(train, 2, str(folder), 0, 199, {"balance": "even", "num_workers": "auto"}, timeout_s=100)
     assert workers[1] > 0, workers
     chosen = [event for event in read_events(folder) if event.kind == "workers" and event.fields["chosen"]]
     assert {event.fields["rank"] for event in chosen} == {0, 1}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from evenload.records.console import format_percent, format_verdict
+from evenload.records.console import format_number, format_percent, format_verdict
 from evenload.records.summary import DATA_BOUND, summarise
 from evenload.records.values import StepRecord
 from evenload.training.data.tuning import SKIPPED_STEPS, How, Reading
@@ -41,8 +41,10 @@ class _Reader:
     reading: Reading
     waited: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     """Part of each step that went by waiting for samples, since the last change."""
-    before: list[tuple[Reading, float]] = field(default_factory=list)
-    """What was tried before, and how much it waited then."""
+    sample_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """Seconds of the same steps, for a sample of the global batch: what the search makes small."""
+    before: list[tuple[Reading, float, float]] = field(default_factory=list)
+    """What was tried before, how much it waited then, and the seconds for a sample."""
     spoken_of: set[Reading] = field(default_factory=set)
     """Settings of a search that an event has told; several loaders may take turns."""
 
@@ -78,6 +80,7 @@ class Bottleneck:
                 changed = _change(rank, reader, reading)
                 told += [] if together else changed
             reader.waited.append(record.ranks[rank].data_s / record.seconds if record.seconds > 0 else 0.0)
+            reader.sample_s.append(record.seconds / max(1, record.num_samples))
         if any(reading.how is How.TRIED for reading in readings):
             self._window.clear()  # a search goes on: what it tries is not what the run is like
             return told
@@ -116,18 +119,22 @@ def _change(rank: int, reader: _Reader, reading: Reading) -> list[Told]:
         return []
     if (reading.num_workers, reading.prefetch) != (before.num_workers, before.prefetch):
         if reader.waited:
-            reader.before.append((before, _usual(reader.waited)))
+            reader.before.append((before, _usual(reader.waited), _usual(reader.sample_s)))
         reader.waited.clear()
+        reader.sample_s.clear()
     if reading in reader.spoken_of:
         return []
     reader.spoken_of.add(reading)
     message = ""
     if reading.how is How.CHOSEN:
-        tried = {str(one): waited for one, waited in reader.before}
+        tried = {str(one): (waited, sample_s) for one, waited, sample_s in reader.before}
         if reader.waited:
-            tried[str(reading)] = _usual(reader.waited)
-        measured = ", ".join(f"{format_percent(waited)} with {name}" for name, waited in tried.items())
-        message = f"rank {rank} reads with {reading}, as measured: of its step, waiting for samples took {measured}"
+            tried[str(reading)] = _usual(reader.waited), _usual(reader.sample_s)
+        measured = "; ".join(
+            f"{_speed(sample_s)} with {name} (it waited {format_percent(waited)} of a step)"
+            for name, (waited, sample_s) in tried.items()
+        )
+        message = f"rank {rank} reads with {reading}, as measured, all ranks searching together: {measured}"
         reader.before = []
     fields = {
         "rank": rank,
@@ -142,6 +149,10 @@ def _change(rank: int, reader: _Reader, reading: Reading) -> list[Told]:
 def _usual(waited: Sequence[float]) -> float:
     """The mean without the steps in which workers started, where there are others."""
     return mean(list(waited)[SKIPPED_STEPS:] or waited)
+
+
+def _speed(sample_s: float) -> str:
+    return f"{format_number(1 / sample_s)} samples/s" if sample_s > 0 else "unmeasured"
 
 
 def _advice(reading: Reading) -> str:

@@ -51,9 +51,16 @@ class Tally:
         """Of each rank: what it computed, without waiting."""
         return [times["compute"] + times["optimizer"] for times in self._times]
 
-    def cost(self, rank: int, num_samples: int) -> StepCost:
-        """What the step cost one rank, with its samples."""
-        return StepCost(self._times[rank]["data"], self.own_seconds()[rank], num_samples)
+    def cost(self, num_samples: int) -> StepCost:
+        """What the step cost, with the samples of its global batch."""
+        first = self._times[0]
+        return StepCost(
+            seconds=sum(seconds for name, seconds in first.items() if name != "other"),
+            num_samples=num_samples,
+            data_s=tuple(times["data"] for times in self._times),
+            busy_s=tuple(self.own_seconds()),
+            readings=tuple(self.readings()),
+        )
 
     def readings(self) -> list[Reading]:
         """How each rank read its samples."""

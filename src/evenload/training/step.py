@@ -193,7 +193,7 @@ class StepLoop:
             step.batch.global_step, step.batch.plan, step.tally.own_seconds(), first or step.tally.unusual
         )
         if not (first or step.arm or step.tally.unusual):
-            step._loader.observe(step.tally.cost(engine.around.rank, step.batch.own_samples))
+            step._loader.observe(step.tally.cost(step.batch.plan.num_samples))
         engine.journal.step(step.number, step.batch.plan, step.tally, step.arm)
 
     def is_due(self) -> bool:

@@ -62,11 +62,6 @@ class GlobalBatch:
         """Samples of the global batch."""
         return self.plan.num_samples
 
-    @property
-    def own_samples(self) -> int:
-        """Those of them that are read here."""
-        return sum(self.plan.shares[rank] for rank in self._ranks)
-
     def micro(self, micro_index: int, rank: int | None = None, device: torch.device | None = None) -> MicroBatch:
         """A rank's part of micro-batch `micro_index`, on its device; this rank's where none is named.
 

@@ -101,7 +101,7 @@ class GlobalLoader:
             self._feed = StreamFeed(user_loader, seed=seed, keyed=keyed_rng, pin=pin)
         else:
             reading = reading_of(user_loader, pinned=pin)
-            self._tuner = None if most_workers is None else Tuner(reading, most_workers)
+            self._tuner = None if most_workers is None else Tuner(reading, most_workers, planner.rank)
             self._weighs_pinning = self._tuner is not None and device.type == "cuda" and not pin
             first = reading if self._tuner is None else self._tuner.reading
             self._feed = TaskFeed(user_loader, seed=seed, rank=planner.rank, keyed=keyed_rng, reading=first)
@@ -198,7 +198,7 @@ class GlobalLoader:
         return self._feed.reading
 
     def observe(self, cost: StepCost) -> None:
-        """What the last step cost this rank; where workers are chosen by measurement, the next step may begin with others."""
+        """What the last step cost; where workers are chosen by measurement, the next step may begin with others."""
         if self._tuner is not None:
             self._tuner.observe(cost)
 
