@@ -26,8 +26,8 @@ from benchmarks.report import rows
 from evenload.testing import run_ranks
 
 SIZES = (0, 1, 2, 4)
-SETTLE = 80
-STEPS = 160
+SETTLE = 100
+STEPS = 200
 BATCH_SIZE = 48
 CASES = ("far away", "computed", "near")
 
