@@ -140,7 +140,7 @@ def test_verify_compares_ranks(tmp_path: Path) -> None:
     assert ended.returncode == 2 and "verify the script with strategy='ddp'" in ended.stderr
 
 
-def test_a_signal_ends_all_replicas(tmp_path: Path) -> None:
+def test_a_signal_saves_and_ends_all_replicas(tmp_path: Path) -> None:
     body = _script(epochs=10_000)
     with Started(tmp_path, body, "-d", "cpu:2", "--strategy", "dp", initialised=False) as started:
         deadline = time.monotonic() + 40
@@ -150,7 +150,7 @@ def test_a_signal_ends_all_replicas(tmp_path: Path) -> None:
         pid = int((tmp_path / "pids").read_text())
         started.process.send_signal(signal.SIGINT)
         code, _, stderr = started.end()
-    assert code == 130 and "SIGINT: the run ended" in stderr
+    assert code == 75 and "SIGINT: saving and stopping after this step" in stderr
     assert_gone([pid])
 
 

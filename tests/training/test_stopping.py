@@ -146,8 +146,8 @@ def _check(whole: dict[str, Any], *sittings: list[dict[str, Any]]) -> None:
     [
         (Ask(1), 3, "ddp", 0, "auto"),
         (Ask(4, where="loss"), 5, "ddp", 0, 2),  # a request before the exchange of a step: that step is the last
-        (Ask(2, rank=0, slow_rank=1), 4, "ddp", 2, 3),
-        (Ask(0, where="data"), 1, "ddp", 2, "auto"),
+        (Ask(2, rank=0, slow_rank=1), 4, "ddp", 0, 3),
+        (Ask(0, where="data"), 1, "ddp", 1, "auto"),
         (Ask(1, where="validation"), 9, "ddp", 0, "auto"),
         (Ask(10, where="loss"), 11, "ddp", 0, "auto"),
         (Ask(11, where="loss"), 12, "ddp", 0, "auto"),  # the last step: what follows the loop comes after the resume
