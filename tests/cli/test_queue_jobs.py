@@ -196,6 +196,31 @@ def test_progress_and_devices_are_in_the_list(box: Box) -> None:
     box.wait(number, "CANCELLED")
 
 
+def test_settings_limits_and_reservations(box: Box) -> None:
+    assert box.say("queue", "set", "min_run_s=60").out == "min_run_s = 60.0\n"
+    assert "max_devices 1" in box.say("queue", "limit", "bob", "max_devices=1").out
+    device = json.loads(box.say("ps", "--json").out)["devices"][0]["id"]
+    name = json.loads(box.say("queue", "reserve", device, "2h", "ann", "--json").out)["reservation"]["id"]
+    assert "reserved for ann until" in box.say("ps").out
+    shown = box.say("queue").out
+    assert "min_run_s" in shown and "bob" in shown and name in shown
+    assert box.say("queue", "release", name).code == 0
+    assert "reserved" not in box.say("ps").out
+
+
+def test_a_list_for_programs_loads_little(box: Box) -> None:
+    code = (
+        "import sys; from evenload.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "print(sorted({'rich', 'numpy', 'torch', 'psutil'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    for more in (["--json"], ["--all"], []):
+        words = [sys.executable, "-c", code, "ps", "--queue", str(box.queue), *more]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stderr == "[]\n", (more, done.stderr)
+
+
 def test_without_its_daemon_the_queue_is_read_and_submit_starts_it_again(box: Box) -> None:
     number = box.submit("--", "true")
     box.wait(number, "SUCCEEDED")

@@ -57,6 +57,13 @@ def test_the_pages_commands_run(tmp_path: Path) -> None:
         box.close()
 
 
+def test_the_unit_is_the_packages() -> None:
+    unit = (ROOT / "src" / "evenload" / "scheduler" / "daemon" / "evenload-queue.service").read_text()
+    (told,) = re.findall(r"```ini\n(.*?)```", QUEUE.read_text(), flags=re.DOTALL)
+    lines = [line for line in unit.splitlines() if line and not line.startswith("#")]
+    assert [line for line in told.splitlines() if line] == lines
+
+
 def test_tables_name_every_option() -> None:
     """Both pages together tell each option of `evenload submit`."""
     from evenload.cli.main import COMMANDS

@@ -108,8 +108,31 @@ def test_failures_are_told_and_hold_nothing_up(tmp_path: Path) -> None:
     send(told, program(tmp_path, *targets))
     assert len(told) == 4
     text = "\n".join(sorted(told))
-    for part in ("/bin/false could not be told: exit code 1", "can't be started", "refused", "exit code 4: why not"):
+    for part in ("/bin/false could not be told: exit code 1", "not found", "refused", "exit code 4: why not"):
         assert part in text
     told.clear()
     send(told, program(tmp_path, "command:/bin/sleep 600"), timeout_s=1.0)
     assert "took longer than 1 s" in told[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's daemon has jobs of others")
+def test_it_is_sent_as_the_jobs_owner(tmp_path: Path) -> None:
+    import pwd
+    import tempfile
+
+    nobody = pwd.getpwnam("nobody")
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+        secret = tmp_path / "secret"
+        secret.write_text("root's")
+        secret.chmod(0o600)
+        job = Program(
+            ("true",),
+            name,
+            nobody.pw_uid,
+            notify=(f"command:sh -c 'id -u > who; cat {secret} >> who 2>/dev/null; echo $USER >> who'",),
+        )
+        told: list[str] = []
+        send(told, job)
+        assert (folder / "who").read_text() == f"{nobody.pw_uid}\nnobody\n", told

@@ -49,6 +49,7 @@ COMMANDS = {
     "logs": Command("evenload.cli.logs", "Print what a job printed, or follow it."),
     "cancel": Command("evenload.cli.cancel", "End jobs; those that run save first."),
     "change": Command("evenload.cli.change", "Hold a job back, let it go, or change its priority, limits, devices."),
+    "queue": Command("evenload.cli.queue", "Show how the queue decides; stop its daemon, set, limit, reserve."),
     "simulate": Command("evenload.cli.simulate", "Ask what a queue would do: another policy, one more card."),
 }
 

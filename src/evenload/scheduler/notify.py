@@ -1,14 +1,15 @@
 """Tells people how a job ended: by a command, a webhook, or mail; as the job's owner, and never in the queue's way.
 
-The daemon hands a message over and goes on. Each is sent by a process of its own
-(``python -m evenload.scheduler.notify``) that runs as the job's owner, so that a daemon run by root does nothing for a
-user that the user couldn't do. It has `TIMEOUT_S`; what goes wrong is told to the daemon's log. A message that is under
-way when the daemon ends is not sent again.
+The daemon hands a message over and goes on. Each is sent by a process of its own that runs as the job's owner, so that a
+daemon run by root does nothing for a user that the user couldn't do: the command itself, sendmail, or for a webhook
+``python -m evenload.scheduler.notify URL``. It has `TIMEOUT_S`; what goes wrong is told to the daemon's log. A message
+that is under way when the daemon ends is not sent again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import pwd
@@ -22,8 +23,8 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from email.message import EmailMessage
-from pathlib import Path
 from typing import Any
 
 from evenload.errors import QueueError
@@ -35,7 +36,9 @@ WEBHOOK_TIMEOUT_S = 10.0
 MAX_WAITING = 10_000
 """More messages than this are not kept; the log says so."""
 _NUM_SENDERS = 4
-_SENDMAIL_PLACES = "/usr/sbin:/usr/lib:/usr/local/sbin"
+SENDMAIL_PLACES = "/usr/sbin:/usr/lib:/usr/local/sbin"
+_IN_FOLDER = 'cd "$1" 2>/dev/null || cd /; shift; exec "$@"'
+"""As the owner: root may not be allowed into a home that is mounted from elsewhere."""
 
 
 class Notifier:
@@ -108,29 +111,62 @@ def message_of(program: Program, job: Job, reason: str = "") -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Errand:
+    """A process that sends one message."""
+
+    command: tuple[str, ...]
+    said: bytes
+    """On its standard input."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def _errand(target: str, message: Mapping[str, Any], path: str) -> _Errand:
+    teller, _, rest = target.partition(":")
+    content = json.dumps(message).encode()
+    match teller:
+        case "command":
+            names = ("name", "state", "reason", "text")
+            variables = {f"EVENLOAD_JOB_{name.upper()}": str(message[name]).replace("\0", "") for name in names}
+            return _Errand(tuple(shlex.split(rest)), content, {**variables, "EVENLOAD_JOB_ID": str(message["job"])})
+        case "webhook":
+            return _Errand((sys.executable, "-P", "-m", "evenload.scheduler.notify", rest), content)
+        case "mail":
+            program = shutil.which("sendmail", path=f"{path}:{SENDMAIL_PLACES}")
+            if program is None:
+                raise QueueError("this machine has no sendmail")
+            return _Errand((program, "-i", "--", rest), _mail(rest, message))
+        case _:
+            raise QueueError("expected command:COMMAND, webhook:URL or mail:ADDRESS")
+
+
 def _send_as_owner(program: Program, target: str, message: Mapping[str, Any], timeout_s: float) -> str:
     """Why it couldn't be sent; empty where it was."""
-    order = {"target": target, "message": message, "folder": program.folder}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "evenload.scheduler.notify"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd="/",
-        env={"PATH": os.environ.get("PATH", os.defpath), **program.environment, **_own_variables(program.uid)},
-        start_new_session=True,
-        **_owner_of(program.uid),
-    )
+    variables = {"PATH": os.environ.get("PATH", os.defpath), **program.environment, **_own_variables(program.uid)}
     try:
-        told, _ = process.communicate(json.dumps(order).encode(), timeout=timeout_s)
+        errand = _errand(target, message, variables["PATH"])
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", _IN_FOLDER, "sh", program.folder, *errand.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+            env={**variables, **errand.variables},
+            start_new_session=True,
+            **_owner_of(program.uid),
+        )
+    except (OSError, ValueError, KeyError, QueueError) as error:
+        return str(error)
+    try:
+        told, _ = process.communicate(errand.said, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        told = f"it took longer than {timeout_s:g} s".encode()
+        return f"it took longer than {timeout_s:g} s"
     finally:
         _end_session(process)
     if process.returncode == 0:
         return ""
     lines = told.decode(errors="replace").strip().splitlines()
-    return (lines[-1] if lines else f"exit code {process.returncode}")[:300]
+    return f"exit code {process.returncode}{f': {lines[-1][:300]}' if lines else ''}"
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
@@ -161,89 +197,35 @@ def _own_variables(uid: int) -> dict[str, str]:
     return {**variables, "HOME": entry.pw_dir, "USER": entry.pw_name, "LOGNAME": entry.pw_name}
 
 
-# In the process of its own.
-
-
-def deliver(target: str, message: Mapping[str, Any], folder: str) -> None:
-    """Sends one message.
-
-    Raises:
-        QueueError: it can't be sent.
-    """
-    teller, _, rest = target.partition(":")
-    match teller:
-        case "command":
-            _run_command(rest, message, folder)
-        case "webhook":
-            _post(rest, message)
-        case "mail":
-            _mail(rest, message)
-        case _:
-            raise QueueError(f"{target}: expected command:COMMAND, webhook:URL or mail:ADDRESS")
-
-
-def _run_command(text: str, message: Mapping[str, Any], folder: str) -> None:
-    variables = {f"EVENLOAD_JOB_{name.upper()}": str(message[name]) for name in ("name", "state", "reason", "text")}
-    variables["EVENLOAD_JOB_ID"] = str(message["job"])
-    try:
-        done = subprocess.run(
-            shlex.split(text),
-            input=json.dumps(message).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=folder if Path(folder).is_dir() else "/",
-            env={**os.environ, **variables},
-            check=False,
-        )
-    except (OSError, ValueError) as error:
-        raise QueueError(f"it can't be started: {error}") from error
-    if done.returncode:
-        lines = done.stdout.decode(errors="replace").strip().splitlines()
-        raise QueueError(f"exit code {done.returncode}{f': {lines[-1]}' if lines else ''}")
-
-
-def _post(url: str, message: Mapping[str, Any]) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise QueueError(f"{url} is no address that begins with http:// or https://")
-    request = urllib.request.Request(
-        url,
-        data=json.dumps(message).encode(),
-        headers={"Content-Type": "application/json", "User-Agent": "evenload"},
-        method="POST",
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S) as answer:
-            answer.read(1024)
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise QueueError(str(error)) from error
-
-
-def _mail(address: str, message: Mapping[str, Any]) -> None:
-    program = shutil.which("sendmail", path=f"{os.environ.get('PATH', os.defpath)}:{_SENDMAIL_PLACES}")
-    if program is None:
-        raise QueueError("this machine has no sendmail")
+def _mail(address: str, message: Mapping[str, Any]) -> bytes:
     mail = EmailMessage()
     mail["To"] = address
     mail["Subject"] = f"evenload: {' '.join(str(message['text']).split())[:150]}"
     lines = [f"{name}: {value}" for name, value in message.items() if name not in ("text", "content")]
     mail.set_content("\n".join((str(message["text"]), "", *lines)))
+    return mail.as_bytes()
+
+
+def _post(url: str, content: bytes) -> str:
+    """Why it couldn't be posted; empty where it was."""
+    if not url.startswith(("http://", "https://")):
+        return "expected an address that begins with http:// or https://"
+    headers = {"Content-Type": "application/json", "User-Agent": "evenload"}
+    request = urllib.request.Request(url, data=content, headers=headers, method="POST")
     try:
-        done = subprocess.run([program, "-i", "--", address], input=mail.as_bytes(), capture_output=True, check=False)
-    except OSError as error:
-        raise QueueError(f"{program}: {error}") from error
-    if done.returncode:
-        raise QueueError(f"{program}: exit code {done.returncode}: {done.stderr.decode(errors='replace').strip()}")
+        with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S) as answer:
+            answer.read(1024)
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def main() -> int:
-    """Sends the message on standard input; the reason why not is the last line printed."""
-    order = json.load(sys.stdin)
-    try:
-        deliver(order["target"], order["message"], order["folder"])
-    except QueueError as error:
-        print(error)
-        return 1
-    return 0
+    """Posts its standard input to the address that it is called with; why not is the last line printed."""
+    problem = _post(sys.argv[1], sys.stdin.buffer.read())
+    if problem:
+        print(problem)
+    return 1 if problem else 0
 
 
 if __name__ == "__main__":

@@ -186,7 +186,9 @@ def _check_tellers(notify: Sequence[str], folder: Path, path: str) -> None:
 
 def find_sendmail() -> str | None:
     """The program that sends mail, where it usually is."""
-    return shutil.which("sendmail", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/lib:/usr/local/sbin")
+    from evenload.scheduler.notify import SENDMAIL_PLACES
+
+    return shutil.which("sendmail", path=f"{os.environ.get('PATH', os.defpath)}:{SENDMAIL_PLACES}")
 
 
 def _wants_snapshot(job: JobFile, folder: Path) -> tuple[bool, str]:

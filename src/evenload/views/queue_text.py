@@ -159,7 +159,9 @@ def _device_table(view: QueueView) -> Table:
     rows = []
     for device in view.devices:
         memory = f"{device['memory_bytes'] / 1e9:.0f} GB" if device["memory_bytes"] else ""
-        rows.append((clean(device["label"]), clean(device["kind"]), memory, _holder(device, names)))
+        kept = [_reserved(row, view.now_s) for row in view.reservations if device["id"] in row["devices"]]
+        held = "; ".join((_holder(device, names), *filter(None, kept)))
+        rows.append((clean(device["label"]), clean(device["kind"]), memory, held))
     return Table("", ("device", "kind", "memory", "held by"), _together(rows))
 
 
@@ -176,6 +178,14 @@ def _together(rows: Sequence[tuple[str, str, str, str]]) -> list[tuple[str, str,
         elif labels[0] == row[0]:
             found.append((f"{labels[0]} … {labels[-1]}", row[1], row[2], f"{len(labels)} free"))
     return found
+
+
+def _reserved(row: Mapping[str, Any], now_s: float) -> str:
+    """Of a reservation that holds, or will within a day."""
+    if not now_s < row["end_s"] or row["start_s"] > now_s + 86400:
+        return ""
+    from_ = f"from {moment(row['start_s'])} " if row["start_s"] > now_s else ""
+    return f"reserved {from_}for {clean(', '.join(row['users'])) or 'nobody'} until {moment(row['end_s'])}"
 
 
 def _holder(device: Mapping[str, Any], names: Mapping[str, str]) -> str:

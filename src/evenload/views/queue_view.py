@@ -58,6 +58,7 @@ class QueueView:
     """State → jobs, of the wanted user."""
     devices: Sequence[Mapping[str, Any]] = ()
     """As `messages.DeviceRow`."""
+    reservations: Sequence[Mapping[str, Any]] = ()
     problems: Sequence[str] = ()
     last: int = 0
     """Number of the last event."""
@@ -88,7 +89,12 @@ def ask(line: Client, wanted: Wanted) -> QueueView:
     if num_active > MOST_FORESEEN and is_readable(line.folder / "queue.sqlite"):
         stored = read(line.folder, wanted)
         return replace(
-            stored, is_live=True, devices=status["devices"], problems=status["problems"], last=status["last"]
+            stored,
+            is_live=True,
+            devices=status["devices"],
+            reservations=status["reservations"],
+            problems=status["problems"],
+            last=status["last"],
         )
     states = list(wanted.states or ACTIVE)
     first = line.call("list", user=wanted.user, states=states, ended=bool(wanted.states), limit=PAGE)
@@ -105,6 +111,7 @@ def ask(line: Client, wanted: Wanted) -> QueueView:
         jobs=[*ended, *first["jobs"]],
         counts=counts,
         devices=status["devices"],
+        reservations=status["reservations"],
         problems=status["problems"],
         last=status["last"],
         user=wanted.user,

@@ -1,0 +1,167 @@
+"""``evenload queue``: the queue itself: what is set, who has used how much; stop its daemon, set, limit, reserve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from evenload.cli.jobs import Queue, folder_of
+from evenload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evenload.scheduler.client import Client
+
+_USAGE = {
+    "show": "evenload queue [show]",
+    "stop": "evenload queue stop",
+    "set": "evenload queue set NAME=VALUE..., such as policy=fifo",
+    "limit": "evenload queue limit USER NAME=VALUE..., such as max_devices=2",
+    "reserve": "evenload queue reserve DEVICE[,DEVICE...] TIME [USER...], such as gpu0,gpu1 2h ann",
+    "release": "evenload queue release RESERVATION",
+}
+
+
+def queue(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[show|stop|set|limit|reserve|release] ...", help="What to do; show if not given."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    queue: Queue = None,
+) -> None:
+    """Show or change how the queue decides. Changes are for its owner and its admins.
+
+    stop: its daemon ends, its jobs go on; the next submit starts it again. set NAME=VALUE: a setting. limit USER
+    NAME=VALUE: max_devices, max_running, max_queued, share. reserve DEVICES TIME [USER...]: from now on, for these users
+    alone, or for nobody. release RESERVATION.
+    """
+    action, *given = words or ["show"]
+    if action not in _ACTIONS:
+        raise ConfigError(f"evenload queue {action}: there is no such action; there are {', '.join(_ACTIONS)}")
+    from evenload.scheduler.client import connect
+
+    with connect(folder_of(queue), start=False) as line:
+        try:
+            answer, told = _ACTIONS[action](line, given)
+        except (ValueError, IndexError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"expected {_USAGE[action]}") from None
+    if json:
+        import json as writer
+
+        print(writer.dumps(answer, indent=1, ensure_ascii=False))
+    else:
+        print(told)
+
+
+def _show(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+    if given:
+        raise ValueError
+    status = line.call("status")
+    return status, _told(status)
+
+
+def _stop(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+    if given:
+        raise ValueError
+    answer = line.call("stop")
+    return answer, f"the daemon {answer['pid']} ends; jobs go on, and the next submit starts it again"
+
+
+def _set(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+    changes = _pairs(given)
+    answer = line.call("set", settings=changes)
+    return answer, ", ".join(f"{name} = {answer['settings'][name]}" for name in changes)
+
+
+def _limit(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+    user, *rest = given
+    read: dict[str, Callable[[str], Any]] = {
+        "share": float,
+        **dict.fromkeys(("max_devices", "max_running", "max_queued"), int),
+    }
+    changes = {}
+    for name, value in _pairs(rest).items():
+        if name not in read:
+            raise ConfigError(f"{name}: there is no such limit; there are {', '.join(read)}")
+        changes[name] = None if value == "none" else read[name](value)
+    answer = line.call("limits", user=user, **changes)
+    return answer, f"{user}: " + ", ".join(f"{name} {answer['user'][name]}" for name in read)
+
+
+def _reserve(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+    from evenload.scheduler.job_text import read_duration_s
+
+    devices, lasts, *users = given
+    start_s = time.time()
+    names = devices.split(",")
+    try:
+        end_s = start_s + read_duration_s(lasts)
+    except ValueError as error:
+        raise ConfigError(f"{lasts}: expected {error}") from None
+    answer = line.call("reserve", devices=names, start_s=start_s, end_s=end_s, users=users)
+    for_whom = ", ".join(users) or "nobody (maintenance)"
+    return answer, f"reservation {answer['reservation']['id']}: {devices} for {for_whom}, {lasts} from now on"
+
+
+def _release(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+    (name,) = given
+    return line.call("unreserve", reservation=name), f"reservation {name} is taken back"
+
+
+_ACTIONS: dict[str, Callable[[Client, list[str]], tuple[Mapping[str, Any], str]]] = {
+    "show": _show,
+    "stop": _stop,
+    "set": _set,
+    "limit": _limit,
+    "reserve": _reserve,
+    "release": _release,
+}
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name or name in found:
+            raise ConfigError(f"{text}: expected NAME=VALUE, each name once")
+        found[name] = value
+    if not found:
+        raise ValueError
+    return found
+
+
+def _told(status: Mapping[str, Any]) -> str:
+    from evenload.views.queue_text import aligned, moment, span
+
+    now_s = time.time()
+    head = (
+        f"queue {status['folder']}: daemon {status['pid']} of user {status['uid']}, Evenload {status['version']}, up for "
+        f"{span(now_s - status['since_s'])}"
+    )
+    parts = [head, *(f"problem: {problem}" for problem in status["problems"])]
+    parts.append("\n".join(aligned([("setting", "value"), *((n, str(v)) for n, v in status["settings"].items())])))
+    if status["users"]:
+        names = ("max_devices", "max_running", "max_queued", "share")
+        rows = [
+            (u["user"], str(u["num_devices"]), f"{u['usage_device_s'] / 3600:.1f}", *(str(u[n] or "") for n in names))
+            for u in status["users"]
+        ]
+        parts.append("\n".join(aligned([("user", "devices", "recent device-hours", *names), *rows])))
+    if status["reservations"]:
+        rows = [
+            (
+                r["id"],
+                ",".join(r["devices"]),
+                moment(r["start_s"]),
+                moment(r["end_s"]),
+                ",".join(r["users"]) or "nobody",
+            )
+            for r in status["reservations"]
+        ]
+        parts.append("\n".join(aligned([("reservation", "devices", "from", "to", "for"), *rows])))
+    return "\n\n".join(parts)
