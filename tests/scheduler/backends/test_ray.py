@@ -1,10 +1,11 @@
-"""The backend on a real Ray of three nodes on one host: the one job file runs, gives way to a higher class, and resumes."""
+"""The backend on a real Ray of two nodes on one host: the one job file runs, gives way to a higher class, and resumes."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -70,17 +71,29 @@ class Queue:
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
-    """Three nodes of two CPUs. The cluster's process is nobody's child, so that its own children are not taken for leaks."""
+    """Two nodes of two CPUs. The cluster's process is nobody's child, so that its own children are not taken for leaks."""
     folder = tempfile.mkdtemp(prefix="el-ray-")
-    words = [sys.executable, str(HERE / "ray_cluster_process.py"), "3", "2", folder]
+    words = [sys.executable, str(HERE / "ray_cluster_process.py"), "2", "2"]
     parent = "import os, subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); os._exit(0)"
     process = subprocess.Popen(
-        [sys.executable, "-c", parent, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", parent, *words],
+        env={
+            **os.environ,
+            "RAY_TMPDIR": folder,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_enable_worker_prestart": "0",
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdin is not None and process.stdout is not None
     cluster = psutil.Process(int(process.stdout.readline()))
     try:
-        yield process.stdout.readline().strip()
+        address = process.stdout.readline().strip()
+        assert address, "the cluster doesn't start"
+        yield address
     finally:
         process.stdin.close()
         try:
@@ -118,7 +131,7 @@ def test_the_one_file_is_preempted_and_resumes(queue: Queue, tmp_path: Path) -> 
     wait_until(lambda: len(steps_done(tmp_path / "out")) > 3, "steps", LIMIT_S)
     wait_until(lambda: queue.one(job)["step"], "a report", LIMIT_S)
     (tmp_path / "urgent").mkdir()
-    urgent = queue.submit(write_job(tmp_path / "urgent", ["sleep", "1"], devices="6", priority="1"))
+    urgent = queue.submit(write_job(tmp_path / "urgent", ["sleep", "1"], devices="4", priority="1"))
     queue.wait_for(urgent, "SUCCEEDED")
     assert len(steps_done(tmp_path / "out")) < total, "it was to be preempted in its midst"
     ended = queue.wait_for(job, "SUCCEEDED")
@@ -141,8 +154,8 @@ def test_a_cancelled_job_saves(queue: Queue, tmp_path: Path) -> None:
     assert saved == len(steps_done(tmp_path / "out")) > 0
     assert queue.call("cancel", job)["text"] == f"job {job} has ended: CANCELLED"
     assert queue.call("logs", "999") == {"error": "QueueError", "text": "there is no job 999"}
-    refused = queue.submit(write_job(tmp_path, ["true"], devices="7"))
-    assert "it asks for 7 devices of kind cpu; this queue has 6 such of its 6 devices" in refused["text"]
+    refused = queue.submit(write_job(tmp_path, ["true"], devices="5"))
+    assert "it asks for 5 devices of kind cpu; this queue has 4 such of its 4 devices" in refused["text"]
 
 
 def test_a_gang_on_several_nodes_and_an_array(queue: Queue, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ OPTIONS = {
 """What a job file's ``[ray]`` table may hold."""
 
 _TIMEOUT_S = 120.0
+_RESTART_S = 30.0
+"""What Ray may take to start the queue's actor again."""
 
 
 class RayCluster:
@@ -66,7 +69,7 @@ class RayCluster:
 
     def describe(self, ids: Sequence[str]) -> tuple[Described, ...]:
         """How these jobs are."""
-        return tuple(self._ask(self._queue(self._address).describe, list(ids)))
+        return tuple(self._ask(self._queue(self._address).describe, list(ids), again_s=_RESTART_S))
 
     def cancel(self, job: str) -> None:
         """Ends a job: one that runs may save first."""
@@ -74,7 +77,7 @@ class RayCluster:
 
     def logs(self, job: str) -> Path:
         """The file of its output, on the first of its nodes; those of other nodes lie beside it on theirs."""
-        return Path(self._ask(self._queue(self._address).log, job))
+        return Path(self._ask(self._queue(self._address).log, job, again_s=_RESTART_S))
 
     def _queue(self, address: str, root: Path | None = None) -> Any:
         """The queue's actor; with `root` it is started where there is none."""
@@ -99,18 +102,25 @@ class RayCluster:
             .remote(str(root))
         )
 
-    def _ask(self, method: Any, *arguments: Any) -> Any:
+    def _ask(self, method: Any, *arguments: Any, again_s: float = 0.0) -> Any:
+        """Calls the queue; while Ray starts it anew it is asked again for so long, where asking twice is no harm."""
         import ray
 
-        try:
-            return ray.get(method.remote(*arguments), timeout=_TIMEOUT_S)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, QueueError | ConfigError) else None
-            raise cause or QueueError(f"the queue on Ray failed: {error}") from error
-        except ray.exceptions.RayError as error:
-            raise QueueError(
-                f"the queue on Ray doesn't answer: {error}; `ray status` tells how the cluster is"
-            ) from error
+        end_s = time.monotonic() + again_s
+        while True:
+            try:
+                return ray.get(method.remote(*arguments), timeout=_TIMEOUT_S)
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause if isinstance(error.cause, QueueError | ConfigError) else None
+                raise cause or QueueError(f"the queue on Ray failed: {error}") from error
+            except ray.exceptions.RayError as error:
+                if time.monotonic() < end_s and isinstance(error, ray.exceptions.RayActorError):
+                    time.sleep(0.5)
+                    continue
+                raise QueueError(
+                    f"the queue on Ray doesn't answer, and whether it did what it was asked for is not known: {error}; "
+                    f"`ray status` tells how the cluster is"
+                ) from error
 
 
 BACKEND = RayCluster()
