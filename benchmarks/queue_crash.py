@@ -1,6 +1,6 @@
 """300 kill -9 of a queue's daemon, its runners, or both, and machines that start anew; nothing is lost, nothing runs twice.
 
-Method: a real daemon with four CPU slots and real runners, always with jobs of 2 to 40 steps that wait (`evenload.job`,
+Method: a real daemon with four CPU slots and real runners, always with jobs of 2 to 30 steps that wait (`evenload.job`,
 a save after each step; priorities of three classes, so that jobs are preempted too). Every 20 to 400 ms something is
 killed: the daemon (40 %), a runner (30 %), the daemon and half of the runners (25 %), or all there is with another boot id
 afterwards (5 %); a killed daemon is started again, in three of ten cases after up to half a second. Programs leave traces:

@@ -81,7 +81,7 @@ class Tally:
     """Submits that were not answered."""
 
 
-def crash(made: Box, work: Path, num_kills: int, seed: int, *, slow_s: float = 0.0) -> dict[str, Any]:
+def crash(made: Box, work: Path, num_kills: int, seed: int) -> dict[str, Any]:
     """Kills so often, waits until all jobs have ended, and looks what is left."""
     rng, tally, boot = random.Random(seed), Tally(), work / "boot_id"
     for name in _TRACES:
@@ -91,7 +91,7 @@ def crash(made: Box, work: Path, num_kills: int, seed: int, *, slow_s: float = 0
     made.start()
     for number in range(num_kills):
         _keep_full(made, work, rng, tally)
-        time.sleep(rng.uniform(0.02, 0.4) + slow_s)
+        time.sleep(rng.uniform(0.02, 0.4))
         kind = rng.choices(("daemon", "runner", "both", "reboot"), (40, 30, 25, 5))[0]
         if number == num_kills // 2:
             kind = "reboot"
@@ -112,7 +112,7 @@ def _keep_full(made: Box, work: Path, rng: random.Random, tally: Tally) -> None:
             for _ in range(max(0, 6 - waiting)):
                 needs = {"min_devices": 1, "max_devices": rng.choice((1, 1, 2))}
                 spec = {"needs": needs, "priority": rng.choice((-1, 0, 0, 1))}
-                command = [sys.executable, str(work / "program.py"), str(work), str(rng.randint(2, 40))]
+                command = [sys.executable, str(work / "program.py"), str(work), str(rng.randint(2, 30))]
                 program = {"command": command, "folder": str(work), "grace_s": 20.0}
                 tally.unsure += 1
                 tally.submitted.append(client.call("submit", spec=spec, program=program)["job"])

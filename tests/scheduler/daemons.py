@@ -16,7 +16,8 @@ from typing import Any
 
 from evenload.scheduler import place
 from evenload.scheduler.client import Client, connect
-from evenload.scheduler.runner.processes import all_stats
+from evenload.scheduler.runner.files import read_marks
+from evenload.scheduler.runner.processes import all_stats, remove_cgroup
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +127,8 @@ class Box:
             self.daemon.kill()
             self.daemon.wait()
         until(lambda: not kill(self.processes()), lambda: f"there still are {self.processes()}")
+        for folder in (self.folder / place.ATTEMPTS).glob("*"):
+            remove_cgroup(read_marks(folder).cgroup)
 
     def runners(self) -> dict[int, tuple[str, int]]:
         """The runners of this queue that run, by process id: job and attempt."""

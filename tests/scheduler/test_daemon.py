@@ -15,6 +15,8 @@ import pytest
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import place
 from evenload.scheduler.client import connect
+from evenload.scheduler.runner.files import read_marks
+from evenload.scheduler.runner.processes import all_stats, below
 from tests.scheduler.daemons import Box, box, kill, until
 
 STEPS = """
@@ -108,8 +110,6 @@ def test_a_second_cancel_ends_a_deaf_tree(queue: Box) -> None:
 
 
 def _below(pid: int) -> set[int]:
-    from evenload.scheduler.runner.processes import all_stats, below
-
     return below([pid], all_stats())
 
 
@@ -154,6 +154,48 @@ def test_a_killed_runner_costs_the_attempt_alone(queue: Box) -> None:
     assert (attempts[0]["ending"], attempts[0]["reason"]) == ("Lost", "its runner was killed")
     queue.call("cancel", jobs=[job], now=True)
     queue.wait_for(job, "CANCELLED")
+
+
+def test_a_runner_that_is_terminated_lets_its_program_save(queue: Box) -> None:
+    """As when the machine goes down."""
+    job = queue.submit(sys.executable, "-c", STEPS, "100000")
+    until(lambda: queue.state(job)["done"] > 0, queue.log)
+    os.kill(next(iter(queue.runners())), signal.SIGTERM)
+    until(lambda: queue.state(job)["attempt"] == 2, queue.log)
+    assert "stopped at step" in queue.output(job)
+    assert queue.call("job", job=job)["attempts"][0]["ending"] == "Yielded"
+    queue.call("cancel", jobs=[job], now=True)
+    queue.wait_for(job, "CANCELLED")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root there may be no control group of one's own")
+def test_what_hid_from_a_killed_runner_ends_too(queue: Box) -> None:
+    """Another session, no variables, its parent gone: only the control group still knows whose it is."""
+    script = textwrap.dedent(
+        """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execve("/bin/sleep", ["sleep", "1000"], {})
+            os._exit(0)
+        os.wait()
+        print("ready", flush=True)
+        time.sleep(1000)
+        """
+    )
+    job = queue.submit(sys.executable, "-c", script, spec={"needs": {"min_devices": 2, "max_devices": 2}})
+    until(lambda: "ready" in queue.output(job), queue.log)
+    marks = read_marks(place.attempt_folder(queue.folder, job, 1))
+    if not marks.cgroup:
+        pytest.skip("no control group of the unified hierarchy can be made here")
+    runner = next(iter(queue.runners()))
+    tree = _below(runner)
+    kill([runner])
+    queue.call("cancel", jobs=[job])
+    queue.wait_for(job, "CANCELLED")
+    assert len(tree) == 2 and not tree & all_stats().keys()
+    assert not Path(marks.cgroup).exists()
 
 
 def test_arrays_order_hold_and_change(queue: Box) -> None:

@@ -300,8 +300,8 @@ def test_files_that_a_job_leaves_for_the_daemon_lead_nowhere(queue: Box) -> None
     (victim / "file").write_text("precious")
     script = f"""
         told=$(dirname $(sed 's/.*"report_file": "\\([^"]*\\)".*/\\1/' $EVENLOAD_JOB))
-        rm -f $told/report.json; ln -s /etc/shadow $told/report.json; ln -s {victim} $told/link; sleep 2.1
-        rm $told/report.json; mkfifo $told/report.json; sleep 2.1
+        rm -f $told/report.json; ln -s /etc/shadow $told/report.json; ln -s {victim} $told/link; sleep 1.2
+        rm $told/report.json; mkfifo $told/report.json; sleep 1.2
         rm $told/report.json; head -c 5000000 /dev/zero > $told/report.json
         touch $told/../stop && echo wrote; ls $told/..; echo end"""
     job = as_user(MALLORY, lambda: _submit(queue, "sh", "-c", script))

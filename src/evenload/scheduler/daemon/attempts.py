@@ -211,12 +211,13 @@ class Attempts:
                 self._desk.runners.ask(name, Ask("stop", job.reason or "asked by the queue"))
 
     def note_reports(self, record: Record) -> None:
-        """Reads how far the programs are; the first report of an attempt is recorded, and then one a minute."""
+        """Reads how far the programs are. An attempt's first report is recorded, its first with a speed, then one a minute."""
         for live in self._desk.runners.read_reports():
             now_s = time.monotonic()
-            if live.recorded_s == 0.0 or now_s - live.recorded_s >= _REPORT_EVERY_S:
+            has_speed = live.told is not None and live.told.steps_per_s > 0
+            if not live.recorded_s or has_speed > live.has_speed or now_s - live.recorded_s >= _REPORT_EVERY_S:
                 self._record_report(live, record)
-                live.recorded_s = now_s
+                live.recorded_s, live.has_speed = now_s, has_speed
 
     def _record_report(self, live: Live, record: Record) -> None:
         told, job = live.told, self._desk.store.book.jobs.get(live.fence.job)

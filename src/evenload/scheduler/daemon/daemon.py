@@ -35,7 +35,6 @@ from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import Store
 
 TICK_S = 1.0
-_REPORTS_EVERY_S = 2.0
 _WRITER_GOES_S = 10.0
 _FULL_DISK_S = 2.0
 
@@ -71,7 +70,7 @@ class Daemon:
         self._watch: Watch | None = None
         self._told_s: dict[str, float] = {}
         self._waiting: list[tuple[Connection, Later]] = []
-        self._decide_at_s = self._tick_at_s = self._reports_at_s = 0.0
+        self._decide_at_s = self._tick_at_s = 0.0
         self._stalled_until_s = 0.0
         self._reload = True
         self._attempts.take_over()
@@ -170,9 +169,7 @@ class Daemon:
         now_s = time.monotonic()
         self._tick_at_s = now_s + TICK_S
         self._wire.tick()
-        if now_s >= self._reports_at_s:
-            self._reports_at_s = now_s + _REPORTS_EVERY_S
-            self._attempts.note_reports(self._desk.record)
+        self._attempts.note_reports(self._desk.record)
 
     def _see(self) -> None:
         """Takes over what the watch has seen since."""

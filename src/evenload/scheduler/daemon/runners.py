@@ -43,6 +43,8 @@ class Live:
     told: Report | None = None
     recorded_s: float = 0.0
     """When a report of it was last recorded, by the monotonic clock; 0 for never."""
+    has_speed: bool = False
+    """The report that was recorded told a speed."""
     is_gone: bool = False
     swept: bool = False
     """A runner that was killed left nothing that still runs."""

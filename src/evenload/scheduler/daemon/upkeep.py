@@ -5,6 +5,7 @@ All pure: the queue as it is recorded and the machine as it is go in, the events
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -60,6 +61,13 @@ def file_events(book: Book, settings: QueueFile, now_s: float) -> list[events.Ev
         if (book.users[name].limits if name in book.users else Limits()) != limits:
             happened.append(events.LimitsSet(now_s, name, limits))
     return happened
+
+
+def _is_news(before: str, reason: str, told_since_s: float) -> bool:
+    """Whether it isn't the same reason with other numbers, told a moment ago."""
+    if re.sub(r"[\d.]+", "", before) != re.sub(r"[\d.]+", "", reason):
+        return True
+    return reason != before and told_since_s >= _RETOLD_S
 
 
 def stranger_events(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,10 +210,14 @@ def kill_cgroup(cgroup: str) -> None:
 
 
 def remove_cgroup(cgroup: str) -> None:
-    """Takes an empty cgroup away."""
-    if cgroup:
-        with contextlib.suppress(OSError):
+    """Takes an empty cgroup away; the kernel may need a moment to see that it is."""
+    for _ in range(5 if cgroup else 0):
+        try:
             Path(cgroup).rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.01)
 
 
 def own_cgroup() -> str:
