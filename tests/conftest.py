@@ -12,6 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.scheduler.backends.ray_box import ray_address, ray_box
+from tests.scheduler.backends.slurm_cluster import slurm, slurm_session, srun_here
+
+__all__ = ["ray_address", "ray_box", "slurm", "slurm_session", "srun_here"]
+"""Fixtures of clusters that are started once, by the first test that needs one."""
+
 # Libraries set these when they are first imported.
 _SET_BY_LIBRARIES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_MODULE_LOADING", "TORCH_NCCL_", "TF_")
 _SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import runpy
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 from evenload.testing import run_ranks
 from evenload.training.launch.environment import WORKER_VARIABLE, detect
 from tests.exact.measure import BOUND, relative
-from tests.starts.ways import commands, run, shell, write_scripts
+from tests.starts.ways import commands, shell, write_scripts
 
 FIRST = "python train.py"
 WITH_SRUN = "srun "
@@ -98,16 +97,15 @@ def test_tasks_of_srun(tmp_path: Path, one_device: torch.Tensor, table: dict[str
     table["srun --ntasks 2 python train.py (its variables)"] = check_two_ranks("".join(printed), tmp_path, one_device)
 
 
-def why_no_srun() -> str:
-    if shutil.which("srun") is None:
-        return "needs Slurm; there is no srun here"
-    ping = run(Path.cwd(), ["scontrol", "ping"])
-    return "" if "UP" in ping.stdout else f"needs a Slurm controller that answers: {ping.stdout}{ping.stderr}"
-
-
-def test_the_real_srun(tmp_path: Path, one_device: torch.Tensor, table: dict[str, float]) -> None:
-    if why := why_no_srun():
-        pytest.skip(why)
+def test_the_real_srun(
+    tmp_path: Path,
+    one_device: torch.Tensor,
+    table: dict[str, float],
+    srun_here: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if srun_here is not None:
+        monkeypatch.setenv("SLURM_CONF", srun_here)
     (command,) = [command for command in commands() if command.startswith(WITH_SRUN)]
     write_scripts(tmp_path)
     ended = shell(tmp_path, command)

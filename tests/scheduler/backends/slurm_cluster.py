@@ -207,3 +207,17 @@ def slurm(slurm_session: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("SLURM_CONF", str(slurm_session.conf))
     yield slurm_session
     slurm_session.clear()
+
+
+@pytest.fixture(scope="session")
+def srun_here(request: pytest.FixtureRequest) -> str | None:
+    """For tests that need no more than srun: this machine's own Slurm where it has one, else the session's.
+
+    SLURM_CONF for it; None where the commands find it by themselves.
+    """
+    if shutil.which("scontrol") is not None:
+        ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=60, check=False)
+        if "UP" in ping.stdout:
+            return os.environ.get("SLURM_CONF")
+    cluster: SlurmCluster = request.getfixturevalue("slurm_session")
+    return str(cluster.conf)
