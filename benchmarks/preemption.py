@@ -4,8 +4,8 @@ Method: a small model in float64 trains on two CPU ranks (gloo), with a loader w
 scheduler and random numbers of the data set's own. A runner starts it with terms as a queue does, and asks it to stop after a
 random time: by SIGTERM to `evenload run`, by SIGTERM to one rank, by the stop file, or by both the file and SIGTERM; in one of
 ten cases before its first step. Jobs are started again until they are done; a new one begins when one is. Each loop body is
-written into a witness file: a step that is there twice was lost and done again. A device is free when no process of the job
-is left; counted from the event that says it is saved.
+written into a witness file: a step that is there twice was lost and done again. A device is free when no rank and no loader
+worker is left; counted from the event that says it is saved.
 
 Bars: each of 100 preemptions ends with code 75 within the grace; at most 1 step lost in each; weights within 1e-12
 of the undisturbed run; devices free at most 5 s after the save.
@@ -93,7 +93,7 @@ class Preemption:
     ended_s: float
     """From the request until `evenload run` had ended."""
     free_s: float | None
-    """From the save until no process was left; None where there was nothing to save."""
+    """From the save until no rank or loader worker was left; None where there was nothing to save."""
     saved_s: float | None
     """What the save took, as told."""
     steps: int
@@ -138,12 +138,12 @@ class Runner:
             asked_s, asked_at_s = time.monotonic(), time.time()
             if process.poll() is not None or not self._ask(way, process, terms):
                 return self._ended_by_itself(process)
-            code = process.wait(GRACE_S + _LIMIT_S)
-            ended_s = time.monotonic() - asked_s
-            while any(_lives(pid) for pid in family):
+            while any(_lives(one) for one in family):
                 time.sleep(0.005)
                 _check_time(asked_s)
             free_at_s = time.time()
+            code = process.wait(GRACE_S + _LIMIT_S)
+            ended_s = time.monotonic() - asked_s
         if code == 0:
             return None  # it was through before it heard
         text, saved_at_s = self._last_stop(asked_at_s)

@@ -42,6 +42,8 @@ EXIT_CODE = 75
 
 _SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
 _SPEED_OVER_S = 60.0
+_LOOK_EVERY_S = 0.01
+"""The stop file is looked for at most so often: short steps shall not pay for it."""
 
 
 def steps(
@@ -240,7 +242,7 @@ class _Link:
         self.num_listening = 0
         self.stays: tuple[int, ...] = ()
         self.is_end: Callable[[int, FrameType | None], object] | None = None
-        self._reported_s = -math.inf
+        self._looked_s = self._reported_s = -math.inf
         self._told: set[str] = set()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -258,9 +260,13 @@ class _Link:
                 os.write(2, b"\nevenload: stopping after this step; once more ends it at once\n")
 
     def is_asked(self) -> bool:
-        if self.asked_s is None and self.terms is not None and Path(self.terms.stop_file).exists():
-            self.asked_s = time.monotonic()
-            self.reason = stop_text(self.terms.stop_file)
+        if self.asked_s is None and self.terms is not None:
+            now_s = time.monotonic()
+            if now_s - self._looked_s >= _LOOK_EVERY_S:
+                self._looked_s = now_s
+                if Path(self.terms.stop_file).exists():
+                    self.asked_s = now_s
+                    self.reason = stop_text(self.terms.stop_file)
         return self.asked_s is not None
 
     def report(

@@ -12,6 +12,7 @@ import pytest
 
 from evenload.job_files import VARIABLE, ask_to_stop, read_report, write_terms
 from evenload.training.checkpoint import files
+from evenload.training.launch.devices import Host, parse_devices, plan_workers, read_host
 from tests.job.programs import terms
 from tests.launch.scripts import Started, assert_gone
 from tests.starts import ways
@@ -173,6 +174,18 @@ raise PeerLostError("rank 0 is gone")
     with Started(tmp_path, body, "-d", "cpu:2") as started:
         code, _, stderr = started.end()
     assert code == 75 and "rank 0 (cpu) failed: it ended with exit code 75" in stderr
+
+
+def test_auto_takes_the_cores_that_a_queue_gives() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        host = read_host()
+    finally:
+        os.sched_setaffinity(0, before)
+    for devices in ("auto", "cpu"):
+        (worker,) = plan_workers(parse_devices(devices, Host((), host.cpu, host.cores)), Host((), host.cpu, host.cores))
+        assert worker.cores == (min(before),) and worker.num_threads == 1
 
 
 def test_python_alone(tmp_path: Path) -> None:
