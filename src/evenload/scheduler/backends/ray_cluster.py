@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,7 +140,7 @@ def _connected(address: str) -> Any:
         raise ConfigError("backend ray: Ray isn't installed here; pip install 'evenload[ray]'") from error
     if not ray.is_initialized():
         try:
-            ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             where = address or "RAY_ADDRESS, or on this machine"
             raise QueueError(f"there is no Ray cluster at {where}: {error}; `ray start --head` starts one") from error
