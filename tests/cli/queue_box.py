@@ -86,6 +86,11 @@ class Box:
             found: dict[str, Any] = line.call("job", job=number)["job"]
             return found
 
+    def can_be_preempted(self, number: str) -> bool:
+        """Whether the queue knows by now that the job saves and stops when asked."""
+        with connect(self.queue, start=False) as line:
+            return bool(line.call("job", job=number)["spec"].get("preemptible", True))
+
     def wait(self, number: str, *states: str) -> dict[str, Any]:
         """Until the job is in one of these states."""
         found: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from evenload.records.recorder import Recorder
 from tests.cli.queue_box import COUNTING, SLOTS, Box, box_in, inside, until
+from tests.records.make import make_step
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 
@@ -194,6 +197,45 @@ def test_progress_and_devices_are_in_the_list(box: Box) -> None:
     assert "/100000" in plain and "/s" in plain and f"of {SLOTS} devices busy" in plain
     box.say("cancel", "--now", number)
     box.wait(number, "CANCELLED")
+
+
+def test_a_preempted_job_goes_on_and_its_story_tells(box: Box) -> None:
+    low = box.submit(
+        "--name", "low", "-d", "2", "--priority", "-1", "--", sys.executable, "count.py", "state", "100000"
+    )
+    until(lambda: box.can_be_preempted(low), lambda: f"the queue to learn that it saves: {box.job(low)}")
+    quick = box.submit("--", "true")
+    box.wait(quick, "SUCCEEDED")
+    until(lambda: box.job(low)["attempt"] == 2 and box.job(low)["state"] == "RUNNING", lambda: f"{box.job(low)}")
+    until(lambda: "attempt 2 on" in box.log(low) and "step" in box.log(low).rpartition("attempt 2")[2], lambda: "steps")
+    shown = box.say("show", "low").out
+    assert "saved and stopped" in shown and "goes on" in shown, shown
+    assert "lost work  0 steps by 0 of 1 stops" in shown
+    assert box.say("cancel", "--now", low).code == 0
+    box.wait(low, "CANCELLED")
+
+
+def test_the_story_has_that_of_its_run(box: Box, here: Path) -> None:
+    recorder = Recorder(here / "prepared", total_steps=3)
+    for index in range(3):
+        recorder.step(make_step(index))
+    recorder.close()
+    command = "mkdir -p runs && cp -r prepared runs/gpt"
+    assert box.say("submit", "--name", "trainer", "--wait", "--", "sh", "-c", command).code == 0
+    shown = box.say("show", "trainer").out
+    assert f"{here / 'runs' / 'gpt'} (evenload show " in shown and "runs/gpt: 3 steps" in shown, shown
+
+
+def test_it_can_be_watched(box: Box) -> None:
+    watching = box.start("ps", "--watch")
+    try:
+        assert watching.stdout is not None
+        assert "queue " in watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=30) == 0
+    finally:
+        watching.kill()
+        watching.communicate()
 
 
 def test_settings_limits_and_reservations(box: Box) -> None:

@@ -93,16 +93,20 @@ def _show(view: QueueView) -> None:
 
 
 def _watch(folder: Path, wanted: Wanted) -> None:
-    """Again whenever something happened, and now and then for progress."""
-    from rich.console import Console
-    from rich.live import Live
-
-    from evenload.views.queue_panel import panel
+    """Again and again: in place on a terminal, one below the other elsewhere."""
     from evenload.views.queue_view import look
 
-    console = Console()
     try:
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        if not sys.stdout.isatty():
+            while True:
+                _show(look(folder, wanted))
+                sys.stdout.flush()
+                time.sleep(_REFRESH_S)
+        from rich.live import Live
+
+        from evenload.views.queue_panel import panel
+
+        with Live(screen=True, auto_refresh=False) as live:
             while True:
                 live.update(panel(look(folder, wanted)), refresh=True)
                 time.sleep(_REFRESH_S)

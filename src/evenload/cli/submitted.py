@@ -9,12 +9,12 @@ import pwd
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from evenload.errors import QueueError
+from evenload.errors import ConfigError, EvenloadError, QueueError
 from evenload.scheduler import snapshots, submitting
 from evenload.scheduler.client import Client, connect
 from evenload.scheduler.core.states import JobState
@@ -107,7 +107,6 @@ def _dry_run(order: Order, wishes: Wishes, user: str, out: TextIO) -> int:
 
 def _to_backend(order: Order, wishes: Wishes, variables: Mapping[str, str], out: TextIO) -> int:
     """Hands the job to somebody else's scheduler."""
-    from evenload.errors import ConfigError
     from evenload.scheduler import backends
 
     if wishes.waits:
@@ -118,6 +117,8 @@ def _to_backend(order: Order, wishes: Wishes, variables: Mapping[str, str], out:
     job = replace(job, environment={**carried, **job.environment})
     if wishes.dry_run:
         print(backend.materialise(job), end="", file=out)
+        if order.takes_snapshot:
+            print(f"evenload: it would run in a snapshot of {job.folder} ({order.why})", file=sys.stderr)
         return 0
     backend.materialise(job)  # refuses what can't be, before anything is copied
     taken = submitting.take_snapshot(order, submitting.store_of(Path("/nonexistent")))
@@ -125,6 +126,8 @@ def _to_backend(order: Order, wishes: Wishes, variables: Mapping[str, str], out:
         snapshots.lay_out(taken.folder)
         job = replace(job, folder=taken.folder)
     number = backend.submit(backend.materialise(job))
+    if taken is not None:
+        snapshots.note_jobs(taken.folder, Path(job.backend), [number])
     if wishes.as_json:
         print(json.dumps({"backend": job.backend, "job": number}), file=out)
         return 0
@@ -202,10 +205,17 @@ def _clean(line: Client, queue: Path, store: Path) -> None:
         snapshots.clean(store, have_ended(line, queue), older_than_s=SNAPSHOT_KEPT_S, now_s=time.time())
 
 
-def have_ended(line: Client, queue: Path) -> Any:
+def have_ended(line: Client, queue: Path) -> Callable[[Path, Sequence[str]], bool]:
     """A function that tells whether jobs have ended; no for those of another queue."""
 
     def ask(other: Path, jobs: Sequence[str]) -> bool:
+        from evenload.scheduler import backends
+
+        if str(other) in backends.NAMES:
+            try:
+                return all(row.has_ended for row in backends.get(str(other)).describe(jobs))
+            except EvenloadError:
+                return False  # nobody there can be asked now
         if other != queue:
             return False
         return all(submitting.is_over(line.call("job", job=job)["job"]["state"]) for job in jobs)

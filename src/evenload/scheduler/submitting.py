@@ -57,10 +57,13 @@ def check(job: JobFile, here: Path, variables: Mapping[str, str]) -> Order:
         raise ConfigError(
             f"{missing[0]} is to be taken from this shell, but it isn't set here: export it, or give NAME=VALUE"
         )
-    environment = {name: variables[name] for name in (*CARRIED, *job.inherit) if name in variables}
+    is_elsewhere = job.backend == "kubernetes"  # in an image, which has variables and programs of its own
+    carried = job.inherit if is_elsewhere else (*CARRIED, *job.inherit)
+    environment = {name: variables[name] for name in carried if name in variables}
     path = job.environment.get("PATH", environment.get("PATH", os.defpath))
-    for index in job.indices():
-        _check_command(job.command_of(index), folder, path)
+    if not is_elsewhere:
+        for index in job.indices():
+            _check_command(job.command_of(index), folder, path)
     if job.backend == "local":
         _check_tellers(job.notify, folder, path)
     takes, why = _wants_snapshot(job, folder)
@@ -192,6 +195,10 @@ def find_sendmail() -> str | None:
 
 
 def _wants_snapshot(job: JobFile, folder: Path) -> tuple[bool, str]:
+    if job.backend == "kubernetes":
+        if job.snapshot:
+            raise ConfigError("snapshot = true: a pod sees the files of its image, not of this machine; leave it out")
+        return False, "a pod has the files of its image"
     if job.snapshot is not None:
         return job.snapshot, "as asked"
     if working_tree.git_top(folder) is not None:
