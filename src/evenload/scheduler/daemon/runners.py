@@ -173,7 +173,10 @@ class Runners:
             process.poll()
         if self.live.get(live.fence.job) is live:
             del self.live[live.fence.job]
-        processes.remove_cgroup(files.read_marks(live.folder).cgroup)
+        marked = files.read_marks(
+            live.folder
+        ).cgroup  # made by a runner that was killed before it wrote that: the other
+        processes.remove_cgroup(marked or str(processes.cgroup_of(live.folder) or ""))
         shutil.rmtree(live.folder, ignore_errors=True)  # follows no links, so none that the program left in its part
 
     def read_reports(self) -> list[Live]:

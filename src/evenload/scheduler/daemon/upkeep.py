@@ -86,9 +86,7 @@ def stranger_events(
         reason, before = judge(sight.held.get(name), allowed_bytes), book.closed.get(name)
         if not reason and before is not None:
             happened.append(events.DeviceOpened(now_s, name))
-        elif (reason and before is None) or (
-            reason and reason != before and now_s - told_s.get(name, 0.0) >= _RETOLD_S
-        ):
+        elif reason and (before is None or _is_news(before, reason, now_s - told_s.get(name, 0.0))):
             happened.append(events.DeviceClosed(now_s, name, reason))
             told_s[name] = now_s
     return happened

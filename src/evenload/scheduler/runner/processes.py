@@ -9,6 +9,7 @@ is then found only by its runner, to whom the kernel gives such orphans.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import time
@@ -170,12 +171,20 @@ def _pidfd(pid: int) -> Iterator[int]:
 # Control groups, of the unified hierarchy alone: there a whole group is killed at once.
 
 
-def make_cgroup(name: str) -> str:
-    """Makes a cgroup below this process's own; an empty text where that isn't allowed here."""
+def cgroup_of(attempt: Path) -> Path | None:
+    """Where the cgroup of an attempt is, below this process's own; None where there is no unified hierarchy."""
     mount = _unified_mount()
     if mount is None:
+        return None
+    queue = hashlib.sha256(str(attempt.parent).encode()).hexdigest()[:8]  # several queues may be below one cgroup
+    return mount / own_cgroup().lstrip("/") / f"evenload-{queue}-{attempt.name}"
+
+
+def make_cgroup(attempt: Path) -> str:
+    """Makes the cgroup of an attempt; an empty text where that isn't allowed here."""
+    folder = cgroup_of(attempt)
+    if folder is None:
         return ""
-    folder = mount / own_cgroup().lstrip("/") / name
     try:
         folder.mkdir(exist_ok=True)
         return str(folder) if os.access(folder / "cgroup.procs", os.W_OK) else ""

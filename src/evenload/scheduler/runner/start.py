@@ -77,7 +77,7 @@ def start(folder: Path, order: Order, log: int) -> Started:
     if order.user:
         os.chown(told, order.uid, order.gid)
     write_terms(folder / files.TERMS, files.terms_of(folder, order))
-    cgroup = processes.make_cgroup(f"evenload-{order.job}.{order.attempt}-{os.getpid()}")
+    cgroup = processes.make_cgroup(folder)
     problem, child_problem = os.pipe()
     child_gate, gate = os.pipe()
     runner = os.getpid()

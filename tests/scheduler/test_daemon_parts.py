@@ -1,0 +1,171 @@
+"""The daemon's pure parts: what an end means, what is set, and what follows from what is seen."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from evenload.errors import ConfigError
+from evenload.job_files import Report
+from evenload.scheduler.core import events
+from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.values import Device, JobSpec, Limits
+from evenload.scheduler.daemon.devices import HOST, Found, variables_for
+from evenload.scheduler.daemon.endings import ending
+from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
+from evenload.scheduler.daemon.strangers import Held, Sight
+from evenload.scheduler.daemon.upkeep import device_events, file_events, stranger_events
+from evenload.scheduler.place import SETTINGS_FILE, socket_address
+from evenload.scheduler.runner.files import Result
+from evenload.scheduler.runner.processes import identity_of, is_alive
+
+GIB = 2**30
+
+
+def _report(state: str, step: int = 9) -> Report:
+    return Report("1", 1, 7, step, 10, 1.0, 0.0, state, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "told", "kind", "reason"),
+    [
+        (Result(1, 0), None, "ok", ""),
+        (Result(1, 3), None, "failed", "exit code 3"),
+        (Result(1, -signal.SIGSEGV), None, "failed", "killed by SIGSEGV"),
+        (Result(1, None, problem="no such file"), None, "failed", "no such file"),
+        (Result(1, None, asked="stop", problem="the daemon was away"), None, "Yielded", "away"),
+        (Result(1, 75, asked="stop"), _report("stopped"), "Yielded", ""),
+        (Result(1, 75, asked="stop"), None, "Yielded", ""),
+        (Result(1, 0, asked="stop"), _report("stopped"), "Yielded", ""),
+        (Result(1, 0, asked="stop"), _report("finished", 10), "ok", ""),
+        (Result(1, -signal.SIGTERM, asked="stop"), _report("stopped"), "Yielded", ""),  # a shell around it
+        (Result(1, -signal.SIGTERM, asked="stop"), None, "Yielded", "without saving"),
+        (Result(1, 143, asked="stop"), None, "Yielded", "without saving"),
+        (Result(1, -signal.SIGKILL, asked="stop", was_killed=True), _report("running"), "Yielded", "grace"),
+        (Result(1, 1, asked="stop"), _report("running"), "failed", "asked to stop"),
+        (Result(1, 75), _report("stopped"), "Yielded", "saved at step 9"),
+        (Result(1, 75), _report("stopped", 4), "failed", "came no further"),
+        (Result(1, 75), None, "failed", "came no further"),
+    ],
+)
+def test_what_an_end_means(result: Result, told: Report | None, kind: str, reason: str) -> None:
+    event = ending("1", 5.0, result, told, done_before=4.0)
+    found = type(event).__name__
+    if isinstance(event, events.Ended):
+        found = "ok" if event.is_success else "failed"
+    assert found == kind
+    assert reason in event.reason  # type: ignore[union-attr]
+
+
+def test_a_queue_file(tmp_path: Path) -> None:
+    assert read_queue_file(tmp_path) == QueueFile()
+    (tmp_path / SETTINGS_FILE).write_text(
+        'shared = true\nadmins = ["root", 12]\nmax_priority = 2\n[settings]\npolicy = "fifo"\n[limits.ann]\nmax_devices = 1\n'
+        '[cpu]\nslots = 3\n[[device]]\nmatch = "gpu0"\nuse = false\n[watch]\nevery_s = 1\n'
+    )
+    found = read_queue_file(tmp_path)
+    assert found.admins == {0, 12} and found.limits == {"ann": Limits(max_devices=1)}
+    assert (found.cpu_slots, found.look_every_s, found.devices[0].use) == (3, 1, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "shared = 1",
+        'admins = ["no-such-user-here"]',
+        "max_priority = 1.5",
+        "[settings]\npolicy = 'best'",
+        "[limits.ann]\nmax_device = 1",
+        "[cpu]\nslots = -1",
+        "[[device]]\nspeed = 2",
+        "[watch]\nevery_s = 0",
+        "limits = 3",
+        "x = ",
+    ],
+)
+def test_a_queue_file_that_cannot_be(tmp_path: Path, text: str) -> None:
+    (tmp_path / SETTINGS_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=SETTINGS_FILE):
+        read_queue_file(tmp_path)
+
+
+def _gpu(name: str) -> Found:
+    return Found(Device(name, HOST, "h200", GIB), name)
+
+
+def _slot(core: int) -> Found:
+    return Found(Device(f"cpu:{core}", HOST, "cpu", GIB), f"cpu:{core}", (core,))
+
+
+def _known(*found: Found) -> dict[str, Found]:
+    return {one.device.id: one for one in found}
+
+
+def test_devices_that_come_and_go() -> None:
+    book = Book()
+
+    def follow(found: dict[str, Found]) -> list[str]:
+        happened = device_events(book, found, 1.0)
+        for event in happened:
+            book.apply(event)
+        return [type(event).__name__ for event in happened]
+
+    assert follow(_known(_gpu("a"), _gpu("b"))) == ["DeviceAdded", "DeviceAdded"]
+    assert follow(_known(_gpu("a"), _gpu("b"))) == []
+    assert follow({}) == ["DeviceClosed", "DeviceClosed"]  # a driver that is away for a moment
+    assert follow(_known(_gpu("a"))) == ["DeviceOpened", "DeviceRemoved"]
+    assert follow(_known(_gpu("a"), _slot(0))) == ["DeviceAdded"]
+    book.apply(events.Submitted(1.0, "1", JobSpec("ann")))
+    book.apply(events.Placed(1.0, "1", ("cpu:0",), 1))
+    assert follow(_known(_gpu("a"))) == ["DeviceClosed"]  # a job has it
+
+
+def test_strangers_close_and_open() -> None:
+    book, found, told_s = Book(), _known(_gpu("a")), dict[str, float]()
+    for event in device_events(book, found, 0.0):
+        book.apply(event)
+
+    def see(held: Held, now_s: float) -> list[str]:
+        happened = stranger_events(book, found, Sight(now_s, {"a": held}), GIB, told_s, now_s)
+        for event in happened:
+            book.apply(event)
+        return [type(event).__name__ for event in happened]
+
+    assert see(Held(), 1) == []
+    assert see(Held(used_bytes=5 * GIB), 2) == ["DeviceClosed"]
+    assert see(Held(used_bytes=6 * GIB), 3) == []  # the same, with another number
+    assert see(Held(used_bytes=6 * GIB), 60) == ["DeviceClosed"]
+    assert see(Held(problem="lost"), 61) == ["DeviceClosed"]
+    assert see(Held(), 62) == ["DeviceOpened"]
+    assert see(Held(), 63) == []
+
+
+def test_settings_of_the_file_are_recorded_once() -> None:
+    book, settings = Book(), QueueFile(settings={"policy": "fifo"}, limits={"ann": Limits(max_devices=1)})
+    for event in file_events(book, settings, 1.0):
+        book.apply(event)
+    assert book.settings.policy == "fifo" and book.users["ann"].limits.max_devices == 1
+    assert file_events(book, settings, 2.0) == []
+
+
+def test_a_program_sees_its_devices_alone() -> None:
+    assert variables_for([_gpu("GPU-1"), _gpu("GPU-2")]) == ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, ())
+    assert variables_for([_slot(3), _slot(1)]) == ({"CUDA_VISIBLE_DEVICES": ""}, (1, 3))
+
+
+def test_a_process_is_known_again() -> None:
+    found = identity_of(os.getpid())
+    assert found is not None and is_alive(found)
+    assert not is_alive(type(found)(found.pid, found.start_ticks + 1, found.boot_id))
+    assert not is_alive(type(found)(found.pid, found.start_ticks, "another boot"))
+    assert identity_of(2**22 + 1) is None
+
+
+def test_a_long_path_has_a_short_address(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    with socket_address(deep) as address:
+        assert len(address) < 108
