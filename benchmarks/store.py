@@ -6,12 +6,17 @@ daemon's loop without its socket. Time per submit from sending to the answer. Li
 which nine in ten have ended; median of 5 calls of a `Reader` in another process's place (a new connection each). Opening: the
 writer's own start on that queue, and on one in which all 100,000 wait.
 
-Bars: at least 500 submits a second with 8 clients; the list of all 100,000 jobs within 0.5 s.
+The command: ``evenload ps`` on that queue as a process of its own, its start included, what it prints into a pipe; median of 5.
+
+Bars: at least 500 submits a second with 8 clients; the list of all 100,000 jobs within 0.5 s, by a Reader and by ``evenload
+ps``, ``ps --all`` and ``ps --all --json``.
 """
 
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -48,6 +53,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "bars": {
             f"{SUBMITS_PER_S:.0f} durable submits a second, 8 clients": clients["8"]["per_s"] >= SUBMITS_PER_S,
             f"the list of {lists['num_jobs']:,} jobs in {LIST_S} s": lists["list_s"]["all"] <= LIST_S,
+            f"each evenload ps of {lists['num_jobs']:,} jobs in {LIST_S} s": max(lists["ps_s"].values()) <= LIST_S,
         },
     }
 
@@ -137,6 +143,7 @@ def _lists(folder: Path, num_jobs: int) -> dict[str, Any]:
             "the last 50": ask(lambda reader: reader.jobs(newest_first=True, limit=50)),
             "counts": ask(lambda reader: reader.counts()),
         },
+        "ps_s": {" ".join(("ps", *words)): _ps(ended, *words) for words in ((), ("--all",), ("--all", "--json"))},
         "open_s": {"one in ten waits": _opening(ended), "all wait": _opening(waiting)},
         "audit": audit(ended),
     }
@@ -156,6 +163,16 @@ def _fill(folder: Path, num_jobs: int, num_that_run: int) -> None:
             if number % 1000 == 999:
                 store.commit()
         store.commit()
+
+
+def _ps(folder: Path, *words: str) -> float:
+    times = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        command = [sys.executable, "-m", "evenload.cli.main", "ps", "--queue", str(folder), *words]
+        subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60)
+        times.append(time.perf_counter() - began_s)
+    return median(times)
 
 
 def _opening(folder: Path) -> float:
@@ -179,6 +196,10 @@ def table(result: dict[str, Any]) -> str:
             for num, case in result["clients"].items()
         ],
     )
-    times = {**result["list_s"], **{f"opened, {name}": seconds for name, seconds in result["open_s"].items()}}
+    times = {
+        **result["list_s"],
+        **result["ps_s"],
+        **{f"opened, {name}": seconds for name, seconds in result["open_s"].items()},
+    }
     lists = rows([f"{result['num_jobs']:,} jobs", "seconds"], [[name, f"{s:.3f}"] for name, s in times.items()])
     return f"{submits}\n\n{lists}\n\non {result['file_system']}"
