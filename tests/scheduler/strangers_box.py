@@ -54,7 +54,7 @@ while True:
     with cards() as found:
         for card in found:
             if card["clears_s"] and now_s > card["clears_s"]:
-                card["used"], card["clears_s"] = 0, 0
+                card["used"], card["clears_s"] = card["ghost"], 0
             if me in card["pids"]:
                 if now_s > card["until_s"]:
                     card["pids"], card["clears_s"] = [], now_s + rng.uniform(0, 0.1)
