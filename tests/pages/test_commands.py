@@ -27,6 +27,12 @@ ELSEWHERE = {
     "evenload verify -d cpu:2 train.py": "tests/verify/test_cli.py",
     "evenload show runs/train": "tests/views/test_story.py",
     "evenload run -d 0,1,cpu --strategy dp train.py": "tests/gpu/test_dp.py",
+    "evenload submit --backend slurm --dry-run job.toml": "tests/scheduler/backends/test_docs.py",
+    "evenload submit --backend slurm job.toml": "tests/scheduler/backends/test_one_file.py",
+    "evenload submit --backend ray --dry-run job.toml": "tests/scheduler/backends/test_docs.py",
+    "evenload submit --backend ray job.toml": "tests/scheduler/backends/test_one_file.py",
+    "evenload submit --backend kubernetes --dry-run job.toml": "tests/scheduler/backends/test_docs.py",
+    "pip install 'evenload[ray]'": "pyproject.toml",
 }
 START = ROOT / "docs" / "start.md"
 HERE = (

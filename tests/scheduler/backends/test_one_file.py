@@ -165,13 +165,13 @@ def test_a_program_that_counts(local: Place, tmp_path: Path) -> None:
     assert steps_done(tmp_path / "out") == list(range(total)), "a step was lost or done twice"
 
 
-def write_training(folder: Path) -> Path:
-    """Two ranks of Evenload, and the job file."""
+def write_training(folder: Path, ranks: str = "cpu:2", **asked: str) -> Path:
+    """A script of Evenload's, and the job file."""
     (folder / "out").mkdir()
     (folder / "train.py").write_text(TRAIN)
-    command = ["evenload", "run", "-d", "cpu:2", "train.py", "0.05"]
+    command = ["evenload", "run", "-d", ranks, "train.py", "0.05"]
     variables = f'{{ PATH = "{Path(sys.executable).parent}:{os.environ["PATH"]}" }}'
-    return write_job(folder, command, devices="2", nodes="1", environment=variables)
+    return write_job(folder, command, **{"devices": "2", **asked}, environment=variables)
 
 
 def weights(folder: Path) -> torch.Tensor:
@@ -187,20 +187,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return weights(folder)
 
 
-def check_training(place: Place, folder: Path, undisturbed: torch.Tensor) -> None:
-    runs_is_preempted_and_resumes(place, write_training(folder))
+def check_training(place: Place, file: Path, undisturbed: torch.Tensor) -> None:
+    runs_is_preempted_and_resumes(place, file)
+    folder = file.parent
     assert steps_done(folder / "out") == list(range(NUM_STEPS)), "a step was lost or done twice"
     difference = float((weights(folder) - undisturbed).norm() / undisturbed.norm())
     assert difference <= BOUND
 
 
 def test_two_ranks_on_local(local: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
-    check_training(local, tmp_path, undisturbed)
+    check_training(local, write_training(tmp_path), undisturbed)
 
 
 def test_two_ranks_on_slurm(on_slurm: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
-    check_training(on_slurm, tmp_path, undisturbed)
+    check_training(on_slurm, write_training(tmp_path), undisturbed)
 
 
 def test_two_ranks_on_ray(on_ray: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
-    check_training(on_ray, tmp_path, undisturbed)
+    check_training(on_ray, write_training(tmp_path), undisturbed)
+
+
+def test_two_nodes_on_slurm(on_slurm: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
+    """`evenload run` finds the other node by itself."""
+    check_training(on_slurm, write_training(tmp_path, "cpu", nodes="2"), undisturbed)
+
+
+def test_two_nodes_on_ray(on_ray: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
+    check_training(on_ray, write_training(tmp_path, "cpu", devices="4"), undisturbed)
