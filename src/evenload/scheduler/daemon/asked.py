@@ -77,8 +77,7 @@ def _spec(row: Mapping[str, Any]) -> JobSpec:
         raise
     except (QueueError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"spec: {error}") from error
-    assert isinstance(event, events.Submitted)
-    spec = event.spec
+    spec: JobSpec = event.spec  # type: ignore[union-attr]  # of the kind that is asked for above
     check_name("name", spec.name, may_be_empty=True)
     check_name("array", spec.array, may_be_empty=True)
     for part in (spec.needs.kinds, tuple(after.job for after in spec.after)):
