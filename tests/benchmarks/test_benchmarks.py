@@ -100,3 +100,10 @@ def test_dp(tmp_path: Path) -> None:
     assert case["ratio"]["value"] > 0 and set(case["samples_per_s"]) == {"dp", "ddp"}
     assert sum(case["told"]["dp"]["shares"]) == sum(case["told"]["ddp"]["shares"]) == 12
     assert len(case["told"]["dp"]["contention"]) <= 1  # found once the shares have settled
+
+
+@pytest.mark.slow
+def test_preemption(tmp_path: Path) -> None:
+    result = quick(tmp_path, "preemption")
+    assert result["num_preemptions"] == 3 and result["codes"] == {"75": 3}
+    assert result["lost"]["max"] <= 1 and max(result["differences"]) <= 1e-12
