@@ -106,7 +106,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture
 def on_slurm(slurm: SlurmCluster, tmp_path: Path) -> Place:
-    root = tmp_path / "state"
+    root = tmp_path / ".local" / "state" / "evenload" / "slurm"
 
     def urgent(folder: Path) -> None:
         words = ("-p", "high", "-N3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1")
@@ -116,8 +116,8 @@ def on_slurm(slurm: SlurmCluster, tmp_path: Path) -> Place:
         return slurm.tool("squeue", "-h", "-t", "all", "-o", "%T", "-j", job).strip().replace("COMPLETED", "SUCCEEDED")
 
     return Place(
-        options=["--backend", "slurm", "--backend-option", f"root={root}"],
-        variables={},
+        options=["--backend", "slurm"],
+        variables={"HOME": str(tmp_path)},
         send_urgent=urgent,
         read_log=lambda job: (root / f"{job}.log").read_text() if (root / f"{job}.log").exists() else "",
         state=state,
@@ -141,8 +141,7 @@ def on_ray(ray_box: RayBox) -> Place:
     return place
 
 
-def runs_is_preempted_and_resumes(place: Place, file: Path) -> str:
-    """The job's output."""
+def runs_is_preempted_and_resumes(place: Place, file: Path) -> None:
     folder = file.parent
     job = submit(place, str(file), folder=folder)
     wait_until(lambda: len(steps_done(folder / "out")) > 3, f"steps of {file}", LIMIT_S)
@@ -153,7 +152,9 @@ def runs_is_preempted_and_resumes(place: Place, file: Path) -> str:
     log = place.read_log(job)
     assert place.state(job) == "SUCCEEDED", log
     assert "stopped at step" in log, "it was to be preempted in its midst"
-    return log
+    there = place.options[:2]  # --backend NAME, or --queue DIR
+    assert "succeeded" in evenload("show", *there, job, variables=place.variables, folder=folder)
+    assert evenload("logs", *there, job, variables=place.variables, folder=folder) == log
 
 
 def test_a_program_that_counts(local: Place, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -129,6 +130,20 @@ def test_a_job_that_fails(backend: Slurm, tmp_path: Path) -> None:
     assert described.reason == "exit code 5"
     with pytest.raises(QueueError, match="Slurm refuses the job: sbatch: error: invalid partition specified: nowhere"):
         submit(backend, tmp_path / "job.toml", partition="nowhere")
+
+
+def test_what_may_not_go_on(backend: Slurm, slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A program that can't save and that Slurm puts back, and one whose time over all attempts is used up."""
+    deaf = submit(backend, write_job(tmp_path, ["sleep", "600"], grace='"2s"'))
+    wait_for(backend, deaf, JobState.RUNNING)
+    assert slurm.tool("scontrol", "requeue", deaf) == ""
+    path = write_counting(tmp_path, 100_000, 0.05, time='":3h"', grace='"1s"')
+    request = backend.materialise(read_job(path, "slurm"))
+    late = backend.submit(dataclasses.replace(request, text=request.text.replace("--limit=10800", "--limit=4")))
+    assert wait_for(backend, late, JobState.FAILED).reason == "its hard limit of 4 s is used up"
+    saved = json.loads((tmp_path / "out" / "state.json").read_text())["step"]
+    assert saved == len(steps_done(tmp_path / "out")) > 0
+    assert "requeue = true allows that" in wait_for(backend, deaf, JobState.FAILED).reason
 
 
 def test_once_a_node_and_once_a_device(backend: Slurm, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class RayQueue:
 
     def __init__(self, root: Path, clock: Callable[[], float]) -> None:
         """Takes up the log in `root` where there is one; what ran then is lost, for its runners ended with their owner."""
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # the log holds variables of jobs
         self.book = Book()
         self.files: dict[str, tuple[JobFile, int | None]] = {}
         """Job → what it runs, and its index in an array."""

@@ -149,6 +149,9 @@ class _Job:
             outcome = outcome_of(outcome.code, "Slurm needs its nodes", can_go_on=True)
         if native == "CANCELLED":
             return self._end(JobState.CANCELLED, code)
+        if outcome.verb is Verb.FAIL and native not in ("", "RUNNING"):
+            write_record(self._folder, self._record)  # still RUNNING there: Slurm has interrupted it
+            return code
         if self._mark():
             self._end(JobState.CANCELLED, code)
             if _tool("scancel", self._id).returncode == 0:
