@@ -25,7 +25,9 @@ _GRACE_S = 2.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--traces", default=None, help="a folder of recorded workloads, for tests/scheduler/test_traces.py")
+    parser.addoption(
+        "--traces", default=None, help="a folder of recorded workloads, for tests/scheduler/test_traces.py"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
