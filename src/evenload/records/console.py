@@ -127,7 +127,7 @@ def head_parts(last: StepRecord, summary: Summary, facts: Facts) -> list[str]:
         f"loss {format_number(last.loss)}",
         f"{format_number(summary.samples_per_s)} samples/s" if summary.seconds > 0 else "",
         format_busy(summary),
-        format_verdict(summary.verdict),
+        format_verdict(summary.verdict) if summary.seconds > 0 else "",
     ]
 
 
