@@ -3,9 +3,10 @@
 Method: a small model in float64 trains on two CPU ranks (gloo), with a loader worker, several micro-batches a step, clipping, a
 scheduler and random numbers of the data set's own. A runner starts it with terms as a queue does, and asks it to stop after a
 random time: by SIGTERM to `evenload run`, by SIGTERM to one rank, by the stop file, or by both the file and SIGTERM; in one of
-ten cases before its first step. Jobs are started again until they are done; a new one begins when one is. Each loop body is
-written into a witness file: a step that is there twice was lost and done again. A device is free when no rank and no loader
-worker is left; counted from the event that says it is saved.
+ten cases before its first step (but after the launcher's first line: while Python itself is starting, SIGTERM ends it by the
+signal, which a queue takes as an end on request). Jobs are started again until they are done; a new one begins when one is. Each
+loop body is written into a witness file: a step that is there twice was lost and done again. A device is free when no rank and
+no loader worker is left; counted from the event that says it is saved.
 
 Bars: each of 100 preemptions ends with code 75 within the grace; at most 1 step lost in each; weights within 1e-12
 of the undisturbed run; devices free at most 5 s after the save.
@@ -120,13 +121,16 @@ class Runner:
         write_terms(self._folder / "job.json", terms)
         for name in ("stop", "report.json", "pid-0", "pid-1"):
             (self._folder / name).unlink(missing_ok=True)
-        before = len(self._steps())
+        before, log_bytes = len(self._steps()), self._log_bytes()
         began_s = time.monotonic()
         with self._program() as process:
             if draw is None:
                 return self._ended_by_itself(process)
             early = draw.random() < BEFORE_THE_FIRST_STEP
             if early:
+                while self._log_bytes() == log_bytes and process.poll() is None:
+                    time.sleep(0.005)
+                    _check_time(began_s)
                 _wait(process, draw.uniform(0.0, 4.0))
             else:
                 while len(self._steps()) == before and process.poll() is None:
@@ -205,6 +209,10 @@ class Runner:
                     found = (event["message"], event["time"])
         return found
 
+    def _log_bytes(self) -> int:
+        log = self._folder / "log"
+        return log.stat().st_size if log.exists() else 0
+
     def _steps(self, rank: int = 0) -> list[int]:
         try:
             return [int(line) for line in (self._folder / f"steps-{rank}").read_text().split()]
@@ -232,7 +240,7 @@ class Runner:
 
 def measure(quick: bool) -> dict[str, Any]:
     """Preempts until there are enough."""
-    epochs, wanted = (10, 3) if quick else (60, 100)
+    epochs, wanted = (10, 3) if quick else (40, 100)
     draw = random.Random(4)
     found: list[Preemption] = []
     differences: list[float] = []
