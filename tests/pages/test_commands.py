@@ -33,6 +33,9 @@ ELSEWHERE = {
     "evenload submit --backend ray job.toml": "tests/scheduler/backends/test_one_file.py",
     "evenload submit --backend kubernetes --dry-run job.toml": "tests/scheduler/backends/test_docs.py",
     "pip install 'evenload[ray]'": "pyproject.toml",
+    "evenload submit --name first -- python train.py": "tests/pages/test_queue_page.py",
+    "evenload ps": "tests/pages/test_queue_page.py",
+    "evenload simulate --cluster own --cluster own+1 --policy default --policy fifo": "tests/scheduler/test_simulator_page.py",
 }
 START = ROOT / "docs" / "start.md"
 HERE = (
