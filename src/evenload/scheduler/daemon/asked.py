@@ -21,6 +21,9 @@ from evenload.scheduler.store import rows
 LEARNED = "preemptible_is_learned"
 """Beside a program: whether its job can be preempted is found out when it first reports."""
 
+MEASURED = "restart_is_measured"
+"""Beside a program: what a stop and resume costs is measured, as its owner gave nothing."""
+
 _LONGEST_NAME = 200
 _MOST_NAMES = 1000
 

@@ -19,6 +19,7 @@ from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.desk import Desk
 from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.journal import Journal
+from evenload.scheduler.daemon.learning import Learning
 from evenload.scheduler.daemon.orders import order_for
 from evenload.scheduler.daemon.runners import Gone, Live, facts_of
 from evenload.scheduler.daemon.strangers import judge
@@ -29,6 +30,10 @@ from evenload.scheduler.runner.processes import Identity
 from evenload.scheduler.store.ledger import Attempt, Fence, RunnerStarted
 
 _REPORT_EVERY_S = 60.0
+_GRACE_S = 60.0
+"""Of a program that isn't recorded any more."""
+_LEAST_RUN_S = 2.0
+"""A program that hasn't reported yet runs for so long before it is asked to give its devices to others."""
 _LOOK_WITHIN_S = 30.0
 """A driver that doesn't answer for so long keeps a job from beginning."""
 
@@ -54,9 +59,12 @@ class Attempts:
 
     def __init__(self, desk: Desk, journal: Journal, look_soon: Callable[[], None]) -> None:
         self._desk, self._journal, self._look_soon = desk, journal, look_soon
+        self._learning = Learning(desk)
         self._gate: list[_AtGate] = []
         self._released_s: dict[str, float] = {}
         """GPU → when a job last gave it up, by the monotonic clock."""
+        self.asks_at_s: float | None = None
+        """When the next of those that began a moment ago is to be asked to stop, by the monotonic clock."""
         self._failed: dict[str, str] = {}
         """Jobs whose runner couldn't be started, and why."""
 
@@ -66,15 +74,16 @@ class Attempts:
         for attempt in self._desk.store.attempts():
             if attempt.runner is None:
                 continue  # no program of it has begun: `launch` gives it a runner
-            grace_s, learns = self._terms_of(attempt)
-            job = self._desk.store.book.jobs[attempt.fence.job]
-            num += self._desk.runners.adopt(attempt, grace_s=grace_s, learns=learns, done=job.done)
+            job, kept = self._desk.store.book.jobs[attempt.fence.job], self._desk.program_of(attempt.fence.job)
+            num += self._desk.runners.adopt(
+                attempt,
+                grace_s=_GRACE_S if kept is None else kept.program.grace_s,
+                learns=kept is not None and kept.learns,
+                measures=False,  # its first progress may be long ago
+                done=job.done,
+            )
         if num:
             self._journal.say(f"{num} running jobs taken over")
-
-    def _terms_of(self, attempt: Attempt) -> tuple[float, bool]:
-        found = self._desk.program_of(attempt.fence.job)
-        return (60.0, False) if found is None else (found[0].grace_s, found[1])
 
     def launch(self) -> None:
         """Starts a runner for each attempt that has none."""
@@ -93,12 +102,12 @@ class Attempts:
 
     def _start_runner(self, attempt: Attempt) -> None:
         desk, name = self._desk, attempt.fence.job
-        found = desk.program_of(name)
-        if found is None:
+        kept = desk.program_of(name)
+        if kept is None:
             raise QueueError("what it runs isn't recorded")
         job = desk.store.book.jobs[name]
-        order = order_for(desk.folder, attempt, found[0], desk.found, desk.settings.log_bytes)
-        desk.runners.launch(attempt, order, learns=found[1], done=job.done)
+        order = order_for(desk.folder, attempt, kept.program, desk.found, desk.settings.log_bytes)
+        desk.runners.launch(attempt, order, learns=kept.learns, measures=kept.measures, done=job.done)
 
     def register(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any] | None:
         """A runner tells of itself; None where its answer follows once its devices were looked at.
@@ -160,6 +169,8 @@ class Attempts:
                 facts = facts_of(at.identity)
                 record(RunnerStarted(time.time(), job.id, at.fence.attempt, facts), fence=at.fence)
                 record(events.Began(time.time(), job.id), fence=at.fence)
+                if (live := self._desk.runners.live.get(job.id)) is not None:
+                    live.began_s = time.monotonic()
         self._gate = waiting
         return answers
 
@@ -205,10 +216,16 @@ class Attempts:
         for name in to_kill & self._desk.runners.live.keys():
             self._desk.runners.ask(name, Ask("kill", f"{book.jobs[name].reason if name in book.jobs else 'it ended'}"))
         to_kill.clear()
-        for name in self._desk.runners.live:
+        self.asks_at_s = None
+        for name, live in self._desk.runners.live.items():
             job = book.jobs.get(name)
-            if job is not None and job.state in (JobState.PREEMPTING, JobState.RESIZING):
-                self._desk.runners.ask(name, Ask("stop", job.reason or "asked by the queue"))
+            if job is None or job.state not in (JobState.PREEMPTING, JobState.RESIZING) or live.asked:
+                continue
+            if job.ending is None and live.told is None and time.monotonic() < live.began_s + _LEAST_RUN_S:
+                asks_at_s = live.began_s + _LEAST_RUN_S  # before its handler is there the signal would end it unsaved
+                self.asks_at_s = min(asks_at_s, self.asks_at_s or asks_at_s)
+                continue
+            self._desk.runners.ask(name, Ask("stop", job.reason or "asked by the queue"))
 
     def note_reports(self, record: Record) -> None:
         """Reads how far the programs are. An attempt's first report is recorded, its first with a speed, then one a minute."""
@@ -220,14 +237,17 @@ class Attempts:
                 live.recorded_s, live.has_speed = now_s, has_speed
 
     def _record_report(self, live: Live, record: Record) -> None:
-        told, job = live.told, self._desk.store.book.jobs.get(live.fence.job)
-        if told is None or job is None:
+        job = self._desk.store.book.jobs.get(live.fence.job)
+        reported = None if job is None else self._learning.reported(live, job)
+        if job is None or reported is None:
             return
-        total = None if told.total is None else float(told.total)
-        record(events.Reported(time.time(), job.id, float(told.step), total, told.steps_per_s))
+        (job,) = record(reported)
         if live.learns and not job.spec.preemptible:
             live.learns = False
-            record(events.Respecified(time.time(), job.id, replace(job.spec, preemptible=True)))
+            (job,) = record(events.Respecified(time.time(), job.id, replace(job.spec, preemptible=True)))
+        if live.first is not None and live.measures and (measured := self._learning.began(live, job)) is not None:
+            record(measured)
+        live.measures = live.measures and live.first is None
 
     def end_gone(self, record: Record) -> list[Gone]:
         """Records the ends of attempts whose runners are gone; they are forgotten once that is on disk."""
@@ -245,7 +265,10 @@ class Attempts:
             if gone.result is None:
                 record(events.Lost(time.time(), live.fence.job, gone.reason))
             else:
-                record(ending(live.fence.job, time.time(), gone.result, live.told, live.done_before))
+                event = ending(live.fence.job, time.time(), gone.result, live.told, live.done_before)
+                if isinstance(event, events.Yielded):
+                    self._learning.stopped(live, gone.result)
+                record(event)
             self._note_release(attempt)
         for name, reason in list(self._failed.items()):
             if self._desk.store.attempt(name) is not None and name not in self._desk.runners.live:
@@ -261,6 +284,8 @@ class Attempts:
         """The ends are on disk."""
         for gone in ended:
             self._desk.runners.forget(gone.live)
+            if gone.live.fence.job not in self._desk.store.book.jobs:
+                self._learning.forget(gone.live.fence.job)
 
 
 def _fence_from(message: dict[str, Any]) -> Fence:

@@ -99,6 +99,8 @@ class Daemon:
         if self._desk.runners.is_sweeping:
             return 0.05
         due_s = self._decide_at_s if self._desk.has_changed else self._tick_at_s
+        if self._attempts.asks_at_s is not None:
+            due_s = min(due_s, self._attempts.asks_at_s)
         return max(0.0, min(due_s, self._tick_at_s) - now_s)
 
     def _pass(self) -> None:
@@ -212,8 +214,8 @@ class Daemon:
         self._attempts.forget(ended)
         for job in self._desk.ended:
             found = self._desk.program_of(job.id)
-            if found is not None and found[0].notify:
-                self._notifier.send(found[0], job)
+            if found is not None and found.program.notify:
+                self._notifier.send(found.program, job)
         self._desk.ended.clear()
         self._attempts.launch()
         self._attempts.ask(self._verbs.to_kill)

@@ -25,6 +25,17 @@ _OUTLOOK_S = 1.0
 _MOST_FORESEEN = 2000
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept beside a job that was submitted."""
+
+    program: Program
+    learns: bool = False
+    """Its first report tells that it can be preempted."""
+    measures: bool = False
+    """What a stop and resume costs it is measured."""
+
+
 @dataclass
 class Desk:
     """The queue as its daemon has it."""
@@ -57,12 +68,12 @@ class Desk:
         self.ended += [job for job in changed if job.state in ENDED]
         return changed
 
-    def program_of(self, job: str) -> tuple[Program, bool] | None:
-        """What a job runs, and whether its first report tells that it can be preempted; None for no such job."""
-        from evenload.scheduler.daemon.asked import LEARNED
+    def program_of(self, job: str) -> Kept | None:
+        """What a job runs; None for no such job."""
+        from evenload.scheduler.daemon.asked import LEARNED, MEASURED
 
         row = self.reader.program(job)
-        return None if row is None else (program_from(row), bool(row.get(LEARNED)))
+        return None if row is None else Kept(program_from(row), bool(row.get(LEARNED)), bool(row.get(MEASURED)))
 
     def held(self, device: str) -> Held | None:
         """What the last look saw on a device."""

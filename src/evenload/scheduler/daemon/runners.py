@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,9 +39,19 @@ class Live:
     learns: bool
     """Whether its first report says that it can be preempted."""
     done_before: float
+    began_s: float = -math.inf
+    """When its runner was let go, by the monotonic clock; long ago for one that was taken over."""
     identity: Identity | None = None
     """Of its runner, once that has told of itself."""
+    measures: bool = False
+    """Whether what a restart costs is measured."""
     asked: str = ""
+    asked_s: float | None = None
+    """When it was asked to stop, seconds since 1970."""
+    asked_step: float = 0.0
+    """Where it was then."""
+    first: Report | None = None
+    """The first report that told more than there was before it, as far as one was seen."""
     told: Report | None = None
     recorded_s: float = 0.0
     """When a report of it was last recorded, by the monotonic clock; 0 for never."""
@@ -69,13 +81,13 @@ class Runners:
         self._folder, self._selector = folder, selector
         self.live: dict[str, Live] = {}
 
-    def launch(self, attempt: Attempt, order: Order, *, learns: bool, done: float) -> None:
+    def launch(self, attempt: Attempt, order: Order, *, learns: bool, measures: bool, done: float) -> None:
         """Starts a runner for an attempt that has none.
 
         Raises:
             OSError: it can't be started; the attempt is as before.
         """
-        live = self._take(attempt, order.grace_s, learns, done)
+        live = self._take(attempt, order.grace_s, learns, measures, done)
         try:
             self._spawn(live, order)
         except BaseException:
@@ -105,9 +117,9 @@ class Runners:
         live._spawned[process.pid] = process
         self._watch(live, process.pid)
 
-    def adopt(self, attempt: Attempt, *, grace_s: float, learns: bool, done: float) -> bool:
+    def adopt(self, attempt: Attempt, *, grace_s: float, learns: bool, measures: bool, done: float) -> bool:
         """Takes over a runner that an earlier daemon recorded; False where it runs no more."""
-        live = self._take(attempt, grace_s, learns, done)
+        live = self._take(attempt, grace_s, learns, measures, done)
         facts = attempt.runner or {}
         identity = Identity(int(facts["pid"]), int(facts["start_ticks"]), str(facts["boot_id"]))
         live.identity = identity
@@ -120,11 +132,11 @@ class Runners:
         live.is_gone = True
         return False
 
-    def _take(self, attempt: Attempt, grace_s: float, learns: bool, done: float) -> Live:
+    def _take(self, attempt: Attempt, grace_s: float, learns: bool, measures: bool, done: float) -> Live:
         fence = attempt.fence
         folder = place.attempt_folder(self._folder, fence.job, fence.attempt)
         terms = files.terms_in(folder, fence.job, fence.attempt, grace_s)
-        live = self.live[fence.job] = Live(fence, folder, terms, learns, done)
+        live = self.live[fence.job] = Live(fence, folder, terms, learns, done, measures=measures)
         return live
 
     def register(self, job: str, identity: Identity) -> bool:
@@ -146,6 +158,10 @@ class Runners:
             return
         files.write_ask(live.folder, ask)
         live.asked = ask.kind
+        if live.asked_s is None:
+            live.asked_s = now_s = time.time()
+            if live.told is not None:
+                live.asked_step = live.told.step + live.told.steps_per_s * max(0.0, now_s - live.told.time_s)
         processes.send(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
 
     def collect(self) -> list[Gone]:
@@ -189,6 +205,8 @@ class Runners:
                 told = read_report(live.terms)
                 if told is not None and told != live.told:
                     live.told = told
+                    if live.first is None and told.step > live.done_before and told.state == "running":
+                        live.first = told
                     changed.append(live)
         return changed
 

@@ -106,7 +106,11 @@ class Verbs:
         if reason := self.desk.store.book.refusal(spec):
             raise QueueError(reason)
         event = events.Submitted(now_s, name, spec)
-        extra = {**program.to_row(), asked.LEARNED: learns and not program.requeue}
+        extra = {
+            **program.to_row(),
+            asked.LEARNED: learns and not program.requeue,
+            asked.MEASURED: spec.restart_s is None,
+        }
         rows.entry_row(event)
         rows.text_of(extra, "a job's program")
         return event, extra
@@ -245,7 +249,8 @@ class Verbs:
         if job is None:
             raise QueueError(f"there is no job {name!r:.50}")
         program = reader.program(job.id) or {}
-        program.pop(asked.LEARNED, None)
+        for flag in (asked.LEARNED, asked.MEASURED):
+            program.pop(flag, None)
         if not caller.is_admin and program.get("uid") != caller.uid:
             program = {key: program[key] for key in ("command", "folder") if key in program}
         foreseen = self.desk.outlook(book.snapshot()).get(job.id) if live is not None else None

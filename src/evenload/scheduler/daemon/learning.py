@@ -1,0 +1,111 @@
+"""What a queue learns of its jobs while they run: their speed on so many devices, and what a stop and resume costs them.
+
+Both come from the programs' reports alone. The cost of a restart is the time lost by it: from the request to stop until the
+first report of progress of the next attempt, without the time in which it waited for devices, and without what its steps in
+between would have taken anyway. Before a job was ever stopped, its start alone is known, and counts. A daemon that starts
+anew has forgotten a stop under way; it measures the next.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from evenload.scheduler.core import events
+from evenload.scheduler.core.speed import rates_from
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.desk import Desk
+from evenload.scheduler.daemon.runners import Live
+from evenload.scheduler.runner.files import Result
+
+_NEWER = 0.5
+"""The weight of the newest measured restart against those before it."""
+_SAME = 0.1
+"""A measured restart that differs by less than this part is not recorded anew."""
+
+
+@dataclass
+class _Known:
+    """Of one job that has not ended."""
+
+    speeds: dict[int, float] = field(default_factory=dict)
+    """Number of devices → work a second, as last measured."""
+    stop_lost_s: float | None = None
+    """Lost by the last stop, until the next attempt shows what its start loses."""
+    num_restarts: int = 0
+    """How many were measured."""
+
+
+class Learning:
+    """What is learned of the jobs of one queue."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._known: dict[str, _Known] = {}
+
+    def reported(self, live: Live, job: Job) -> events.Reported | None:
+        """The record of an attempt's last report; None where it told nothing."""
+        told = live.told
+        if told is None:
+            return None
+        rates = None
+        if told.steps_per_s > 0 and job.devices and job.spec.needs.min_devices < job.spec.needs.max_devices:
+            known = self._of(job)
+            known.speeds[len(job.devices)] = told.steps_per_s
+            most = max(len(job.devices), min(job.spec.needs.max_devices, len(self._desk.store.book.devices)))
+            rates = rates_from(known.speeds, most, job.spec.rates)
+        total = None if told.total is None else float(told.total)
+        return events.Reported(time.time(), job.id, float(told.step), total, told.steps_per_s, rates)
+
+    def stopped(self, live: Live, result: Result | None) -> None:
+        """An attempt that was asked to stop has ended and will go on later."""
+        told = live.told
+        if (
+            result is None
+            or not result.asked
+            or live.asked_s is None
+            or live.fence.job not in self._desk.store.book.jobs
+        ):
+            return
+        lost_s = result.time_s - live.asked_s
+        if told is not None and told.steps_per_s > 0:
+            lost_s -= max(0.0, told.step - live.asked_step) / told.steps_per_s
+        self._of(self._desk.store.book.jobs[live.fence.job]).stop_lost_s = max(0.0, lost_s)
+
+    def began(self, live: Live, job: Job) -> events.Respecified | None:
+        """What the first progress of an attempt tells of the cost of a restart; None where that is nothing new."""
+        first = live.first
+        if first is None or not live.measures:
+            return None
+        known = self._of(job)
+        start_s = max(0.0, first.time_s - job.attempt_began_s)
+        rate = job.rates[min(len(job.devices), len(job.rates)) - 1] if job.rates and job.devices else job.rate_per_s
+        if rate > 0:
+            start_s = max(0.0, start_s - (first.step - live.done_before) / rate)
+        before = job.spec.restart_s
+        if known.stop_lost_s is None:
+            measured_s = start_s
+            if before is not None:
+                return None  # a start alone says less than what is known
+        else:
+            measured_s = known.stop_lost_s + start_s
+            if known.num_restarts and before is not None:
+                measured_s = _NEWER * measured_s + (1 - _NEWER) * before
+            known.num_restarts += 1
+            known.stop_lost_s = None
+        if before is not None and abs(measured_s - before) <= _SAME * before:
+            return None
+        return events.Respecified(time.time(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
+
+    def forget(self, name: str) -> None:
+        """The job has ended."""
+        self._known.pop(name, None)
+
+    def _of(self, job: Job) -> _Known:
+        known = self._known.get(job.id)
+        if known is None:
+            known = self._known[job.id] = _Known(num_restarts=int(job.num_restarts > 0))
+            if job.rates and job.rates != job.spec.rates:  # learned by an earlier daemon
+                sizes = {len(attempt.devices) for attempt in self._desk.reader.attempts(job.id)}
+                known.speeds = {size: job.rates[size - 1] for size in sizes if 0 < size <= len(job.rates)}
+        return known
