@@ -84,7 +84,11 @@ class _Full:
         for index in range(num):
             kind = "a" if index // 8 % 5 < 3 else "b"
             device = Device(
-                f"d{index}", f"h{index // 8}", kind, 80 * _GIB if kind == "a" else 24 * _GIB, 2.0 if kind == "a" else 1.0
+                f"d{index}",
+                f"h{index // 8}",
+                kind,
+                80 * _GIB if kind == "a" else 24 * _GIB,
+                2.0 if kind == "a" else 1.0,
             )
             self.apply(events.DeviceAdded(0.0, device))
         for user in range(50):

@@ -109,7 +109,9 @@ def _faithful(folder: Path, workloads: tuple[int, ...]) -> dict[str, Any]:
         for policy, remaining in (("fifo", "known"), ("las", "unknown"), ("srpt", "known"), ("default", "known")):
             conditions = Conditions(devices_of(_CLUSTER), Settings(policy=policy), at_events=False, remaining=remaining)
             report = report_of(simulate(arrivals, conditions))
-            beside.append({"workload": number, "policy": policy, "mean_s": report.mean_jct_s, "p99_s": report.p99_jct_s})
+            beside.append(
+                {"workload": number, "policy": policy, "mean_s": report.mean_jct_s, "p99_s": report.p99_jct_s}
+            )
     return {"workloads": told, "rigid": beside}
 
 
@@ -221,7 +223,18 @@ def table(result: dict[str, Any]) -> str:
         ],
     )
     box = rows(
-        ("box of 8, offset", "fifo", "las", "default", "noisy", "fifo/default", "las/default", "fifo/noisy", "p99", "worst"),
+        (
+            "box of 8, offset",
+            "fifo",
+            "las",
+            "default",
+            "noisy",
+            "fifo/default",
+            "las/default",
+            "fifo/noisy",
+            "p99",
+            "worst",
+        ),
         [
             (
                 row["offset"],

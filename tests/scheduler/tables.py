@@ -17,7 +17,9 @@ def sync_s(num_nodes: int, num_devices: int) -> float:
     return 0.0 if num_devices == 1 else 0.02 + 0.001 * num_devices if num_nodes == 1 else 0.1 + 0.002 * num_devices
 
 
-def write_application(folder: Path, *, sqr: float = 1.0, var: float = 7.0, batches: tuple[int, ...] = (8, 32, 128)) -> Path:
+def write_application(
+    folder: Path, *, sqr: float = 1.0, var: float = 7.0, batches: tuple[int, ...] = (8, 32, 128)
+) -> Path:
     """Writes a folder like those of Pollux; returns it."""
     folder.mkdir(parents=True)
     locals_ = (4, 8, 16, 32)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from benchmarks.queue_policies import AS_TIRESIAS, pollux_folder
+
 from evenload.scheduler.core.values import Settings
 from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.report import mean, percentile, slowdowns

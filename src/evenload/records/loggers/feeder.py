@@ -154,7 +154,8 @@ class Feeder:
             self._logger = self._open()  # now, so that what only the user can mend is told before the first step
         # A run that the place knows is opened again when there is something to bring: perhaps nothing more is trained.
         self._first_try.set()
-        closing = self._closing  # before the last look at the records: what came between a look and `finish` is brought too
+        # Asked before the last look at the records: what came between a look and `finish` is brought too.
+        closing = self._closing
         while self._bring():
             pass
         if self._fault:
