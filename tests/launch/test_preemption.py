@@ -106,7 +106,9 @@ def test_a_request_to_the_supervisor_then_a_stop_file_then_the_end(
         code, stdout, stderr = started.end()
     second = _steps(tmp_path)[len(first) :]
     assert code == 75 and stderr == "" and f"stopped at step {second[-1] + 1}, saved" in stdout
-    assert "(for a more urgent job); the queue goes on with job 17 by itself; by hand, start it again" in stdout
+    assert (
+        "(for a more urgent job); the queue goes on with job 17 by itself, unless it was cancelled; by hand" in stdout
+    )
     told = read_report(agreed)
     assert told is not None and (told.state, told.step) == ("stopped", second[-1] + 1) and told.steps_per_s > 0
 
