@@ -34,6 +34,8 @@ _GRACE_S = 60.0
 """Of a program that isn't recorded any more."""
 _LEAST_RUN_S = 2.0
 """A program that hasn't reported yet runs for so long before it is asked to give its devices to others."""
+_BACK_WITHIN_S = 5.0
+"""The driver may take so long to give back what a job held that goes on with other devices."""
 _LOOK_WITHIN_S = 30.0
 """A driver that doesn't answer for so long keeps a job from beginning."""
 
@@ -63,6 +65,8 @@ class Attempts:
         self._gate: list[_AtGate] = []
         self._released_s: dict[str, float] = {}
         """GPU → when a job last gave it up, by the monotonic clock."""
+        self._last_holder: dict[str, str] = {}
+        """GPU → the job that did."""
         self.asks_at_s: float | None = None
         """When the next of those that began a moment ago is to be asked to stop, by the monotonic clock."""
         self._failed: dict[str, str] = {}
@@ -186,8 +190,15 @@ class Attempts:
             return (gpus[0], f"not seen: NVML hasn't answered for {_LOOK_WITHIN_S:g} s") if late else None
         for device in gpus:
             if reason := judge(sight.held.get(device), self._desk.settings.ghost_bytes):
+                if self._is_settling(attempt, device):
+                    return None
                 return device, reason
         return ()
+
+    def _is_settling(self, attempt: Attempt, device: str) -> bool:
+        """Whether the same job gave the device up a moment ago, to go on with more or fewer: its memory comes back."""
+        is_its_own = self._last_holder.get(device) == attempt.fence.job
+        return is_its_own and time.monotonic() - self._released_s.get(device, 0.0) < _BACK_WITHIN_S
 
     def _gpus(self, devices: Iterable[str]) -> list[str]:
         found = self._desk.found
@@ -279,6 +290,7 @@ class Attempts:
     def _note_release(self, attempt: Attempt) -> None:
         for device in self._gpus(attempt.devices):
             self._released_s[device] = time.monotonic()
+            self._last_holder[device] = attempt.fence.job
 
     def forget(self, ended: Iterable[Gone]) -> None:
         """The ends are on disk."""

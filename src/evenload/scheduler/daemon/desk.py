@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evenload.scheduler.core.outlook import Outlook, outlook
+from evenload.scheduler.core.outlook import Outlook
 from evenload.scheduler.core.snapshot import Snapshot
 from evenload.scheduler.core.states import ENDED
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.devices import Found
+from evenload.scheduler.daemon.foresight import Foresight
 from evenload.scheduler.daemon.queue_file import QueueFile
 from evenload.scheduler.daemon.runners import Runners
 from evenload.scheduler.daemon.strangers import Held, Sight
@@ -20,9 +21,6 @@ from evenload.scheduler.program import Program, program_from
 from evenload.scheduler.store.ledger import Entry
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import Store
-
-_OUTLOOK_S = 1.0
-_MOST_FORESEEN = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Desk:
     """Jobs that events not yet on disk have ended."""
     has_changed: bool = True
     """Something was recorded since the last decision."""
-    _foreseen: tuple[int, float, float, Mapping[str, Outlook]] | None = None
+    _foresight: Foresight = field(default_factory=Foresight)
 
     def record(self, entry: Entry, **rest: Any) -> tuple[Job, ...]:
         """`Store.record`, which also notes what there is to decide on and to tell afterwards."""
@@ -80,13 +78,5 @@ class Desk:
         return None if self.sight is None else self.sight.held.get(device)
 
     def outlook(self, snapshot: Snapshot) -> Mapping[str, Outlook]:
-        """Why jobs wait and when they will be done; worked out anew at most as often as it costs little."""
-        now_s = time.monotonic()
-        if self._foreseen is not None:
-            last, at_s, cost_s, known = self._foreseen
-            if now_s - at_s < (_OUTLOOK_S if last == self.store.last else 0.0) + 10 * cost_s:
-                return known
-        known = outlook(snapshot, time.time(), _MOST_FORESEEN)
-        done_s = time.monotonic()
-        self._foreseen = (self.store.last, done_s, done_s - now_s, known)
-        return known
+        """Why jobs wait and when they will be done; see `foresight`."""
+        return self._foresight.of(snapshot, self.store.last)
