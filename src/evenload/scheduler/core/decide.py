@@ -200,9 +200,11 @@ class _Planning:
             if hold.is_hopeless(choice, least, ends_s):
                 self._wait(job, f"would delay job {hold.job.id}, which is first in line")
                 return True
-        if num > least:
-            num = max(least, min(num, stock.soon.largest(choice)))
-        slots = stock.take_now(choice, num)
+        slots = None
+        if num > least:  # an elastic job rather takes fewer devices than some of a further host
+            num = max(least, stock.soon.compact(choice, num))
+        if num == least or stock.now.compact(choice, num) == num:
+            slots = stock.take_now(choice, num)
         if slots is not None:
             if hold is not None and not hold.admit(slots, ends_s):
                 stock.give_back(slots)

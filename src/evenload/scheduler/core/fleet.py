@@ -78,6 +78,7 @@ class Fleet:
         """Takes the indices of the free devices; `pool_of` may be finer than the layout's own (reservations)."""
         self._host_of, self._pool_of = layout.host_of, pool_of
         self._spread = packing == "spread"
+        self._host_size = max(1, layout.host_size)
         self._free: dict[int, dict[int, list[int]]] = {}
         self._buckets: dict[tuple[int, ...], _Buckets] = {}
         self._by_pool: dict[int, list[_Buckets]] = {}
@@ -140,6 +141,18 @@ class Fleet:
         if choice.one_kind:
             return max((self.total(group) for group in choice.groups), default=0)
         return self.total(choice.pools)
+
+    def compact(self, choice: Choice, most: int) -> int:
+        """The most devices up to `most`, or a power of two below it, in as few hosts as can hold so many; 0 for none."""
+        size = min(most, self.largest(choice))
+        if self._spread:
+            return size
+        while size > 0:
+            found = self._find(choice, size)
+            if found is not None and len(found[1]) <= -(-size // self._host_size):
+                return size
+            size = 1 << ((size - 1).bit_length() - 1) if size > 1 else 0
+        return 0
 
     def _changed(self, host: int, pool: int, change: int) -> None:
         self.num_free += change

@@ -66,13 +66,17 @@ class Resizing:
         choice, stock, usable = self._choices.of(job), self._stock, self._usable(own)
         size = len(own) + wanted
         stock.lend(usable)
-        slots = stock.take_now(choice, size)
-        if slots is None and stock.is_anything_coming and stock.claim(choice, size) is not None:
+        size = stock.soon.compact(choice, size)
+        slots = stock.take_now(choice, size) if stock.now.compact(choice, size) == size else None
+        if slots is None and stock.is_anything_coming and size > len(own) and stock.claim(choice, size) is not None:
             stock.unlend(usable)  # what is coming is kept for it; until then it goes on as it is
             return
         if slots is None:
-            most = stock.now.largest(choice)
+            most = stock.now.compact(choice, size)
             slots = stock.take_now(choice, most) if most >= len(own) + (wanted + 1) // 2 else None
+        elif len(slots) <= len(own):
+            stock.give_back(slots)
+            slots = None
         stock.unlend([slot for slot in usable if slots is None or slot not in slots])
         if slots is None:
             return

@@ -287,7 +287,7 @@ class Settings:
     """Use of devices counts half after so long."""
     restart_s: float = 30.0
     """What a stop and resume is taken to cost where a job's own was not measured."""
-    horizon_s: float = 600.0
+    horizon_s: float = 200.0
     """A change of devices must pay within so long."""
     las_thresholds_device_s: tuple[float, ...] = (16 * 3600.0,)
     """Where the queues of `las` end, in device-seconds of attained service."""

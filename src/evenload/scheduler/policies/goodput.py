@@ -1,53 +1,56 @@
 """``goodput``: elastic; devices go where measured speed curves say that they help most, weighted by what is left to do.
 
-Jobs stand in the order of ``x · use^fairness / (1 + waited / ageing)``, with x the seconds that a job still needs on one
-device, the least first. Each takes, out of what those before it left, the number of devices k that makes
+The sizes k maximise ``Σ λ_j · s_j(k_j)`` over all jobs of a class, higher classes first: s is the speed-up over one device
+as measured, and the greatest sum is found by marginal gain on concave hulls (`elastic.share_out`). The weight λ is what a
+second of a job's work on one device costs all jobs together. Jobs stand in the order of ``x · use^fairness / (1 + waited /
+ageing)``, with x the seconds that a job still needs on one device; the r-th from the end has
 
-    s(k) / (N + c · n · k)
+    λ = (r^q − (r − 1)^q)^(1/q)
 
-greatest: s is its measured speed-up, N the number of all devices, n the number of jobs behind it. That is the least sum of
-its own time and of the time by which it keeps the others waiting: T(k) seconds with k of N devices hold n jobs up for
-T(k) · k / N seconds each. On the picture of s it is the tangent from ``−N / (c·n)`` on the axis of k to the concave hull of
-the curve: alone, a job takes all that speeds it up at all; before a long queue it takes no more than it uses well. c is
-below 1 because those behind mostly run meanwhile too, on devices that they use less well.
+which is exact where all curves are k^(1 − 1/q) (heSRPT: Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to
+minimize mean slowdown", 2020): jobs with little left get more devices the more others wait behind them. q → 1 weighs
+all alike, which is the most work done a second; q → ∞ by the number of those behind, which is shortest first. Where what
+is left is only guessed from what was done, the order means less, and q is smaller.
 
 Pollux (Qiao et al., OSDI 2021) makes a power mean of all speed-ups greatest, which treats a job of a minute and one of ten
-hours alike. That jobs with little left deserve more devices the more others wait is heSRPT (Berg, Vesilo, Harchol-Balter,
-2020), for curves like k^p; there the first of many takes p / (1 − p) · N / n devices, as it does here.
+hours alike.
 
 Sizes are powers of two: a change is then never a small one, and jobs fit into hosts without leaving gaps.
 """
 
 from __future__ import annotations
 
-from evenload.scheduler.core.estimates import restart_s
+from itertools import groupby
+
+from evenload.scheduler.core.estimates import left_s, restart_s, work_left
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.core.view import View, Wishes
-from evenload.scheduler.policies.elastic import single_s, speedups
+from evenload.scheduler.policies.elastic import Bid, share_out, single_s, speedups
 from evenload.scheduler.policies.shares import relative_use
 
-_PRICE = 0.7
-"""c. Tuned together with nothing else, on two of the four workloads that docs/scheduling-policies.md names."""
+_Q_KNOWN, _Q_GUESSED = 3.0, 1.3
+"""Tuned on two of the four workloads that docs/scheduling-policies.md names, and on samples of their jobs."""
 
 
 def goodput(view: View) -> Wishes:
-    """Sizes one job after the other, a restart counted against each change."""
+    """Sizes class by class, a restart counted against each change."""
     uses = relative_use(view) if view.settings.fairness > 0 else {}
     everybody = [*view.jobs, *view.settled]
     keys = {job.id: _key(view, job, uses) for job in everybody}
     order = sorted(everybody, key=lambda job: keys[job.id])
     movable = {job.id for job in view.jobs}
-    num_all = view.num_devices + sum(len(job.target or job.devices) for job in view.settled)
-    kept = {job.id: len(job.devices) for job in view.jobs if job.id in view.keeping}
+    kept = {job.id: len(job.devices) for job in view.jobs if _is_kept(view, job)}
     left = view.num_devices - sum(kept.values())
-    sizes = {}
-    for place, job in enumerate(order):
-        if job.id not in movable:
-            continue
-        floor = kept.get(job.id, 0)
-        price = _PRICE * (len(order) - 1 - place) / max(1, num_all)
-        sizes[job.id] = _size(view, job, floor, left + floor, price)
-        left -= sizes[job.id] - floor
+    sizes: dict[str, int] = {}
+    for _, group in groupby(order, key=lambda job: job.spec.priority):
+        of_class = list(group)
+        bids = [
+            _bid(view, job, kept.get(job.id, 0), rank)
+            for rank, job in zip(range(len(of_class), 0, -1), of_class, strict=True)
+            if job.id in movable
+        ]
+        sizes |= share_out(bids, left, view.device_cost)
+        left -= sum(sizes[bid.job.id] - bid.floor for bid in bids)
     return Wishes(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
 
 
@@ -58,25 +61,33 @@ def _key(view: View, job: Job, uses: dict[str, float]) -> tuple[int, float, floa
     return -job.spec.priority, score, job.submitted_s, job.id
 
 
-def _size(view: View, job: Job, floor: int, most: int, price: float) -> int:
-    """The number of devices between `floor` and `most` with the best speed-up for its price; `floor` where none fits."""
-    curve, present = speedups(view, job), len(job.devices)
-    lowest = max(job.spec.needs.min_devices, floor)
-    if not job.spec.preemptible and present:
-        return present
-    one_s = single_s(view, job)
-    best, best_value = floor, 0.0
-    for size in candidates(lowest, len(curve) - 1, present):
-        speedup = curve[size] - view.device_cost * (size - 1)
-        if size > most or speedup <= 0:
-            continue
-        value = speedup / (1.0 + price * size)
+def _is_kept(view: View, job: Job) -> bool:
+    """Whether what it has can't be taken from it."""
+    return job.id in view.keeping or (bool(job.devices) and not job.spec.preemptible)
+
+
+def _weight(view: View, job: Job, rank: int) -> float:
+    """A job that never ran counts as known: it is taken to be short until it tells."""
+    is_known = work_left(job, view.now_s) is not None or left_s(job, view.now_s) is not None
+    q = _Q_KNOWN if is_known or job.first_began_s is None else _Q_GUESSED
+    return float((rank**q - (rank - 1) ** q) ** (1.0 / q))
+
+
+def _bid(view: View, job: Job, floor: int, rank: int) -> Bid:
+    """What each size is worth to the job, the `rank`-th from the end of its class."""
+    curve, present, weight = speedups(view, job), len(job.devices), _weight(view, job, rank)
+    one_s, horizon_s, lost_s = single_s(view, job), view.settings.horizon_s, restart_s(job, view.settings)
+
+    def value(size: int) -> float:
+        worth = weight * curve[size]
         if present and size != present:
-            horizon_s = min(view.settings.horizon_s, one_s / curve[size])
-            value *= max(0.0, 1.0 - restart_s(job, view.settings) / max(horizon_s, 1e-9))
-        if value > best_value:
-            best, best_value = size, value
-    return best
+            pays_s = min(horizon_s, one_s / max(curve[size], 1e-9))
+            worth *= max(0.0, 1.0 - lost_s / max(pays_s, 1e-9))
+        return worth
+
+    lowest = max(job.spec.needs.min_devices, floor + 1)
+    sizes = candidates(lowest, len(curve) - 1, present) if not floor or job.spec.preemptible else []
+    return Bid(job, floor, tuple(sizes), tuple(map(value, sizes)), weight * curve[floor] if floor else 0.0, curve)
 
 
 def candidates(lowest: int, largest: int, present: int) -> list[int]:
