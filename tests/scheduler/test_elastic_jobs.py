@@ -84,9 +84,13 @@ def test_it_grows_shrinks_and_does_every_step_once(queue: Box, tmp_path: Path) -
     assert not grown.preempted_s, "a job that grows wasn't preempted"
     assert grown.spec.restart_s is not None and grown.spec.restart_s < 60
 
+    queue.kill()
+    queue.start()  # it knows from the record what the other has learned
     second = queue.submit("sh", "-c", UNTIL, str(tmp_path / "end-second"), spec={"estimate_s": 5.0})
     queue.wait_for(second, "RUNNING")
     _wait_for_size(queue, elastic, 1)
+    shrunk = _job(queue, elastic)
+    assert len(shrunk.rates) == 2 and shrunk.rates[1] > 1.2 * shrunk.rates[0]
     (tmp_path / "hurry").touch()
     done = queue.wait_for(elastic, "SUCCEEDED", "FAILED")
     assert done["state"] == "SUCCEEDED", _told(queue, elastic)
