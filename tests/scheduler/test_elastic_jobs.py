@@ -12,6 +12,7 @@ import pytest
 from evenload import hardware
 from evenload.scheduler.core.speed import rates_from
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.learning import lost_s
 from evenload.scheduler.store.reader import Reader
 from tests.scheduler.daemons import Box, box, until
 
@@ -101,6 +102,18 @@ def test_it_grows_shrinks_and_does_every_step_once(queue: Box, tmp_path: Path) -
     assert [len(attempt["devices"]) for attempt in told["attempts"]] == [1, 2, 1]
     counts = [int(line.split()[1]) for line in queue.output(elastic).splitlines() if line.startswith("slots")]
     assert counts[0] == counts[2] < counts[1], "each attempt sees the cores of its slots alone"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "rate", "expected"),
+    [
+        (5.0, 2.0, 1.0, 3.0),
+        (5.0, 2.0, 0.0, 5.0),
+        (1.0, 5.0, 1.0, 0.0),
+    ],  # among them: no speed known, clocks that differ
+)
+def test_lost_is_what_was_not_worked(seconds: float, steps: float, rate: float, expected: float) -> None:
+    assert lost_s(seconds, steps, rate) == expected
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,11 @@ class _Known:
     """How many were measured."""
 
 
+def lost_s(seconds: float, steps: float, rate: float) -> float:
+    """How much of some seconds was lost, in which so many steps were done by a job that does `rate` a second."""
+    return max(0.0, seconds - (steps / rate if rate > 0 else 0.0))
+
+
 class Learning:
     """What is learned of the jobs of one queue."""
 
@@ -67,10 +72,9 @@ class Learning:
             or live.fence.job not in self._desk.store.book.jobs
         ):
             return
-        lost_s = result.time_s - live.asked_s
-        if told is not None and told.steps_per_s > 0:
-            lost_s -= max(0.0, told.step - live.asked_step) / told.steps_per_s
-        self._of(self._desk.store.book.jobs[live.fence.job]).stop_lost_s = max(0.0, lost_s)
+        steps, rate = (0.0, 0.0) if told is None else (told.step - live.asked_step, told.steps_per_s)
+        known = self._of(self._desk.store.book.jobs[live.fence.job])
+        known.stop_lost_s = lost_s(result.time_s - live.asked_s, max(0.0, steps), rate)
 
     def began(self, live: Live, job: Job) -> events.Respecified | None:
         """What the first progress of an attempt tells of the cost of a restart; None where that is nothing new."""
@@ -78,10 +82,8 @@ class Learning:
         if first is None or not live.measures:
             return None
         known = self._of(job)
-        start_s = max(0.0, first.time_s - job.attempt_began_s)
         rate = job.rates[min(len(job.devices), len(job.rates)) - 1] if job.rates and job.devices else job.rate_per_s
-        if rate > 0:
-            start_s = max(0.0, start_s - (first.step - live.done_before) / rate)
+        start_s = lost_s(first.time_s - job.attempt_began_s, first.step - live.done_before, rate)
         before = job.spec.restart_s
         if known.stop_lost_s is None:
             measured_s = start_s
