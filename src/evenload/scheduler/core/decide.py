@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from evenload.scheduler.core.commands import Command, Preempt, Start
 from evenload.scheduler.core.estimates import end_s, left_s
+from evenload.scheduler.core.fleet import Choice
 from evenload.scheduler.core.hold import Hold, Release, hold_for
 from evenload.scheduler.core.resizing import Resizing
 from evenload.scheduler.core.room import Mover, Movers
@@ -139,10 +140,11 @@ class _Planning:
         if not wishes.preempts:
             return list(wishes.order)
         first, middle, last = [], [], []
+        oldest_s = self.now_s - self.settings.starve_after_s
         for job in wishes.order:
             if job.spec.soft_limit_s is not None and is_overdue(job, self.now_s):
                 last.append(job)
-            elif is_starving(job, self.now_s, self.settings):
+            elif job.submitted_s < oldest_s and is_starving(job, self.now_s, self.settings):
                 first.append(job)
             else:
                 middle.append(job)
@@ -196,6 +198,8 @@ class _Planning:
         least = job.spec.needs.min_devices
         ends_s = 0.0
         if hold is not None:
+            if self._is_hopeless(job, choice, movers):
+                return False
             ends_s = self._gone_s(job, wishes)
             if hold.is_hopeless(choice, least, ends_s):
                 self._wait(job, f"would delay job {hold.job.id}, which is first in line")
@@ -223,6 +227,15 @@ class _Planning:
             self._wait(job, "waits for devices of jobs that are asked to stop for it")
             return True
         return False
+
+    def _is_hopeless(self, job: Job, choice: Choice, movers: Movers | None) -> bool:
+        """Whether it is known already that there is no place for so many devices, of whomever they are."""
+        least = job.spec.needs.min_devices
+        if not self.stock.now.is_hopeless(choice, least):
+            return False
+        if self.stock.is_anything_coming and not self.stock.soon.is_hopeless(choice, least):
+            return False
+        return movers is None or movers.is_hopeless(job, choice, least)
 
     def _may_pass(self, job: Job, wishes: Wishes, movers: Movers | None) -> bool:
         """The job can't start: what that means for those behind it; False where nobody may pass."""

@@ -24,8 +24,7 @@ def left_s(job: Job, now_s: float) -> float | None:
 
     A job that outlived its estimate is unknown again.
     """
-    left = work_left(job, now_s)
-    if left is not None:
+    if job.total is not None and (left := work_left(job, now_s)) is not None:
         rate = job.rate_per_s
         if job.rates:
             num = len(job.devices) or job.spec.needs.min_devices
@@ -44,10 +43,16 @@ def device_s_left(job: Job, now_s: float) -> float | None:
     For a job that can use more, sizes are compared by what it would need on few: how many it has now doesn't count.
     """
     num = job.spec.needs.min_devices
-    if job.rates and (left := work_left(job, now_s)) is not None:
+    if job.total is not None and job.rates and (left := work_left(job, now_s)) is not None:
         rate = job.rates[min(num, len(job.rates)) - 1]
         if rate > 0:
             return left / rate * num
+    if job.total is None:  # most jobs that wait, in short
+        estimate_s = job.spec.estimate_s
+        if estimate_s is None:
+            return None
+        if not job.devices:
+            return (estimate_s - job.held_s) * num if estimate_s > job.held_s else None
     seconds = left_s(job, now_s)
     return None if seconds is None else seconds * (len(job.devices) or num)
 

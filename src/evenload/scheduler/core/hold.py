@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from evenload.scheduler.core.fleet import Choice
 from evenload.scheduler.core.values import Job
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     """When devices are expected back."""
 
     time_s: float

@@ -7,15 +7,14 @@ too often within the hour, and either has had its minimum run time or is of a lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from evenload.scheduler.core.fleet import Choice
 from evenload.scheduler.core.stock import Stock
 from evenload.scheduler.core.values import Job
 
 
-@dataclass(frozen=True, slots=True)
-class Mover:
+class Mover(NamedTuple):
     """A running job that may have to leave."""
 
     job: Job
@@ -42,12 +41,13 @@ class Movers:
             self._count(mover, 1)
 
     def _count(self, mover: Mover, sign: int) -> None:
-        counts = self._young.setdefault(mover.job.spec.priority, {}) if mover.is_young else self._open
+        job, slots, is_young = mover
+        counts = self._young.setdefault(job.spec.priority, {}) if is_young else self._open
         pool_of = self._pool_of
-        for slot in mover.slots:
+        for slot in slots:
             pool = pool_of[slot]
             counts[pool] = counts.get(pool, 0) + sign
-        self._num_left += sign * len(mover.slots)
+        self._num_left += sign * len(slots)
 
     @property
     def is_empty(self) -> bool:
@@ -72,6 +72,10 @@ class Movers:
             self._num_passed += 1
         self._num_passed += 1
         self._count(mover, -1)
+
+    def is_hopeless(self, job: Job, choice: Choice, num: int) -> bool:
+        """Whether it was tried in vain to make room for such a gang, or for a smaller one."""
+        return self._num_left == 0 or self._failed.get((choice, job.spec.priority), num + 1) <= num
 
     def make_room(self, job: Job, choice: Choice, num: int, stock: Stock) -> bool:
         """Displaces whom it must for `num` devices of `choice`; False, and nobody displaced, where that can't be."""

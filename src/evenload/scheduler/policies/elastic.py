@@ -11,8 +11,9 @@ restart costs stands out of the hull as a corner at the present size, so small g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from evenload.scheduler.core.estimates import PRIOR_S, restart_s, work_left
 from evenload.scheduler.core.states import JobState
@@ -25,8 +26,7 @@ _ALL_SIZES = 8
 """Up to so many devices every size is looked at; beyond, multiples of four and the largest."""
 
 
-@dataclass(frozen=True)
-class Bid:
+class Bid(NamedTuple):
     """What each number of devices is worth to one job."""
 
     job: Job
@@ -41,7 +41,7 @@ class Bid:
     """Of 0, 1, 2, … devices."""
 
 
-def speedups(view: View, job: Job) -> list[float]:
+def speedups(view: View, job: Job) -> Sequence[float]:
     """Speed-up over one device of 0, 1, 2, … devices; as long as the job can use more."""
     needs, rates = job.spec.needs, job.rates
     if rates and max(rates) > 0:
@@ -50,7 +50,13 @@ def speedups(view: View, job: Job) -> list[float]:
         known = [0.0, *(rate / one for rate in rates[:most])]
         return known + [known[-1]] * (most + 1 - len(known))
     most = max(min(needs.max_devices, view.host_size), needs.min_devices, len(job.devices))
-    return [float(k) ** _PRIOR_EXPONENT for k in range(most + 1)]
+    return _prior(most)
+
+
+@cache
+def _prior(most: int) -> tuple[float, ...]:
+    """The curve of a job that was never measured."""
+    return tuple(float(k) ** _PRIOR_EXPONENT for k in range(most + 1))
 
 
 def single_s(view: View, job: Job) -> float:
@@ -141,6 +147,10 @@ def spread_rest(view: View, order: Sequence[Job]) -> Mapping[str, int] | None:
 
 def _hull(offer: Bid) -> list[tuple[int, int, float]]:
     """The upper concave hull from the floor on, as (from, to, slope) with falling slopes; only where it rises."""
+    if len(offer.sizes) == 1:
+        rise = offer.values[0] - offer.floor_value
+        low, high = offer.floor, offer.sizes[0]
+        return [(low, high, rise / (high - low))] if rise > 0 else []
     corners: list[tuple[int, float]] = [(offer.floor, offer.floor_value)]
     for size, value in zip(offer.sizes, offer.values, strict=True):
         while len(corners) >= 2:

@@ -20,9 +20,10 @@ Sizes are powers of two: a change is then never a small one, and jobs fit into h
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import groupby
 
-from evenload.scheduler.core.estimates import left_s, restart_s, work_left
+from evenload.scheduler.core.estimates import left_s, restart_s
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.core.view import View, Wishes
 from evenload.scheduler.policies.elastic import Bid, share_out, single_s, speedups
@@ -36,7 +37,8 @@ def goodput(view: View) -> Wishes:
     """Sizes class by class, a restart counted against each change."""
     uses = relative_use(view) if view.settings.fairness > 0 else {}
     everybody = [*view.jobs, *view.settled]
-    keys = {job.id: _key(view, job, uses) for job in everybody}
+    alone_s = {job.id: single_s(view, job) for job in everybody}
+    keys = {job.id: _key(view, job, alone_s[job.id], uses) for job in everybody}
     order = sorted(everybody, key=lambda job: keys[job.id])
     movable = {job.id for job in view.jobs}
     kept = {job.id: len(job.devices) for job in view.jobs if _is_kept(view, job)}
@@ -45,7 +47,7 @@ def goodput(view: View) -> Wishes:
     for _, group in groupby(order, key=lambda job: job.spec.priority):
         of_class = list(group)
         bids = [
-            _bid(view, job, kept.get(job.id, 0), rank)
+            _bid(view, job, alone_s[job.id], kept.get(job.id, 0), rank)
             for rank, job in zip(range(len(of_class), 0, -1), of_class, strict=True)
             if job.id in movable
         ]
@@ -54,8 +56,8 @@ def goodput(view: View) -> Wishes:
     return Wishes(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
 
 
-def _key(view: View, job: Job, uses: dict[str, float]) -> tuple[int, float, float, str]:
-    score = max(single_s(view, job), 1.0) / (1.0 + job.waited_until(view.now_s) / view.settings.ageing_s)
+def _key(view: View, job: Job, one_s: float, uses: dict[str, float]) -> tuple[int, float, float, str]:
+    score = max(one_s, 1.0) / (1.0 + job.waited_until(view.now_s) / view.settings.ageing_s)
     if uses:
         score *= uses.get(job.spec.user, 1.0) ** view.settings.fairness
     return -job.spec.priority, score, job.submitted_s, job.id
@@ -68,15 +70,18 @@ def _is_kept(view: View, job: Job) -> bool:
 
 def _weight(view: View, job: Job, rank: int) -> float:
     """A job that never ran counts as known: it is taken to be short until it tells."""
-    is_known = work_left(job, view.now_s) is not None or left_s(job, view.now_s) is not None
-    q = _Q_KNOWN if is_known or job.first_began_s is None else _Q_GUESSED
+    is_known = job.first_began_s is None or job.total is not None or left_s(job, view.now_s) is not None
+    q = _Q_KNOWN if is_known else _Q_GUESSED
     return float((rank**q - (rank - 1) ** q) ** (1.0 / q))
 
 
-def _bid(view: View, job: Job, floor: int, rank: int) -> Bid:
+def _bid(view: View, job: Job, one_s: float, floor: int, rank: int) -> Bid:
     """What each size is worth to the job, the `rank`-th from the end of its class."""
     curve, present, weight = speedups(view, job), len(job.devices), _weight(view, job, rank)
-    one_s, horizon_s, lost_s = single_s(view, job), view.settings.horizon_s, restart_s(job, view.settings)
+    if not present and job.spec.needs.min_devices == job.spec.needs.max_devices:
+        size = job.spec.needs.min_devices
+        return Bid(job, 0, (size,), (weight * curve[size],), 0.0, curve)
+    horizon_s, lost_s = view.settings.horizon_s, restart_s(job, view.settings)
 
     def value(size: int) -> float:
         worth = weight * curve[size]
@@ -86,11 +91,12 @@ def _bid(view: View, job: Job, floor: int, rank: int) -> Bid:
         return worth
 
     lowest = max(job.spec.needs.min_devices, floor + 1)
-    sizes = candidates(lowest, len(curve) - 1, present) if not floor or job.spec.preemptible else []
-    return Bid(job, floor, tuple(sizes), tuple(map(value, sizes)), weight * curve[floor] if floor else 0.0, curve)
+    sizes = candidates(lowest, len(curve) - 1, present) if not floor or job.spec.preemptible else ()
+    return Bid(job, floor, sizes, tuple(map(value, sizes)), weight * curve[floor] if floor else 0.0, curve)
 
 
-def candidates(lowest: int, largest: int, present: int) -> list[int]:
+@cache
+def candidates(lowest: int, largest: int, present: int) -> tuple[int, ...]:
     """The sizes looked at: powers of two, the least, the largest, and what the job has."""
     powers = {1 << power for power in range(largest.bit_length())}
-    return sorted(size for size in powers | {lowest, largest, present} if lowest <= size <= largest)
+    return tuple(sorted(size for size in powers | {lowest, largest, present} if lowest <= size <= largest))
