@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenload.scheduler.core import events
 from evenload.scheduler.core.fleet import Choice, Fleet
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.values import Device
@@ -56,6 +57,21 @@ def test_spread_takes_the_emptiest_hosts() -> None:
         queue.submit(1)
     queue.settle()
     assert len({queue.book.devices[queue.devices(j)[0]].host for j in queue.running}) == 3
+
+
+def test_an_elastic_job_rather_takes_fewer_devices_than_some_of_a_further_host() -> None:
+    queue = Queue(box(4, 4), policy="goodput", min_run_s=0.0)
+    for host, held in enumerate((1, 2, 3, 4)):
+        for device in range(held):
+            queue.apply(events.DeviceClosed(0.0, f"gpu{host}.{device}", "taken"))
+    queue.submit((1, 6), name="elastic", rates=tuple(range(1, 7)), total=1e6)
+    queue.settle()
+    assert hosts_of(queue, "elastic") == [2]  # of six free; three of one host are no power of two
+    queue.submit((5, 6), name="needs five", rates=tuple(range(1, 7)), total=1e6)
+    queue.apply(events.DeviceOpened(0.0, "gpu3.0"))
+    queue.ended("elastic")
+    queue.settle()
+    assert len(queue.devices("needs five")) == 5  # what it needs at least it takes wherever it is
 
 
 def test_kinds_memory_one_host_and_one_kind_are_kept() -> None:

@@ -14,6 +14,7 @@ from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.commands import Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.invariants import violations
+from evenload.scheduler.core.outlook import outlook
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import POLICIES, After, Device, JobSpec, Limits, Needs, Reservation, Settings
 
@@ -228,6 +229,31 @@ class QueueMachine(RuleBasedStateMachine):
         again = Book(events.from_row(row) for row in rows)
         assert again.snapshot() == self.book.snapshot()
         assert (again.outcomes, again.holder) == (self.book.outcomes, self.book.holder)
+        book, stored = self.book, Book()
+        stored.restore(
+            time_s=book.time_s,
+            settings=book.settings,
+            devices=book.devices.values(),
+            closed=book.closed,
+            users=book.users.values(),
+            reservations=book.reservations.values(),
+            jobs=book.jobs.values(),
+            outcomes=book.outcomes,
+        )
+        assert (stored.snapshot(), stored.holder, stored.time_s) == (book.snapshot(), book.holder, book.time_s)
+        waiting = {name: [job for job in jobs if job in book.jobs] for name, jobs in book.dependents.items()}
+        assert stored.dependents == {name: jobs for name, jobs in waiting.items() if jobs}
+
+    @rule()
+    def look_ahead(self) -> None:
+        """Everybody is told something that can be, whatever happened."""
+        told = outlook(self.book.snapshot(), self.now_s)
+        assert list(told) == list(self.book.jobs)
+        for name, job in self.book.jobs.items():
+            one = told[name]
+            assert one.reason or job.state is JobState.RUNNING
+            assert one.start_s is None or (not job.devices and one.start_s >= self.now_s)
+            assert one.end_s is None or one.end_s >= (one.start_s or self.now_s)
 
     @invariant()
     def holds(self) -> None:
