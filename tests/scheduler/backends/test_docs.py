@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,12 @@ from evenload.scheduler.backends.slurm_script import OPTIONS as SLURM_OPTIONS
 from tests.cli.queue_box import inside
 
 DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture(autouse=True)
+def evenload_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a shell where the environment is activated: `submit` looks for the job's command."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def blocks(page: str, language: str) -> list[str]:
