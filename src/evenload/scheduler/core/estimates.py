@@ -58,14 +58,11 @@ def device_s_left(job: Job, now_s: float) -> float | None:
 
 
 def guessed_device_s(job: Job, now_s: float) -> float:
-    """Device-seconds left, with a guess where nothing is known.
+    """Device-seconds left of a job of which nothing is known.
 
     Running times have heavy tails: what has run long will go on for about as long again. So the guess is the service it
     attained, and `PRIOR_S` a device before that (least attained service, as an estimate).
     """
-    known = device_s_left(job, now_s)
-    if known is not None:
-        return known
     return job.service_until(now_s) + PRIOR_S * job.spec.needs.min_devices
 
 

@@ -21,10 +21,13 @@ def default(view: View) -> Wishes:
     settings, now_s = view.settings, view.now_s
     uses = relative_use(view) if settings.fairness > 0 else {}
 
+    factors = {name: use**settings.fairness for name, use in uses.items()}
+    ageing_s = settings.ageing_s
+
     def key(job: Job) -> tuple[int, float, float]:
-        score = work(view, job) / (1.0 + job.waited_until(now_s) / settings.ageing_s)
-        if uses:
-            score *= uses[job.spec.user] ** settings.fairness
+        score = work(view, job) / (1.0 + job.waited_until(now_s) / ageing_s)
+        if factors:
+            score *= factors[job.spec.user]
         return -job.spec.priority, score, job.submitted_s
 
     order = sorted(view.jobs, key=key)

@@ -61,6 +61,11 @@ def _prior(most: int) -> tuple[float, ...]:
 
 def single_s(view: View, job: Job) -> float:
     """Seconds the job would still need on one device; guessed from what it has done where its total is unknown."""
+    if not job.rates and job.total is None:  # most jobs that wait
+        estimate_s, num = job.spec.estimate_s, job.spec.needs.min_devices
+        if estimate_s is not None and (left_s := estimate_s - job.held_until(view.now_s)) > 0:
+            return left_s * num
+        return job.service_until(view.now_s) + PRIOR_S * num
     left = work_left(job, view.now_s)
     rate = job.rates[0] if job.rates else 0.0
     if rate > 0 and left is not None:

@@ -20,7 +20,7 @@ Sizes are powers of two: a change is then never a small one, and jobs fit into h
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby
 
 from evenload.scheduler.core.estimates import left_s, restart_s
@@ -32,10 +32,14 @@ from evenload.scheduler.policies.shares import relative_use
 _Q_KNOWN, _Q_GUESSED = 3.0, 1.3
 """Tuned on two of the four workloads that docs/scheduling-policies.md names, and on samples of their jobs."""
 
+_LINE = 1.5
+"""Jobs that wait behind others who ask for so many times all devices get none; they are not even looked at."""
+
 
 def goodput(view: View) -> Wishes:
     """Sizes class by class, a restart counted against each change."""
-    uses = relative_use(view) if view.settings.fairness > 0 else {}
+    fairness = view.settings.fairness
+    uses = {name: use**fairness for name, use in relative_use(view).items()} if fairness > 0 else {}
     everybody = [*view.jobs, *view.settled]
     alone_s = {job.id: single_s(view, job) for job in everybody}
     keys = {job.id: _key(view, job, alone_s[job.id], uses) for job in everybody}
@@ -43,14 +47,18 @@ def goodput(view: View) -> Wishes:
     movable = {job.id for job in view.jobs}
     kept = {job.id: len(job.devices) for job in view.jobs if _is_kept(view, job)}
     left = view.num_devices - sum(kept.values())
-    sizes: dict[str, int] = {}
+    sizes = dict.fromkeys(movable, 0)
     for _, group in groupby(order, key=lambda job: job.spec.priority):
         of_class = list(group)
-        bids = [
-            _bid(view, job, alone_s[job.id], kept.get(job.id, 0), rank)
-            for rank, job in zip(range(len(of_class), 0, -1), of_class, strict=True)
-            if job.id in movable
-        ]
+        bids = []
+        num_asked = 0
+        for rank, job in zip(range(len(of_class), 0, -1), of_class, strict=True):
+            if not job.devices:
+                if num_asked > _LINE * left:
+                    continue
+                num_asked += job.spec.needs.min_devices
+            if job.id in movable:
+                bids.append(_bid(view, job, alone_s[job.id], kept.get(job.id, 0), rank))
         sizes |= share_out(bids, left, view.device_cost)
         left -= sum(sizes[bid.job.id] - bid.floor for bid in bids)
     return Wishes(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
@@ -59,7 +67,7 @@ def goodput(view: View) -> Wishes:
 def _key(view: View, job: Job, one_s: float, uses: dict[str, float]) -> tuple[int, float, float, str]:
     score = max(one_s, 1.0) / (1.0 + job.waited_until(view.now_s) / view.settings.ageing_s)
     if uses:
-        score *= uses.get(job.spec.user, 1.0) ** view.settings.fairness
+        score *= uses.get(job.spec.user, 1.0)
     return -job.spec.priority, score, job.submitted_s, job.id
 
 
@@ -71,7 +79,11 @@ def _is_kept(view: View, job: Job) -> bool:
 def _weight(view: View, job: Job, rank: int) -> float:
     """A job that never ran counts as known: it is taken to be short until it tells."""
     is_known = job.first_began_s is None or job.total is not None or left_s(job, view.now_s) is not None
-    q = _Q_KNOWN if is_known else _Q_GUESSED
+    return _weight_of(rank, _Q_KNOWN if is_known else _Q_GUESSED)
+
+
+@lru_cache(maxsize=2**18)
+def _weight_of(rank: int, q: float) -> float:
     return float((rank**q - (rank - 1) ** q) ** (1.0 / q))
 
 

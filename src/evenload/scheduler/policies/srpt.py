@@ -26,7 +26,8 @@ def work(view: View, job: Job) -> float:
     """
     known = device_s_left(job, view.now_s)
     if known is None:
-        known = 2.0 ** math.ceil(math.log2(guessed_device_s(job, view.now_s)))
+        part, power = math.frexp(guessed_device_s(job, view.now_s))
+        known = math.ldexp(1.0, power - (part == 0.5))
     if job.state is not JobState.RUNNING:
         known += 2 * restart_s(job, view.settings) * job.spec.needs.min_devices
     return known
