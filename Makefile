@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test retest check docs bench format map clean
+.PHONY: demo test retest long check docs bench format map clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,10 @@ test: $(STAMP)
 # The tests that failed in the last run, once more.
 retest: $(STAMP)
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
+
+# What takes half a minute and more each, and is tested in parts by `make test`.
+long: $(STAMP)
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -48,7 +48,7 @@ def test_store(tmp_path: Path) -> None:
     assert result["num_jobs"] == 2000 and result["list_s"]["all"] > 0 and result["audit"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_exact(tmp_path: Path) -> None:
     result = quick(tmp_path, "exact")
     assert result["tests_passed"] and result["worst"] <= 1e-12 and result["cases"]
@@ -85,7 +85,7 @@ def test_consistency_and_loading(tmp_path: Path) -> None:
     assert set(case["samples_per_s"]) == {"0", "auto"} and case["auto_over_best"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hosts(tmp_path: Path) -> None:
     result = quick(tmp_path, "hosts")
     if "skipped" in result:  # no network namespaces here
@@ -102,7 +102,7 @@ def test_dp(tmp_path: Path) -> None:
     assert len(case["told"]["dp"]["contention"]) <= 1  # found once the shares have settled
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_preemption(tmp_path: Path) -> None:
     result = quick(tmp_path, "preemption")
     assert result["num_preemptions"] == 3 and result["codes"] == {"75": 3}

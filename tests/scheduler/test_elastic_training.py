@@ -65,7 +65,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
     len(hardware.usable_cores()) < 2, reason="one rank for each core of its slots, and there is one core"

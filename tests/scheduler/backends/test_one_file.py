@@ -208,10 +208,12 @@ def test_two_ranks_on_ray(on_ray: Place, tmp_path: Path, undisturbed: torch.Tens
     check_training(on_ray, write_training(tmp_path), undisturbed)
 
 
+@pytest.mark.long
 def test_two_nodes_on_slurm(on_slurm: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
     """`evenload run` finds the other node by itself."""
     check_training(on_slurm, write_training(tmp_path, "cpu", nodes="2"), undisturbed)
 
 
+@pytest.mark.long
 def test_two_nodes_on_ray(on_ray: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
     check_training(on_ray, write_training(tmp_path, "cpu", devices="4"), undisturbed)
