@@ -95,11 +95,9 @@ class Book:
 
     def snapshot(self) -> Snapshot:
         """The state as a value."""
-        if self._layout is None:
-            self._layout = layout_of(self.devices.values())
         return Snapshot(
             jobs=tuple(self.jobs.values()),
-            layout=self._layout,
+            layout=self._drawn(),
             closed=dict(self.closed),
             users=dict(self.users),
             reservations=tuple(self.reservations.values()),
@@ -108,7 +106,12 @@ class Book:
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why a job like this can't be taken, for its owner; None where it can."""
-        return refusal(spec, self.jobs, self.outcomes, self.users, self.devices.values())
+        return refusal(spec, self.jobs, self.outcomes, self.users, self._drawn())
+
+    def _drawn(self) -> Layout:
+        if self._layout is None:
+            self._layout = layout_of(self.devices.values())
+        return self._layout
 
     # What each event does. Each checks first and changes then.
 

@@ -39,6 +39,9 @@ class Layout:
     """Device index → pool index."""
     host_size: int
     """Devices of the largest host."""
+    makeups: tuple[tuple[tuple[int, int], ...], ...]
+    """What hosts consist of, as (pool, number) pairs; each once, however many hosts are alike."""
+    pool_sizes: tuple[int, ...]
 
 
 def layout_of(devices: Iterable[Device]) -> Layout:
@@ -51,6 +54,10 @@ def layout_of(devices: Iterable[Device]) -> Layout:
         host_of.append(hosts.setdefault(device.host, len(hosts)))
         key = (device.kind, device.memory_bytes, device.speed, device.price_per_hour, device.power_w)
         pool_of.append(pools.setdefault(key, len(pools)))
+    by_host: list[Counter[int]] = [Counter() for _ in hosts]
+    for host, pool in zip(host_of, pool_of, strict=True):
+        by_host[host][pool] += 1
+    sizes = Counter(pool_of)
     return Layout(
         devices=devices,
         index={device.id: index for index, device in enumerate(devices)},
@@ -59,4 +66,6 @@ def layout_of(devices: Iterable[Device]) -> Layout:
         pools=tuple(Pool(*key) for key in pools),
         pool_of=tuple(pool_of),
         host_size=max(Counter(host_of).values(), default=0),
+        makeups=tuple({tuple(sorted(counts.items())): None for counts in by_host}),
+        pool_sizes=tuple(sizes[pool] for pool in range(len(pools))),
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
+from evenload.scheduler.core.layout import Layout
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Device, Job, JobSpec, Limits, Needs, User
+from evenload.scheduler.core.values import Job, JobSpec, Limits, Needs, User
 
 
 def refusal(
@@ -13,7 +14,7 @@ def refusal(
     jobs: Mapping[str, Job],
     outcomes: Mapping[str, JobState],
     users: Mapping[str, User],
-    devices: Collection[Device],
+    layout: Layout,
 ) -> str | None:
     """The reason, for the job's owner; None where it can be taken.
 
@@ -22,7 +23,7 @@ def refusal(
         jobs: those that have not ended.
         outcomes: those that have.
         users: their limits.
-        devices: all of the queue, closed ones included: those may open again.
+        layout: all devices of the queue, closed ones included: those may open again.
     """
     for after in spec.after:
         if after.job not in jobs and after.job not in outcomes:
@@ -33,9 +34,9 @@ def refusal(
         if num >= limits.max_queued:
             return f"{spec.user} has {num} jobs in the queue and may have {limits.max_queued}"
     needs = spec.needs
-    what, most = _asked(needs), _most(needs, devices)
+    what, most = _asked(needs), _most(needs, layout)
     if most < needs.min_devices:
-        return f"it asks for {what}; this queue has {most} such of its {len(devices)} devices"
+        return f"it asks for {what}; this queue has {most} such of its {len(layout.devices)} devices"
     if limits.max_devices is not None and limits.max_devices < needs.min_devices:
         return f"it asks for {what}; {spec.user} may have {limits.max_devices} at once"
     return None
@@ -50,11 +51,16 @@ def _asked(needs: Needs) -> str:
     return what + " in one host" * needs.one_host + " all of one kind" * needs.one_kind
 
 
-def _most(needs: Needs, devices: Collection[Device]) -> int:
+def _most(needs: Needs, layout: Layout) -> int:
     """How many of the devices could serve together."""
-    groups: dict[tuple[str, str], int] = {}
-    for device in devices:
-        if (not needs.kinds or device.kind in needs.kinds) and device.memory_bytes >= needs.memory_bytes:
-            key = (device.host if needs.one_host else "", device.kind if needs.one_kind else "")
-            groups[key] = groups.get(key, 0) + 1
-    return max(groups.values(), default=0)
+    places = layout.makeups if needs.one_host else (tuple(enumerate(layout.pool_sizes)),)
+    most = 0
+    for place in places:
+        by_kind: dict[str, int] = {}
+        for index, num in place:
+            pool = layout.pools[index]
+            if (not needs.kinds or pool.kind in needs.kinds) and pool.memory_bytes >= needs.memory_bytes:
+                kind = pool.kind if needs.one_kind else ""
+                by_kind[kind] = by_kind.get(kind, 0) + num
+        most = max(most, *by_kind.values(), 0)
+    return most

@@ -6,7 +6,9 @@ too often within the hour, and either has had its minimum run time or is of a lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from evenload.scheduler.core.fleet import Choice
@@ -24,6 +26,16 @@ class Mover(NamedTuple):
     """Only a job of a higher class may displace it."""
 
 
+@dataclass
+class _Line:
+    """Movers as gangs of one choice and class have looked at them, from the least deserving up."""
+
+    spared: list[int]
+    """Places of those who could leave and had not to; falling."""
+    end: int
+    """From here on all were looked at."""
+
+
 class Movers:
     """The running jobs that stand behind the place in the order at which the plan has arrived."""
 
@@ -36,6 +48,7 @@ class Movers:
         self._open: dict[int, int] = {}
         self._young: dict[int, dict[int, int]] = {}
         self._failed: dict[tuple[Choice, int], int] = {}
+        self._lines: dict[tuple[Choice, int], _Line] = {}
         self._num_left = 0
         for mover in in_order:
             self._count(mover, 1)
@@ -99,8 +112,6 @@ class Movers:
             self._gone.add(mover.job.id)
             self._count(mover, -1)
             stock.comes_free(mover.slots)
-        while len(self._tail) > self._num_passed and self._tail[-1].job.id in self._gone:
-            self._tail.pop()
         return True
 
     def _key_of(self, choice: Choice) -> Callable[[int], object]:
@@ -127,23 +138,44 @@ class Movers:
                     counts[by_key(slot)] = counts.get(by_key(slot), 0) + 1
         key_of = by_key or _anywhere
         found: list[Mover] = []
-        place: object = None
-        for index in range(len(self._tail) - 1, self._num_passed - 1, -1):
-            mover = self._tail[index]
-            if mover.job.id in self._gone or (mover.is_young and mover.job.spec.priority >= job.spec.priority):
-                continue
-            useful = [slot for slot in mover.slots if pool_of[slot] in pools]
-            if not useful:
-                continue
-            found.append(mover)
-            for slot in useful:
-                counts[key_of(slot)] = counts.get(key_of(slot), 0) + 1
-            place = next((k for k in dict.fromkeys(map(key_of, useful)) if counts[k] >= num), None)
-            if place is not None:
-                break
-        else:
-            return None
-        return self._needed(found, counts[place] - num, place, pools, key_of)
+        with contextlib.closing(self._candidates(choice, job.spec.priority, pools)) as candidates:
+            for mover in candidates:
+                found.append(mover)
+                useful = [slot for slot in mover.slots if pool_of[slot] in pools]
+                for slot in useful:
+                    counts[key_of(slot)] = counts.get(key_of(slot), 0) + 1
+                place = next((k for k in dict.fromkeys(map(key_of, useful)) if counts[k] >= num), None)
+                if place is not None:
+                    return self._needed(found, counts[place] - num, place, pools, key_of)
+        return None
+
+    def _candidates(self, choice: Choice, priority: int, pools: frozenset[int]) -> Generator[Mover, None, None]:
+        """Those who may have to leave for a gang of such a choice and class, the least deserving first.
+
+        Who was looked at for another such gang is not looked at again, unless he was spared.
+        """
+        line = self._lines.setdefault((choice, priority), _Line([], len(self._tail)))
+        kept: list[int] = []
+        num_seen = 0
+        try:
+            for index in line.spared:
+                if index < self._num_passed:
+                    del line.spared[num_seen:]
+                    return
+                num_seen += 1
+                if (mover := self._tail[index]).job.id not in self._gone:
+                    kept.append(index)
+                    yield mover
+            while line.end > self._num_passed:
+                line.end -= 1
+                mover = self._tail[line.end]
+                if mover.job.id in self._gone or (mover.is_young and mover.job.spec.priority >= priority):
+                    continue
+                if any(self._pool_of[slot] in pools for slot in mover.slots):
+                    kept.append(line.end)
+                    yield mover
+        finally:
+            line.spared[:num_seen] = kept
 
     def _needed(
         self, found: list[Mover], spare: int, place: object, pools: frozenset[int], key_of: Callable[[int], object]
