@@ -132,7 +132,11 @@ def go_on_text(go_on: str = "") -> str:
     """How to go on; `go_on` where the program's own command line is not how."""
     how = go_on or f"start it again: {shlex.join(sys.orig_argv)}"
     terms = _link().terms
-    return how if terms is None else f"the queue goes on with job {terms.job} by itself, unless it was cancelled; by hand, {how}"
+    return (
+        how
+        if terms is None
+        else f"the queue goes on with job {terms.job} by itself, unless it was cancelled; by hand, {how}"
+    )
 
 
 def stop_requested() -> bool:
