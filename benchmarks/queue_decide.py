@@ -4,8 +4,8 @@ Method: hosts of 8 devices, of two kinds; jobs of 1 to 16 devices from 50 users 
 of a kind or of memory, fixed seed. First everything waits and every device is free ("cold": one call, all commands).
 Then the queue is kept full: before each call some jobs end, as many are submitted, and running ones report; each call's
 commands are carried out at once. The times are those of `decide` alone, on a snapshot made before; what a snapshot and an
-event take is told beside. The policy is `default`; the others are measured at 1,000 and 10,000. The processor time is told beside, for a machine on
-which others compute; bars are of the wall's clock.
+event take is told beside. The policy is `default`; the others are measured at 1,000 and 10,000. The processor time is
+told beside, for a machine on which others compute; bars are of the wall's clock.
 
 Bar: p99 at most 10 ms, 100 ms and 2 s.
 """
