@@ -13,6 +13,7 @@ from typing import Any
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import snapshots, working_tree
 from evenload.scheduler.core import events
+from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device
@@ -87,7 +88,7 @@ def check_devices(job: JobFile, user: str, status: Mapping[str, Any]) -> None:
         Device(row["id"], host="here", kind=row["kind"], memory_bytes=row["memory_bytes"]) for row in status["devices"]
     ]
     spec = replace(to_spec(job, user), after=())
-    reason = refusal(spec, {}, {}, {}, devices)
+    reason = refusal(spec, {}, {}, {}, layout_of(devices))
     if reason is None:
         return
     kinds: dict[tuple[str, int], int] = {}

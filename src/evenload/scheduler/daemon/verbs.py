@@ -13,6 +13,7 @@ from typing import Any
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
+from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job, Limits, Reservation, settings_from
@@ -205,7 +206,7 @@ class Verbs:
         if spec.priority > jobs[0].spec.priority:
             self._check_priority(caller, spec.priority)
         book = self.desk.store.book
-        if reason := refusal(replace(spec, after=()), {}, {}, book.users, book.devices.values()):
+        if reason := refusal(replace(spec, after=()), {}, {}, book.users, layout_of(book.devices.values())):
             raise QueueError(reason)
         changed = self.desk.record(events.Respecified(time.time(), jobs[0].id, spec))
         return {"job": answers.job_row(self.desk, changed[0])}
