@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from evenload.scheduler.core.commands import Command, Preempt, Start
 from evenload.scheduler.core.estimates import end_s, left_s
-from evenload.scheduler.core.fleet import Choice
 from evenload.scheduler.core.hold import Hold, Release, hold_for
 from evenload.scheduler.core.resizing import Resizing
 from evenload.scheduler.core.room import Mover, Movers
@@ -156,6 +155,10 @@ class _Planning:
             return list(wishes.order)
         first, middle, last = [], [], []
         oldest_s = self.now_s - self.settings.starve_after_s
+        if self.snapshot.jobs[0].submitted_s >= oldest_s and not any(
+            job.spec.soft_limit_s is not None for job in wishes.order
+        ):
+            return list(wishes.order)
         for job in wishes.order:
             if job.spec.soft_limit_s is not None and is_overdue(job, self.now_s):
                 last.append(job)
@@ -182,10 +185,11 @@ class _Planning:
         return Movers(movers, self.choices.pool_of, self.snapshot.layout.host_of)
 
     def _give_out(self, order: list[Job], wishes: Wishes, movers: Movers | None, sizing: Resizing | None) -> None:
-        sizes = wishes.sizes
+        sizes, fixed = wishes.sizes, self._fixed
+        gone = movers.displaced() if movers is not None else frozenset()
         for job in order:
             if job.state is JobState.RUNNING:
-                if movers is not None and job.id not in self._fixed and not movers.is_gone(job):
+                if movers is not None and job.id not in fixed and job.id not in gone:
                     movers.pass_by(job)
                     if sizing is not None and self.hold is None:
                         sizing.grow(job)
@@ -213,8 +217,6 @@ class _Planning:
         least = job.spec.needs.min_devices
         ends_s = 0.0
         if hold is not None:
-            if self._is_hopeless(job, choice, movers):
-                return False
             ends_s = self._gone_s(job, wishes)
             if hold.is_hopeless(choice, least, ends_s):
                 self._wait(job, f"would delay job {hold.job.id}, which is first in line")
@@ -242,15 +244,6 @@ class _Planning:
             self._wait(job, "waits for devices of jobs that are asked to stop for it")
             return True
         return False
-
-    def _is_hopeless(self, job: Job, choice: Choice, movers: Movers | None) -> bool:
-        """Whether it is known already that there is no place for so many devices, of whomever they are."""
-        least = job.spec.needs.min_devices
-        if not self.stock.now.is_hopeless(choice, least):
-            return False
-        if self.stock.is_anything_coming and not self.stock.soon.is_hopeless(choice, least):
-            return False
-        return movers is None or movers.is_hopeless(job, choice, least)
 
     def _may_pass(self, job: Job, wishes: Wishes, movers: Movers | None) -> bool:
         """The job can't start: what that means for those behind it; False where nobody may pass."""
@@ -281,13 +274,16 @@ class _Planning:
 
     def _releases(self, behind: set[str], wishes: Wishes) -> list[Release]:
         """When the jobs that hold devices will give them up, to the first in line."""
-        releases = []
+        releases, now_s, slots_of = [], self.now_s, self.roster.slots
+        min_run_s = self.settings.min_run_s
         for job in self.roster.holders:
-            time_s = end_s(job, self.now_s)
-            if job.id in behind:
-                young_s = job.attempt_began_s + self.settings.min_run_s
-                time_s = min(time_s, max(self.now_s, young_s))
-            releases.append(Release(time_s, self.roster.slots[job.id]))
+            if job.id not in behind:
+                time_s = end_s(job, now_s)
+            elif (young_until_s := job.attempt_began_s + min_run_s) <= now_s:
+                time_s = now_s
+            else:
+                time_s = min(end_s(job, now_s), young_until_s)
+            releases.append(Release(time_s, slots_of[job.id]))
         for job, slots in self.starts.values():
             releases.append(Release(self._gone_s(job, wishes), slots))
         return releases
@@ -347,7 +343,7 @@ class _Planning:
         if not self.limits and not any(job.spec.array for job in self.roster.pending):
             return
         for job in self.roster.holders:
-            self._note_use(job, len({*job.devices, *job.target}))
+            self._note_use(job, len({*job.devices, *job.target}) if job.target else len(job.devices))
 
     def _note_use(self, job: Job, num: int) -> None:
         if self.limits:

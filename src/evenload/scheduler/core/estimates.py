@@ -47,12 +47,6 @@ def device_s_left(job: Job, now_s: float) -> float | None:
         rate = job.rates[min(num, len(job.rates)) - 1]
         if rate > 0:
             return left / rate * num
-    if job.total is None:  # most jobs that wait, in short
-        estimate_s = job.spec.estimate_s
-        if estimate_s is None:
-            return None
-        if not job.devices:
-            return (estimate_s - job.held_s) * num if estimate_s > job.held_s else None
     seconds = left_s(job, now_s)
     return None if seconds is None else seconds * (len(job.devices) or num)
 

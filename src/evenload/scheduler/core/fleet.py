@@ -100,10 +100,6 @@ class Fleet:
         """How many devices are free in these pools."""
         return self._buckets_of(pools).total
 
-    def is_hopeless(self, choice: Choice, num: int) -> bool:
-        """Whether it is known already that there is no place for such a gang."""
-        return num > self.num_free or self._failed.get(choice, num + 1) <= num
-
     def place(self, choice: Choice, num: int) -> tuple[int, ...] | None:
         """Finds the best place for a gang and takes it; None where there is none."""
         if num > self.num_free or self._failed.get(choice, num + 1) <= num:

@@ -67,10 +67,6 @@ class Movers:
         """Whether nobody is left who could leave."""
         return self._num_left == 0
 
-    def is_gone(self, job: Job) -> bool:
-        """Whether it was displaced."""
-        return job.id in self._gone
-
     def displaced(self) -> set[str]:
         """All that were displaced."""
         return self._gone
@@ -85,10 +81,6 @@ class Movers:
             self._num_passed += 1
         self._num_passed += 1
         self._count(mover, -1)
-
-    def is_hopeless(self, job: Job, choice: Choice, num: int) -> bool:
-        """Whether it was tried in vain to make room for such a gang, or for a smaller one."""
-        return self._num_left == 0 or self._failed.get((choice, job.spec.priority), num + 1) <= num
 
     def make_room(self, job: Job, choice: Choice, num: int, stock: Stock) -> bool:
         """Displaces whom it must for `num` devices of `choice`; False, and nobody displaced, where that can't be."""

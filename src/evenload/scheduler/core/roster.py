@@ -46,7 +46,10 @@ def sort_out(snapshot: Snapshot, now_s: float) -> Roster:
     is_taken = bytearray(len(snapshot.layout.devices))
     for job in snapshot.jobs:
         if job.state is JobState.PENDING:
-            _sort_pending(job, now_s, roster)
+            if job.doomed or job.is_held or job.unmet or job.spec.not_before_s is not None:
+                _sort_pending(job, now_s, roster)
+            else:
+                roster.pending.append(job)
             continue
         roster.holders.append(job)
         slots = roster.slots[job.id] = [index[device] for device in job.devices]

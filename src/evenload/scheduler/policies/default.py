@@ -9,7 +9,6 @@ is left over goes where it speeds up most.
 
 from __future__ import annotations
 
-from evenload.scheduler.core.values import Job
 from evenload.scheduler.core.view import View, Wishes
 from evenload.scheduler.policies.elastic import spread_rest
 from evenload.scheduler.policies.shares import relative_use
@@ -24,12 +23,13 @@ def default(view: View) -> Wishes:
     factors = {name: use**settings.fairness for name, use in uses.items()}
     ageing_s = settings.ageing_s
 
-    def key(job: Job) -> tuple[int, float, float]:
-        score = work(view, job) / (1.0 + job.waited_until(now_s) / ageing_s)
+    keys = []
+    for index, job in enumerate(view.jobs):  # as tuples, for a key function would cost as much again
+        waited_s = job.waited_s if job.devices else job.waited_until(now_s)
+        score = work(view, job) / (1.0 + waited_s / ageing_s)
         if factors:
             score *= factors[job.spec.user]
-        return -job.spec.priority, score, job.submitted_s
-
-    order = sorted(view.jobs, key=key)
+        keys.append((-job.spec.priority, score, job.submitted_s, index))
+    order = [view.jobs[index] for *_, index in sorted(keys)]
     sizes = spread_rest(view, order)
     return Wishes(order=order, preempts=True, sizes=sizes)

@@ -139,6 +139,8 @@ def spread_rest(view: View, order: Sequence[Job]) -> Mapping[str, int] | None:
     left = view.num_devices
     bids = []
     for job in order:
+        if left <= 0:
+            break
         is_elastic = job.spec.needs.min_devices < job.spec.needs.max_devices
         least = job.spec.needs.min_devices
         if job.devices and (not is_elastic or job.id in view.keeping):

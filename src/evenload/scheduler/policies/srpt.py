@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from evenload.scheduler.core.estimates import device_s_left, guessed_device_s, restart_s
+from evenload.scheduler.core.estimates import PRIOR_S, device_s_left, guessed_device_s, restart_s
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.core.view import View, Wishes
@@ -24,10 +24,21 @@ def work(view: View, job: Job) -> float:
     and where the work is only guessed from what was attained, it is rounded up to a power of two, so equals swap only
     when one of them has doubled.
     """
+    if job.total is None and not job.devices:  # most of those who wait, in short
+        spec, num = job.spec, job.spec.needs.min_devices
+        restarts_s = 2 * (view.settings.restart_s if spec.restart_s is None else spec.restart_s) * num
+        if spec.estimate_s is not None and spec.estimate_s > job.held_s:
+            return (spec.estimate_s - job.held_s) * num + restarts_s
+        return _power_above(job.service_device_s + PRIOR_S * num) + restarts_s
     known = device_s_left(job, view.now_s)
     if known is None:
-        part, power = math.frexp(guessed_device_s(job, view.now_s))
-        known = math.ldexp(1.0, power - (part == 0.5))
+        known = _power_above(guessed_device_s(job, view.now_s))
     if job.state is not JobState.RUNNING:
         known += 2 * restart_s(job, view.settings) * job.spec.needs.min_devices
     return known
+
+
+def _power_above(value: float) -> float:
+    """The least power of two that is not below `value`."""
+    part, power = math.frexp(value)
+    return math.ldexp(1.0, power - (part == 0.5))
