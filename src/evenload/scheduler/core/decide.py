@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from evenload.scheduler.core.commands import Command, Preempt, Start
-from evenload.scheduler.core.estimates import end_s, left_s
+from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.hold import Hold, Release, hold_for
 from evenload.scheduler.core.resizing import Resizing
 from evenload.scheduler.core.room import Mover, Movers
@@ -107,11 +107,10 @@ class _Planning:
 
     def run(self) -> Plan:
         """Asks the policy and gives out devices in its order."""
-        bound = {job.id for job in self.roster.running if is_bound(job, self.settings, self.now_s)}
-        young = {job.id for job in self.roster.running if is_young(job, self.settings, self.now_s)}
-        wishes = policy_named(self.settings.policy)(self._view(frozenset(bound | young)))
-        order = self._arranged(wishes)
+        bound, young = self._bound_and_young()
         keeping = frozenset(bound | young)
+        wishes = policy_named(self.settings.policy)(self._view(keeping))
+        order = self._arranged(wishes)
         sizing = None
         if wishes.sizes is not None:
             sizing = Resizing(
@@ -127,9 +126,21 @@ class _Planning:
             return Plan(tuple(self.commands))
         return Plan(tuple(self.commands), self.roster.waits, tuple(order), wishes.sizes or {}, wishes.preempts)
 
+    def _bound_and_young(self) -> tuple[set[str], set[str]]:
+        """Running jobs that nobody may displace, and those that only a higher class may."""
+        settings, now_s = self.settings, self.now_s
+        bound, young = set(), set()
+        grown_s = now_s - settings.min_run_s
+        for job in self.roster.running:
+            if (job.preempted_s or not job.spec.preemptible) and is_bound(job, settings, now_s):
+                bound.add(job.id)
+            if job.attempt_began_s > grown_s and is_young(job, settings, now_s):
+                young.add(job.id)
+        return bound, young
+
     def _view(self, keeping: frozenset[str]) -> View:
         roster, layout = self.roster, self.snapshot.layout
-        num_held = sum(len(roster.slots[job.id]) for job in roster.running)
+        num_held = sum([len(job.devices) for job in roster.running])
         return View(
             now_s=self.now_s,
             jobs=[*roster.running, *roster.pending],
@@ -153,14 +164,12 @@ class _Planning:
         """The policy's order, with the starving before all others and those over their soft limit behind."""
         if not wishes.preempts:
             return list(wishes.order)
-        first, middle, last = [], [], []
-        oldest_s = self.now_s - self.settings.starve_after_s
-        if self.snapshot.jobs[0].submitted_s >= oldest_s and not any(
-            job.spec.soft_limit_s is not None for job in wishes.order
-        ):
+        oldest_s, has_limits = self.now_s - self.settings.starve_after_s, self.roster.has_soft_limits
+        if self.snapshot.jobs[0].submitted_s >= oldest_s and not has_limits:
             return list(wishes.order)
+        first, middle, last = [], [], []
         for job in wishes.order:
-            if job.spec.soft_limit_s is not None and is_overdue(job, self.now_s):
+            if has_limits and is_overdue(job, self.now_s):
                 last.append(job)
             elif job.submitted_s < oldest_s and is_starving(job, self.now_s, self.settings):
                 first.append(job)
@@ -171,16 +180,11 @@ class _Planning:
 
     def _movers(self, order: list[Job], bound: set[str], young: set[str], sizing: Resizing | None) -> Movers:
         closed, slots, devices = self.snapshot.closed, self.roster.slots, self.snapshot.layout.devices
-        fixed = bound if sizing is None else bound | sizing.changed
-        movers = [
-            Mover(
-                job,
-                [s for s in slots[job.id] if devices[s].id not in closed] if closed else slots[job.id],
-                job.id in young,
-            )
-            for job in order
-            if job.state is JobState.RUNNING and job.id not in fixed
-        ]
+        fixed, runs, movers = bound if sizing is None else bound | sizing.changed, JobState.RUNNING, []
+        for job in order:
+            if job.state is runs and (name := job.id) not in fixed:
+                usable = [s for s in slots[name] if devices[s].id not in closed] if closed else slots[name]
+                movers.append(Mover(job, usable, name in young))
         self._fixed = fixed
         return Movers(movers, self.choices.pool_of, self.snapshot.layout.host_of)
 
@@ -218,6 +222,8 @@ class _Planning:
         ends_s = 0.0
         if hold is not None:
             ends_s = self._gone_s(job, wishes)
+            if ends_s > hold.start_s and num == least and stock.now.is_hopeless(choice, num):
+                return False  # it may have nothing but what is free, and that is not enough: most who wait
             if hold.is_hopeless(choice, least, ends_s):
                 self._wait(job, f"would delay job {hold.job.id}, which is first in line")
                 return True
@@ -290,15 +296,12 @@ class _Planning:
 
     def _gone_s(self, job: Job, wishes: Wishes) -> float:
         """When a job that would start now is gone, or can be sent away by the first in line."""
-        expected_s = left_s(job, self.now_s)
-        limit_s = job.spec.hard_limit_s
-        gone_s = self.now_s + expected_s if expected_s is not None else math.inf
-        if limit_s is not None:
-            gone_s = min(gone_s, self.now_s + max(0.0, limit_s - job.held_until(self.now_s)))
-        if wishes.preempts and not is_bound(job, self.settings, self.now_s):
-            young_s = 0.0 if self.hold and job.spec.priority < self.hold.job.spec.priority else self.settings.min_run_s
-            return min(gone_s, self.now_s + young_s)
-        if self.hold is not None and self.hold.start_s == math.inf:
+        spec, now_s, hold = job.spec, self.now_s, self.hold
+        gone_s = end_s(job, now_s)
+        if wishes.preempts and spec.preemptible and not (job.preempted_s and is_bound(job, self.settings, now_s)):
+            until_s = now_s if hold and spec.priority < hold.job.spec.priority else now_s + self.settings.min_run_s
+            return gone_s if gone_s < until_s else until_s
+        if hold is not None and hold.start_s == math.inf:
             return math.inf  # the first in line may get its devices at any moment
         return gone_s
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 
@@ -31,9 +33,10 @@ def left_s(job: Job, now_s: float) -> float | None:
             rate = rate if job.devices and rate > 0 else job.rates[min(num, len(job.rates)) - 1]
         if rate > 0:
             return left / rate
-    if job.spec.estimate_s is None:
+    estimate_s = job.spec.estimate_s
+    if estimate_s is None:
         return None
-    left_of_estimate_s = job.spec.estimate_s - job.held_until(now_s)
+    left_of_estimate_s = estimate_s - (job.held_until(now_s) if job.devices else job.held_s)
     return left_of_estimate_s if left_of_estimate_s > 0 else None
 
 
@@ -61,11 +64,14 @@ def guessed_device_s(job: Job, now_s: float) -> float:
 
 
 def end_s(job: Job, now_s: float) -> float:
-    """When a job that runs will be over at the latest, as far as anything is known; infinite where nothing is."""
+    """When a job that runs, or would from now on, is over at the latest as far as is known; infinite where nothing is."""
+    limit_s, estimate_s = job.spec.hard_limit_s, job.spec.estimate_s
+    if job.total is None and limit_s is None and not job.devices:  # most of those who wait, in short
+        return math.inf if estimate_s is None or estimate_s <= job.held_s else now_s + (estimate_s - job.held_s)
     expected_s = left_s(job, now_s)
-    end = now_s + expected_s if expected_s is not None else float("inf")
-    if job.spec.hard_limit_s is not None:
-        end = min(end, now_s + max(0.0, job.spec.hard_limit_s - job.held_until(now_s)))
+    end = math.inf if expected_s is None else now_s + expected_s
+    if limit_s is not None:
+        end = min(end, now_s + max(0.0, limit_s - job.held_until(now_s)))
     return end
 
 

@@ -12,23 +12,26 @@ asked for, so that finding a place doesn't look at all hosts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evenload.scheduler.core.layout import Layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Choice:
-    """The pools a job may use, as groups of one kind each, the best first."""
+    """The pools a job may use, as groups of one kind each, the best first.
+
+    One object for all jobs that may use the same (`core.roster.Choices`), so it is looked up as itself.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     one_host: bool = False
     one_kind: bool = False
+    pools: tuple[int, ...] = field(init=False)
+    """All of them."""
 
-    @property
-    def pools(self) -> tuple[int, ...]:
-        """All of them."""
-        return tuple(pool for group in self.groups for pool in group)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pools", tuple(pool for group in self.groups for pool in group))
 
 
 Shares = list[tuple[int, int]]
@@ -99,6 +102,10 @@ class Fleet:
     def total(self, pools: tuple[int, ...]) -> int:
         """How many devices are free in these pools."""
         return self._buckets_of(pools).total
+
+    def is_hopeless(self, choice: Choice, num: int) -> bool:
+        """Whether it is known already that there is no place for such a gang."""
+        return num > self.num_free or self._failed.get(choice, num + 1) <= num
 
     def place(self, choice: Choice, num: int) -> tuple[int, ...] | None:
         """Finds the best place for a gang and takes it; None where there is none."""

@@ -7,6 +7,7 @@ too often within the hour, and either has had its minimum run time or is of a lo
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,8 +46,8 @@ class Movers:
         self._pool_of, self._host_of = pool_of, host_of
         self._num_passed = 0
         self._gone: set[str] = set()
-        self._open: dict[int, int] = {}
-        self._young: dict[int, dict[int, int]] = {}
+        self._open: defaultdict[int, int] = defaultdict(int)
+        self._young: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
         self._failed: dict[tuple[Choice, int], int] = {}
         self._lines: dict[tuple[Choice, int], _Line] = {}
         self._num_left = 0
@@ -55,11 +56,10 @@ class Movers:
 
     def _count(self, mover: Mover, sign: int) -> None:
         job, slots, is_young = mover
-        counts = self._young.setdefault(job.spec.priority, {}) if is_young else self._open
+        counts = self._young[job.spec.priority] if is_young else self._open
         pool_of = self._pool_of
         for slot in slots:
-            pool = pool_of[slot]
-            counts[pool] = counts.get(pool, 0) + sign
+            counts[pool_of[slot]] += sign
         self._num_left += sign * len(slots)
 
     @property
@@ -119,26 +119,30 @@ class Movers:
         self, job: Job, choice: Choice, num: int, stock: Stock, by_key: Callable[[int], object] | None
     ) -> list[Mover] | None:
         """The least deserving that together with what is free make a place; devices count together by their key."""
-        pools = frozenset(choice.pools)
-        pool_of = self._pool_of
-        counts: dict[object, int] = {}
+        pools, pool_of = frozenset(choice.pools), self._pool_of
+        counts: defaultdict[object, int] = defaultdict(int)
         if by_key is None:
             counts[_ANYWHERE] = stock.soon.total(choice.pools)
         else:
             for slot in stock.soon.free():
                 if pool_of[slot] in pools:
-                    counts[by_key(slot)] = counts.get(by_key(slot), 0) + 1
-        key_of = by_key or _anywhere
-        found: list[Mover] = []
+                    counts[by_key(slot)] += 1
+        found: list[tuple[Mover, dict[object, int]]] = []
         with contextlib.closing(self._candidates(choice, job.spec.priority, pools)) as candidates:
             for mover in candidates:
-                found.append(mover)
                 useful = [slot for slot in mover.slots if pool_of[slot] in pools]
-                for slot in useful:
-                    counts[key_of(slot)] = counts.get(key_of(slot), 0) + 1
-                place = next((k for k in dict.fromkeys(map(key_of, useful)) if counts[k] >= num), None)
-                if place is not None:
-                    return self._needed(found, counts[place] - num, place, pools, key_of)
+                adds: dict[object, int] = {}
+                if by_key is None:
+                    adds[_ANYWHERE] = len(useful)
+                else:
+                    for key in map(by_key, useful):
+                        adds[key] = adds.get(key, 0) + 1
+                found.append((mover, adds))
+                for key, added in adds.items():
+                    counts[key] += added
+                for key in adds:
+                    if counts[key] >= num:
+                        return _needed(found, counts[key] - num, key)
         return None
 
     def _candidates(self, choice: Choice, priority: int, pools: frozenset[int]) -> Generator[Mover, None, None]:
@@ -169,23 +173,18 @@ class Movers:
         finally:
             line.spared[:num_seen] = kept
 
-    def _needed(
-        self, found: list[Mover], spare: int, place: object, pools: frozenset[int], key_of: Callable[[int], object]
-    ) -> list[Mover]:
-        """Without those that others make unnecessary; the more deserving are spared first."""
-        needed = []
-        for mover in reversed(found):
-            num = sum(self._pool_of[slot] in pools and key_of(slot) == place for slot in mover.slots)
-            if num <= spare:
-                spare -= num
-            else:
-                needed.append(mover)
-        return needed
+
+def _needed(found: list[tuple[Mover, dict[object, int]]], spare: int, place: object) -> list[Mover]:
+    """Without those that others make unnecessary; the more deserving are spared first."""
+    needed = []
+    for mover, adds in reversed(found):
+        num = adds.get(place, 0)
+        if num <= spare:
+            spare -= num
+        else:
+            needed.append(mover)
+    return needed
 
 
 _ANYWHERE = 0
-
-
-def _anywhere(slot: int) -> object:
-    """The key of a gang that may stand anywhere: all devices count together."""
-    return _ANYWHERE
+"""The key of a gang that may stand anywhere: all devices count together."""

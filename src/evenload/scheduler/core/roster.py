@@ -35,6 +35,8 @@ class Roster:
     free: list[int] = field(default_factory=list)
     coming: list[int] = field(default_factory=list)
     """Devices of jobs that are saving, and will not keep them."""
+    has_soft_limits: bool = False
+    """Whether any job has one."""
     waits: dict[str, str] = field(default_factory=dict)
     """Why a job can't start, of those that are not in `pending`."""
 
@@ -44,31 +46,28 @@ def sort_out(snapshot: Snapshot, now_s: float) -> Roster:
     roster = Roster()
     index, closed = snapshot.layout.index, snapshot.closed
     is_taken = bytearray(len(snapshot.layout.devices))
+    pending, running, holders, slots_of = roster.pending, roster.running, roster.holders, roster.slots
+    waits, runs = JobState.PENDING, JobState.RUNNING  # most are one of these, and there may be 100,000
     for job in snapshot.jobs:
-        if job.state is JobState.PENDING:
-            if job.doomed or job.is_held or job.unmet or job.spec.not_before_s is not None:
+        state, spec = job.state, job.spec
+        if spec.soft_limit_s is not None:
+            roster.has_soft_limits = True
+        if state is waits:
+            if job.doomed or job.is_held or job.unmet or spec.not_before_s is not None:
                 _sort_pending(job, now_s, roster)
             else:
-                roster.pending.append(job)
+                pending.append(job)
             continue
-        roster.holders.append(job)
-        slots = roster.slots[job.id] = [index[device] for device in job.devices]
+        holders.append(job)
+        slots = slots_of[job.id] = [index[device] for device in job.devices]
         for slot in slots:
             is_taken[slot] = 1
-        for device in job.target:
-            is_taken[index[device]] = 1
-        limit_s = job.spec.hard_limit_s
-        if job.state is JobState.PREEMPTING:
-            roster.coming += slots
-        elif limit_s is not None and job.held_until(now_s) >= limit_s:
-            reason = f"its time limit of {limit_s:g} s is over"
-            roster.commands.append(End(job.id, JobState.FAILED, reason, has_devices=True))
-            roster.coming += slots
-        elif job.state is JobState.RUNNING:
-            roster.running.append(job)
-        elif job.state is JobState.RESIZING:
-            kept = set(job.target)
-            roster.coming += [slot for slot, device in zip(slots, job.devices, strict=True) if device not in kept]
+        if state is runs and spec.hard_limit_s is None:
+            running.append(job)
+        else:
+            _sort_holder(job, slots, now_s, roster)
+            for device in job.target:
+                is_taken[index[device]] = 1
     for device in closed:
         if device in index:
             is_taken[index[device]] = 1
@@ -76,6 +75,21 @@ def sort_out(snapshot: Snapshot, now_s: float) -> Roster:
         roster.coming = [s for s in roster.coming if snapshot.layout.devices[s].id not in closed]
     roster.free = [slot for slot, taken in enumerate(is_taken) if not taken]
     return roster
+
+
+def _sort_holder(job: Job, slots: list[int], now_s: float, roster: Roster) -> None:
+    limit_s = job.spec.hard_limit_s
+    if job.state is JobState.PREEMPTING:
+        roster.coming += slots
+    elif limit_s is not None and job.held_until(now_s) >= limit_s:
+        reason = f"its time limit of {limit_s:g} s is over"
+        roster.commands.append(End(job.id, JobState.FAILED, reason, has_devices=True))
+        roster.coming += slots
+    elif job.state is JobState.RUNNING:
+        roster.running.append(job)
+    elif job.state is JobState.RESIZING:
+        kept = set(job.target)
+        roster.coming += [slot for slot, device in zip(slots, job.devices, strict=True) if device not in kept]
 
 
 def _sort_pending(job: Job, now_s: float, roster: Roster) -> None:
@@ -141,17 +155,24 @@ class Choices:
         self._snapshot, self._now_s = snapshot, now_s
         self._reservations = [r for r in snapshot.reservations if r.end_s > now_s]
         self._known: dict[tuple[object, ...], Choice] = {}
+        self._of_needs: dict[
+            int, Choice
+        ] = {}  # by identity: they live as long as the snapshot, and most are one object
+        self._alike: dict[tuple[object, ...], Choice] = {}
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 
     def of(self, job: Job) -> Choice:
         """The pools, as groups of one kind each, the best first."""
         spec, needs = job.spec, job.spec.needs
+        if not self._reservations and (choice := self._of_needs.get(id(needs))) is not None:
+            return choice
         key: tuple[object, ...] = (needs.kinds, needs.memory_bytes, needs.one_host, needs.one_kind)
         if self._reservations:
             key = (*key, spec.user, spec.preemptible, spec.hard_limit_s)
         choice = self._known.get(key)
         if choice is None:
             choice = self._known[key] = self._work_out(job)
+        self._of_needs[id(needs)] = choice
         return choice
 
     def _work_out(self, job: Job) -> Choice:
@@ -171,7 +192,10 @@ class Choices:
 
         ordered = [tuple(sorted(zones, key=rank)) for zones in groups.values()]
         ordered.sort(key=lambda zones: rank(zones[0]))
-        return Choice(tuple(ordered), needs.one_host, needs.one_kind)
+        key = (*ordered, needs.one_host, needs.one_kind)
+        if key not in self._alike:
+            self._alike[key] = Choice(tuple(ordered), needs.one_host, needs.one_kind)
+        return self._alike[key]
 
     def _may_use(self, job: Job, reservation: Reservation) -> bool:
         """Its user is among those it is for; or the job will be gone, or can be sent away, before it begins."""

@@ -7,8 +7,10 @@ service in device-seconds.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from evenload.errors import ConfigError
@@ -80,6 +82,12 @@ class After:
         return self.condition == "any" or (self.condition == "ok") == (state is JobState.SUCCEEDED)
 
 
+@lru_cache(maxsize=4096)
+def _same(needs: Needs) -> Needs:
+    """One object for equal needs: what all jobs of a long queue look at stays in the processor's caches."""
+    return needs
+
+
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """What was asked for when the job was submitted. What the program itself is, is the shell's business."""
@@ -112,10 +120,16 @@ class JobSpec:
     """At most so many elements of the array at once."""
     retries: int = 0
     """It is tried again so often where it fails by itself."""
+    share_device: bool = False
+    """It may share its one device with others that may (`core.sharing`)."""
+    peak_bytes: int = 0
+    """What jobs like it took of their device's memory at most; 0 where none was measured."""
 
     def __post_init__(self) -> None:
         if not self.user:
             raise ConfigError("a job without a user: expected the name of its owner")
+        object.__setattr__(self, "user", sys.intern(self.user))
+        object.__setattr__(self, "needs", _same(self.needs))
         for name in ("estimate_s", "total", "restart_s", "soft_limit_s", "hard_limit_s"):
             value = getattr(self, name)
             least = 0 if name == "restart_s" else math.ulp(0.0)
@@ -128,8 +142,10 @@ class JobSpec:
             )
         if self.array_limit is not None and (self.array_limit < 1 or not self.array):
             raise ConfigError(f"array_limit={self.array_limit}: expected at least 1, and the name of the array")
-        if self.retries < 0:
-            raise ConfigError(f"retries={self.retries}: expected at least 0")
+        if self.retries < 0 or self.peak_bytes < 0:
+            raise ConfigError(f"retries={self.retries}, peak_bytes={self.peak_bytes}: expected at least 0")
+        if self.share_device and self.needs.max_devices > 1:
+            raise ConfigError(f"share_device: such a job has one device; this one asks for {self.needs.max_devices}")
         if not all(0 <= rate < math.inf for rate in self.rates):
             raise ConfigError(f"rates={self.rates}: expected numbers of at least 0")
 
@@ -175,6 +191,8 @@ class Job:
     reported_s: float = 0.0
     rates: tuple[float, ...] = ()
     """Work a second on 1, 2, … devices: measured, or predicted from what was. Its length is the most it can use well."""
+    peak_bytes: int = 0
+    """What it took of its device's memory at most, all attempts; 0 where not yet measured."""
     is_held: bool = False
     """Its owner holds it back."""
     unmet: tuple[str, ...] = ()
@@ -201,10 +219,12 @@ class Job:
 
     def waited_until(self, now_s: float) -> float:
         """Seconds it could have run but had no devices, up to now."""
-        if self.state is not JobState.PENDING or self.is_held or self.unmet:
+        if self.devices or self.state is not JobState.PENDING or self.is_held or self.unmet:
             return self.waited_s
-        ready_s = max(self.accounted_s, self.spec.not_before_s or 0.0)
-        return self.waited_s + max(0.0, now_s - ready_s)
+        ready_s, not_before_s = self.accounted_s, self.spec.not_before_s
+        if not_before_s is not None and not_before_s > ready_s:
+            ready_s = not_before_s
+        return self.waited_s + (now_s - ready_s) if now_s > ready_s else self.waited_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +321,12 @@ class Settings:
     """The same for one kilowatt."""
     max_lost: int = 5
     """A job whose attempts were lost so often fails: the fault follows it."""
+    max_sharers: int = 4
+    """At most so many jobs share a device, of those that may."""
+    share_margin: float = 1.2
+    """Their peaks of memory, times this, must fit into it."""
+    share_after_s: float = 60.0
+    """A job of which nothing is known is alone on its device for so long, and measured."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -310,11 +336,15 @@ class Settings:
         for name in ("ageing_s", "half_life_s", "starve_after_s", "horizon_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a number above 0")
-        for name in ("min_run_s", "restart_s", "fairness", "price_weight", "energy_weight", "max_preemptions_per_hour"):
+        for name in (
+            "min_run_s", "restart_s", "fairness", "price_weight", "energy_weight", "max_preemptions_per_hour",
+            "share_after_s",
+        ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a number of at least 0")
-        if self.max_lost < 1:
-            raise ConfigError(f"max_lost={self.max_lost}: expected at least 1")
+        for name in ("max_lost", "max_sharers", "share_margin"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         if list(self.las_thresholds_device_s) != sorted(set(self.las_thresholds_device_s)) or any(
             threshold <= 0 for threshold in self.las_thresholds_device_s
         ):

@@ -23,13 +23,13 @@ def default(view: View) -> Wishes:
     factors = {name: use**settings.fairness for name, use in uses.items()}
     ageing_s = settings.ageing_s
 
-    keys = []
-    for index, job in enumerate(view.jobs):  # as tuples, for a key function would cost as much again
-        waited_s = job.waited_s if job.devices else job.waited_until(now_s)
-        score = work(view, job) / (1.0 + waited_s / ageing_s)
+    jobs = view.jobs
+    classes: dict[int, list[tuple[float, float, int]]] = {}
+    for index, job in enumerate(jobs):  # as tuples, for a key function would cost as much again
+        score = work(view, job) / (1.0 + job.waited_until(now_s) / ageing_s)
         if factors:
             score *= factors[job.spec.user]
-        keys.append((-job.spec.priority, score, job.submitted_s, index))
-    order = [view.jobs[index] for *_, index in sorted(keys)]
+        classes.setdefault(job.spec.priority, []).append((score, job.submitted_s, index))
+    order = [jobs[index] for priority in sorted(classes, reverse=True) for *_, index in sorted(classes[priority])]
     sizes = spread_rest(view, order)
     return Wishes(order=order, preempts=True, sizes=sizes)
