@@ -2,17 +2,25 @@
 
 Method: two CPU ranks train a perceptron on a dataset whose samples are slow to read: far away (each waits 2 ms, as on a
 network; workers help as long as there are enough), computed (each takes 1 ms of a core, which the ranks need themselves), or
-near (TensorDataset; workers only cost). Each rank's loader has 0, 1, 2 or 4 workers, or auto. Sweeps go round: each round
-runs all of them one after the other, in an order that turns. Compared are samples/s after the first `SETTLE` steps, in
-which auto searches; the settings it ends with and the step it ended at are given beside it. Ratios are medians over rounds.
+near (TensorDataset; workers only cost). There is one job of two ranks for each setting of the sweep, 0, 1, 2 or 4 workers a
+rank, and three jobs with auto, each with a search of its own. All are started, and settle one after the other: the sweep's
+for `SETTLE` steps, auto for `SEARCH`. Then they take turns in blocks of `BLOCK` steps, in an order that turns each round,
+while the others stand still: so a round compares all of them within seconds, which separate runs don't (they differ by 10 %
+with equal settings). The first `SKIPPED` steps of a block are left out, for queues that filled up meanwhile. A setting's
+speed is its median over the rounds; the best of the sweep is the fastest by that; the ratio of a search is the median of
+auto's speed over it, round by round. Workers start by fork, as under ``evenload run``.
 
-Bar: in each case auto within 5 % of the best of the sweep.
+Bar: in each case auto within 5 % of the best of the sweep, in the median of the searches.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,44 +31,73 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import evenload
 from benchmarks.report import rows
+from evenload.errors import EvenloadError
 from evenload.testing import run_ranks
 
-SIZES = (0, 1, 2, 4)
-SETTLE = 100
-STEPS = 200
+SWEEP = ("0", "1", "2", "4")
+AUTO = ("auto 1", "auto 2", "auto 3")
+SETTLE, SEARCH = 40, 200
+BLOCK, SKIPPED = 25, 5
+ROUNDS = 9
 BATCH_SIZE = 48
 CASES = ("far away", "computed", "near")
+_PATIENCE_S = 600.0
 
 
 def measure(quick: bool) -> dict[str, Any]:
     """All cases."""
-    cases = {}
-    for case in CASES[:1] if quick else CASES:
-        arms: dict[str, list[dict[str, Any]]] = {str(arm): [] for arm in (*SIZES, "auto")}
-        for index in range(1 if quick else 3):
-            order = list(arms)[index % len(arms) :] + list(arms)[: index % len(arms)]
-            for arm in ("0", "auto") if quick else order:
-                with tempfile.TemporaryDirectory(prefix="evenload-bench-") as folder:
-                    steps = (10, 20) if quick else (SETTLE, STEPS)
-                    arms[arm].append(run_ranks(_train, 2, f"{folder}/run", case, arm, *steps, timeout_s=600.0)[0])
-        cases[case] = _judge({arm: found for arm, found in arms.items() if found})
+    cases = {case: _compare(case, quick) for case in (CASES[:1] if quick else CASES)}
     bars = {
         f"{case}: auto / best of the sweep >= 0.95": found["auto_over_best"] >= 0.95 for case, found in cases.items()
     }
     return {"cases": cases, "bars": bars}
 
 
-def _judge(arms: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    speeds = {arm: median(one["per_s"] for one in found) for arm, found in arms.items()}
-    best = max((arm for arm in speeds if arm != "auto"), key=lambda arm: speeds[arm])
-    ratios = [auto["per_s"] / one["per_s"] for auto, one in zip(arms["auto"], arms[best], strict=True)]
+def _compare(case: str, quick: bool) -> dict[str, Any]:
+    """All settings by turns; samples/s of each in each round."""
+    arms, rounds = (("0", "auto 1"), 1) if quick else ((*SWEEP, *AUTO), ROUNDS)
+    with tempfile.TemporaryDirectory(prefix="evenload-bench-") as folder, ThreadPoolExecutor(len(arms)) as pool:
+        jobs = {}
+        for arm in arms:
+            settle = BLOCK if quick else SETTLE if arm in SWEEP else SEARCH
+            jobs[arm] = pool.submit(run_ranks, _train, 2, folder, case, arm, settle, rounds, timeout_s=_PATIENCE_S)
+        speeds: dict[str, list[float]] = {arm: [] for arm in arms}
+        for block in range(rounds + 1):
+            first = block % len(arms)
+            for arm in (*arms[first:], *arms[:first]):
+                seconds = _turn(Path(folder), arm, block, jobs[arm])
+                if block > 0:
+                    speeds[arm].append((BLOCK - SKIPPED) * BATCH_SIZE / seconds)
+        ends = {arm: job.result()[0] for arm, job in jobs.items() if arm not in SWEEP}
+    best = max((arm for arm in arms if arm in SWEEP), key=lambda arm: median(speeds[arm]))
+    ratios = {arm: median(a / b for a, b in zip(speeds[arm], speeds[best], strict=True)) for arm in ends}
     return {
-        "samples_per_s": speeds,
+        "samples_per_s": {arm: median(found) for arm, found in speeds.items()},
         "best": best,
-        "auto_over_best": median(ratios),
-        "chosen": [one["workers"] for one in arms["auto"]],
-        "chosen_at_step": [one["chosen_at"] for one in arms["auto"]],
+        "auto_over_best": median(ratios.values()),
+        "ratios": list(ratios.values()),
+        "chosen": [end["workers"] for end in ends.values()],
+        "chosen_at_step": [end["chosen_at"] for end in ends.values()],
     }
+
+
+def _turn(folder: Path, arm: str, block: int, job: Future[Any]) -> float:
+    """Lets one job go through a block while all others stand still; returns the seconds it took."""
+    (folder / f"go-{arm}-{block}").touch()
+    done = folder / f"done-{arm}-{block}"
+    _wait_until(lambda: done.exists() or job.done())
+    if not done.exists():
+        job.result()  # raises what ended it
+        raise EvenloadError(f"the job with {arm} workers ended in block {block}: expected it to go on")
+    return float(done.read_text())
+
+
+def _wait_until(is_met: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + _PATIENCE_S
+    while not is_met():
+        if time.monotonic() > until_s:
+            raise EvenloadError(f"nobody went on for {_PATIENCE_S:g} s")
+        time.sleep(0.01)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -70,8 +107,8 @@ def table(result: dict[str, Any]) -> str:
             case,
             *(f"{speed:.0f}" for speed in found["samples_per_s"].values()),
             found["best"],
-            f"{found['auto_over_best']:.3f}",
-            f"{found['chosen']} at step {found['chosen_at_step']}",
+            f"{found['auto_over_best']:.3f} ({', '.join(f'{ratio:.3f}' for ratio in found['ratios'])})",
+            f"{found['chosen']} at steps {found['chosen_at_step']}",
         ]
         for case, found in result["cases"].items()
     ]
@@ -100,42 +137,51 @@ class _Slow(Dataset[Any]):
         return torch.full((256,), index / self._num_samples), torch.ones(1)
 
 
-def _train(folder: str, case: str, workers: str, settle: int, steps: int) -> dict[str, Any]:
-    """Samples/s of the global batch after `settle` steps."""
+def _train(folder: str, case: str, workers: str, settle: int, rounds: int) -> dict[str, Any]:
+    """Settles, then goes through a block each time it is this job's turn."""
     run = evenload.init(
-        project_dir=folder,
+        project_dir=f"{folder}/run-{workers.replace(' ', '-')}",
         seed=0,
         balance="even",
-        num_workers="auto" if workers == "auto" else "loader",
+        num_workers="loader" if workers in SWEEP else "auto",
         check_every="off",
     )
-    num_samples = (steps + 1) * BATCH_SIZE
+    num_samples = (settle + rounds * BLOCK + 1) * BATCH_SIZE
     data: Any = _Slow(case, num_samples)
     if case == "near":
         data = TensorDataset(torch.zeros(num_samples, 256), torch.ones(num_samples, 1))
     model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1))
-    model, loader = run.prepare(
-        model, DataLoader(data, batch_size=BATCH_SIZE, num_workers=0 if workers == "auto" else int(workers))
-    )
+    multiprocessing.set_start_method("fork", force=True)  # ranks of `run_ranks` would have inherited its forkserver
+    plain = DataLoader(data, batch_size=BATCH_SIZE, num_workers=int(workers) if workers in SWEEP else 0)
+    model, loader = run.prepare(model, plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    began_s, chosen_at = 0.0, None
+    chosen_at = None
+    block, block_ends, began_s = 0, settle, 0.0
+    _wait_until((Path(folder) / f"go-{workers}-{block}").exists)
     for step in loader:
-        if step.index == settle:
+        if step.index == block_ends - BLOCK + SKIPPED:
             run.any(False)
             began_s = time.perf_counter()
         step.backward(lambda batch: functional.mse_loss(model(batch[0]), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
-        if chosen_at is None and step.batch.reading.how.name == "CHOSEN":
+        reading = step.batch.reading
+        if chosen_at is None and reading.how.name == "CHOSEN":
             chosen_at = step.index
-        if step.index == steps - 1:
+        if step.index < block_ends - 1:
+            continue
+        run.any(False)
+        if run.rank == 0:
+            _tell(Path(folder) / f"done-{workers}-{block}", time.perf_counter() - began_s)
+        if block == rounds:
             break
-    seconds = time.perf_counter() - began_s
-    reading = step.batch.reading
+        block, block_ends = block + 1, block_ends + BLOCK
+        _wait_until((Path(folder) / f"go-{workers}-{block}").exists)
     everyone = [run.reduce(float(reading.num_workers) if run.rank == rank else 0.0) for rank in range(run.world_size)]
     run.close()
-    return {
-        "per_s": (steps - settle) * BATCH_SIZE / seconds,
-        "workers": [int(value) for value in everyone],
-        "chosen_at": chosen_at,
-    }
+    return {"workers": [int(value) for value in everyone], "chosen_at": chosen_at}
+
+
+def _tell(path: Path, seconds: float) -> None:
+    path.with_suffix(".part").write_text(repr(seconds))
+    path.with_suffix(".part").rename(path)
