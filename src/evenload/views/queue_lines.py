@@ -6,11 +6,16 @@ Rows made in Python would cost several times as much. What comes from other peop
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.store.reader import Reader
@@ -39,6 +44,8 @@ _COLUMNS = (
     ("progress", _PROGRESS),
     ("why", _WHY),
 )
+_ALONE, _MOST_PARTS = 10_000, 4
+"""Fewer jobs than that are one part: a further process would cost as much as it saves."""
 _FREE = ("id", "name", "user")
 """Columns whose width is that of their longest value; the others are bounded by what they can hold."""
 _JSON = (
@@ -53,21 +60,18 @@ _JSON = (
 def all_lines(folder: Path, states: Sequence[JobState] = (), user: str | None = None) -> Iterator[str]:
     """A head, and a line for each job in the order of submission: text in blocks, each line ended."""
     with Reader(folder) as reader:
-        lengths = reader.texts(
-            f"json_array({', '.join(f'max(length({name}))' for name in _FREE)})",
-            states=states,
-            user=user,
-            is_whole=True,
+        lengths = reader.text(
+            f"json_array({', '.join(f'max(length({name}))' for name in _FREE)})", states=states, user=user
         )
-        free = dict(zip(_FREE, json.loads(lengths[0]), strict=True))
-        widths = [max(len(head), free.get(form) or 0) if form in free else len(head) for head, form in _COLUMNS]
-        widths[3], widths[5], widths[7], widths[8] = 9, 11, 16, 20
-        yield "  ".join(f"{head:{width}}" for (head, _), width in zip(_COLUMNS, widths, strict=True)).rstrip() + "\n"
-        marks = "  ".join(f"%!-{width}s" for width in widths[:-1]) + "  %s"  # "!": widths are of letters, not of bytes
-        expression = f"rtrim(printf('{marks}', {', '.join(form for _, form in _COLUMNS)}))"
-        text = "\n".join(reader.texts(expression, states=states, user=user))
-        if text:
-            yield _shown(text) + "\n"
+        parts = _parts(reader)
+    free = dict(zip(_FREE, json.loads(lengths), strict=True))
+    widths = [max(len(head), free.get(form) or 0) if form in free else len(head) for head, form in _COLUMNS]
+    widths[3], widths[5], widths[7], widths[8] = 9, 11, 16, 20
+    yield "  ".join(f"{head:{width}}" for (head, _), width in zip(_COLUMNS, widths, strict=True)).rstrip() + "\n"
+    marks = "  ".join(f"%!-{width}s" for width in widths[:-1]) + "  %s"  # "!": widths are of letters, not of bytes
+    expression = f"rtrim(printf('{marks}', {', '.join(form for _, form in _COLUMNS)}))"
+    for text in _made(folder, expression, "\n", parts, states, user):
+        yield _shown(text) + "\n"
 
 
 def _shown(text: str) -> str:
@@ -81,7 +85,82 @@ def all_json(folder: Path, states: Sequence[JobState] = (), user: str | None = N
     """One object with all jobs, a line each, as `queue_json` writes fewer of them."""
     with Reader(folder) as reader:
         counts = {str(state): num for state, num in reader.counts(user).items()}
-        head = {"queue": str(folder), "time_s": time.time(), "from_daemon": False, "counts": counts}
-        yield json.dumps(head, ensure_ascii=False)[:-1] + ', "jobs": [\n'
-        yield ",\n".join(reader.texts(_JSON, states=states, user=user))
-        yield "\n]}\n"
+        parts = _parts(reader)
+    head = {"queue": str(folder), "time_s": time.time(), "from_daemon": False, "counts": counts}
+    yield json.dumps(head, ensure_ascii=False)[:-1] + ', "jobs": [\n'
+    for index, text in enumerate(_made(folder, _JSON, ",\n", parts, states, user)):
+        yield (",\n" if index else "") + text
+    yield "\n]}\n"
+
+
+def _parts(reader: Reader) -> list[tuple[int, int]]:
+    """The numbers of all jobs, cut into a part for each core where they are many."""
+    first, last = reader.span()
+    num = 1 if last - first < _ALONE else min(_MOST_PARTS, len(os.sched_getaffinity(0)))
+    bounds = [first + (last + 1 - first) * index // num for index in range(num + 1)]
+    return [(low, high - 1) for low, high in pairwise(bounds)]
+
+
+def _made(
+    folder: Path,
+    expression: str,
+    separator: str,
+    parts: list[tuple[int, int]],
+    states: Sequence[JobState],
+    user: str | None,
+) -> Iterator[str]:
+    """The texts of the parts that have any, each but the first made by a process of its own.
+
+    Threads would wait for each other in SQLite's memory. So the parts may be milliseconds apart; each job is there once.
+    """
+
+    def make(part: tuple[int, int]) -> str:
+        with Reader(folder) as reader:
+            return reader.joined(expression, separator, states=states, user=user, first=part[0], last=part[1])
+
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(_Made(lambda part=part: make(part))) for part in parts[1:]]  # type: ignore[misc]
+        if text := make(parts[0]):
+            yield text
+        for part, child in zip(parts[1:], children, strict=True):
+            told = child.text()
+            if text := make(part) if told is None else told:
+                yield text
+
+
+class _Made:
+    """A text that a forked process makes."""
+
+    def __init__(self, make: Callable[[], str]) -> None:
+        self._pipe, there = os.pipe()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(there)
+            return
+        code = 1
+        with contextlib.suppress(
+            BaseException
+        ):  # whoever forked it makes the text itself then, and tells what is wrong
+            os.close(self._pipe)
+            with os.fdopen(there, "w", encoding="utf-8") as file:
+                file.write(make())
+            code = 0
+        os._exit(code)
+
+    def text(self) -> str | None:
+        """Waits for it; None where the process failed."""
+        with os.fdopen(self._pipe, encoding="utf-8", closefd=False) as file:
+            text = file.read()
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = 0
+        return text if status == 0 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._pipe)
+        if self._pid:  # nobody wants it any more; it ends as soon as it writes
+            os.waitpid(self._pid, 0)

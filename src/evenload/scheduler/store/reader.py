@@ -98,23 +98,45 @@ class Reader:
         found = self._ask(f"SELECT {columns} FROM jobs {where} ORDER BY number {order} LIMIT {most}", *values)
         return list(map(JobLine._make, found))
 
-    def texts(
-        self, expression: str, *, states: Sequence[JobState] = (), user: str | None = None, is_whole: bool = False
-    ) -> list[str]:
-        """What an SQL expression over the columns of `jobs` makes of each job, in the order of submission.
+    def text(self, expression: str, *, states: Sequence[JobState] = (), user: str | None = None) -> str:
+        """What an SQL expression that sums up all jobs makes of them: one text.
 
-        SQLite makes the text of a hundred thousand lines several times faster than Python would. The expression is the
-        caller's own, never a user's.
-
-        Args:
-            expression: over the columns that `JobLine` names.
-            states: only those in one of these; all if empty.
-            user: only this user's.
-            is_whole: the expression sums up all jobs; one text.
+        The expression is the caller's own, never a user's; over the columns that `JobLine` names.
         """
         where, values = _where(states, user)
-        order = "" if is_whole else "ORDER BY number"
-        return [row[0] for row in self._ask(f"SELECT {expression} FROM jobs {where} {order}", *values)]
+        return str(self._ask(f"SELECT {expression} FROM jobs {where}", *values)[0][0])
+
+    def joined(
+        self,
+        expression: str,
+        separator: str,
+        *,
+        states: Sequence[JobState] = (),
+        user: str | None = None,
+        first: int = 0,
+        last: int = -1,
+    ) -> str:
+        """What an SQL expression makes of each job, one behind the other in the order of submission; empty without jobs.
+
+        SQLite makes the text of a hundred thousand lines several times faster than Python would.
+
+        Args:
+            expression: as in `text`.
+            separator: between two jobs' texts.
+            states: only those in one of these; all if empty.
+            user: only this user's.
+            first: only those from this number on.
+            last: only those up to this number; -1 for all.
+        """
+        span = [f"number >= {int(first)}", *([f"number <= {int(last)}"] if last >= 0 else [])]
+        where, values = _where(states, user, span)
+        lines = f"SELECT {expression} AS line FROM jobs {where} ORDER BY number"
+        return str(self._ask(f"SELECT ifnull(group_concat(line, ?), '') FROM ({lines})", separator, *values)[0][0])
+
+    def span(self) -> tuple[int, int]:
+        """The numbers of the first job and of the last; 0 and -1 without jobs."""
+        first, last = self._ask("SELECT min(number), max(number) FROM jobs")[0]
+        return (0, -1) if first is None else (first, last)
 
     def counts(self, user: str | None = None) -> dict[JobState, int]:
         """How many jobs are in each state."""
