@@ -8,14 +8,13 @@ for `SETTLE` steps, auto for `SEARCH`. Then they take turns in blocks of `BLOCK`
 while the others stand still: so a round compares all of them within seconds, which separate runs don't (they differ by 10 %
 with equal settings). The first `SKIPPED` steps of a block are left out, for queues that filled up meanwhile. A setting's
 speed is its median over the rounds; the best of the sweep is the fastest by that; the ratio of a search is the median of
-auto's speed over it, round by round. Workers start by fork, as under ``evenload run``.
+auto's speed over it, round by round.
 
 Bar: in each case auto within 5 % of the best of the sweep, in the median of the searches.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
@@ -151,7 +150,6 @@ def _train(folder: str, case: str, workers: str, settle: int, rounds: int) -> di
     if case == "near":
         data = TensorDataset(torch.zeros(num_samples, 256), torch.ones(num_samples, 1))
     model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1))
-    multiprocessing.set_start_method("fork", force=True)  # ranks of `run_ranks` would have inherited its forkserver
     plain = DataLoader(data, batch_size=BATCH_SIZE, num_workers=int(workers) if workers in SWEEP else 0)
     model, loader = run.prepare(model, plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -239,6 +239,9 @@ def _run_rank(pipe: Connection, call: bytes, environment: dict[str, str], folder
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    # The rank's own children, a loader's workers above all, start as they do under the launcher. Inherited, the way in which
+    # this process started would make each of them import torch anew: seconds.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     # Kept open by the dump itself: it must work while this process hangs.
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     spec = read_spec(Path(environment[WORKER_VARIABLE]))
