@@ -323,7 +323,7 @@ def test_a_program_that_can_not_be_run_is_refused_or_fails_alone(queue: Box) -> 
         {"command": ["true"], "environment": ["A"]},
         {"command": ["true"], "grace_s": -1},
         {"command": ["true"], "grace_s": "1e999"},
-        {"command": ["true"], "share_device": True},
+        {"command": ["true"], "options": {"partition": "all"}},
         {"command": ["true"], "backend": "slurm"},
         {"command": ["true"], "sudo": True},
     ):

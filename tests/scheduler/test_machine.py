@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -15,8 +16,9 @@ from evenload.scheduler.core.commands import Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.invariants import violations
 from evenload.scheduler.core.outlook import outlook
+from evenload.scheduler.core.sharing import expected_bytes, room_bytes
 from evenload.scheduler.core.states import HOLDING, JobState
-from evenload.scheduler.core.values import POLICIES, After, Device, JobSpec, Limits, Needs, Reservation, Settings
+from evenload.scheduler.core.values import POLICIES, After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings
 
 USERS = ("ann", "bob", "cyd")
 KINDS = ("a", "b")
@@ -91,6 +93,7 @@ class QueueMachine(RuleBasedStateMachine):
         estimate_s=st.sampled_from([None, 50.0, 5000.0]),
         limit_s=st.sampled_from([None, None, 400.0]),
         retries=st.integers(0, 1),
+        shares=st.booleans(),
         data=st.data(),
     )
     def submit(
@@ -111,6 +114,7 @@ class QueueMachine(RuleBasedStateMachine):
             hard_limit_s=limit_s,
             soft_limit_s=limit_s / 2 if limit_s else None,
             retries=rest["retries"],
+            share_device=rest["shares"] and low + more == 1,
             after=after,
             array="array" if is_array else "",
             array_limit=1 if is_array else None,
@@ -143,6 +147,8 @@ class QueueMachine(RuleBasedStateMachine):
                 recent = sum(t > self.now_s - 3600 for t in job.preempted_s)
                 if not is_reserved and job.spec.priority >= 0:
                     assert recent < settings_.max_preemptions_per_hour
+            if isinstance(command, Start):
+                self.check_room(job, command.devices[0])
             self.apply(recorded(command, self.now_s))
         given = {c.job for c in commands if isinstance(c, Start | Resize)}
         for user in {before[name].spec.user for name in given}:
@@ -162,6 +168,24 @@ class QueueMachine(RuleBasedStateMachine):
                     assert job.spec.user in reservation.users or not reservation.devices & new
         elements = [j for j in self.book.jobs.values() if j.spec.array == "array" and j.state in HOLDING]
         assert len(elements) <= 1
+
+    def check_room(self, job: Job, device: str) -> None:
+        """Who comes to others finds memory enough."""
+        others = [self.book.jobs[name] for name in self.book.holder.get(device, ())]
+        if others:
+            room = room_bytes(others, self.book.devices[device].memory_bytes, self.book.settings)
+            assert room is not None and (expected_bytes(job) or room + 1) <= room
+
+    @rule(data=st.data(), peak_bytes=st.sampled_from([1, 4, 9, 30]))
+    def is_measured(self, data: st.DataObject, peak_bytes: int) -> None:
+        """A job that may share is seen to take some of its device's memory; others like it are told."""
+        names = [job.id for job in self.book.jobs.values() if job.spec.share_device]
+        if names:
+            job = self.book.jobs[data.draw(st.sampled_from(names))]
+            if job.devices:
+                self.apply(events.Measured(self.now_s, job.id, peak_bytes))
+            else:
+                self.apply(events.Respecified(self.now_s, job.id, replace(job.spec, peak_bytes=peak_bytes)))
 
     @rule(data=st.data(), is_success=st.booleans())
     def runner_speaks(self, data: st.DataObject, is_success: bool) -> None:

@@ -128,6 +128,7 @@ def to_spec(job: JobFile, user: str, *, index: int | None = None, array: str = "
         array=array if job.array else "",
         array_limit=job.array_limit if job.array and array else None,
         retries=job.retries,
+        share_device=job.share_device,
     )
 
 
@@ -159,7 +160,6 @@ def to_program(
         grace_s=job.grace_s,
         requeue=job.requeue,
         notify=job.notify,
-        share_device=job.share_device,
         backend=job.backend,
         options=dict(job.backend_options),
     )

@@ -97,6 +97,10 @@ class JobRow(TypedDict):
     """Why it is in its state; of a PENDING one why it waits."""
     array: str
     is_held: bool
+    shares: list[str]
+    """Jobs that are on its device beside it."""
+    peak_bytes: int
+    """What it took of a device that it may share at most, as measured; 0 where it wasn't."""
     log: str
     """Path of its output."""
 
@@ -138,6 +142,10 @@ class DeviceRow(TypedDict):
     power_w: float
     job: str
     """The job that holds it, or will next; empty for none."""
+    jobs: list[str]
+    """All that do: several where they share it."""
+    excess_bytes: int
+    """By how much the peaks of those that share it are more than its memory; 0 while all is well."""
     closed: str
     """Why nothing may start on it; empty where it is open."""
     strangers: list[StrangerRow]

@@ -28,8 +28,6 @@ class Program:
     """It may be ended and started from the beginning although it can't save."""
     notify: tuple[str, ...] = ()
     """Whom to tell how it ended: ``command:…``, ``webhook:URL``, ``mail:ADDRESS``."""
-    share_device: bool = False
-    """It may share a device with other jobs that ask the same, by measured peak memory."""
     backend: str = "local"
     options: Mapping[str, str] = field(default_factory=dict)
     """Of the backend."""

@@ -15,7 +15,7 @@ from evenload.scheduler.client import connect
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_text import bytes_text, duration_text
-from evenload.views.queue_text import aligned, clean, moment, progress, short_list, span
+from evenload.views.queue_text import aligned, clean, gigabytes, moment, progress, short_list, span
 
 _ENDED = {str(state) for state in ENDED}
 _ENDINGS = {"Yielded": "saved and stopped", "Ended": "ended", "Lost": "lost"}
@@ -148,6 +148,8 @@ def _facts(story: JobStory) -> Iterator[tuple[str, str]]:
     yield "folder", clean(str(program.get("folder", "")))
     yield "snapshot", _snapshot(program)
     yield "asked for", _asked(job, story.spec)
+    yield "memory", f"{gigabytes(job['peak_bytes'])} of its device at most" if job.get("peak_bytes") else ""
+    yield "shares with", f"job {', '.join(job['shares'])}" if job.get("shares") else ""
     speed = f", {job['rate_per_s']:.3g}/s" if job["rate_per_s"] else ""
     yield "progress", f"{progress(job)}{speed}" if progress(job) else ""
     yield "submitted", moment(job["submitted_s"])
@@ -195,6 +197,8 @@ def _asked(job: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
         parts.append("after " + ", ".join(f"{row['job']}:{row.get('condition', 'ok')}" for row in spec["after"]))
     if job.get("array"):
         parts.append(f"of array {job['array']}")
+    if spec.get("share_device"):
+        parts.append("may share it")
     return ", ".join(parts)
 
 
@@ -288,6 +292,7 @@ def _stored(folder: Path, job: str) -> dict[str, Any]:
         "devices": list(found.devices), "submitted_s": found.submitted_s, "since_s": found.since_s,
         "first_began_s": found.first_began_s, "held_s": found.held_until(time.time()), "attempt": found.attempt,
         "done": found.done, "total": found.total, "rate_per_s": found.rate_per_s, "reason": found.reason,
-        "array": found.spec.array, "is_held": found.is_held, "log": str(log_path(folder, found.id)),
+        "array": found.spec.array, "is_held": found.is_held, "shares": [], "peak_bytes": found.peak_bytes,
+        "log": str(log_path(folder, found.id)),
     }  # fmt: skip
     return {"job": row, "spec": spec, "program": program, "attempts": attempts}

@@ -190,9 +190,11 @@ def _reserved(row: Mapping[str, Any], now_s: float) -> str:
 
 def _holder(device: Mapping[str, Any], names: Mapping[str, str]) -> str:
     parts = []
-    if device["job"]:
-        name = names.get(device["job"], "")
-        parts.append(f"job {device['job']}{f' ({clean(name)})' if name else ''}")
+    if jobs := device["jobs"]:
+        told = [f"{job}{f' ({clean(name)})' if (name := names.get(job, '')) else ''}" for job in jobs]
+        parts.append(f"job {told[0]}" if len(told) == 1 else f"jobs {', '.join(told)}")
+    if device["excess_bytes"]:
+        parts.append(f"they may need {device['excess_bytes'] / 1e9:.1f} GB more than there is")
     for stranger in device["strangers"]:
         used = f", {stranger['used_bytes'] / 1e9:.1f} GB" if stranger["used_bytes"] else ""
         command = clean(stranger["command"])[:60]
@@ -212,8 +214,23 @@ def _running_row(job: Mapping[str, Any], now_s: float, names: Mapping[str, str])
     devices = [clean(names.get(device, device)) for device in job["devices"]]
     return (
         job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], short_list(devices), progress(job),
-        speed, span(eta_s - now_s) if eta_s is not None else "", clean(job["reason"])[:120],
+        speed, span(eta_s - now_s) if eta_s is not None else "", clean(job["reason"])[:120] or _shared(job),
     )  # fmt: skip
+
+
+def _shared(job: Mapping[str, Any]) -> str:
+    """With whom it shares its device, and how much of that it takes."""
+    parts = []
+    if others := job.get("shares"):
+        parts.append(f"shares with {', '.join(others)}")
+    if job.get("peak_bytes"):
+        parts.append(f"takes {gigabytes(job['peak_bytes'])}")
+    return ", ".join(parts)
+
+
+def gigabytes(num_bytes: int) -> str:
+    """``0.1 GB``, ``23 GB``."""
+    return f"{num_bytes / 1e9:.2g} GB" if num_bytes < 10e9 else f"{num_bytes / 1e9:.0f} GB"
 
 
 def short_list(names: Sequence[str]) -> str:

@@ -31,7 +31,8 @@ class FromFile(StandInNvml):
         card = self.cards[handle]
         with self._path.with_name("looks").open("a") as file:
             file.write(f"{now_s} {handle}\n")
-        return [SimpleNamespace(pid=pid, usedGpuMemory=card.get("each", 2**30)) for pid in card.get("pids", ())]
+        each, sizes = card.get("each", 2**30), card.get("sizes", {})
+        return [SimpleNamespace(pid=pid, usedGpuMemory=sizes.get(str(pid), each)) for pid in card.get("pids", ())]
 
 
 sys.modules[__name__] = FromFile(os.environ["STAND_IN_GPUS_FILE"])  # type: ignore[assignment]

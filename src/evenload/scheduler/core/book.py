@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from evenload.errors import QueueError
-from evenload.scheduler.core import events
+from evenload.scheduler.core import events, holding
 from evenload.scheduler.core.layout import Layout, layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.snapshot import Snapshot
@@ -35,12 +35,14 @@ class Book:
         self.users: dict[str, User] = {}
         self.reservations: dict[str, Reservation] = {}
         self.settings = Settings()
-        self.holder: dict[str, str] = {}
-        """Device → the job that holds it, or will hold it next (RESIZING)."""
+        self.holder: dict[str, tuple[str, ...]] = {}
+        """Device → who holds it, or will hold it next (RESIZING): one job, or several that share it, by their arrival."""
         self.time_s = 0.0
         """Of the latest event."""
         self._dependents: dict[str, list[str]] = {}
         self._layout: Layout | None = None
+        self.num_sharing = 0
+        """Of `jobs`, how many may share a device."""
         for event in past:
             self.apply(event)
 
@@ -58,8 +60,7 @@ class Book:
     ) -> None:
         """Takes over a state that was stored; the book is as if it had seen the events.
 
-        All there was: `time_s` of the latest event, devices in the order in which they were added, jobs that have not ended
-        in the order of submission, and the outcomes of those that have.
+        Devices stand in the order in which they were added, jobs (those that have not ended) in that of submission.
         """
         self.time_s, self.settings, self._layout = time_s, settings, None
         self.devices = {device.id: device for device in devices}
@@ -69,8 +70,9 @@ class Book:
         self.jobs = {job.id: job for job in jobs}
         self.outcomes = dict(outcomes)
         self.holder, self._dependents = {}, {}
+        self.num_sharing = sum(job.spec.share_device for job in self.jobs.values())
         for job in self.jobs.values():
-            self.holder.update(dict.fromkeys((*job.devices, *job.target), job.id))
+            holding.occupy(self.holder, self.jobs, job, (*job.devices, *job.target))
             for name in job.unmet:
                 self._dependents.setdefault(name, []).append(job.id)
 
@@ -102,6 +104,7 @@ class Book:
             users=dict(self.users),
             reservations=tuple(self.reservations.values()),
             settings=self.settings,
+            shares=self.num_sharing > 0,
         )
 
     def refusal(self, spec: JobSpec) -> str | None:
@@ -141,12 +144,13 @@ class Book:
             self._dependents.setdefault(name, []).append(job.id)
         self._user(event.spec.user)
         self.jobs[job.id] = job
+        self.num_sharing += job.spec.share_device
         return [job]
 
     def _placed(self, event: events.Placed, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.PLACE)
-        self._check_devices(job, event.devices)
+        self._check_devices(job, event.devices, may_join=True)
         if event.attempt != job.attempt + 1:
             raise QueueError(f"attempt {event.attempt} of job {job.id}, whose last was {job.attempt}")
         return [self._hold(job, time_s, event.devices, state=state, attempt=event.attempt, reason=event.reason)]
@@ -165,12 +169,16 @@ class Book:
         self.jobs[job.id] = new
         return [new]
 
+    def _measured(self, event: events.Measured, time_s: float) -> list[Job]:
+        job = self._job(event.job)
+        new = self.jobs[job.id] = replace(job, peak_bytes=max(job.peak_bytes, event.peak_bytes))
+        return [new]
+
     def _resize_asked(self, event: events.ResizeAsked, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.RESIZE)
         self._check_devices(job, event.devices)
-        for device in event.devices:
-            self.holder[device] = job.id
+        holding.occupy(self.holder, self.jobs, job, event.devices)
         counted = _counted(job, time_s) if event.is_forced else job.preempted_s
         return [self._put(job, time_s, state=state, target=event.devices, preempted_s=counted, reason=event.reason)]
 
@@ -183,8 +191,7 @@ class Book:
         counted = job.preempted_s
         if event.then is JobState.PENDING and job.state is not JobState.PREEMPTING:
             counted = _counted(job, time_s)
-        for device in set(job.target) - set(job.devices):
-            del self.holder[device]
+        holding.vacate(self.holder, job, set(job.target) - set(job.devices))
         return [self._put(job, time_s, state=state, target=(), ending=ending, preempted_s=counted, reason=event.reason)]
 
     def _yielded(self, event: events.Yielded, time_s: float) -> list[Job]:
@@ -240,10 +247,11 @@ class Book:
         job, spec = self._job(event.job), event.spec
         if spec.user != job.spec.user or spec.after != job.spec.after or spec.array != job.spec.array:
             raise QueueError(f"job {job.id}: its user, its array and what it starts after can't be changed")
-        if job.state in HOLDING and spec.needs != job.spec.needs:
+        if job.state in HOLDING and (spec.needs, spec.share_device) != (job.spec.needs, job.spec.share_device):
             raise QueueError(
                 f"job {job.id} is {job.state}: which devices it needs can't be changed while it holds some"
             )
+        self.num_sharing += spec.share_device - job.spec.share_device
         return [self._put(job, time_s, spec=spec, total=spec.total if spec.total is not None else job.total)]
 
     def _device_added(self, event: events.DeviceAdded, time_s: float) -> None:
@@ -263,8 +271,7 @@ class Book:
 
     def _device_removed(self, event: events.DeviceRemoved, time_s: float) -> None:
         self._known_device(event.device)
-        if event.device in self.holder:
-            raise QueueError(f"device {event.device} is held by job {self.holder[event.device]}: close it and wait")
+        holding.check_unheld(self.holder, event.device)
         del self.devices[event.device]
         self.closed.pop(event.device, None)
         self._layout = None
@@ -303,15 +310,12 @@ class Book:
         if device not in self.devices:
             raise QueueError(f"there is no device {device} in this queue")
 
-    def _check_devices(self, job: Job, devices: tuple[str, ...]) -> None:
+    def _check_devices(self, job: Job, devices: tuple[str, ...], *, may_join: bool = False) -> None:
         if not devices or len(set(devices)) != len(devices):
             raise QueueError(f"job {job.id} is to get the devices {devices}: expected some, none twice")
         for device in devices:
             self._known_device(device)
-            if self.holder.get(device, job.id) != job.id:
-                raise QueueError(f"job {job.id} is to get device {device}, which job {self.holder[device]} holds")
-            if device in self.closed and device not in job.devices:
-                raise QueueError(f"job {job.id} is to get device {device}, which is closed: {self.closed[device]}")
+            holding.check(self.holder, self.jobs, self.closed, job, device, may_join=may_join)
 
     def _put(self, job: Job, time_s: float, **changes: Any) -> Job:
         """The job with its times up to now and the changes."""
@@ -330,13 +334,10 @@ class Book:
 
     def _hold(self, job: Job, time_s: float, devices: tuple[str, ...], **changes: Any) -> Job:
         """Devices are given to the job, in place of those it has."""
-        for device in set(job.devices) - set(devices):
-            del self.holder[device]
-        for device in devices:
-            self.holder[device] = job.id
+        holding.vacate(self.holder, job, set(job.devices) - set(devices))
         self._account(job, time_s, len(devices) - len(job.devices))
         is_elastic = job.spec.needs.min_devices < job.spec.needs.max_devices
-        return self._put(
+        new = self._put(
             job,
             time_s,
             devices=devices,
@@ -346,20 +347,21 @@ class Book:
             rate_per_s=0.0 if is_elastic else job.rate_per_s,  # it was measured on other devices
             **changes,
         )
+        holding.occupy(self.holder, self.jobs, new, devices)
+        return new
 
     def _release(self, job: Job, time_s: float, state: JobState, reason: str, **changes: Any) -> Job:
         """The job holds nothing any more."""
-        for device in {*job.devices, *job.target}:
-            del self.holder[device]
+        holding.vacate(self.holder, job, {*job.devices, *job.target})
         self._account(job, time_s, -len(job.devices))
         return self._put(job, time_s, state=state, devices=(), target=(), reason=reason, **changes)
 
     def _end(self, job: Job, time_s: float, verb: Verb, reason: str) -> list[Job]:
         state = next_state(job.state, verb)
-        ended = self._release(job, time_s, state, reason)
+        changed = [self._release(job, time_s, state, reason)]
         del self.jobs[job.id]
+        self.num_sharing -= job.spec.share_device
         self.outcomes[job.id] = state
-        changed = [ended]
         for name in self._dependents.pop(job.id, ()):
             waiting = self.jobs.get(name)
             if waiting is None:
@@ -397,6 +399,7 @@ _HANDLERS: dict[type[Any], Callable[[Book, Any, float], list[Job] | None]] = {
     events.Placed: Book._placed,
     events.Began: Book._began,
     events.Reported: Book._reported,
+    events.Measured: Book._measured,
     events.ResizeAsked: Book._resize_asked,
     events.StopAsked: Book._stop_asked,
     events.Yielded: Book._yielded,

@@ -32,6 +32,7 @@ from evenload.scheduler.core.roster import (
     limits_of,
     sort_out,
 )
+from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import Snapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.stock import Stock
@@ -79,19 +80,29 @@ def plan(snapshot: Snapshot, now_s: float, explain: bool = False) -> Plan:
     roster = sort_out(snapshot, now_s)
     if snapshot.reservations:
         clear_reserved(snapshot, roster, now_s)
+    choices = Choices(snapshot, now_s)
+    sharing = Sharing(snapshot, roster, now_s, choices.pool_of) if snapshot.shares else None
     is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in roster.running)
     if not roster.pending and not is_elastic:
         return Plan(tuple(roster.commands), roster.waits)
-    return _Planning(snapshot, now_s, roster, explain).run()
+    return _Planning(snapshot, now_s, roster, choices, sharing, explain).run()
 
 
 class _Planning:
     """One plan while it is made."""
 
-    def __init__(self, snapshot: Snapshot, now_s: float, roster: Roster, explain: bool) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        now_s: float,
+        roster: Roster,
+        choices: Choices,
+        sharing: Sharing | None,
+        explain: bool,
+    ) -> None:
         self.snapshot, self.now_s, self.roster, self.explain = snapshot, now_s, roster, explain
         self.settings = snapshot.settings
-        self.choices = Choices(snapshot, now_s)
+        self.choices, self.sharing = choices, sharing
         self.stock = Stock(snapshot.layout, self.choices.pool_of, self.settings.packing, roster.free, roster.coming)
         self.limits = limits_of(snapshot)
         self.used: dict[str, list[int]] = {}
@@ -130,9 +141,9 @@ class _Planning:
         """Running jobs that nobody may displace, and those that only a higher class may."""
         settings, now_s = self.settings, self.now_s
         bound, young = set(), set()
-        grown_s = now_s - settings.min_run_s
+        grown_s, never = now_s - settings.min_run_s, not settings.max_preemptions_per_hour
         for job in self.roster.running:
-            if (job.preempted_s or not job.spec.preemptible) and is_bound(job, settings, now_s):
+            if (job.preempted_s or never or not job.spec.preemptible) and is_bound(job, settings, now_s):
                 bound.add(job.id)
             if job.attempt_began_s > grown_s and is_young(job, settings, now_s):
                 young.add(job.id)
@@ -150,15 +161,8 @@ class _Planning:
             settled=[job for job in roster.holders if job.state in (JobState.STARTING, JobState.RESIZING)],
             host_size=max(1, layout.host_size),
             keeping=keeping,
-            device_cost=self._device_cost(),
+            device_cost=layout.mean_cost(self.settings),
         )
-
-    def _device_cost(self) -> float:
-        layout, settings = self.snapshot.layout, self.settings
-        if not settings.price_weight and not settings.energy_weight:
-            return 0.0
-        costs = [pool.speed - pool.worth(settings) for pool in layout.pools]
-        return sum(costs[pool] for pool in layout.pool_of) / max(1, len(layout.pool_of))
 
     def _arranged(self, wishes: Wishes) -> list[Job]:
         """The policy's order, with the starving before all others and those over their soft limit behind."""
@@ -198,9 +202,12 @@ class _Planning:
                     if sizing is not None and self.hold is None:
                         sizing.grow(job)
                 continue
-            if self.stock.is_empty and (movers is None or movers.is_empty):
+            if self.sharing is not None and self._join(job, wishes, movers, sizing):
+                continue
+            is_all_gone = self.stock.is_empty and (movers is None or movers.is_empty)
+            if is_all_gone and (self.sharing is None or self.hold is not None):  # who joins may not delay the first
                 self.is_anyone_waiting = True
-                if not self.explain:
+                if not self.explain and self.sharing is None:
                     break
                 self._wait(job, "all devices are taken by jobs that go first")
                 continue
@@ -214,6 +221,17 @@ class _Planning:
                 continue
             if not self._start(job, num, wishes, movers) and not self._may_pass(job, wishes, movers):
                 break
+
+    def _join(self, job: Job, wishes: Wishes, movers: Movers | None, sizing: Resizing | None) -> bool:
+        """Starts a small job beside others on a device that they share (`core.sharing`); False where it can't be."""
+        if self.sharing is None or not job.spec.share_device or not self._within_limits(job):
+            return False
+        changed: set[str] = sizing.changed if sizing is not None else set()
+        pools, until_s = self.choices.of(job).pools, self._gone_s(job, wishes)
+        if not self.sharing.join(job, pools, until_s, self.hold, movers, changed):
+            return False
+        self._note_use(job, 1)
+        return True
 
     def _start(self, job: Job, num: int, wishes: Wishes, movers: Movers | None) -> bool:
         """Starts the job, or lets it wait for devices that are coming; False where there is no place for it."""
@@ -239,6 +257,8 @@ class _Planning:
                 return True
             self._note_use(job, num)
             self.starts[job.id] = (job, slots)
+            if self.sharing is not None and job.spec.share_device:
+                self.sharing.give(job, slots[0])
             return True
         if hold is not None and ends_s > hold.start_s:
             return False
@@ -282,6 +302,7 @@ class _Planning:
         """When the jobs that hold devices will give them up, to the first in line."""
         releases, now_s, slots_of = [], self.now_s, self.roster.slots
         min_run_s = self.settings.min_run_s
+        longer_s = self.sharing.longer_s(behind) if self.sharing is not None else {}
         for job in self.roster.holders:
             if job.id not in behind:
                 time_s = end_s(job, now_s)
@@ -289,16 +310,19 @@ class _Planning:
                 time_s = now_s
             else:
                 time_s = min(end_s(job, now_s), young_until_s)
+            if longer_s:
+                time_s = max(time_s, longer_s.get(job.id, 0.0))
             releases.append(Release(time_s, slots_of[job.id]))
         for job, slots in self.starts.values():
-            releases.append(Release(self._gone_s(job, wishes), slots))
+            releases.append(Release(max(self._gone_s(job, wishes), longer_s.get(job.id, 0.0)), slots))
         return releases
 
     def _gone_s(self, job: Job, wishes: Wishes) -> float:
         """When a job that would start now is gone, or can be sent away by the first in line."""
         spec, now_s, hold = job.spec, self.now_s, self.hold
         gone_s = end_s(job, now_s)
-        if wishes.preempts and spec.preemptible and not (job.preempted_s and is_bound(job, self.settings, now_s)):
+        may_be_bound = job.preempted_s or not self.settings.max_preemptions_per_hour
+        if wishes.preempts and spec.preemptible and not (may_be_bound and is_bound(job, self.settings, now_s)):
             until_s = now_s if hold and spec.priority < hold.job.spec.priority else now_s + self.settings.min_run_s
             return gone_s if gone_s < until_s else until_s
         if hold is not None and hold.start_s == math.inf:
@@ -345,7 +369,7 @@ class _Planning:
     def _count_use(self) -> None:
         if not self.limits and not any(job.spec.array for job in self.roster.pending):
             return
-        for job in self.roster.holders:
+        for job in (*self.roster.holders, *(self.sharing.guests if self.sharing is not None else ())):
             self._note_use(job, len({*job.devices, *job.target}) if job.target else len(job.devices))
 
     def _note_use(self, job: Job, num: int) -> None:
@@ -387,6 +411,8 @@ class _Planning:
             self.commands += sizing.commands
         for job, slots in self.starts.values():
             self.commands.append(Start(job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1))
+        if self.sharing is not None:
+            self.commands += self.sharing.commands(self.commands)
 
     def _wait(self, job: Job, reason: str) -> None:
         if self.explain:

@@ -60,6 +60,15 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What a job that may share its device takes of the device's memory at most, as far as it was seen."""
+
+    time_s: float
+    job: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ResizeAsked:
     """A running job is asked to save, stop, and go on with other devices."""
 
@@ -215,6 +224,7 @@ Event = (
     | Placed
     | Began
     | Reported
+    | Measured
     | ResizeAsked
     | StopAsked
     | Yielded

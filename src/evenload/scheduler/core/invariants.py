@@ -10,14 +10,14 @@ from evenload.scheduler.core.values import Job
 def violations(snapshot: Snapshot) -> list[str]:
     """What is wrong, in words; empty where all is well."""
     found: list[str] = []
-    holder: dict[str, str] = {}
+    holder: dict[str, Job] = {}
     held_by: dict[str, int] = {}
     for job in snapshot.jobs:
         found += _of_job(snapshot, job)
         for device in {*job.devices, *job.target}:
-            if device in holder:
-                found.append(f"device {device} is given to {holder[device]} and to {job.id}")
-            holder[device] = job.id
+            other = holder.setdefault(device, job)
+            if other is not job and not (other.spec.share_device and job.spec.share_device):
+                found.append(f"device {device} is given to {other.id} and to {job.id}, and not both of them share it")
         held_by[job.spec.user] = held_by.get(job.spec.user, 0) + len(job.devices)
     for name, user in snapshot.users.items():
         if user.num_devices != held_by.get(name, 0):
@@ -29,6 +29,8 @@ def _of_job(snapshot: Snapshot, job: Job) -> list[str]:
     found = []
     if bool(job.devices) != (job.state in HOLDING):
         found.append(f"job {job.id} is {job.state} and holds {len(job.devices)} devices")
+    if job.spec.share_device and len(job.devices) > 1:
+        found.append(f"job {job.id} shares its device and holds {len(job.devices)}")
     if job.target and job.state is not JobState.RESIZING:
         found.append(f"job {job.id} is {job.state} and still waits for devices")
     if job.ending is not None and job.state is not JobState.PREEMPTING:

@@ -43,6 +43,13 @@ class Layout:
     """What hosts consist of, as (pool, number) pairs; each once, however many hosts are alike."""
     pool_sizes: tuple[int, ...]
 
+    def mean_cost(self, settings: Settings) -> float:
+        """What a device costs, in parts of a device's speed, as the settings weigh money and energy."""
+        if not settings.price_weight and not settings.energy_weight:
+            return 0.0
+        costs = [pool.speed - pool.worth(settings) for pool in self.pools]
+        return sum(costs[pool] for pool in self.pool_of) / max(1, len(self.pool_of))
+
 
 def layout_of(devices: Iterable[Device]) -> Layout:
     """Draws the layout. Devices of one host count as near each other whatever their kind."""

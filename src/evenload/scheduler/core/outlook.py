@@ -10,13 +10,14 @@ nothing is known is told as unknown, not guessed. Cost: about that of one `decid
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evenload.scheduler.core.commands import End, Preempt, Resize, Start
 from evenload.scheduler.core.decide import Plan, plan
 from evenload.scheduler.core.estimates import left_s, restart_s
 from evenload.scheduler.core.roster import Choices, is_bound, is_young, limits_of
+from evenload.scheduler.core.sharing import shared_devices
 from evenload.scheduler.core.snapshot import Snapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.timeline import Timeline
@@ -80,6 +81,7 @@ class _Future:
         self.notes: dict[str, str] = {}
         self._granted: dict[str, tuple[str, ...]] = {}
         """Job → the devices that it gets now."""
+        self._shared = shared_devices(snapshot.jobs, planned.commands) if snapshot.shares else frozenset()
         self._soft: dict[str, float] = {}
         """Running job → from when on others may displace it."""
         self._gates: dict[tuple[str, str], _Gate] = {}
@@ -126,7 +128,8 @@ class _Future:
                 continue
             if job.state is JobState.PREEMPTING:
                 continue
-            self._take_holder(job, resized.get(job.id, job.target or job.devices), job.id in behind)
+            is_movable = job.id in behind and not (self._shared and self._shared.intersection(job.devices))
+            self._take_holder(job, resized.get(job.id, job.target or job.devices), is_movable)
 
     def _take_holder(self, job: Job, devices: tuple[str, ...], is_movable: bool) -> None:
         """A job that has devices and keeps them, at least until the order comes to it."""
@@ -139,6 +142,12 @@ class _Future:
             until_s = self._soft[job.id] = min(end_s, soft_s)
         else:
             self._pass_gates(job, end_s, len(slots))
+        self._occupy(slots, until_s)
+
+    def _occupy(self, slots: Sequence[int], until_s: float) -> None:
+        """The devices are not free before; one that is shared not before the last of its jobs has ended."""
+        if self._shared and any(self.snapshot.layout.devices[slot].id in self._shared for slot in slots):
+            until_s = max(until_s, *(self.timeline.free_s(slot) for slot in slots))
         self.timeline.occupy(slots, until_s)
 
     def _take_turn(self, job: Job) -> None:
@@ -181,7 +190,7 @@ class _Future:
         if job.state is JobState.PENDING:
             self.starts[job.id] = start_s
         end_s = self.ends[job.id] = self._end_s(job, start_s, is_fresh=True)
-        self.timeline.occupy(slots, end_s)
+        self._occupy(slots, end_s)
         self._pass_gates(job, end_s, len(slots))
 
     def _counts(self, job: Job, num: int) -> tuple[tuple[tuple[str, str], int], ...]:

@@ -82,6 +82,14 @@ class Movers:
         self._num_passed += 1
         self._count(mover, -1)
 
+    def keep(self, name: str) -> None:
+        """This job stays, wherever it stands: somebody has come to its device (`core.sharing`)."""
+        for index in range(self._num_passed, len(self._tail)):
+            if (mover := self._tail[index]).job.id == name:
+                self._count(mover, -1)
+                self._tail[index] = mover._replace(slots=())
+                return
+
     def make_room(self, job: Job, choice: Choice, num: int, stock: Stock) -> bool:
         """Displaces whom it must for `num` devices of `choice`; False, and nobody displaced, where that can't be."""
         priority, is_single = (

@@ -21,3 +21,5 @@ class Snapshot:
     users: Mapping[str, User]
     reservations: tuple[Reservation, ...]
     settings: Settings
+    shares: bool = False
+    """Whether any of the jobs may share a device."""

@@ -6,6 +6,7 @@ service in device-seconds.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Mapping
@@ -129,7 +130,8 @@ class JobSpec:
         if not self.user:
             raise ConfigError("a job without a user: expected the name of its owner")
         object.__setattr__(self, "user", sys.intern(self.user))
-        object.__setattr__(self, "needs", _same(self.needs))
+        with contextlib.suppress(TypeError):  # from a socket: the store's check names what is wrong
+            object.__setattr__(self, "needs", _same(self.needs))
         for name in ("estimate_s", "total", "restart_s", "soft_limit_s", "hard_limit_s"):
             value = getattr(self, name)
             least = 0 if name == "restart_s" else math.ulp(0.0)

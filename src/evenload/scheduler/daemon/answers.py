@@ -11,6 +11,7 @@ from typing import Any
 from evenload.job_files import Report
 from evenload.scheduler.core import events
 from evenload.scheduler.core.outlook import Outlook
+from evenload.scheduler.core.sharing import excess_bytes
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.desk import Desk
@@ -52,8 +53,15 @@ def job_row(desk: Desk, job: Job, prospects: Outlook | None = None) -> JobRow:
         "reason": reason,
         "array": job.spec.array,
         "is_held": job.is_held,
+        "shares": _beside(desk, job),
+        "peak_bytes": job.peak_bytes if live is None else max(job.peak_bytes, live.peak_bytes),
         "log": str(log_path(desk.folder, job.id)),
     }
+
+
+def _beside(desk: Desk, job: Job) -> list[str]:
+    holder = desk.store.book.holder
+    return [name for device in job.devices for name in holder.get(device, ()) if name != job.id]
 
 
 def _end_s(job: Job, told: Report | None, prospects: Outlook | None) -> float | None:
@@ -124,6 +132,7 @@ def reservation_row(desk: Desk, name: str) -> dict[str, Any]:
 def _device_row(desk: Desk, name: str) -> DeviceRow:
     book = desk.store.book
     device, found, held = book.devices[name], desk.found.get(name), desk.held(name)
+    jobs = book.holder.get(name, ())
     strangers: list[StrangerRow] = []
     if held is not None:
         for holder in held.strangers:
@@ -146,7 +155,9 @@ def _device_row(desk: Desk, name: str) -> DeviceRow:
         "speed": device.speed,
         "price_per_hour": device.price_per_hour,
         "power_w": device.power_w,
-        "job": book.holder.get(name, ""),
+        "job": jobs[0] if jobs else "",
+        "jobs": list(jobs),
+        "excess_bytes": excess_bytes([book.jobs[job] for job in jobs], device.memory_bytes) if len(jobs) > 1 else 0,
         "closed": book.closed.get(name, ""),
         "strangers": strangers,
         "ghost_bytes": 0 if held is None else held.ghost_bytes(desk.settings.ghost_bytes),

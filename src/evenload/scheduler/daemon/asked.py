@@ -115,7 +115,6 @@ def program_from(row: Any, caller: Caller) -> Program:
         grace_s=_seconds("program.grace_s", row.get("grace_s", Program.__dataclass_fields__["grace_s"].default)),
         requeue=_flag("program.requeue", row.get("requeue", False)),
         notify=_texts("program.notify", row.get("notify", ())),
-        share_device=_flag("program.share_device", row.get("share_device", False)),
         backend=row.get("backend", "local"),
         options=_table("program.options", row.get("options", {})),
     )
@@ -128,8 +127,6 @@ def program_from(row: Any, caller: Caller) -> Program:
         )
     if program.options:
         raise ConfigError(f"program.options: the local backend has none; found {', '.join(program.options)[:100]}")
-    if program.share_device:
-        raise ConfigError("program.share_device: this queue gives each device to one job at a time; leave it out")
     if os.geteuid() not in (0, caller.uid):
         raise QueueError(
             f"this queue belongs to {user_name(os.geteuid())} and isn't run by root, so it can't run jobs of "

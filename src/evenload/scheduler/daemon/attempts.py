@@ -14,15 +14,16 @@ from typing import Any
 
 from evenload.errors import ConfigError, EvenloadError, QueueError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.desk import Desk
 from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.journal import Journal
 from evenload.scheduler.daemon.learning import Learning
 from evenload.scheduler.daemon.orders import order_for
+from evenload.scheduler.daemon.peaks import Peaks
 from evenload.scheduler.daemon.runners import Gone, Live, facts_of
-from evenload.scheduler.daemon.strangers import judge
+from evenload.scheduler.daemon.strangers import judge, judge_beside
 from evenload.scheduler.daemon.wire import Connection
 from evenload.scheduler.runner import processes
 from evenload.scheduler.runner.files import Ask
@@ -62,6 +63,7 @@ class Attempts:
     def __init__(self, desk: Desk, journal: Journal, look_soon: Callable[[], None]) -> None:
         self._desk, self._journal, self._look_soon = desk, journal, look_soon
         self._learning = Learning(desk)
+        self._peaks = Peaks(desk, journal)
         self._gate: list[_AtGate] = []
         self._released_s: dict[str, float] = {}
         """GPU → when a job last gave it up, by the monotonic clock."""
@@ -110,7 +112,8 @@ class Attempts:
         if kept is None:
             raise QueueError("what it runs isn't recorded")
         job = desk.store.book.jobs[name]
-        order = order_for(desk.folder, attempt, kept.program, desk.found, desk.settings.log_bytes)
+        shares = job.spec.share_device
+        order = order_for(desk.folder, attempt, kept.program, desk.found, desk.settings.log_bytes, shares=shares)
         desk.runners.launch(attempt, order, learns=kept.learns, measures=kept.measures, done=job.done)
 
     def register(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -189,16 +192,34 @@ class Attempts:
             late = time.monotonic() - since_s > _LOOK_WITHIN_S
             return (gpus[0], f"not seen: NVML hasn't answered for {_LOOK_WITHIN_S:g} s") if late else None
         for device in gpus:
-            if reason := judge(sight.held.get(device), self._desk.settings.ghost_bytes):
-                if self._is_settling(attempt, device):
+            others = self._beside(device)
+            held, allowed_bytes = sight.held.get(device), self._desk.settings.ghost_bytes
+            if reason := judge(held, allowed_bytes) if others is None else judge_beside(held, allowed_bytes, others):
+                if self._is_settling(attempt, device, is_shared=others is not None):
                     return None
                 return device, reason
         return ()
 
-    def _is_settling(self, attempt: Attempt, device: str) -> bool:
-        """Whether the same job gave the device up a moment ago, to go on with more or fewer: its memory comes back."""
-        is_its_own = self._last_holder.get(device) == attempt.fence.job
+    def _beside(self, device: str) -> list[int] | None:
+        """Process ids of the runners of all jobs on a device; None where it isn't shared."""
+        names = self._desk.store.book.holder.get(device, ())
+        if len(names) < 2:
+            return None
+        pids = self.runner_pids()
+        return [pids[name] for name in names if name in pids]
+
+    def _is_settling(self, attempt: Attempt, device: str, *, is_shared: bool) -> bool:
+        """Whether the same job gave the device up a moment ago, to go on with more or fewer: its memory comes back.
+
+        On one that is shared another may have.
+        """
+        is_its_own = is_shared or self._last_holder.get(device) == attempt.fence.job
         return is_its_own and time.monotonic() - self._released_s.get(device, 0.0) < _BACK_WITHIN_S
+
+    def runner_pids(self) -> dict[str, int]:
+        """Job → process id of its runner."""
+        live = self._desk.runners.live
+        return {name: one.identity.pid for name, one in live.items() if one.identity is not None}
 
     def _gpus(self, devices: Iterable[str]) -> list[str]:
         found = self._desk.found
@@ -239,7 +260,11 @@ class Attempts:
             self._desk.runners.ask(name, Ask("stop", job.reason or "asked by the queue"))
 
     def note_reports(self, record: Record) -> None:
-        """Reads how far the programs are. An attempt's first report is recorded, its first with a speed, then one a minute."""
+        """Reads how far the programs are, and what they take of devices that they may share.
+
+        An attempt's first report is recorded, its first with a speed, then one a minute.
+        """
+        self._peaks.look(record)
         for live in self._desk.runners.read_reports():
             now_s = time.monotonic()
             has_speed = live.told is not None and live.told.steps_per_s > 0
@@ -273,13 +298,17 @@ class Attempts:
             if attempt is None or attempt.fence != live.fence:
                 continue
             self._record_report(live, record)
-            if gone.result is None:
-                record(events.Lost(time.time(), live.fence.job, gone.reason))
-            else:
+            event: events.Event = events.Lost(time.time(), live.fence.job, gone.reason)
+            if gone.result is not None:
                 event = ending(live.fence.job, time.time(), gone.result, live.told, live.done_before)
                 if isinstance(event, events.Yielded):
                     self._learning.stopped(live, gone.result)
-                record(event)
+            is_success = isinstance(event, events.Ended) and event.is_success
+            self._peaks.ended(live, gone.result, is_success, record)
+            for job in record(event):
+                if job.id == live.fence.job and job.state in ENDED:
+                    for told in self._desk.alike.learn(job, self._desk.store.book.jobs, time.time()):
+                        record(told)
             self._note_release(attempt)
         for name, reason in list(self._failed.items()):
             if self._desk.store.attempt(name) is not None and name not in self._desk.runners.live:

@@ -188,7 +188,13 @@ class Daemon:
         self._desk.stranger_since_s = {key: since.get(key, time.time()) for key in seen}
         allowed_bytes = self._desk.settings.ghost_bytes
         for event in stranger_events(
-            self._store.book, self._desk.found, sight, allowed_bytes, self._told_s, time.time()
+            self._store.book,
+            self._desk.found,
+            sight,
+            allowed_bytes,
+            self._told_s,
+            time.time(),
+            self._attempts.runner_pids(),
         ):
             self._desk.record(event)
             label = self._desk.found[event.device].label

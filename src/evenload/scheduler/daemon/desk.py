@@ -12,6 +12,7 @@ from evenload.scheduler.core.outlook import Outlook
 from evenload.scheduler.core.snapshot import Snapshot
 from evenload.scheduler.core.states import ENDED
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.alike import Alike
 from evenload.scheduler.daemon.devices import Found
 from evenload.scheduler.daemon.foresight import Foresight
 from evenload.scheduler.daemon.queue_file import QueueFile
@@ -57,7 +58,12 @@ class Desk:
     """Jobs that events not yet on disk have ended."""
     has_changed: bool = True
     """Something was recorded since the last decision."""
+    alike: Alike = field(init=False)
+    """What jobs took of a device's memory, for others like them."""
     _foresight: Foresight = field(default_factory=Foresight)
+
+    def __post_init__(self) -> None:
+        self.alike = Alike(self.reader)
 
     def record(self, entry: Entry, **rest: Any) -> tuple[Job, ...]:
         """`Store.record`, which also notes what there is to decide on and to tell afterwards."""

@@ -19,9 +19,9 @@ _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def order_for(
-    folder: Path, attempt: Attempt, program: Program, found: Mapping[str, Found], log_bytes: int, name: str = ""
+    folder: Path, attempt: Attempt, program: Program, found: Mapping[str, Found], log_bytes: int, *, shares: bool
 ) -> Order:
-    """The order for an attempt.
+    """The order for an attempt; what it takes of a device that it may share is measured.
 
     Raises:
         QueueError: a device isn't here any more, or the owner isn't known to this machine.
@@ -55,6 +55,7 @@ def order_for(
         log_bytes=log_bytes,
         cores=cores,
         note=f"attempt {number} on {labels}, {at}" if number > 1 else "",
+        measures=shares and not any(found[device].is_gpu for device in attempt.devices),
     )
 
 

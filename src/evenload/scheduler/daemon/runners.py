@@ -57,6 +57,8 @@ class Live:
     """When a report of it was last recorded, by the monotonic clock; 0 for never."""
     has_speed: bool = False
     """The report that was recorded told a speed."""
+    peak_bytes: int = 0
+    """What it took of a device that it may share, at most, as far as it was seen."""
     is_gone: bool = False
     swept: bool = False
     """A runner that was killed left nothing that still runs."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload import hardware
-from evenload.scheduler.runner.processes import all_stats, below
+from evenload.scheduler.runner.processes import Stat, all_stats, runner_of
 
 _ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -33,6 +33,8 @@ class Holder:
     """None where the driver doesn't tell."""
     is_own: bool = False
     """It belongs to a job of this queue."""
+    runner: int = 0
+    """Process id of that job's runner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,23 @@ def judge(held: Held | None, allowed_bytes: int) -> str:
     if ghost_bytes := held.ghost_bytes(allowed_bytes):
         return f"{ghost_bytes / 2**30:.1f} GiB of its memory are in use, but no process is known to hold them"
     return ""
+
+
+def judge_beside(held: Held | None, allowed_bytes: int, runners: Iterable[int]) -> str:
+    """Why a job can't join those that share a device; an empty text where it can.
+
+    Args:
+        held: what was seen on it.
+        allowed_bytes: memory that the driver may keep for itself.
+        runners: process ids of the runners of all jobs on it.
+    """
+    if held is None or held.problem:
+        return judge(held, allowed_bytes)
+    ours = frozenset(runners)
+    for holder in held.holders:  # one that can't be seen from here may well be theirs
+        if holder.command and holder.runner not in ours:
+            return f"held by {describe(holder)}, outside the jobs that share it"
+    return judge(Held((), held.ghost_bytes(allowed_bytes)), 0)
 
 
 def describe(holder: Holder) -> str:
@@ -158,7 +177,8 @@ class _Unknown(dict[str, Held]):
 def look(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str, Held]:
     """What is on each device now, by UUID."""
     found = {}
-    own: set[int] | None = None
+    stats: dict[int, Stat] | None = None
+    ours = frozenset(runners)
     for handle in handles:
         uuid = nvml.nvmlDeviceGetUUID(handle)
         try:
@@ -167,9 +187,9 @@ def look(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str,
         except nvml.NVMLError as error:
             found[uuid] = Held(problem=f"NVML doesn't tell what is on it: {error}")
             continue
-        if processes and own is None:
-            own = below(runners, all_stats())
-        holders = tuple(_holder(process, own or set()) for process in processes)
+        if processes and stats is None:
+            stats = all_stats()
+        holders = tuple(_holder(process, runner_of(int(process.pid), ours, stats or {})) for process in processes)
         found[uuid] = Held(holders, used_bytes)
     return found
 
@@ -182,7 +202,7 @@ def _used_bytes(nvml: Any, handle: Any) -> int:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
-def _holder(process: Any, own: set[int]) -> Holder:
+def _holder(process: Any, runner: int) -> Holder:
     pid = int(process.pid)
     place = Path("/proc", str(pid))
     used = process.usedGpuMemory
@@ -192,7 +212,7 @@ def _holder(process: Any, own: set[int]) -> Holder:
         user_id = place.stat().st_uid
     except OSError:
         return Holder(pid, "", "", used_bytes)
-    return Holder(pid, user_name(user_id), _printable(command), used_bytes, pid in own)
+    return Holder(pid, user_name(user_id), _printable(command), used_bytes, runner > 0, runner)
 
 
 def user_name(uid: int) -> str:

@@ -14,7 +14,7 @@ from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.values import Limits, settings_from
 from evenload.scheduler.daemon.devices import Found
 from evenload.scheduler.daemon.queue_file import QueueFile
-from evenload.scheduler.daemon.strangers import Sight, judge
+from evenload.scheduler.daemon.strangers import Sight, judge, judge_beside
 
 _AWAY = "isn't found in this machine now"
 _RETOLD_S = 30.0
@@ -77,11 +77,21 @@ def stranger_events(
     allowed_bytes: int,
     told_s: dict[str, float],
     now_s: float,
+    runners: Mapping[str, int] | None = None,
 ) -> list[events.DeviceClosed | events.DeviceOpened]:
-    """Devices of no job that are held by somebody else now, and those that are free again."""
+    """Devices of no job that are held by somebody else now, and those that are free again.
+
+    One that jobs share is free for others once nobody is on it but those below its jobs' `runners` (job → process id).
+    """
     happened: list[events.DeviceClosed | events.DeviceOpened] = []
     for name, one in found.items():
-        if not one.is_gpu or name in book.holder or name not in book.devices:
+        if not one.is_gpu or name not in book.devices:
+            continue
+        if (holders := book.holder.get(name)) is not None:
+            is_shared = all(book.jobs[job].spec.share_device for job in holders)
+            pids = [runners[job] for job in holders if job in runners] if runners is not None else []
+            if name in book.closed and is_shared and not judge_beside(sight.held.get(name), allowed_bytes, pids):
+                happened.append(events.DeviceOpened(now_s, name))
             continue
         reason, before = judge(sight.held.get(name), allowed_bytes), book.closed.get(name)
         if not reason and before is not None:

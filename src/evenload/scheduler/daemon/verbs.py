@@ -104,6 +104,7 @@ class Verbs:
         if learns:
             spec = replace(spec, preemptible=program.requeue)
         self._check_priority(caller, spec.priority)
+        spec = self.desk.alike.known(spec, program.command)
         if reason := self.desk.store.book.refusal(spec):
             raise QueueError(reason)
         event = events.Submitted(now_s, name, spec)

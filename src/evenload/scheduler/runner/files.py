@@ -18,6 +18,7 @@ from evenload.scheduler.runner.processes import Marks
 ORDER = "order.json"
 MARKS = "marks.json"
 RESULT = "result.json"
+PEAK = "peak.json"
 ASK = "ask.json"
 TERMS = "terms.json"
 TOLD = "told"
@@ -50,6 +51,8 @@ class Order:
     """The program is bound to them; all that the runner may use if empty."""
     note: str = ""
     """A line for the log before the program's own."""
+    measures: bool = False
+    """How much of the machine's memory the program takes is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class Result:
     problem: str = ""
     """Why it never began."""
     time_s: float = 0.0
+    peak_bytes: int = 0
+    """What all of its processes took of the machine's memory at most; 0 where that wasn't measured."""
 
 
 def terms_of(folder: Path, order: Order) -> Terms:
@@ -138,6 +143,21 @@ def read_result(folder: Path, fence: int) -> Result | None:
     except QueueError:
         return None
     return Result(**row) if row is not None and row.get("fence") == fence else None
+
+
+def write_peak(folder: Path, fence: int, peak_bytes: int) -> None:
+    """Leaves how much memory the program took so far."""
+    _write(folder / PEAK, {"fence": fence, "peak_bytes": peak_bytes})
+
+
+def read_peak(folder: Path, fence: int) -> int:
+    """How much memory the program of this fence took so far; 0 where nothing is told."""
+    try:
+        row = _read(folder / PEAK)
+    except QueueError:
+        return 0
+    peak_bytes = row.get("peak_bytes") if row is not None and row.get("fence") == fence else 0
+    return peak_bytes if isinstance(peak_bytes, int) else 0
 
 
 def _write(path: Path, row: Mapping[str, Any]) -> None:

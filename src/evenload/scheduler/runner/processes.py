@@ -109,6 +109,17 @@ def below(roots: Iterable[int], stats: dict[int, Stat]) -> set[int]:
     return found
 
 
+def runner_of(pid: int, runners: frozenset[int], stats: dict[int, Stat]) -> int:
+    """Which of the runners a process descends from; 0 for none."""
+    passed: set[int] = set()
+    while pid in stats and pid not in passed:
+        passed.add(pid)
+        pid = stats[pid].parent
+        if pid in runners:
+            return pid
+    return 0
+
+
 def members(marks: Marks, stats: dict[int, Stat]) -> set[int]:
     """The processes that bear one of an attempt's marks. Never this process itself, nor one above it."""
     found: set[int] = set()

@@ -14,10 +14,14 @@ from evenload.errors import QueueError
 from evenload.job_files import ask_to_stop
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import Order, Result
+from evenload.scheduler.runner.memory import resident_bytes
 from evenload.scheduler.runner.start import Started
 
 _LOOK_EVERY_S = 1.0
 _ENDING_EVERY_S = 0.05
+_MEASURE_EVERY_S = 1.0
+_NEWS = 1.02
+"""A peak of memory is told when it is so many times the one told before."""
 _STRAGGLERS_S = 3.0
 """What a program leaves behind when it ends by itself gets so long after a SIGTERM."""
 
@@ -33,6 +37,8 @@ class Watching:
         self._deadline_s: float | None = None
         self._is_rest_told = False
         self._was_killed = False
+        self._peak_bytes = self._told_bytes = 0
+        self._measure_at_s = 0.0
         self.is_terminated = False
         """This runner itself was sent a SIGTERM: the machine goes down, or somebody wants it."""
 
@@ -43,7 +49,14 @@ class Watching:
             is_ending = self._code is not None or self._was_killed
             self._sleep(_ENDING_EVERY_S if is_ending else _LOOK_EVERY_S)
         processes.remove_cgroup(self._started.cgroup)
-        return Result(self._order.fence, self._code, self._asked, self._was_killed, time_s=time.time())
+        return Result(
+            self._order.fence,
+            self._code,
+            self._asked,
+            self._was_killed,
+            time_s=time.time(),
+            peak_bytes=self._peak_bytes,
+        )
 
     def on_terminate(self, number: int, frame: FrameType | None) -> None:
         """For SIGTERM."""
@@ -53,13 +66,15 @@ class Watching:
         """Takes in processes that ended; False once there is none left, for orphans come here too."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return False
             if pid == 0:
                 return True
             if pid == self._started.pid:
                 self._code = os.waitstatus_to_exitcode(status)
+                if self._order.measures:  # one that ended between two looks
+                    self._peak_bytes = max(self._peak_bytes, usage.ru_maxrss * 1024)
 
     def _look(self) -> None:
         now_s = time.monotonic()
@@ -74,6 +89,18 @@ class Watching:
                 self._say(f"it didn't end within {self._order.grace_s:g} s of the request: killed")
             self._kill()
         self._trim_log()
+        if self._order.measures and now_s >= self._measure_at_s:
+            self._measure_at_s = now_s + _MEASURE_EVERY_S
+            self._measure()
+
+    def _measure(self) -> None:
+        """Looks how much memory the whole tree holds, and tells the daemon of a new peak."""
+        tree = processes.below([os.getpid()], processes.all_stats())
+        self._peak_bytes = max(self._peak_bytes, resident_bytes(tree))
+        if self._peak_bytes > self._told_bytes * _NEWS:
+            self._told_bytes = self._peak_bytes
+            with contextlib.suppress(OSError):
+                files.write_peak(self._folder, self._order.fence, self._peak_bytes)
 
     def _follow_requests(self, now_s: float) -> None:
         try:

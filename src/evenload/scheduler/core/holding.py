@@ -1,0 +1,71 @@
+"""Who holds which device: one job, or several where all of them may share it. `Book` keeps it, by these rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from evenload.errors import QueueError
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
+
+Holders = dict[str, tuple[str, ...]]
+"""Device → the jobs that hold it, by when they got it."""
+
+
+def occupy(holders: Holders, jobs: Mapping[str, Job], job: Job, devices: Iterable[str]) -> None:
+    """The devices are the job's, beside those who share them with it."""
+    for device in devices:
+        others = holders.get(device)
+        if others is None:
+            holders[device] = (job.id,)
+        elif job.id not in others:  # an order that a state read from a store has too
+            arrived = {name: (jobs[name].attempt_began_s, name) for name in (*others, job.id)}
+            holders[device] = tuple(sorted(arrived, key=arrived.__getitem__))
+
+
+def vacate(holders: Holders, job: Job, devices: Iterable[str]) -> None:
+    """The job has the devices no more; whoever shares them stays."""
+    for device in devices:
+        others = tuple(name for name in holders[device] if name != job.id)
+        if others:
+            holders[device] = others
+        else:
+            del holders[device]
+
+
+def check(
+    holders: Holders,
+    jobs: Mapping[str, Job],
+    closed: Mapping[str, str],
+    job: Job,
+    device: str,
+    *,
+    may_join: bool,
+) -> None:
+    """Whether the job can get a device: nobody else has it, or all who have it share it with the job; and it is open.
+
+    How much memory they take is no question here: what fitted when it was decided is not judged by later rules.
+
+    Raises:
+        QueueError: it can't.
+    """
+    others = [name for name in holders.get(device, ()) if name != job.id]
+    if others and not (may_join and job.spec.share_device and all(may_be_joined(jobs[name]) for name in others)):
+        raise QueueError(f"job {job.id} is to get device {device}, which job {', '.join(others)} holds")
+    if device in closed and device not in job.devices:
+        raise QueueError(f"job {job.id} is to get device {device}, which is closed: {closed[device]}")
+
+
+def check_unheld(holders: Holders, device: str) -> None:
+    """Whether nobody has the device.
+
+    Raises:
+        QueueError: somebody has.
+    """
+    if device in holders:
+        raise QueueError(f"device {device} is held by job {', '.join(holders[device])}: close it and wait")
+
+
+def may_be_joined(job: Job) -> bool:
+    """Whether others may come to its device: it shares, and isn't about to leave."""
+    return job.spec.share_device and job.state in (JobState.STARTING, JobState.RUNNING)

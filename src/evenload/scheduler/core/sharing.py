@@ -1,0 +1,231 @@
+"""Small jobs on one device: who may join whom, who must leave where memory runs out, and how a plan sees them. Pure.
+
+A plan gives out whole devices. So of the jobs on one device one, the lead, stands for it: the one that is hardest to move.
+The others, its guests, are left out of what the policy orders, and follow the lead when it is displaced. A device comes
+free only when all on it are leaving.
+
+A job may join a device while all on it share and none is leaving, and while the peaks of memory of all, the newcomer's too,
+times `Settings.share_margin`, fit into the device. Where a peak is not known the job is alone. Joining counts against the
+promise to the first in line as taking the device would (`core.hold`), unless those on it stay longer anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from evenload.scheduler.core.commands import Command, Preempt, Start
+from evenload.scheduler.core.estimates import end_s
+from evenload.scheduler.core.hold import Hold
+from evenload.scheduler.core.holding import may_be_joined
+from evenload.scheduler.core.room import Movers
+from evenload.scheduler.core.roster import Roster, is_bound, is_young
+from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job, Settings
+
+_MOST_ASKED = 16
+"""Of devices that have room for a job, so many are tried against the promise to the first in line."""
+
+
+def expected_bytes(job: Job) -> int | None:
+    """What a job will take of its device's memory at most; None where nobody knows.
+
+    What was measured of it, or of others like it, whichever is more; else what its owner says that it needs.
+    """
+    return max(job.peak_bytes, job.spec.peak_bytes) or job.spec.needs.memory_bytes or None
+
+
+def room_bytes(jobs: Collection[Job], memory_bytes: int, settings: Settings) -> int | None:
+    """How large a peak may be that comes to these jobs on a device; None where nobody may come."""
+    if len(jobs) >= settings.max_sharers or not all(map(may_be_joined, jobs)):
+        return None
+    left = math.floor(memory_bytes / settings.share_margin)
+    for job in jobs:
+        peak_bytes = expected_bytes(job)
+        if peak_bytes is None:
+            return None
+        left -= peak_bytes
+    return left if left > 0 else None
+
+
+def excess_bytes(jobs: Iterable[Job], memory_bytes: int) -> int:
+    """By how much the peaks of these jobs are more than their device's memory; 0 where they fit."""
+    return max(0, sum(expected_bytes(job) or 0 for job in jobs) - memory_bytes) if memory_bytes else 0
+
+
+def shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> frozenset[str]:
+    """Devices on which several jobs are, or will be by these commands."""
+    once: set[str] = set()
+    several = set()
+    given = [command.devices for command in commands if isinstance(command, Start)]
+    for devices in (*(job.devices for job in jobs if job.devices), *given):
+        several.update(once.intersection(devices))
+        once.update(devices)
+    return frozenset(several)
+
+
+@dataclass
+class _Place:
+    """A device held by jobs that share it, or by one that would."""
+
+    slot: int
+    jobs: list[Job]
+    """All that hold it, the first of them first."""
+    lead: Job
+    guests: list[Job] = field(default_factory=list)
+    """Those beside the lead that are not leaving; they do what it does."""
+    room_bytes: int | None = None
+    joined_until_s: float = 0.0
+    """When those that join in this plan can be sent away."""
+
+
+class Sharing:
+    """Who shares which device, while a plan is made."""
+
+    def __init__(self, snapshot: Snapshot, roster: Roster, now_s: float, pool_of: Sequence[int]) -> None:
+        """Takes guests out of the roster, and commands those to leave for whom there is no memory."""
+        self._snapshot, self._settings, self._now_s, self._pool_of = snapshot, snapshot.settings, now_s, pool_of
+        self.guests: list[Job] = []
+        """Those that hold devices and are not in the roster."""
+        self._places: dict[int, _Place] = {}
+        self._rooms: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """(Pool, number of jobs) → (room, device) of devices that may be joined, the least room first."""
+        self._joins: list[tuple[Job, int]] = []
+        self._sort_out(roster)
+
+    def _sort_out(self, roster: Roster) -> None:
+        by_slot: dict[int, list[Job]] = {}
+        for job in roster.holders:
+            if job.spec.share_device:
+                by_slot.setdefault(roster.slots[job.id][0], []).append(job)
+        leaving = {command.job for command in roster.commands}
+        for slot, jobs in by_slot.items():
+            staying = [job for job in jobs if job.id not in leaving and job.state is not JobState.PREEMPTING]
+            self._relieve(slot, staying, roster)
+            lead = max(staying, key=self._firmness) if staying else jobs[0]
+            place = self._places[slot] = _Place(slot, jobs, lead, [job for job in staying if job is not lead])
+            self.guests += [job for job in jobs if job is not lead]
+            if len(staying) == len(jobs) and self._snapshot.layout.devices[slot].id not in self._snapshot.closed:
+                self._open(place)
+            if len(jobs) > 1 and slot in roster.coming:
+                roster.coming = [other for other in roster.coming if other != slot] + [slot] * (not staying)
+        if self.guests:
+            out = {job.id for job in self.guests}
+            roster.running = [job for job in roster.running if job.id not in out]
+            roster.holders = [job for job in roster.holders if job.id not in out]
+
+    def _firmness(self, job: Job) -> tuple[bool, bool, int, bool]:
+        """How hard it is to move a job."""
+        settings, now_s = self._settings, self._now_s
+        is_starting = job.state is not JobState.RUNNING
+        return is_starting, is_bound(job, settings, now_s), job.spec.priority, is_young(job, settings, now_s)
+
+    def _relieve(self, slot: int, staying: list[Job], roster: Roster) -> None:
+        """Has the youngest leave whose leaving is enough, where the jobs need more memory than there is."""
+        memory_bytes = self._snapshot.layout.devices[slot].memory_bytes
+        while len(staying) > 1 and (more_bytes := excess_bytes(staying, memory_bytes)):
+            able = [j for j in staying if j.state is JobState.RUNNING and not is_bound(j, self._settings, self._now_s)]
+            if not able:
+                return
+            able.reverse()  # of those that came at once, the one that was submitted last
+            able.sort(key=lambda job: -job.attempt_began_s)
+            one = next((job for job in able if (expected_bytes(job) or 0) >= more_bytes), able[0])
+            need = (memory_bytes + more_bytes) / 2**30
+            reason = f"those that share its device may need {need:.1f} GiB of its {memory_bytes / 2**30:.1f} GiB"
+            roster.commands.append(Preempt(one.id, reason))
+            roster.running = [job for job in roster.running if job is not one]
+            staying.remove(one)
+
+    def _open(self, place: _Place) -> None:
+        """Notes how much room there is; before that a place has none."""
+        memory_bytes = self._snapshot.layout.devices[place.slot].memory_bytes
+        place.room_bytes = room_bytes(place.jobs, memory_bytes, self._settings)
+        if place.room_bytes is not None:
+            insort(self._line(place.slot, len(place.jobs)), (place.room_bytes, place.slot))
+
+    def _line(self, slot: int, num: int) -> list[tuple[int, int]]:
+        return self._rooms.setdefault((self._pool_of[slot], num), [])
+
+    def give(self, job: Job, slot: int) -> None:
+        """The plan starts a job alone on a device; others may join it."""
+        place = self._places[slot] = _Place(slot, [replace(job, state=JobState.STARTING)], job)
+        self._open(place)
+
+    def join(
+        self,
+        job: Job,
+        pools: Collection[int],
+        until_s: float,
+        hold: Hold | None,
+        movers: Movers | None,
+        changed: Collection[str],
+    ) -> bool:
+        """Starts a job on a device where others are; False where there is none that it may join.
+
+        Args:
+            job: who wants to come.
+            pools: which devices it can use.
+            until_s: from then on it is gone, or can be sent away by the first in line.
+            hold: what is promised to that one.
+            movers: who could be displaced; the lead of the device that is joined no more.
+            changed: jobs from which this plan has taken their devices.
+        """
+        gone: Collection[str] = movers.displaced() if movers is not None else ()
+        for place in self._fitting(job, pools):
+            lead = place.lead.id
+            if lead in gone or lead in changed or (hold is not None and self._delays(place, until_s, hold, movers)):
+                continue
+            if movers is not None:
+                movers.keep(lead)
+            self._line(place.slot, len(place.jobs)).remove((place.room_bytes or 0, place.slot))
+            place.jobs = [*place.jobs, replace(job, state=JobState.STARTING)]
+            place.joined_until_s = max(place.joined_until_s, until_s)
+            self._open(place)
+            self._joins.append((job, place.slot))
+            return True
+        return False
+
+    def _fitting(self, job: Job, pools: Collection[int]) -> list[_Place]:
+        """Devices with room for a job, those with the fewest jobs first, then those that it fills best."""
+        need = expected_bytes(job)
+        if need is None:
+            return []
+        found: list[_Place] = []
+        for num in range(1, self._settings.max_sharers):
+            lines = [line for pool in pools if (line := self._rooms.get((pool, num)))]
+            fitting = [entry for line in lines for entry in line[bisect_left(line, (need, -1)) :][:_MOST_ASKED]]
+            found += [self._places[slot] for _, slot in sorted(fitting)[:_MOST_ASKED]]
+        return found
+
+    def _delays(self, place: _Place, until_s: float, hold: Hold, movers: Movers | None) -> bool:
+        """Whether one more job on a device would break the promise to the first in line."""
+        if hold.admit((place.slot,), until_s):
+            return False
+        behind: Collection[str] = movers.behind() if movers is not None else ()
+        return place.lead.id in behind or max(end_s(job, self._now_s) for job in place.jobs) <= hold.start_s
+
+    def longer_s(self, behind: Collection[str]) -> Mapping[str, float]:
+        """Lead → until when others hold its device; where the lead is one of `behind`, who can be sent away, those who join."""
+        found = {}
+        for place in self._places.values():
+            until_s = place.joined_until_s
+            if place.guests and place.lead.id not in behind:
+                until_s = max(until_s, *(end_s(job, self._now_s) for job in place.guests))
+            if until_s:
+                found[place.lead.id] = until_s
+        return found
+
+    def commands(self, given: Iterable[Command]) -> list[Command]:
+        """What follows from the plan's commands for guests, and the starts of those that join."""
+        stopped = {command.job: command.reason for command in given if isinstance(command, Preempt)}
+        found: list[Command] = []
+        for place in self._places.values():
+            if (reason := stopped.get(place.lead.id)) is not None:
+                found += [Preempt(guest.id, reason) for guest in place.guests if guest.id not in stopped]
+        devices = self._snapshot.layout.devices
+        for job, slot in self._joins:
+            found.append(Start(job.id, (devices[slot].id,), job.attempt + 1))
+        return found

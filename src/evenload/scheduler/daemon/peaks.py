@@ -1,0 +1,114 @@
+"""What jobs that may share their device take of its memory: seen by NVML on a GPU, by the runner where cores are the device.
+
+A peak is recorded once it can be relied on: when its job has run for `Settings.share_after_s`, when a run was over, and at
+once where it is more than was expected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from evenload.scheduler.core import events
+from evenload.scheduler.core.sharing import excess_bytes, expected_bytes
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.desk import Desk
+from evenload.scheduler.daemon.journal import Journal
+from evenload.scheduler.daemon.runners import Live
+from evenload.scheduler.daemon.strangers import Held
+from evenload.scheduler.runner import files
+from evenload.scheduler.runner.files import Result
+
+_NEWS = 1.02
+"""A peak is recorded anew when it is so many times the one before."""
+
+Record = Callable[..., tuple[Job, ...]]
+
+
+class Peaks:
+    """The measured peaks of a queue's jobs."""
+
+    def __init__(self, desk: Desk, journal: Journal) -> None:
+        self._desk, self._journal = desk, journal
+        self._warned: set[str] = set()
+        """Devices whose jobs need more than there is, and none of them can be stopped."""
+
+    def look(self, record: Record) -> None:
+        """Looks at all that run and may share; once a second."""
+        book = self._desk.store.book
+        if not book.num_sharing:
+            return
+        now_s = time.time()
+        for live in self._desk.runners.live.values():
+            job = book.jobs.get(live.fence.job)
+            if job is None or not job.spec.share_device or not job.devices:
+                continue
+            live.peak_bytes = max(live.peak_bytes, self._seen_bytes(live, job))
+            if self._is_reliable(live, job, now_s):
+                (job,) = record(events.Measured(now_s, job.id, live.peak_bytes))
+                for told in self._desk.alike.learn(job, book.jobs, now_s):
+                    record(told)
+        self._warn()
+
+    def ended(self, live: Live, result: Result | None, is_success: bool, record: Record) -> None:
+        """An attempt is over, its end not recorded yet: what was seen of it counts if it ran to its end, or long enough."""
+        job = self._desk.store.book.jobs.get(live.fence.job)
+        if job is None or not job.spec.share_device or not job.devices:
+            return
+        live.peak_bytes = max(live.peak_bytes, 0 if result is None else result.peak_bytes)
+        now_s = time.time()
+        if self._is_reliable(live, job, now_s) or (is_success and live.peak_bytes > job.peak_bytes * _NEWS):
+            record(events.Measured(now_s, job.id, live.peak_bytes))
+
+    def _is_reliable(self, live: Live, job: Job, now_s: float) -> bool:
+        if live.peak_bytes <= job.peak_bytes * _NEWS:
+            return False
+        expected = expected_bytes(job)
+        if job.peak_bytes or (expected is not None and live.peak_bytes > expected):
+            return True
+        return now_s - job.attempt_began_s >= self._desk.store.book.settings.share_after_s
+
+    def _seen_bytes(self, live: Live, job: Job) -> int:
+        device = job.devices[0]
+        found = self._desk.found.get(device)
+        if found is None or live.identity is None:
+            return 0
+        if not found.is_gpu:
+            return files.read_peak(live.folder, live.fence.number)
+        held, sight = self._desk.held(device), self._desk.sight
+        if held is None or sight is None or sight.began_s <= live.began_s:
+            return 0
+        return used_by(held, live.identity.pid, is_alone=self._desk.store.book.holder.get(device) == (job.id,))
+
+    def _warn(self) -> None:
+        """Says once of each device that its jobs need more than it has, where none of them can be stopped."""
+        book, crowded = self._desk.store.book, set()
+        for device, names in book.holder.items():
+            if len(names) < 2:
+                continue
+            jobs = [book.jobs[name] for name in names]
+            if any(job.state is not JobState.RUNNING or job.spec.preemptible for job in jobs):
+                continue
+            if more_bytes := excess_bytes(jobs, book.devices[device].memory_bytes):
+                crowded.add(device)
+                if device not in self._warned:
+                    self._journal.say(
+                        f"{device}: jobs {', '.join(names)} may need {more_bytes / 2**30:.1f} GiB more than it has, and none "
+                        f"of them can be stopped"
+                    )
+        self._warned = crowded
+
+
+def used_by(held: Held, runner: int, *, is_alone: bool) -> int:
+    """What the processes below a runner hold of a GPU's memory.
+
+    Where the driver doesn't tell it of each process, or of none that can be seen from here (a container), all of what is in
+    use counts as the job's if it is alone there; else nothing is known.
+    """
+    own = [holder.used_bytes for holder in held.holders if holder.runner == runner]
+    known = [used for used in own if used is not None]
+    if own and len(known) == len(own):
+        return sum(known)
+    hides_all = all(not holder.command or holder.runner == runner for holder in held.holders)
+    return held.used_bytes if is_alone and hides_all and held.holders else 0
