@@ -1,19 +1,22 @@
 """The queue's store: durable submits a second, lists of 100,000 jobs, and the time to open such a queue.
 
-Method: SQLite on a local disk (its file system is told), each commit forced to disk. Submits: 1, 8 and 32 clients, each
-of which sends its next job when the last one is on disk; one writer takes all that wait, commits, and answers them: the
-daemon's loop without its socket. Time per submit from sending to the answer. Lists: a queue of 100,000 jobs of 50 users, of
-which nine in ten have ended; median of 5 calls of a `Reader` in another process's place (a new connection each). Opening: the
-writer's own start on that queue, and on one in which all 100,000 wait.
+Method: SQLite on a local disk (its file system is told), each commit forced to disk. Submits: 1, 8 and 32 clients, each of
+which sends its next job when the last one is on disk; one writer takes all that wait, commits, and answers them: the
+daemon's loop without its socket. Time per submit from sending to the answer. The same through the socket of a real daemon,
+each client a process of its own that sends one job (which may not start yet) and waits for the answer. Lists: a queue of
+100,000 jobs of 50 users, of which nine in ten have ended; median of 5 calls of a `Reader` in another process's place (a new
+connection each). Opening: the writer's own start on that queue, and on one in which all 100,000 wait.
 
-The command: ``evenload ps`` on that queue as a process of its own, its start included, what it prints into a pipe; median of 5.
+The command: ``evenload ps`` on that queue as a process of its own, its start included, what it prints into a pipe; median
+of 5.
 
-Bars: at least 500 submits a second with 8 clients; the list of all 100,000 jobs within 0.5 s, by a Reader and by ``evenload
-ps``, ``ps --all`` and ``ps --all --json``.
+Bars: at least 500 submits a second with 8 clients, without the socket and through it; the list of all 100,000 jobs within
+0.5 s, by a Reader and by ``evenload ps``, ``ps --all`` and ``ps --all --json``.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import subprocess
 import sys
@@ -26,6 +29,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import rows
+from evenload.errors import QueueError
+from evenload.scheduler import place
+from evenload.scheduler.client import connect
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, JobSpec
@@ -45,13 +51,19 @@ def measure(quick: bool) -> dict[str, Any]:
         folder = Path(name)
         mount = mount_of(folder.resolve(), MOUNTS.read_text()) if MOUNTS.exists() else None
         clients = {str(num): _submits(folder / f"of-{num}", num, quick) for num in ((8,) if quick else (1, 8, 32))}
+        through = {
+            str(num): _through_a_daemon(folder / f"by-{num}", num, quick) for num in ((8,) if quick else (1, 8, 32))
+        }
         lists = _lists(folder, 2_000 if quick else 100_000)
     return {
         "file_system": mount.kind if mount is not None else "unknown",
         "clients": clients,
+        "through_a_daemon": through,
         **lists,
         "bars": {
             f"{SUBMITS_PER_S:.0f} durable submits a second, 8 clients": clients["8"]["per_s"] >= SUBMITS_PER_S,
+            f"{SUBMITS_PER_S:.0f} durable submits a second through a daemon, 8 clients": through["8"]["per_s"]
+            >= SUBMITS_PER_S,
             f"the list of {lists['num_jobs']:,} jobs in {LIST_S} s": lists["list_s"]["all"] <= LIST_S,
             f"each evenload ps of {lists['num_jobs']:,} jobs in {LIST_S} s": max(lists["ps_s"].values()) <= LIST_S,
         },
@@ -104,14 +116,74 @@ def _submits(folder: Path, num_clients: int, quick: bool) -> dict[str, Any]:
     with Reader(folder) as reader:
         if reader.counts() != {JobState.PENDING: num_clients * each}:
             raise RuntimeError(f"{num_clients * each} jobs were submitted, there are {reader.counts()}")
+    return {"commits": num_commits, **_summary(took_s, wall_s)}
+
+
+def _summary(took_s: list[float], wall_s: float) -> dict[str, Any]:
     ordered = sorted(took_s)
     return {
         "submits": len(took_s),
-        "commits": num_commits,
         "per_s": len(took_s) / wall_s,
         "median_s": median(took_s),
         "p99_s": ordered[int(0.99 * len(ordered))],
     }
+
+
+def _through_a_daemon(folder: Path, num_clients: int, quick: bool) -> dict[str, Any]:
+    """Clients in closed loops, each a process, and a daemon of their own."""
+    each = 5 if quick else 1600 // num_clients
+    place.make_private(folder)
+    words = [sys.executable, "-m", "evenload.scheduler.daemon", "--queue", str(folder), "--foreground"]
+    with (folder / "daemon.out").open("wb") as log:
+        daemon = subprocess.Popen(words, stdout=log, stderr=log)
+    context = multiprocessing.get_context("spawn")
+    begin, told = context.Event(), context.SimpleQueue()
+    clients = [context.Process(target=_submit, args=(folder, each, begin, told)) for _ in range(num_clients)]
+    try:
+        until_s = time.monotonic() + 60.0
+        while not _answers(folder) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        for client in clients:
+            client.start()
+        for _ in clients:
+            told.get()  # it is connected
+        began_s = time.perf_counter()
+        begin.set()
+        took_s = [seconds for _ in clients for seconds in told.get()]
+        wall_s = time.perf_counter() - began_s
+    finally:
+        daemon.terminate()
+        daemon.wait(60.0)
+        for client in clients:
+            if client.pid is not None:
+                client.kill()
+                client.join()
+    with Reader(folder) as reader:
+        if reader.counts() != {JobState.PENDING: num_clients * each}:
+            raise RuntimeError(f"{num_clients * each} jobs were submitted, there are {reader.counts()}")
+    return _summary(took_s, wall_s)
+
+
+def _answers(folder: Path) -> bool:
+    try:
+        connect(folder, start=False).close()
+    except QueueError:
+        return False
+    return True
+
+
+def _submit(folder: Path, num: int, begin: Any, told: Any) -> None:
+    """One client: connects, waits for the word, submits; tells how long each took."""
+    program = {**_PROGRAM, "folder": str(folder), "command": ["true"], "grace_s": 30.0}
+    took_s = []
+    with connect(folder, start=False) as client:
+        told.put(None)
+        begin.wait()
+        for _ in range(num):
+            began_s = time.perf_counter()
+            client.call("submit", spec={"not_before_s": time.time() + 3600.0}, program=program)
+            took_s.append(time.perf_counter() - began_s)
+    told.put(took_s)
 
 
 def _lists(folder: Path, num_jobs: int) -> dict[str, Any]:
@@ -187,13 +259,14 @@ def table(result: dict[str, Any]) -> str:
         ["clients", "submits/s", "a commit", "median", "p99"],
         [
             [
-                num,
+                f"{num}{through}",
                 f"{case['per_s']:.0f}",
-                f"{case['submits'] / case['commits']:.1f}",
+                f"{case['submits'] / case['commits']:.1f}" if "commits" in case else "",
                 f"{case['median_s'] * 1e3:.1f} ms",
                 f"{case['p99_s'] * 1e3:.1f} ms",
             ]
-            for num, case in result["clients"].items()
+            for cases, through in (("clients", ""), ("through_a_daemon", ", through a daemon"))
+            for num, case in result[cases].items()
         ],
     )
     times = {
