@@ -168,6 +168,19 @@ def test_one_that_can_not_be_stopped_keeps_all_of_them() -> None:
     assert queue.decide() == ()
 
 
+def test_one_that_is_nearly_done_stands_for_all_of_them() -> None:
+    queue = queue_of(1)
+    small(queue, estimate_s=50000.0), small(queue, estimate_s=1500.0)
+    queue.settle()
+    queue.now_s += 1000
+    between = queue.submit(estimate_s=5000.0)
+    assert queue.decide() == ()
+    queue.ended("j2")
+    assert [c.job for c in queue.decide()] == ["j1"]
+    queue.yielded("j1")
+    assert [c.job for c in queue.decide()] == [between]
+
+
 def test_a_short_job_joins_a_long_one_instead_of_displacing_it() -> None:
     queue = queue_of(1)
     long = small(queue, estimate_s=50000.0)

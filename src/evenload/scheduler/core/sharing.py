@@ -117,11 +117,17 @@ class Sharing:
             roster.running = [job for job in roster.running if job.id not in out]
             roster.holders = [job for job in roster.holders if job.id not in out]
 
-    def _firmness(self, job: Job) -> tuple[bool, bool, int, bool]:
-        """How hard it is to move a job."""
+    def _firmness(self, job: Job) -> tuple[bool, bool, int, bool, float, float]:
+        """How hard it is to move a job; of equals the one that ends first deserves its place most under most policies."""
         settings, now_s = self._settings, self._now_s
-        is_starting = job.state is not JobState.RUNNING
-        return is_starting, is_bound(job, settings, now_s), job.spec.priority, is_young(job, settings, now_s)
+        return (
+            job.state is not JobState.RUNNING,
+            is_bound(job, settings, now_s),
+            job.spec.priority,
+            is_young(job, settings, now_s),
+            -end_s(job, now_s),
+            -job.submitted_s,
+        )
 
     def _relieve(self, slot: int, staying: list[Job], roster: Roster) -> None:
         """Has the youngest leave whose leaving is enough, where the jobs need more memory than there is."""
