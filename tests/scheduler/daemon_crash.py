@@ -112,6 +112,8 @@ def _keep_full(made: Box, work: Path, rng: random.Random, tally: Tally) -> None:
             for _ in range(max(0, 6 - waiting)):
                 needs = {"min_devices": 1, "max_devices": rng.choice((1, 1, 2))}
                 spec = {"needs": needs, "priority": rng.choice((-1, 0, 0, 1))}
+                if needs["max_devices"] == 1 and rng.random() < 0.5:
+                    spec |= {"share_device": True, "peak_bytes": 30 * 2**20}
                 command = [sys.executable, str(work / "program.py"), str(work), str(rng.randint(2, 30))]
                 program = {"command": command, "folder": str(work), "grace_s": 20.0}
                 tally.unsure += 1

@@ -50,6 +50,8 @@ class Happenings:
             case 8 | 9:
                 return events.Began(now_s, name)
             case 10:
+                if rng.random() < 0.3:
+                    return events.Measured(now_s, name, number * 2**30)
                 return events.Reported(
                     now_s, name, rng.random() * 100, rng.choice([None, 100.0]), 0.1 + 0.2, (1.0, 1.9)
                 )
@@ -89,9 +91,12 @@ class Happenings:
     def _spec(self, known: list[str]) -> JobSpec:
         rng = self.rng
         after = (After(rng.choice(known), rng.choice(["ok", "any"])),) if known and rng.random() < 0.3 else ()
+        most = rng.randint(1, 2)
         return JobSpec(
             user=rng.choice(["ann", "bob"]),
-            needs=Needs(1, rng.randint(1, 2)),
+            needs=Needs(1, most),
+            share_device=most == 1 and rng.random() < 0.7,
+            peak_bytes=rng.choice([0, 2**30]),
             name=rng.choice(["", "größe\n'; DROP TABLE jobs;--"]),
             priority=rng.randint(-1, 1),
             after=after,
