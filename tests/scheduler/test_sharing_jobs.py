@@ -27,7 +27,8 @@ SIZE = 1000 * MIB
 
 HOLDER = """
 import pathlib, sys, time
-held = [bytearray(b"x" * (int(sys.argv[2]) << 20))]
+held = bytearray(int(sys.argv[2]) << 20)
+held[::4096] = b"x" * len(held[::4096])
 folder = pathlib.Path(sys.argv[1])
 while not (folder / "end").exists():
     time.sleep(0.05)
@@ -40,11 +41,17 @@ from evenload import job
 folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 state = folder / f"state-{name}"
 done = json.loads(state.read_text()) if state.exists() else 0
-held = [bytearray(b"x" * (100 << 20))]
+
+def hold(mib):
+    held.append(bytearray(mib << 20))
+    held[-1][::4096] = b"x" * len(held[-1][::4096])
+
+held = []
+hold(100)
 for step in job.steps(100000, start=done, save=lambda step: state.write_text(json.dumps(step))):
     time.sleep(0.05)
     if (folder / f"grow-{name}").exists() and len(held) < 2:
-        held.append(bytearray(b"x" * (600 << 20)))
+        hold(600)
     if (folder / "end").exists():
         break
 """
@@ -169,6 +176,19 @@ def test_one_that_grows_too_large_saves_and_waits_with_what_is_known_of_it(queue
     for job in jobs:
         queue.wait_for(job, "SUCCEEDED")
     assert _job(queue, young).attempt == 2 and _job(queue, young).done > 1
+
+
+@pytest.mark.timeout(180)
+def test_those_that_can_not_save_stay_and_everybody_is_told(queue: Box, tmp_path: Path) -> None:
+    jobs = [_holder(queue, tmp_path, 600, name, needs={"memory_bytes": 300 * MIB}) for name in "ab"]
+    for job in jobs:
+        queue.wait_for(job, "RUNNING")
+    until(lambda: queue.call("status")["devices"][0]["excess_bytes"] > 150 * MIB, queue.log)
+    until(lambda: "none of them can be stopped" in queue.log(), queue.log)
+    assert "they may need 0.2 GB more than there is" in "\n".join(text(look(queue.folder, Wanted())))
+    (tmp_path / "end").touch()
+    for job in jobs:
+        assert queue.wait_for(job, "SUCCEEDED", "FAILED")["attempt"] == 1
 
 
 @pytest.mark.timeout(180)

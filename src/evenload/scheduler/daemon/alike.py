@@ -19,6 +19,9 @@ _LOOKS_BACK = 500
 _NEWS = 1.02
 """A peak is told to others when it is so many times the one they know."""
 
+_MOST_KEPT = 100
+"""So many jobs that have ended may still be in what is kept of those that haven't."""
+
 _Key = tuple[str, ...]
 
 
@@ -51,8 +54,8 @@ class Alike:
         table = self._known() if has_ended else self._so_far
         for key in keys:
             table[key] = max(table.get(key, 0), job.peak_bytes)
-        if has_ended:
-            self._of_waiting.pop(job.id, None)
+        if len(self._of_waiting) > 2 * len(jobs) + _MOST_KEPT:
+            self._of_waiting = {name: kept for name, kept in self._of_waiting.items() if name in jobs}
         told = []
         for other in jobs.values():
             if not other.spec.share_device or other.spec.user != job.spec.user or other.id == job.id:

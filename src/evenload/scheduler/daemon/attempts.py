@@ -187,7 +187,8 @@ class Attempts:
         if not gpus:
             return ()
         sight = self._desk.sight
-        if sight is None or sight.began_s <= since_s:
+        released_s = [self._released_s.get(device, 0.0) for device in gpus]  # perhaps by one who shared it
+        if sight is None or sight.began_s <= max(since_s, *released_s):
             self._look_soon()
             late = time.monotonic() - since_s > _LOOK_WITHIN_S
             return (gpus[0], f"not seen: NVML hasn't answered for {_LOOK_WITHIN_S:g} s") if late else None
