@@ -143,6 +143,46 @@ def test_what_can_not_go_on_ends_at_once_and_is_told_why(tmp_path: Path) -> None
     assert code == 143 and "SIGTERM: the 2 ranks ended; nothing was saved: the script doesn't call run.resume" in stderr
 
 
+LEAVES_SLOWLY = """
+import atexit, os, time
+def leave():
+    open(f"leaves-{os.getpid()}", "w").close()
+    time.sleep(1.5)
+    print("LEFT", flush=True)
+atexit.register(leave)
+"""
+
+
+def _until_it_leaves(folder: Path, num: int) -> list[int]:
+    """Waits until so many processes are at their last; their ids."""
+    deadline = time.monotonic() + 60
+    while len(found := list(folder.glob("leaves-*"))) < num:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [int(path.name.partition("-")[2]) for path in found]
+
+
+def test_a_request_after_the_last_step_is_too_late_and_changes_nothing(tmp_path: Path) -> None:
+    arguments = ["0", "resumes"]
+    with Started(tmp_path, LEAVES_SLOWLY + TRAIN, "-d", "cpu:2", arguments=arguments, initialised=False) as started:
+        pids = _until_it_leaves(tmp_path, 2)
+        started.process.send_signal(signal.SIGTERM)
+        os.kill(pids[0], signal.SIGTERM)
+        code, stdout, stderr = started.end()
+    assert code == 0 and stdout.count("LEFT") == 2, (stdout, stderr)
+    assert stderr == "evenload: SIGTERM: the script is at its end already; once more ends it at once\n"
+    assert _steps(tmp_path) == list(range(NUM_STEPS))
+
+
+def test_a_request_after_the_last_step_of_python_alone_is_too_late(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEAVES_SLOWLY + TRAIN)
+    process = ways.start(tmp_path, ["python", "train.py", "0", "resumes"])
+    _until_it_leaves(tmp_path, 1)
+    process.send_signal(signal.SIGTERM)
+    ended = ways.end(process)
+    assert ended.code == 0 and "LEFT" in ended.stdout
+
+
 def test_a_queues_request_before_the_first_step_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_terms(tmp_path / "job.json", terms(tmp_path))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "job.json"))

@@ -87,8 +87,11 @@ class Stopper:
             return
         if well and self._is_main and not self._job.loop.stopped:
             self._report("finished")
-        stops.tell(self._job.spec.launch_dir, self._job.spec.rank, Stop.OVER)
+        is_leaving = worker.progress.exit_code == 0
+        stops.tell(self._job.spec.launch_dir, self._job.spec.rank, Stop.ENDS if is_leaving else Stop.OVER)
         self._caught.close()
+        if is_leaving and self._saves:  # the work is done: who asks for its end now is too late
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _at_boundary(self, step: Step) -> None:
         loop = self._job.loop

@@ -10,10 +10,16 @@ from typing import Any
 
 
 class Signals:
-    """Hands SIGINT and SIGTERM to a function while it is entered; in a thread other than the first it does nothing."""
+    """Hands SIGINT and SIGTERM to a function while it is entered; in a thread other than the first it does nothing.
 
-    def __init__(self, take: Callable[[int], None]) -> None:
+    Args:
+        take: gets the number of each.
+        is_last: the process leaves as soon as this is left: one that comes then is too late, and is ignored.
+    """
+
+    def __init__(self, take: Callable[[int], None], is_last: bool = False) -> None:
         self._take = take
+        self._is_last = is_last
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
@@ -23,7 +29,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._is_last else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._take(number)

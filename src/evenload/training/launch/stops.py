@@ -26,7 +26,9 @@ class Stop(enum.Enum):
     LOSES = "loses"
     """It trains, and the script never said what to save, or handles SIGTERM itself: ended at once."""
     OVER = "over"
-    """It has closed its run: nothing of Evenload's is left to save."""
+    """It has closed its run, and its script goes on: nothing of Evenload's is left to save."""
+    ENDS = "ends"
+    """Its script has come to its end: it leaves by itself, in a moment."""
 
 
 def is_interactive() -> bool:
@@ -48,8 +50,10 @@ def tell(launch_dir: str, rank: int, stop: Stop) -> None:
 def read(launch_dir: Path, ranks: Iterable[int]) -> Stop:
     """What a request means for these ranks together: they save only where each does, or has ended its run already."""
     told = {_read(launch_dir, rank) for rank in ranks} or {Stop.STARTS}
-    if Stop.SAVES in told and told <= {Stop.SAVES, Stop.OVER}:
+    if Stop.SAVES in told and told <= {Stop.SAVES, Stop.OVER, Stop.ENDS}:
         return Stop.SAVES
+    if told == {Stop.ENDS}:
+        return Stop.ENDS
     for stop in (Stop.LOSES, Stop.STARTS):
         if stop in told:
             return stop

@@ -121,8 +121,10 @@ def print_story(text: str) -> None:
     print(f"evenload: {text}", file=sys.stderr, flush=True)
 
 
-def launch(request: LaunchRequest, tell: Callable[[str], None] = print_story) -> int:
+def launch(request: LaunchRequest, tell: Callable[[str], None] = print_story, leaves: bool = False) -> int:
     """Runs the workers to their end and returns the exit code.
+
+    Where this process `leaves` with that code, a signal after the end of the launch changes nothing any more.
 
     0: all ended well. 75: asked to stop, all ranks saved and ended. 130 and 143: ended by SIGINT or SIGTERM. Else the code of
     the worker that failed, whose story `tell` has got. Whatever happens, no process, control group or folder of the launch is
@@ -137,7 +139,7 @@ def launch(request: LaunchRequest, tell: Callable[[str], None] = print_story) ->
     folder = Path(tempfile.mkdtemp(prefix="evenload-"))
     supervisor = _Supervisor(request, folder, tell)
     try:
-        with supervisor.signals():
+        with supervisor.signals(leaves):
             return supervisor.run(workers, own_cores(workers, host))
     finally:
         supervisor.close()
@@ -213,12 +215,12 @@ class _Supervisor:
             self._tell("all ranks saved and stopped; start the same command again on all machines to go on")
         return EXIT_CODE
 
-    def signals(self) -> Signals:
+    def signals(self, is_last: bool) -> Signals:
         """While it is entered, SIGINT and SIGTERM ask for the end instead of ending this process.
 
         The first one is passed on to ranks that can save and stop by themselves; otherwise, and by the second, they are ended.
         """
-        return Signals(self._asked.append)
+        return Signals(self._asked.append, is_last)
 
     def close(self) -> None:
         """Ends whatever still runs and takes everything away; safe at any time."""
@@ -270,11 +272,13 @@ class _Supervisor:
         """Whether the ranks are to be ended from here; passes a first request on to ranks that obey it."""
         if not self._asked or len(self._asked) > 1:
             return bool(self._asked)
-        if not self._passed_on and self._what_a_stop_means() is Stop.SAVES:
+        means = Stop.LOSES if self._passed_on else self._what_a_stop_means()
+        if means in (Stop.SAVES, Stop.ENDS):
             self._passed_on = True
             name = signal.Signals(self._asked[0]).name
-            self._outputs.say(f"evenload: {name}: saving and stopping after this step; once more ends it at once")
-            for worker in self._workers:
+            what = "saving and stopping after this step" if means is Stop.SAVES else "the script is at its end already"
+            self._outputs.say(f"evenload: {name}: {what}; once more ends it at once")
+            for worker in self._workers if means is Stop.SAVES else ():
                 worker.ask(self._asked[0])
         return not self._passed_on
 

@@ -34,6 +34,8 @@ from evenload.errors import ConfigError, LaunchError
 from evenload.training.launch.call import MAIN_NAME, read_call, run_call
 from evenload.training.launch.environment import WorkerSpec, detect, devices_without_effect
 from evenload.training.launch.failure import describe_error, is_consequence, write_failure
+from evenload.training.launch.stops import Stop
+from evenload.training.launch.stops import tell as tell_stop
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LAST_WORDS_S = 5.0
@@ -224,6 +226,8 @@ def leave_on_signal(number: int, _: object) -> None:
         return  # it leaves already, in limited time
     # A second one ends the process where it stands.
     signal.signal(number, signal.SIG_DFL)
+    if progress.exit_code == 0:
+        return  # the script has done its work, and only takes leave
     raise SystemExit(128 + number)
 
 
@@ -257,6 +261,7 @@ def _leave(code: int, spec: WorkerSpec) -> None:
         late.start()
     else:
         _join_threads()
+        tell_stop(spec.launch_dir, spec.rank, Stop.ENDS)
     error = _run_callbacks()
     if error is not None and not code:
         code = 1
