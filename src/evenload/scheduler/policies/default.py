@@ -9,6 +9,8 @@ is left over goes where it speeds up most.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from evenload.scheduler.core.view import View, Wishes
 from evenload.scheduler.policies.elastic import spread_rest
 from evenload.scheduler.policies.shares import relative_use
@@ -24,12 +26,14 @@ def default(view: View) -> Wishes:
     ageing_s = settings.ageing_s
 
     jobs = view.jobs
-    classes: dict[int, list[tuple[float, float, int]]] = {}
-    for index, job in enumerate(jobs):  # as tuples, for a key function would cost as much again
+    scores: list[float] = []
+    classes: defaultdict[int, list[int]] = defaultdict(list)
+    for index, job in enumerate(jobs):
         score = work(view, job) / (1.0 + job.waited_until(now_s) / ageing_s)
-        if factors:
-            score *= factors[job.spec.user]
-        classes.setdefault(job.spec.priority, []).append((score, job.submitted_s, index))
-    order = [jobs[index] for priority in sorted(classes, reverse=True) for *_, index in sorted(classes[priority])]
+        scores.append(score * factors[job.spec.user] if factors else score)
+        classes[job.spec.priority].append(index)
+    order = []
+    for priority in sorted(classes, reverse=True):  # equals stay as they are: who runs first, then by submission
+        order += [jobs[index] for index in sorted(classes[priority], key=scores.__getitem__)]
     sizes = spread_rest(view, order)
     return Wishes(order=order, preempts=True, sizes=sizes)
