@@ -44,7 +44,8 @@ _LARGEST_DIFFERENCE = 1e-12
 _FREE_S = 5.0
 
 _SCRIPT = """
-import os, sys
+import faulthandler, os, sys
+faulthandler.dump_traceback_later(60)  # into the log: where it was, should it hang
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -130,12 +131,12 @@ class Runner:
             if early:
                 while self._log_bytes() == log_bytes and process.poll() is None:
                     time.sleep(0.005)
-                    _check_time(began_s)
+                    self._check_time(began_s)
                 _wait(process, draw.uniform(0.0, 4.0))
             else:
                 while len(self._steps()) == before and process.poll() is None:
                     time.sleep(0.005)
-                    _check_time(began_s)
+                    self._check_time(began_s)
                 _wait(process, draw.uniform(0.0, 1.0))
             family = _family(process)
             way = draw.choice(WAYS)
@@ -144,7 +145,7 @@ class Runner:
                 return self._ended_by_itself(process)
             while any(_lives(one) for one in family):
                 time.sleep(0.005)
-                _check_time(asked_s)
+                self._check_time(asked_s)
             free_at_s = time.time()
             code = process.wait(GRACE_S + _LIMIT_S)
             ended_s = time.monotonic() - asked_s
@@ -164,6 +165,11 @@ class Runner:
             steps=len(steps) - before,
             lost=sum(step >= done for step in steps[before:]) if steps[before:] else 0,
         )
+
+    def _check_time(self, since_s: float) -> None:
+        if time.monotonic() - since_s > _LIMIT_S:
+            log = (self._folder / "log").read_text()
+            raise RuntimeError(f"nothing came of it within {_LIMIT_S:g} s; its log ends so:\n{log[-8000:]}")
 
     @property
     def redone(self) -> int:
@@ -344,8 +350,3 @@ def _lives(process: psutil.Process) -> bool:
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-
-
-def _check_time(since_s: float) -> None:
-    if time.monotonic() - since_s > _LIMIT_S:
-        raise RuntimeError(f"nothing came of it within {_LIMIT_S:g} s")
