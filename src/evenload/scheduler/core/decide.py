@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from evenload.scheduler.core.commands import Command, Preempt, Start
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.hold import Hold, Release, hold_for
+from evenload.scheduler.core.refusal import most_together
 from evenload.scheduler.core.resizing import Resizing
 from evenload.scheduler.core.room import Mover, Movers
 from evenload.scheduler.core.roster import (
@@ -111,7 +112,6 @@ class _Planning:
         self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
         self.is_anyone_waiting = False
         self.commands: list[Command] = list(roster.commands)
-        self._could: dict[tuple[object, int], bool] = {}
         self._everything: Stock | None = None
         self._fixed: set[str] = set()
         self._count_use()
@@ -300,7 +300,8 @@ class _Planning:
 
     def _releases(self, behind: set[str], wishes: Wishes) -> list[Release]:
         """When the jobs that hold devices will give them up, to the first in line."""
-        releases, now_s, slots_of = [], self.now_s, self.roster.slots
+        releases: list[Release] = []
+        now_s, slots_of = self.now_s, self.roster.slots
         min_run_s = self.settings.min_run_s
         longer_s = self.sharing.longer_s(behind) if self.sharing is not None else {}
         for job in self.roster.holders:
@@ -312,9 +313,9 @@ class _Planning:
                 time_s = min(end_s(job, now_s), young_until_s)
             if longer_s:
                 time_s = max(time_s, longer_s.get(job.id, 0.0))
-            releases.append(Release(time_s, slots_of[job.id]))
+            releases.append((time_s, slots_of[job.id]))
         for job, slots in self.starts.values():
-            releases.append(Release(max(self._gone_s(job, wishes), longer_s.get(job.id, 0.0)), slots))
+            releases.append((max(self._gone_s(job, wishes), longer_s.get(job.id, 0.0)), slots))
         return releases
 
     def _gone_s(self, job: Job, wishes: Wishes) -> float:
@@ -331,15 +332,13 @@ class _Planning:
 
     def _could_ever(self, job: Job, num: int) -> bool:
         """Whether the job fits in at all, were every device free that isn't closed or reserved for others."""
-        choice = self.choices.of(job)
-        known = self._could.get((choice, num))
-        if known is None:
-            if self._everything is None:
-                layout, closed = self.snapshot.layout, self.snapshot.closed
-                usable = [slot for slot, device in enumerate(layout.devices) if device.id not in closed]
-                self._everything = Stock(layout, self.choices.pool_of, self.settings.packing, usable, [])
-            known = self._could[choice, num] = self._everything.now.largest(choice) >= num
-        return known
+        layout, closed = self.snapshot.layout, self.snapshot.closed
+        if not closed and not self.snapshot.reservations:
+            return most_together(job.spec.needs, layout) >= num
+        if self._everything is None:
+            usable = [slot for slot, device in enumerate(layout.devices) if device.id not in closed]
+            self._everything = Stock(layout, self.choices.pool_of, self.settings.packing, usable, [])
+        return self._everything.now.largest(self.choices.of(job)) >= num
 
     def _within_limits(self, job: Job) -> bool:
         limits = self.limits.get(job.spec.user)

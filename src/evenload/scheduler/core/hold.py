@@ -12,17 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import itemgetter
 
 from evenload.scheduler.core.fleet import Choice
 from evenload.scheduler.core.values import Job
 
-
-class Release(NamedTuple):
-    """When devices are expected back."""
-
-    time_s: float
-    slots: Sequence[int]
+Release = tuple[float, Sequence[int]]
+"""When devices are expected back, and which; plain, for there may be 100,000."""
 
 
 @dataclass
@@ -104,11 +100,11 @@ def hold_for(
 
     place, start_s = add(free), now_s
     if place is None:
-        for release in sorted(releases, key=lambda r: r.time_s):
-            if release.time_s == math.inf:
+        for time_s, slots in sorted(releases, key=itemgetter(0)):
+            if time_s == math.inf:
                 break
-            start_s = max(now_s, release.time_s)
-            place = add(release.slots)
+            start_s = max(now_s, time_s)
+            place = add(slots)
             if place is not None:
                 break
     if place is None:

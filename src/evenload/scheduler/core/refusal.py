@@ -34,7 +34,7 @@ def refusal(
         if num >= limits.max_queued:
             return f"{spec.user} has {num} jobs in the queue and may have {limits.max_queued}"
     needs = spec.needs
-    what, most = _asked(needs), _most(needs, layout)
+    what, most = _asked(needs), most_together(needs, layout)
     if most < needs.min_devices:
         return f"it asks for {what}; this queue has {most} such of its {len(layout.devices)} devices"
     if limits.max_devices is not None and limits.max_devices < needs.min_devices:
@@ -51,8 +51,8 @@ def _asked(needs: Needs) -> str:
     return what + " in one host" * needs.one_host + " all of one kind" * needs.one_kind
 
 
-def _most(needs: Needs, layout: Layout) -> int:
-    """How many of the devices could serve together."""
+def most_together(needs: Needs, layout: Layout) -> int:
+    """How many of all devices could serve together."""
     places = layout.makeups if needs.one_host else (tuple(enumerate(layout.pool_sizes)),)
     most = 0
     for place in places:
