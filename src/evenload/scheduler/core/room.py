@@ -27,12 +27,16 @@ class Mover(NamedTuple):
     """Only a job of a higher class may displace it."""
 
 
+Adds = dict[object, int]
+"""Key of a place → devices there that a gang could use; devices under one key count together."""
+
+
 @dataclass
 class _Line:
     """Movers as gangs of one choice and class have looked at them, from the least deserving up."""
 
-    spared: list[int]
-    """Places of those who could leave and had not to; falling."""
+    spared: list[tuple[int, Adds]]
+    """Places of those who could leave and had not to, falling; and what they have."""
     end: int
     """From here on all were looked at."""
 
@@ -102,9 +106,9 @@ class Movers:
             pools = choice.pools
             most = stock.soon.total(pools) + sum(self._open.get(p, 0) for p in pools)
             most += sum(c.get(p, 0) for other, c in self._young.items() if other < priority for p in pools)
-            found = self._collect(job, choice, num, stock, None) if most >= num else None
+            found = self._collect(job, choice, num, stock, is_single) if most >= num else None
         else:
-            found = self._collect(job, choice, num, stock, self._key_of(choice))
+            found = self._collect(job, choice, num, stock, is_single)
         if found is None:
             self._failed[choice, priority] = num
             return False
@@ -114,37 +118,39 @@ class Movers:
             stock.comes_free(mover.slots)
         return True
 
-    def _key_of(self, choice: Choice) -> Callable[[int], object]:
+    def _adds_of(self, choice: Choice, is_single: bool) -> Callable[[Sequence[int]], Adds]:
+        """How many devices a gang of this choice could use of those that somebody has, by where they can serve together."""
+        pools, pool_of, host_of = frozenset(choice.pools), self._pool_of, self._host_of
+        if is_single:
+
+            def together(slots: Sequence[int]) -> Adds:
+                num = sum([pool_of[slot] in pools for slot in slots])
+                return {_ANYWHERE: num} if num else {}
+
+            return together
         kind_of = {pool: number for number, group in enumerate(choice.groups) for pool in group}
 
-        def key(slot: int) -> object:
-            host = self._host_of[slot] if choice.one_host else -1
-            return host, kind_of.get(self._pool_of[slot], -1) if choice.one_kind else -1
+        def by_key(slots: Sequence[int]) -> Adds:
+            adds: Adds = {}
+            for slot in slots:
+                if (pool := pool_of[slot]) in pools:
+                    key = (host_of[slot] if choice.one_host else -1, kind_of[pool] if choice.one_kind else -1)
+                    adds[key] = adds.get(key, 0) + 1
+            return adds
 
-        return key
+        return by_key
 
-    def _collect(
-        self, job: Job, choice: Choice, num: int, stock: Stock, by_key: Callable[[int], object] | None
-    ) -> list[Mover] | None:
-        """The least deserving that together with what is free make a place; devices count together by their key."""
-        pools, pool_of = frozenset(choice.pools), self._pool_of
+    def _collect(self, job: Job, choice: Choice, num: int, stock: Stock, is_single: bool) -> list[Mover] | None:
+        """The least deserving that together with what is free make a place."""
+        adds_of = self._adds_of(choice, is_single)
         counts: defaultdict[object, int] = defaultdict(int)
-        if by_key is None:
+        if is_single:
             counts[_ANYWHERE] = stock.soon.total(choice.pools)
         else:
-            for slot in stock.soon.free():
-                if pool_of[slot] in pools:
-                    counts[by_key(slot)] += 1
-        found: list[tuple[Mover, dict[object, int]]] = []
-        with contextlib.closing(self._candidates(choice, job.spec.priority, pools)) as candidates:
-            for mover in candidates:
-                useful = [slot for slot in mover.slots if pool_of[slot] in pools]
-                adds: dict[object, int] = {}
-                if by_key is None:
-                    adds[_ANYWHERE] = len(useful)
-                else:
-                    for key in map(by_key, useful):
-                        adds[key] = adds.get(key, 0) + 1
+            counts.update(adds_of(stock.soon.free()))
+        found: list[tuple[Mover, Adds]] = []
+        with contextlib.closing(self._candidates(choice, job.spec.priority, adds_of)) as candidates:
+            for mover, adds in candidates:
                 found.append((mover, adds))
                 for key, added in adds.items():
                     counts[key] += added
@@ -153,36 +159,39 @@ class Movers:
                         return _needed(found, counts[key] - num, key)
         return None
 
-    def _candidates(self, choice: Choice, priority: int, pools: frozenset[int]) -> Generator[Mover, None, None]:
-        """Those who may have to leave for a gang of such a choice and class, the least deserving first.
+    def _candidates(
+        self, choice: Choice, priority: int, adds_of: Callable[[Sequence[int]], Adds]
+    ) -> Generator[tuple[Mover, Adds], None, None]:
+        """Those who may have to leave for a gang of such a choice and class, the least deserving first, and what they have.
 
         Who was looked at for another such gang is not looked at again, unless he was spared.
         """
         line = self._lines.setdefault((choice, priority), _Line([], len(self._tail)))
-        kept: list[int] = []
+        kept: list[tuple[int, Adds]] = []
         num_seen = 0
         try:
-            for index in line.spared:
+            for entry in line.spared:
+                index, adds = entry
                 if index < self._num_passed:
                     del line.spared[num_seen:]
                     return
                 num_seen += 1
                 if (mover := self._tail[index]).job.id not in self._gone:
-                    kept.append(index)
-                    yield mover
+                    kept.append(entry)
+                    yield mover, adds
             while line.end > self._num_passed:
                 line.end -= 1
                 mover = self._tail[line.end]
                 if mover.job.id in self._gone or (mover.is_young and mover.job.spec.priority >= priority):
                     continue
-                if any(self._pool_of[slot] in pools for slot in mover.slots):
-                    kept.append(line.end)
-                    yield mover
+                if adds := adds_of(mover.slots):
+                    kept.append((line.end, adds))
+                    yield mover, adds
         finally:
             line.spared[:num_seen] = kept
 
 
-def _needed(found: list[tuple[Mover, dict[object, int]]], spare: int, place: object) -> list[Mover]:
+def _needed(found: list[tuple[Mover, Adds]], spare: int, place: object) -> list[Mover]:
     """Without those that others make unnecessary; the more deserving are spared first."""
     needed = []
     for mover, adds in reversed(found):
