@@ -16,6 +16,7 @@ from evenload.errors import ConfigError
 PRECISIONS = ("no", "bf16", "fp16")
 STRATEGIES = ("ddp", "dp")
 WORKERS = ("loader", "auto")
+BATCH_LR = ("auto", "adascale", "sqrt", "none")
 
 COMMAND_LINE = "command line"
 SPAWN = "call of evenload.spawn"
@@ -38,6 +39,10 @@ class Config:
     """Most samples a rank computes at once; ``auto`` finds what fits the memory."""
     balance: str | tuple[int, ...] = "auto"
     """``auto`` measures and splits, ``even`` gives equal shares, ``24,6,2`` fixes the shares."""
+    batch_max: int | None = None
+    """The global batch may grow up to so many samples where measured goodput is higher; None: it is the loader's."""
+    batch_lr: str = "auto"
+    """How the learning rate follows a grown batch: ``adascale``, ``sqrt``, ``none``; ``auto``: the first for SGD, else sqrt."""
     batch_norm: str = "global"
     """``global`` takes BatchNorm's statistics over all ranks; ``local`` leaves the model's BatchNorm alone."""
     dataset_rng: str = "keyed"
@@ -96,6 +101,10 @@ def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any], caller: 
                 )
             values[key] = value
             sources.setdefault(key, spell(key, raw))
+    if "batch_lr" in values and "batch_max" not in values:
+        raise ConfigError(
+            f"{sources['batch_lr']} says how the learning rate follows a growing batch: set batch_max too"
+        )
     return Config(**values, sources=sources)
 
 
@@ -202,6 +211,12 @@ def _check_micro_batch(key: str, value: Any, spelled: str) -> Any:
     return value
 
 
+def _check_batch_max(key: str, value: Any, spelled: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise ConfigError(f"{spelled}: expected a number of samples, more than the loader's batch_size")
+    return value
+
+
 def _check_workers(key: str, value: Any, spelled: str) -> Any:
     if value in WORKERS:
         return value
@@ -275,6 +290,8 @@ _CHECKS: dict[str, Callable[[str, Any, str], Any]] = {
     "strategy": _check_choice(*STRATEGIES),
     "micro_batch": _check_micro_batch,
     "balance": _check_balance,
+    "batch_max": _check_batch_max,
+    "batch_lr": _check_choice(*BATCH_LR),
     "batch_norm": _check_choice("global", "local"),
     "dataset_rng": _check_choice("keyed", "off"),
     "num_workers": _check_workers,

@@ -42,6 +42,12 @@ def run(
     ] = None,
     balance: Annotated[str | None, typer.Option(help="auto, even, or one share for each rank: 24,6,2.")] = None,
     micro_batch: Annotated[str | None, typer.Option(help="auto, or most samples a rank computes at once.")] = None,
+    batch_max: Annotated[
+        int | None, typer.Option(metavar="SAMPLES", help="The global batch may grow up to this, for goodput.")
+    ] = None,
+    batch_lr: Annotated[
+        str | None, typer.Option(help="How the learning rate follows it: auto, adascale, sqrt or none.")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16.")] = None,
     strategy: Annotated[
         str | None, typer.Option(help="How the model is spread: ddp (a process a device), or dp (one process).")
@@ -111,6 +117,8 @@ def run(
         "port": port,
         "balance": parse_balance(balance) if balance is not None else None,
         "micro_batch": parse_micro_batch(micro_batch) if micro_batch is not None else None,
+        "batch_max": batch_max,
+        "batch_lr": batch_lr,
         "precision": precision,
         "strategy": strategy,
         "num_workers": num_workers,

@@ -151,6 +151,7 @@ class RankCrew:
         return LATE_GRADIENT if self._around.strategy.report()[1] else OK
 
     def _exchange(self, attempt: Attempt, sums: Sums, status: int) -> list[Report]:
+        squares = self._around.squares
         seconds = dict(self._clock.take())
         if attempt.tally.compiled:
             attempt.planner.coarsen()
@@ -169,10 +170,11 @@ class RankCrew:
             asked=stop_requested(),
             seconds=seconds,
             metrics={name: float(value) for name, value in sums.metrics.items()} if status == OK else {},
+            square=squares.own() if squares is not None and squares.on else None,
         )
         self._clock.switch("wait")
         rows = self._control.exchange(Operation.BACKWARD, own.row())
-        return read_rows(rows, sorted(own.metrics))
+        return read_rows(rows, sorted(own.metrics), measured=own.square is not None)
 
 
 def pay(burner: Burner, device: torch.device, since_s: float) -> None:

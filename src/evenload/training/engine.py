@@ -29,6 +29,7 @@ from evenload.training.launch.clock import StepClock
 from evenload.training.launch.control import Control
 from evenload.training.launch.throttle import Burner
 from evenload.training.microsteps import LossFn, Surroundings
+from evenload.training.parallel.squares import MEASURE_EVERY, Squares
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.planning import Planner
 from evenload.training.precision import Precision
@@ -57,6 +58,7 @@ class Engine:
         burner: Burner,
         check_every: int = 0,
         crew: Crew | None = None,
+        squares: Squares | None = None,
     ) -> None:
         self.device = device
         self.control = control
@@ -69,7 +71,9 @@ class Engine:
         self.models: list[nn.Module] = []
         self.elapsed_s = 0.0
         """Seconds since the start of the run on rank 0's clock, as of the last exchange: equal on all ranks."""
-        self.around = Surroundings(rank, device, seed, strategy, statistics, precision, LabelWatch().look)
+        self.around = Surroundings(
+            rank, device, seed, strategy, statistics, precision, LabelWatch().look, squares=squares
+        )
         self.consistency = Consistency(check_every, control, journal.event)
         self._crew = crew or RankCrew(self.around, control, clock, burner, self.consistency)
         self._buffers = BufferGuard()
@@ -131,6 +135,9 @@ class Engine:
         for _ in range(MAX_ATTEMPTS):
             self._buffers.save()
             self.strategy.begin(tally.calls, expect=expect)
+            if self.around.squares is not None:
+                # Of a step with several backwards, the first tells.
+                self.around.squares.begin(tally.calls == 0 and batch.global_step % MEASURE_EVERY == 0)
             outcome = self._crew.attempt(Attempt(batch, planner, tally, loss_fn, self._units.get(tally.calls)))
             reports = outcome.reports
             self._hear(batch, planner, tally, reports)
@@ -197,6 +204,13 @@ class Engine:
             )
         self.strategy.resolve(len({report.touched_key for report in reports}) == 1)
         finite = self.strategy.finish(outcome.nominal / (units * self.precision.scale))
+        if finite and (squares := self.around.squares) is not None and squares.on:
+            tally.norms = squares.norms(
+                [report.units for report in reports],
+                [report.square or 0.0 for report in reports],
+                batch.num_samples,
+                outcome.nominal / self.precision.scale,
+            )
         self._units[tally.calls] = units
         loss = _total(report.loss_sum for report in reports) / units
         tally.loss = loss

@@ -35,6 +35,7 @@ from evenload.training.launch.supervisor import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import Burner
 from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.dp import LaneStrategy
+from evenload.training.parallel.squares import Squares
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.precision import Precision
 from evenload.training.replicas import open_crew
@@ -124,7 +125,8 @@ def open_job(script: dict[str, Any]) -> Job:
     clock = StepClock(device)
     journal = Journal(recorder, writes)
     precision = Precision(config.precision, device)
-    strategy: Strategy = ReplicaStrategy()
+    squares = Squares() if config.batch_max is not None and spec.mode == "train" else None
+    strategy: Strategy = ReplicaStrategy(squares)
     statistics = Statistics(groups, clock)
     crew: Crew | None = None
     if len(places) > 1:
@@ -144,6 +146,7 @@ def open_job(script: dict[str, Any]) -> Job:
         burner=Burner(spec if crew is None else replace(spec, throttle={})),
         check_every=0 if config.check_every == "off" else int(config.check_every),
         crew=crew,
+        squares=squares,
     )
     loop = StepLoop(engine)
     registry = Registry(lambda: loop.steps_done)

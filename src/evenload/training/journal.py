@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evenload.balance.noise import Norms
 from evenload.balance.values import StepPlan
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes, StepRecord
@@ -24,6 +25,8 @@ class Tally:
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
         self.skipped = False
+        self.norms: Norms | None = None
+        """Of the first backward's gradients, in a step that is measured for `batch_max`."""
         self.redone = False
         self.compiled = False
         self.asked = False

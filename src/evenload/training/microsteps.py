@@ -11,6 +11,7 @@ import torch
 from evenload.errors import StepError
 from evenload.training import batchnorm, randomness
 from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.parallel.squares import Squares
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.precision import Precision
 from evenload.training.weighting import Result, nominal_units, read_result
@@ -38,6 +39,8 @@ class Surroundings:
     """Seeds what loss_fn draws from, by a key; None: all generators of the process."""
     check: Callable[[], None] = lambda: None
     """Called before each micro-batch; raises where it is not wanted any more."""
+    squares: Squares | None = None
+    """Where the norms of gradients are measured."""
 
 
 @dataclass
@@ -95,6 +98,8 @@ def run_micro_steps(
                 result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without
             )
         around.statistics.end(m)
+        if around.squares is not None and m == own[0] != own[-1]:
+            around.squares.first_micro(sums.units)
 
 
 def _add(sums: Sums, result: Result, weight: float) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from evenload.balance.batch import best_split
 from evenload.balance.rebalance import Balancer, Decision, Observation
 from evenload.balance.replicas import Contention, ReplicaBalancer, SideBySide
-from evenload.balance.split import even_shares, micro_shares, num_micro, scale_shares, slice_sizes
-from evenload.balance.values import StepPlan
+from evenload.balance.split import Split, even_shares, micro_shares, num_micro, scale_shares, slice_sizes
+from evenload.balance.values import Cost, StepPlan
 from evenload.errors import ConfigError, DataError
 from evenload.training.launch.control import Control
 
@@ -269,6 +270,22 @@ class Planner:
             self._rule(Ruling(step, tuple(shares), least if isinstance(least, int) else 1, caps))
             # Else it would wait some thirty steps for the equal shares that it thinks were decided.
             self._balancer = self._new_balancer(tuple(shares), self.num_micro)
+
+    def split(self, batch_size: int, costs: Sequence[Cost]) -> Split:
+        """How a global batch of another size would be split, as things are set."""
+        caps = self._rulings[-1].caps
+        quantum = 1 if self._balancer is None else self._balancer.quantum
+        return best_split(batch_size, costs, caps, None if self._adapts else self._rulings[-1].shares, quantum)
+
+    def resize(self, batch_size: int, shares: Shares | None) -> None:
+        """All ranks, between two epochs: another global batch, in these shares; without any in the proportions of now."""
+        last, old = self._rulings[-1], self._balancer
+        shares = shares or scale_shares(last.shares, batch_size)
+        self._batch_size, self._pending = batch_size, None
+        self.rulings = (Ruling(0, shares, 1, last.caps),)
+        self._balancer = self._new_balancer(shares)
+        if old is not None and old.quantum > 1:
+            self.coarsen()
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ class Report:
     """Of each segment since the last report."""
     metrics: Mapping[str, float]
     """Name -> sum of weight x value; nothing in an attempt that failed here."""
+    square: float | None = None
+    """The squared norm of this rank's own gradient, in the units of its backwards; None in a step that measures none."""
 
     def row(self) -> list[float]:
         """As numbers; always the same length, since a rank that failed early does not know the metrics.
@@ -51,10 +53,9 @@ class Report:
             StepError: more metrics than a row holds.
         """
         names = sorted(self.metrics)
-        if len(names) > MAX_METRICS:
-            raise StepError(
-                f"loss_fn returned {len(names)} metrics beside the loss; at most {MAX_METRICS} are averaged"
-            )
+        room = MAX_METRICS - (self.square is not None)
+        if len(names) > room:
+            raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {room} are averaged")
         values = [
             float(self.status),
             float(self.weighted),
@@ -71,11 +72,14 @@ class Report:
             *(self.seconds[name] for name in SEGMENTS),
             *(self.metrics[name] for name in names),
         ]
-        return values + [0.0] * (CAPACITY - len(values))
+        values += [0.0] * (CAPACITY - len(values))
+        if self.square is not None:
+            values[-1] = self.square
+        return values
 
 
-def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str]) -> list[Report]:
-    """All ranks' rows as reports; `names` are this rank's own metrics, sorted.
+def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured: bool = False) -> list[Report]:
+    """All ranks' rows as reports; `names` are this rank's own metrics, sorted; `measured`: with norms.
 
     Raises:
         StepError: ranks that succeeded returned other metrics than this one.
@@ -98,6 +102,7 @@ def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str]) -> list[Rep
             asked=bool(row[11]),
             seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
             metrics=dict(zip(names, row[_TIMES_END : _TIMES_END + len(names)], strict=True)),
+            square=row[CAPACITY - 1] if measured else None,
         )
         for row in rows
     ]

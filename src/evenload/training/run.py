@@ -37,6 +37,8 @@ def init(
     strategy: str | None = None,
     micro_batch: int | str | None = None,
     balance: str | Sequence[int] | None = None,
+    batch_max: int | None = None,
+    batch_lr: str | None = None,
     batch_norm: str | None = None,
     dataset_rng: str | None = None,
     num_workers: str | None = None,

@@ -14,6 +14,7 @@ from evenload.errors import CheckpointError, ConfigError
 from evenload.training import randomness
 from evenload.training.checkpoint import files, handover
 from evenload.training.data.cursor import Cursor
+from evenload.training.growing import Growing
 from evenload.training.job import Job
 from evenload.training.launch.control import Operation
 from evenload.training.step import StepLoader
@@ -29,6 +30,7 @@ class Own:
         self._job = job
         self._loaders = loaders
         self.finished = False
+        self.growing: Growing | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and generator states."""
@@ -45,6 +47,7 @@ class Own:
             ],
             "precision": self._job.engine.precision.state_dict(),
             "generators": generators,
+            **({} if self.growing is None else {"batch": self.growing.growth.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -58,12 +61,22 @@ class Own:
         for loader, saved in zip(self._loaders, state["loaders"], strict=True):
             cursor = Cursor.from_state_dict(saved["cursor"])
             loader.loader.load(cursor)
+            self._load_batch(state.get("batch"), in_epoch=cursor.position > 0)
             loader.planner.load_state_dict(saved["planner"], cursor.global_step)
         self._job.engine.precision.load_state_dict(state["precision"])
         generators = dict(state["generators"])
         if generators["numpy"] is not None:
             generators["numpy"] = tuple(generators["numpy"])
         randomness.restore(generators, self._job.device)
+
+    def _load_batch(self, state: dict[str, Any] | None, *, in_epoch: bool) -> None:
+        if self.growing is not None:
+            self.growing.growth.load_state_dict(state, in_epoch=in_epoch)
+        elif state is not None and in_epoch and state["batch_size"] != state["base"]:
+            raise CheckpointError(
+                f"the checkpoint stands inside an epoch in batches of {state['batch_size']}, which batch_max let grow from "
+                f"{state['base']}: set batch_max as it was until the epoch is over, or start anew with --fresh"
+            )
 
 
 class Saver:
@@ -78,6 +91,15 @@ class Saver:
         self._loaded = False
         self._took_s = 0.0
         self.resumed = False
+
+    @property
+    def growing(self) -> Growing | None:
+        """What lets the global batch grow; it is part of a checkpoint."""
+        return self._own.growing
+
+    @growing.setter
+    def growing(self, growing: Growing | None) -> None:
+        self._own.growing = growing
 
     def resume(self, named: dict[str, Any]) -> bool:
         """Registers the state and loads the newest checkpoint, if there is one."""

@@ -17,6 +17,7 @@ from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.job import EXIT_CODE
 from evenload.training import batchnorm, preparing
 from evenload.training.data.evaluate import close_kept_workers
+from evenload.training.growing import check_growing, open_growing
 from evenload.training.job import Job
 from evenload.training.launch import worker
 from evenload.training.launch.control import Operation
@@ -59,6 +60,7 @@ class Sitting:
                     "run.prepare got a loader after run.resume, which restores the loaders' place; prepare first"
                 )
             loader = preparing.prepare_loader(self._job, value, len(self._loaders))
+            self._saver.growing = open_growing(self._job, loader.loader, loader.planner, len(self._loaders))
             if self._verifier is not None:
                 self._verifier.split(loader)
             self._loaders.append(loader)
@@ -153,8 +155,12 @@ class Sitting:
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._verifier is None and self._job.num_sharing > 1 and self._job.loop.step is not None:
             preparing.check_optimizer(self._job, optimizer)
+        if (growing := self._saver.growing) is not None and self._job.loop.step is not None:
+            growing.rates.before(optimizer)
 
     def _after_optimizer(self, *_: Any) -> None:
+        if (growing := self._saver.growing) is not None:
+            growing.rates.after()
         self._job.loop.optimizer_done()
 
     def _at_step(self, step: Step) -> None:
@@ -166,6 +172,7 @@ class Sitting:
         self._looked = True
         self._stopper.begin()
         preparing.check_models_prepared(self._job, self._models)
+        check_growing(self._job, self._saver.growing)
         if self._job.config.dry_run:
             self._print_dry_run(step)
             raise SystemExit(0)

@@ -126,6 +126,8 @@ class StepLoop:
         """Told that a loop body begins (the first step of a sitting looks around)."""
         self.on_end: Callable[[Step], None] | None = None
         """Told that a loop body with a backward has ended, by `evenload verify`."""
+        self.on_record: Callable[[GlobalBatch, Tally, bool], None] | None = None
+        """Told of each step of training, and whether its times are those of a usual one (growth.py)."""
         self.on_boundary: Callable[[Step], None] | None = None
         """Told that a step is committed and the next has not begun; it may end the script (stopping.py). Not told of one
         that leaves gradients to a later step when the script is to stop: they are in no checkpoint."""
@@ -192,8 +194,11 @@ class StepLoop:
         step.planner.observe(
             step.batch.global_step, step.batch.plan, step.tally.own_seconds(), first or step.tally.unusual
         )
-        if not (first or step.arm or step.tally.unusual):
+        usual = not (first or step.arm or step.tally.unusual)
+        if usual:
             step._loader.observe(step.tally.cost(step.batch.plan.num_samples))
+        if self.on_record is not None and not step.arm:
+            self.on_record(step.batch, step.tally, usual)
         engine.journal.step(step.number, step.batch.plan, step.tally, step.arm)
 
     def is_due(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
@@ -106,6 +106,9 @@ class GlobalLoader:
             first = reading if self._tuner is None else self._tuner.reading
             self._feed = TaskFeed(user_loader, seed=seed, rank=planner.rank, keyed=keyed_rng, reading=first)
         self._cursor = Cursor(seed=seed)
+        self._resized: int | None = None
+        self.choose: Callable[[], int] | None = None
+        """Asked by all ranks between two epochs for the global batch of the next; None: it stays the user's."""
         self._generators_before: tuple[str, ...] | None = None
         self._begun = False
         self._running: weakref.ref[Generator[GlobalBatch, None, None]] | None = None
@@ -113,7 +116,7 @@ class GlobalLoader:
 
     def __len__(self) -> int:
         """Steps of an epoch, whatever the devices; TypeError where the user's loader has no length."""
-        return len(self.user_loader)
+        return len(self.user_loader) if self._resized is None else self.num_steps(self._resized) or 0
 
     @property
     def epoch(self) -> int:
@@ -123,7 +126,23 @@ class GlobalLoader:
     @property
     def batch_size(self) -> int | None:
         """Samples of a global batch; None with a batch_sampler."""
-        return self.user_loader.batch_size
+        return self._resized or self.user_loader.batch_size
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch; None where the sampler has no length."""
+        sampler = self.user_loader.sampler
+        return len(sampler) if isinstance(sampler, Sized) else None
+
+    def num_steps(self, batch_size: int) -> int | None:
+        """Steps of an epoch in batches of `batch_size`; None where the sampler has no length."""
+        if self.num_samples is None:
+            return None
+        return len(order.regular_bounds(self.num_samples, self.user_loader, batch_size)) - 1
+
+    def resize(self, batch_size: int) -> None:
+        """Another global batch, from the epoch on that is drawn next; not for streams and batch_samplers."""
+        self._resized = batch_size
 
     @property
     def dataset(self) -> Any:
@@ -209,7 +228,14 @@ class GlobalLoader:
 
     def _map_steps(self, feed: TaskFeed) -> Generator[GlobalBatch, None, None]:
         planner, epoch = self._planner, self._cursor.epoch
-        drawn = order.draw_order(self.user_loader, seed=self._seed, epoch=epoch, rank=planner.rank, agree=planner.agree)
+        drawn = order.draw_order(
+            self.user_loader,
+            seed=self._seed,
+            epoch=epoch,
+            rank=planner.rank,
+            agree=planner.agree,
+            batch_size=self._resized,
+        )
         self._check_resumed(drawn)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
@@ -331,6 +357,8 @@ class GlobalLoader:
         self._begun = False
         self._generators_before = None
         self._move(epoch=self._cursor.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1)
+        if self.choose is not None:
+            self.resize(self.choose())
 
     def _move(self, **changes: int) -> None:
         self._cursor = Cursor(**{**vars(self._cursor), **changes})

@@ -75,11 +75,14 @@ class Order:
         return step
 
 
-def draw_order(loader: DataLoader[Any], *, seed: int, epoch: int, rank: int, agree: Agree) -> Order:
+def draw_order(
+    loader: DataLoader[Any], *, seed: int, epoch: int, rank: int, agree: Agree, batch_size: int | None = None
+) -> Order:
     """The order of one epoch; a collective call where the sampler is the user's.
 
     The user's sampler draws under global generators keyed by (seed, epoch), and from its own generators as they are;
-    their states move on alike on every rank. ``set_epoch`` is called where there is one.
+    their states move on alike on every rank. ``set_epoch`` is called where there is one. Batches are of ``batch_size`` where it
+    is given, else the loader's.
 
     Raises:
         DataError: the sampler has no end, or its keys can't be shared.
@@ -94,20 +97,22 @@ def draw_order(loader: DataLoader[Any], *, seed: int, epoch: int, rank: int, agr
             generator = torch.Generator().manual_seed(randomness.mix(seed, epoch, randomness.ORDER))
             plain = torch.randperm(len(sampler), generator=generator)  # type: ignore[arg-type]
         if plain is not None:
-            return Order(plain, regular_bounds(len(plain), loader))
-    return _share_order(loader, seed, epoch, rank, agree)
+            return Order(plain, regular_bounds(len(plain), loader, batch_size))
+    return _share_order(loader, seed, epoch, rank, agree, batch_size)
 
 
-def regular_bounds(num_samples: int, loader: DataLoader[Any]) -> list[int]:
-    """Where each batch of ``batch_size`` begins, and the end."""
-    size = loader.batch_size or 1
+def regular_bounds(num_samples: int, loader: DataLoader[Any], batch_size: int | None = None) -> list[int]:
+    """Where each batch of ``batch_size`` (the loader's without one) begins, and the end."""
+    size = batch_size or loader.batch_size or 1
     bounds = list(range(0, num_samples, size))
     if num_samples % size == 0 or not loader.drop_last:
         bounds.append(num_samples)
     return bounds or [0]
 
 
-def _share_order(loader: DataLoader[Any], seed: int, epoch: int, rank: int, agree: Agree) -> Order:
+def _share_order(
+    loader: DataLoader[Any], seed: int, epoch: int, rank: int, agree: Agree, batch_size: int | None
+) -> Order:
     samplers = checks.samplers_of(loader)
     generators = randomness.find_generators(samplers)
     for sampler in samplers:
@@ -131,7 +136,7 @@ def _share_order(loader: DataLoader[Any], seed: int, epoch: int, rank: int, agre
     if header["keys"] is not None:
         source = header["keys"]
     if header["lengths"] is None:
-        bounds = regular_bounds(len(source), loader)
+        bounds = regular_bounds(len(source), loader, batch_size)
     else:
         bounds = [0, *itertools.accumulate(header["lengths"])]
     return Order(source, bounds, header["before"], _key_of(keys if header["keys"] is None else header["keys"], bounds))

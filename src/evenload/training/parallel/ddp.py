@@ -12,6 +12,7 @@ from evenload.errors import PeerLostError
 from evenload.training.launch.groups import Groups
 from evenload.training.parallel.place_buckets import Neighbours
 from evenload.training.parallel.reducer import BucketReducer, Expectation
+from evenload.training.parallel.squares import Squares
 
 _SENT_AS_THEY_ARE = frozenset(
     (
@@ -24,7 +25,8 @@ _SENT_AS_THEY_ARE = frozenset(
 class ReplicaStrategy:
     """Replicated data parallelism; see reducer.py for how and why."""
 
-    def __init__(self) -> None:
+    def __init__(self, squares: Squares | None = None) -> None:
+        self._squares = squares
         self._groups: Groups | None = None
         self._neighbours = Neighbours()
         self._models: list[nn.Module] = []
@@ -125,7 +127,7 @@ class ReplicaStrategy:
         return self._of().leftovers()
 
     def _build(self, groups: Groups) -> None:
-        self._reducer = BucketReducer(self._models, groups, self._neighbours)
+        self._reducer = BucketReducer(self._models, groups, self._neighbours, squares=self._squares)
         self._signature = self._sign()
         self._expectations.clear()
 

@@ -32,6 +32,7 @@ from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.parallel.place_buckets import Neighbours
+from evenload.training.parallel.squares import Squares
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -100,6 +101,7 @@ class BucketReducer:
         check: Callable[[], None] = lambda: None,
         pins: bool = False,
         strategy: str = "ddp",
+        squares: Squares | None = None,
     ) -> None:
         """Args:
         models: whose parameters.
@@ -108,12 +110,16 @@ class BucketReducer:
         check: called at each gradient that comes, in the thread it comes in.
         pins: buckets lie in pinned memory, to be copied to a GPU.
         strategy: what a person calls this, for messages.
+        squares: told what leaves and what comes back, where norms are measured.
         """
         self._groups = groups
         self._neighbours = neighbours or Neighbours()
         self._check = check
         self._pins = pins
         self._strategy = strategy
+        self._squares = squares
+        if squares is not None:
+            squares.follow(self._held)
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
@@ -225,6 +231,8 @@ class BucketReducer:
                 bucket.pending.wait()
                 if correction != 1.0:
                     bucket.flat.mul_(correction)
+                if self._squares is not None:
+                    self._squares.summed(bucket.flat)
                 sums.append(bucket.flat.sum().double().to(self.buckets[0].flat.device))
             for slot in self.slots:
                 slot.param.grad = self._final(slot, bool(touched[slot.index]))
@@ -384,7 +392,13 @@ class BucketReducer:
         for slot in bucket.slots:
             if not slot.filled:
                 slot.view.zero_()
+        if self._squares is not None:
+            self._squares.leaves(bucket.flat)
         bucket.pending = self._groups.sum_async(bucket.flat)
+
+    def _held(self) -> list[torch.Tensor]:
+        """Own gradients that have not left yet."""
+        return [slot.view for b in self.buckets if b.pending is None for slot in b.slots if slot.filled]
 
     def _final(self, slot: Slot, touched: bool) -> torch.Tensor | None:
         if slot.spoiled:

@@ -1,0 +1,114 @@
+"""How noisy a gradient is: the gradient noise scale, from the squared norms that a step has anyway.
+
+Note [The estimate]
+  McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1. Let G be the true gradient and tr(S)
+  the trace of one sample's covariance. The mean gradient g_r of b_r samples has E|g_r|^2 = |G|^2 + tr(S) / b_r, and the
+  step's own g, the mean over B samples, E|g|^2 = |G|^2 + tr(S) / B. The paper has parts of one size b:
+
+      tr(S) ~ (|g_b|^2 - |g|^2) / (1/b - 1/B)          |G|^2 ~ (B |g|^2 - b |g_b|^2) / (B - b)
+
+  Ranks of different speed have parts of different size. Weigh them by c_r = b_r / sum(b), which sum to 1:
+
+      E sum_r c_r |g_r|^2 = |G|^2 + tr(S) * h          h = sum_r c_r / b_r = R / sum(b)      for R parts
+
+  so tr(S) ~ (sum_r c_r |g_r|^2 - |g|^2) / (h - 1/B) is unbiased for any sizes, and |G|^2 ~ |g|^2 - tr(S) / B is too. With
+  equal parts this is the paper's. Where the parts make up the whole, sum_r c_r |g_r|^2 - |g|^2 = sum_r c_r |g_r - g|^2: the
+  pooled variance between the parts, never below 0, and of all such weights the ones of least variance for normal noise.
+  A single part (the first of several micro-batches) is served by the same two lines, with R = 1.
+
+  Both are averaged over steps before one is divided by the other: the mean of ratios would be biased, and |G|^2 of one step
+  is often below 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW = 64
+"""The averages are plain means of the first so many measured steps, and forget at this rate afterwards."""
+LEAST_MEASURED = 8
+"""Nothing is said of fewer measured steps."""
+MOST_BATCHES = 1000.0
+"""A noise scale beyond so many of the batches it was measured with can't be told from an infinite one."""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Squared norms of the mean gradients of one step."""
+
+    parts: tuple[tuple[float, float], ...]
+    """For each part of the batch its samples and the squared norm of its own mean gradient."""
+    num_samples: int
+    """The whole batch."""
+    square: float
+    """The squared norm of its mean gradient."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What one step says: each may lie far off, and `square` below 0."""
+
+    trace: float
+    """Of one sample's covariance, tr(S)."""
+    square: float
+    """Of the true gradient, |G|^2."""
+
+
+def moments(norms: Norms) -> Moments | None:
+    """The two unbiased estimates of the note above; None where the parts tell nothing, or a norm is not finite."""
+    parts = [(num, square) for num, square in norms.parts if num > 0]
+    total = sum(num for num, _ in parts)
+    if not parts or not all(math.isfinite(square) for _, square in (*parts, (0.0, norms.square))):
+        return None
+    apart = len(parts) / total - 1 / norms.num_samples
+    if apart <= 1e-9 / norms.num_samples:  # the only part is the whole
+        return None
+    trace = (sum(num * square for num, square in parts) / total - norms.square) / apart
+    return Moments(trace, norms.square - trace / norms.num_samples)
+
+
+class NoiseScale:
+    """The two averages, and their ratio."""
+
+    def __init__(self) -> None:
+        self.num_measured = 0
+        self._trace = 0.0
+        self._square = 0.0
+        self._num_samples = 1
+
+    def add(self, norms: Norms) -> None:
+        """Takes a measured step."""
+        told = moments(norms)
+        if told is None:
+            return
+        self.num_measured += 1
+        weight = 1 / min(self.num_measured, WINDOW)
+        self._trace += weight * (told.trace - self._trace)
+        self._square += weight * (told.square - self._square)
+        self._num_samples = norms.num_samples
+
+    @property
+    def samples(self) -> float | None:
+        """tr(S) / |G|^2: so many samples have as much noise as gradient. None before enough was measured."""
+        if self.num_measured < LEAST_MEASURED:
+            return None
+        trace, most = max(self._trace, 0.0), MOST_BATCHES * self._num_samples
+        return most if trace >= most * self._square and trace > 0 else trace / max(self._square, 1e-300)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "num_measured": self.num_measured,
+            "trace": self._trace,
+            "square": self._square,
+            "num_samples": self._num_samples,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
+        self.num_measured = int(state["num_measured"])
+        self._trace, self._square = float(state["trace"]), float(state["square"])
+        self._num_samples = int(state["num_samples"])
