@@ -101,10 +101,6 @@ def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any], caller: 
                 )
             values[key] = value
             sources.setdefault(key, spell(key, raw))
-    if "batch_lr" in values and "batch_max" not in values:
-        raise ConfigError(
-            f"{sources['batch_lr']} says how the learning rate follows a growing batch: set batch_max too"
-        )
     return Config(**values, sources=sources)
 
 

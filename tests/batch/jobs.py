@@ -21,7 +21,7 @@ BASE = 16
 class Cloud(Dataset[torch.Tensor]):
     """Points around a mean: the gradient of `Offset` is the mean point, and its noise what they scatter."""
 
-    def __init__(self, noise: float, dim: int = 64, num_samples: int = NUM_SAMPLES) -> None:
+    def __init__(self, noise: float, dim: int = 256, num_samples: int = NUM_SAMPLES) -> None:
         generator = torch.Generator().manual_seed(5)
         points = torch.randn(num_samples, dim, generator=generator, dtype=torch.float64)
         points = (points - points.mean(0)) / points.std(0, unbiased=False)
@@ -38,7 +38,7 @@ class Cloud(Dataset[torch.Tensor]):
 class Offset(nn.Module):
     """A parameter for each coordinate; the loss is linear, so its gradient never changes."""
 
-    def __init__(self, dim: int = 64) -> None:
+    def __init__(self, dim: int = 256) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(dim, dtype=torch.float64))
         self.other = nn.Parameter(torch.ones(dim // 2, dtype=torch.float64))
@@ -64,7 +64,6 @@ def train(
     sampled: bool = False,
 ) -> dict[str, Any]:
     """Trains on these ranks; what was seen."""
-    torch.set_num_threads(1)
     run = evenload.init(project_dir=folder, seed=3, **settings)
     model, data = Offset(), Cloud(noise)
     sampler = torch.utils.data.RandomSampler(data, generator=torch.Generator().manual_seed(1)) if sampled else None
@@ -138,4 +137,5 @@ def chosen(seen: dict[str, Any]) -> dict[int, tuple[int, float]]:
 
 def train_all(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
     """Several trainings one after the other, in the processes that are there."""
+    torch.set_num_threads(1)
     return [train(f"{folder}/{job.pop('name', index)}", **job) for index, job in enumerate(jobs)]

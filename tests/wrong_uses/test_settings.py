@@ -23,6 +23,13 @@ from tests.wrong_uses.jobs import IMPORTS, command, evenload_run, script, told_b
         ({"balance": [1.5]}, "shares are integers"),
         ({"balance": 16}, r"init\(balance=16\): expected auto, even"),
         ({"balance": [8, 8]}, r"init\(balance=\[8, 8\]\): 2 shares, but there are 1 ranks"),
+        ({"batch_max": 1}, r"init\(batch_max=1\): expected a number of samples, more than the loader's batch_size"),
+        ({"batch_max": "auto"}, r"init\(batch_max='auto'\): expected a number of samples"),
+        (
+            {"batch_lr": "linear", "batch_max": 64},
+            r"init\(batch_lr='linear'\): expected one of auto, adascale, sqrt, none",
+        ),
+        ({"batch_lr": "sqrt"}, r"init\(batch_lr='sqrt'\) has no effect: .* set batch_max too, or leave it out"),
         ({"batch_norm": "sync"}, r"init\(batch_norm='sync'\): expected one of global, local"),
         ({"dataset_rng": True}, r"init\(dataset_rng=True\): expected one of keyed, off"),
         (

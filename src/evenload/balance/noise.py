@@ -17,7 +17,8 @@ Note [The estimate]
   A single part (the first of several micro-batches) is served by the same two lines, with R = 1.
 
   Both are averaged over steps before one is divided by the other: the mean of ratios would be biased, and |G|^2 of one step
-  is often below 0.
+  is often below 0. |G|^2 is the small difference of large numbers where gradients are noisy: its standard error is kept, and
+  what is decided follows the noise scale that is surely there (|G|^2 one standard error higher), not a ratio that explodes.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class NoiseScale:
         self.num_measured = 0
         self._trace = 0.0
         self._square = 0.0
+        self._square_of_square = 0.0
         self._num_samples = 1
 
     def add(self, norms: Norms) -> None:
@@ -88,6 +90,7 @@ class NoiseScale:
         weight = 1 / min(self.num_measured, WINDOW)
         self._trace += weight * (told.trace - self._trace)
         self._square += weight * (told.square - self._square)
+        self._square_of_square += weight * (told.square**2 - self._square_of_square)
         self._num_samples = norms.num_samples
 
     @property
@@ -95,8 +98,21 @@ class NoiseScale:
         """tr(S) / |G|^2: so many samples have as much noise as gradient. None before enough was measured."""
         if self.num_measured < LEAST_MEASURED:
             return None
+        return self._ratio(self._square)
+
+    @property
+    def at_least(self) -> float | None:
+        """The same with |G|^2 one standard error higher: so much noise is surely there. None as `samples`."""
+        if self.num_measured < LEAST_MEASURED:
+            return None
+        variance = max(self._square_of_square - self._square**2, 0.0)
+        # Beyond the window the average has the weight of twice as many equal terms, less one.
+        count = min(self.num_measured, 2 * WINDOW - 1)
+        return self._ratio(max(self._square, 0.0) + math.sqrt(variance / (count - 1)))
+
+    def _ratio(self, square: float) -> float:
         trace, most = max(self._trace, 0.0), MOST_BATCHES * self._num_samples
-        return most if trace >= most * self._square and trace > 0 else trace / max(self._square, 1e-300)
+        return most if trace > 0 and trace >= most * square else trace / max(square, 1e-300)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -104,6 +120,7 @@ class NoiseScale:
             "num_measured": self.num_measured,
             "trace": self._trace,
             "square": self._square,
+            "square_of_square": self._square_of_square,
             "num_samples": self._num_samples,
         }
 
@@ -111,4 +128,5 @@ class NoiseScale:
         """Goes on from what `state_dict` gave."""
         self.num_measured = int(state["num_measured"])
         self._trace, self._square = float(state["trace"]), float(state["square"])
+        self._square_of_square = float(state["square_of_square"])
         self._num_samples = int(state["num_samples"])

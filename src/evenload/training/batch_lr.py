@@ -35,10 +35,10 @@ class RateFollower:
         """An optimizer is about to step."""
         self.after()  # a step that raised has not been told as done
         gain = self.gain(optimizer)
-        self.gains["SGD" if isinstance(optimizer, SGD) else type(optimizer).__name__] = gain
+        self.gains[SGD.__name__ if isinstance(optimizer, SGD) else type(optimizer).__name__] = gain
         if gain == 1.0:
             return
-        for group in optimizer.param_groups:
+        for group in (g for g in optimizer.param_groups if g.get("lr") is not None):
             self._set.append((group, group["lr"]))
             group["lr"] = group["lr"] * gain
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ def open_growing(job: Job, loader: GlobalLoader, planner: Planner, index: int) -
             before=told.before,
             batch_size=now.batch_size,
             noise_samples=now.noise,
+            noise_measured=told.measured,
             num_measured=told.num_measured,
             decision="unmeasured" if choice is None else choice.kind,
             before_per_s=None if choice is None else choice.before_per_s,
@@ -92,6 +94,10 @@ def _check(job: Job, loader: DataLoader[Any], limit: int, index: int) -> int:
     base = loader.batch_size
     if base is None or not checks.has_plain_batches(loader):
         raise ConfigError(f"{spelled} has no effect on a loader with a batch_sampler, which makes its batches itself")
+    if isinstance(loader.sampler, Sized) and len(loader.sampler) <= base:
+        raise ConfigError(
+            f"{spelled} has no effect: an epoch of {len(loader.sampler)} samples is one batch of {base} already; leave it out"
+        )
     if limit <= base:
         raise ConfigError(
             f"{spelled} has no effect: the loader's batch_size is {base} already; set it higher, or leave it out"

@@ -43,7 +43,7 @@ class Chosen:
 
     batch_size: int
     noise: float
-    """The noise scale when it was chosen, in samples; 0 before the first choice."""
+    """The noise scale that was surely there when it was chosen, in samples; 0 before the first choice."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,13 @@ class Told:
     chosen: Chosen
     choice: BatchChoice | None
     """None where not enough was measured."""
+    measured: float | None
+    """The noise scale as measured."""
     num_measured: int
     num_steps: int
     epoch_steps: int | None
+    is_first: bool
+    """Nothing of this kind was told before: that it stays, or that the noise can't be measured."""
 
 
 class BatchGrowth:
@@ -85,6 +89,7 @@ class BatchGrowth:
         self._tried_from: int | None = None
         self._has_tried = False
         self._num_steps = 0
+        self._said: set[str] = set()
         loader.choose = self.choose
 
     def observe(self, seen: Seen, tally: Tally, usual: bool) -> None:
@@ -109,7 +114,7 @@ class BatchGrowth:
         if self._planner.rank == 0:
             choice = self._decide()
             size = before.batch_size if choice is None else choice.batch_size
-            noise = before.noise if choice is None else self._noise.samples or 0.0
+            noise = before.noise if choice is None else self._noise.at_least or 0.0
             shares = () if size == before.batch_size else self._planner.split(size, self._costs()).shares
             integers = [size, round(noise * _PARTS), *shares]
         size, noise_parts, *told = self._planner.agree(integers)
@@ -124,9 +129,11 @@ class BatchGrowth:
                     before.batch_size,
                     self.now,
                     choice,
+                    self._noise.samples,
                     self._noise.num_measured,
                     self._num_steps,
                     self._loader.num_steps(size),
+                    self._is_first(choice),
                 )
             )
         return size
@@ -166,7 +173,7 @@ class BatchGrowth:
             self._loader.resize(self.now.batch_size)
 
     def _decide(self) -> BatchChoice | None:
-        noise = self._noise.samples
+        noise = self._noise.at_least
         if noise is None or not self._rests:
             return None
         costs = self._costs()
@@ -187,6 +194,17 @@ class BatchGrowth:
     def _costs(self) -> list[Any]:
         return [track.refit().cost for track in self._tracks]
 
+    def _is_first(self, choice: BatchChoice | None) -> bool:
+        """Whether this may be said: once that there is no noise to measure, after steps enough, and once that it stays."""
+        if choice is None:
+            enough = self._num_steps >= LEAST_MEASURED * MEASURE_EVERY
+            kind = "unmeasured" if enough and self._noise.num_measured < LEAST_MEASURED else ""
+        else:
+            kind = choice.kind
+        is_first = bool(kind) and kind not in self._said
+        self._said.add(kind)
+        return is_first
+
     def _remember(self, before: int, choice: BatchChoice | None) -> None:
         if choice is None:
             return
@@ -204,15 +222,18 @@ def sentence(told: Told, base: int, gains: Mapping[str, float]) -> str:
     """What a person reads of a choice; empty where there is nothing new."""
     choice, size = told.choice, told.chosen.batch_size
     if choice is None:
-        if told.num_measured >= LEAST_MEASURED or told.num_steps < LEAST_MEASURED * MEASURE_EVERY:
+        if not told.is_first:
             return ""
         return (
             f"batch_max has no effect so far: {told.num_measured} of {told.num_steps} steps told how noisy the gradients are; it "
             "takes two ranks with samples, or one with several micro-batches (--micro-batch below the batch_size)"
         )
+    noise = f"noise scale {told.measured or 0.0:.0f} samples (at least {told.chosen.noise:.0f})"
     if size == told.before:
-        return ""
-    noise = told.chosen.noise
+        return (
+            f"the global batch stays {size}: {noise}, no other one promises enough goodput yet" if told.is_first else ""
+        )
+    worth = efficiency(told.chosen.noise, base, size)
     why = {
         "grown": "more goodput",
         "shrunk": "the smaller one trains faster",
@@ -220,7 +241,7 @@ def sentence(told: Told, base: int, gains: Mapping[str, float]) -> str:
     }[choice.kind]
     rates = ", ".join(f"{gain:.2f}× for {name}" for name, gain in gains.items())
     return (
-        f"global batch {told.before} → {size} from epoch {told.epoch} on ({why}): noise scale {noise:.0f} samples, goodput "
+        f"global batch {told.before} → {size} from epoch {told.epoch} on ({why}): {noise}, goodput "
         f"{choice.before_per_s:.4g} → {choice.expected_per_s:.4g} samples of batch {base} a second; a sample is worth "
-        f"{efficiency(noise, base, size):.2f} of one" + (f"; learning rate {rates}" if rates else "")
+        f"{worth:.2f} of one" + (f"; learning rate {rates}" if rates else "")
     )

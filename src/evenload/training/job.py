@@ -83,6 +83,11 @@ def open_job(script: dict[str, Any]) -> Job:
     """
     spec = adopt_group() if dist.is_initialized() else detect()
     config = resolve(script, spec.settings, SPAWN if spec.origin == "spawn" else COMMAND_LINE)
+    if "batch_lr" in config.sources and config.batch_max is None:
+        raise ConfigError(
+            f"{config.sources['batch_lr']} has no effect: it says how the learning rate follows a batch that grows; set "
+            "batch_max too, or leave it out"
+        )
     places = _replica_places(config, spec)
     _check_balance(config, len(places) or spec.world_size)
     if "project_dir" not in config.sources:

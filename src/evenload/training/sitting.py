@@ -155,7 +155,7 @@ class Sitting:
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._verifier is None and self._job.num_sharing > 1 and self._job.loop.step is not None:
             preparing.check_optimizer(self._job, optimizer)
-        if (growing := self._saver.growing) is not None and self._job.loop.step is not None:
+        if (growing := self._saver.growing) is not None and self._job.loop.awaits_optimizer:
             growing.rates.before(optimizer)
 
     def _after_optimizer(self, *_: Any) -> None:

@@ -160,6 +160,11 @@ class StepLoop:
             for parameter in islice((p for p in model.parameters() if p.grad is not None), _NUM_WATCHED)
         ]
 
+    @property
+    def awaits_optimizer(self) -> bool:
+        """Whether an optimizer that steps now uses a step's gradients: in a loop body, or behind a loop left before it did."""
+        return self.step is not None or self._dropped is not None
+
     def optimizer_done(self) -> None:
         """An optimizer of torch has stepped, in a loop body or behind a loop that was left before it did."""
         self.optimizer_stepped = True

@@ -81,7 +81,8 @@ def _square(tensor: torch.Tensor) -> torch.Tensor:
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     # Squares of half precision would overflow.
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()
+    norm: torch.Tensor = torch.linalg.vector_norm(values.detach(), dtype=wide)
+    return norm.double().square()
 
 
 def _total(squares: Iterable[torch.Tensor]) -> torch.Tensor:
