@@ -95,6 +95,7 @@ def train(
         "lengths": lengths,
         "rates": rates,
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "progress": None if growing is None else growing.growth.progress(),
         "noise": None if growing is None else growing.growth._noise.samples,
     }
     run.close()

@@ -109,6 +109,11 @@ def test_it_goes_on_in_the_same_batch_on_another_number_of_devices(seen):
     assert float((weights - alone["weights"]).norm() / weights.norm()) <= 1e-12
 
 
+def test_a_queue_hears_of_steps_of_the_users_batch(seen):
+    assert seen["grown"]["progress"] == (4 * NUM_SAMPLES // BASE, BASE)
+    assert seen["first half"]["progress"] == (sum(size for _, size in seen["first half"]["sizes"]) // BASE, BASE)
+
+
 def test_schedulers_and_users_see_the_rate_that_was_set(seen):
     assert seen["grown"]["rates"][0] == 0.01
     steps = len(seen["grown"]["rates"])

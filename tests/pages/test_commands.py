@@ -25,6 +25,7 @@ ELSEWHERE = {
     "evenload demo": "tests/cli/test_demo.py",
     "evenload run -d cpu:2 --throttle 1,0.5 examples/train_gpt.py": "tests/examples/test_train_gpt.py",
     "evenload verify -d cpu:2 train.py": "tests/verify/test_cli.py",
+    "evenload run -d cpu:2 --batch-max 512 train.py": "tests/batch/test_command.py",
     "evenload show runs/train": "tests/views/test_story.py",
     "evenload run -d 0,1,cpu --strategy dp train.py": "tests/gpu/test_dp.py",
     "evenload submit --backend slurm --dry-run job.toml": "tests/scheduler/backends/test_docs.py",

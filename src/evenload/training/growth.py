@@ -75,7 +75,7 @@ class BatchGrowth:
         planner: who gives shares.
         base: the user's batch_size.
         limit: `batch_max`.
-        tell: told each choice, on rank 0.
+        tell: told each choice on rank 0, when the epoch that it is for has begun.
         """
         self.base = base
         self.limit = limit
@@ -90,10 +90,15 @@ class BatchGrowth:
         self._has_tried = False
         self._num_steps = 0
         self._said: set[str] = set()
+        self._news: Told | None = None
         loader.choose = self.choose
 
     def observe(self, seen: Seen, tally: Tally, usual: bool) -> None:
         """All ranks: what a step of training showed; its times only count where it was a usual one."""
+        if self._news is not None:
+            # Not before: there may be no further epoch, and who draws progress still draws the last one.
+            self._tell(self._news)
+            self._news = None
         self._num_steps += 1
         if tally.norms is not None:
             self._noise.add(tally.norms)
@@ -123,20 +128,22 @@ class BatchGrowth:
             self._planner.resize(size, tuple(told))
         if self._planner.rank == 0:
             self._remember(before.batch_size, choice)
-            self._tell(
-                Told(
-                    self._loader.epoch,
-                    before.batch_size,
-                    self.now,
-                    choice,
-                    self._noise.samples,
-                    self._noise.num_measured,
-                    self._num_steps,
-                    self._loader.num_steps(size),
-                    self._is_first(choice),
-                )
+            self._news = Told(
+                self._loader.epoch,
+                before.batch_size,
+                self.now,
+                choice,
+                self._noise.samples,
+                self._noise.num_measured,
+                self._num_steps,
+                self._loader.num_steps(size),
+                self._is_first(choice),
             )
         return size
+
+    def progress(self) -> tuple[int, int]:
+        """How far the loader is in steps of the user's batch, and that batch: a speed in them says the same in every epoch."""
+        return self._loader.cursor().samples_total // self.base, self.base
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -239,7 +246,7 @@ def sentence(told: Told, base: int, gains: Mapping[str, float]) -> str:
         "shrunk": "the smaller one trains faster",
         "trial": "a trial for one epoch, to tell overhead from samples",
     }[choice.kind]
-    rates = ", ".join(f"{gain:.2f}× for {name}" for name, gain in gains.items())
+    rates = ", ".join(f"{gain:.2f}× for {name}" for name, gain in gains.items() if gain != 1.0)
     return (
         f"global batch {told.before} → {size} from epoch {told.epoch} on ({why}): {noise}, goodput "
         f"{choice.before_per_s:.4g} → {choice.expected_per_s:.4g} samples of batch {base} a second; a sample is worth "

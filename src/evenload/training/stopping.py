@@ -149,7 +149,11 @@ class Stopper:
         self._job.journal.event(kind, text, step=self._job.loop.steps_done)
 
     def _report(self, state: str) -> None:
-        report(self._job.loop.steps_done, None, samples_per_step=self._num_samples, state=state)
+        step, num_samples = self._job.loop.steps_done, self._num_samples
+        if self._saver.growing is not None:
+            # Steps of a grown batch are fewer and longer: counted as such they would look like a slower job.
+            step, num_samples = self._saver.growing.growth.progress()
+        report(step, None, samples_per_step=num_samples, state=state)
 
     def _go_on(self) -> str:
         spec = self._job.spec
