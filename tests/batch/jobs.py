@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def train(
     kind: str = "sgd",
     until: int | None = None,
     sampled: bool = False,
+    overhead_s: float = 0.0,
 ) -> dict[str, Any]:
     """Trains on these ranks; what was seen."""
     run = evenload.init(project_dir=folder, seed=3, **settings)
@@ -80,6 +82,9 @@ def train(
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+            if overhead_s:  # as a slow network would take
+                with run._job.clock.segment("comm"):
+                    time.sleep(overhead_s)
             rates.append(optimizer.param_groups[0]["lr"])
             sizes.append((step.epoch, step.num_samples))
             if step.index + 1 == until:

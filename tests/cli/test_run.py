@@ -38,6 +38,8 @@ def _refused(capfd, *arguments):
         (["--balance", "0,0", "-d", "cpu:2", "train.py"], "not all of them 0"),
         (["--micro-batch", "0", "train.py"], "--micro-batch 0"),
         (["--precision", "fp8", "train.py"], "--precision fp8"),
+        (["--batch-max", "1", "train.py"], "--batch-max 1: expected a number of samples"),
+        (["--batch-max", "64", "--batch-lr", "linear", "train.py"], "--batch-lr linear: expected one of auto"),
         (["--strategy", "magic", "train.py"], "--strategy magic"),
         (["--seed", "-1", "train.py"], "--seed -1"),
         (["-d", "cpu:2", "--throttle", "1", "train.py"], "1 speeds for 2 ranks"),
