@@ -82,7 +82,7 @@ def test_consistency_and_loading(tmp_path: Path) -> None:
     cost = consistency["cost"]
     assert cost["checksum_s"] > 0 and cost["share"]["low"] <= cost["share"]["high"]
     (case,) = loading["cases"].values()
-    assert set(case["samples_per_s"]) == {"0", "auto"} and case["auto_over_best"] > 0
+    assert set(case["samples_per_s"]) == {"0", "auto 1"} and case["auto_over_best"] > 0
 
 
 @pytest.mark.long
