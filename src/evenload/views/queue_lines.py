@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -119,7 +120,7 @@ def _made(
             return reader.joined(expression, separator, states=states, user=user, first=part[0], last=part[1])
 
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_Made(lambda part=part: make(part))) for part in parts[1:]]  # type: ignore[misc]
+        children = [stack.enter_context(_Made(partial(make, part))) for part in parts[1:]]
         if text := make(parts[0]):
             yield text
         for part, child in zip(parts[1:], children, strict=True):
@@ -138,9 +139,8 @@ class _Made:
             os.close(there)
             return
         code = 1
-        with contextlib.suppress(
-            BaseException
-        ):  # whoever forked it makes the text itself then, and tells what is wrong
+        # On any error whoever forked it makes the text itself, and tells what is wrong.
+        with contextlib.suppress(BaseException):
             os.close(self._pipe)
             with os.fdopen(there, "w", encoding="utf-8") as file:
                 file.write(make())

@@ -109,7 +109,7 @@ class Fleet:
 
     def place(self, choice: Choice, num: int) -> tuple[int, ...] | None:
         """Finds the best place for a gang and takes it; None where there is none."""
-        if num > self.num_free or self._failed.get(choice, num + 1) <= num:
+        if self.is_hopeless(choice, num):
             return None
         found = self._find(choice, num)
         if found is None:

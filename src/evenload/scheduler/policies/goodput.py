@@ -65,8 +65,7 @@ def goodput(view: View) -> Wishes:
 
 
 def _key(view: View, job: Job, one_s: float, uses: dict[str, float]) -> tuple[int, float, float, str]:
-    waited_s = job.waited_s if job.devices else job.waited_until(view.now_s)
-    score = max(one_s, 1.0) / (1.0 + waited_s / view.settings.ageing_s)
+    score = max(one_s, 1.0) / (1.0 + job.waited_until(view.now_s) / view.settings.ageing_s)
     if uses:
         score *= uses.get(job.spec.user, 1.0)
     return -job.spec.priority, score, job.submitted_s, job.id
