@@ -16,8 +16,10 @@ from typing import Any
 
 from evenload.scheduler import place
 from evenload.scheduler.client import Client, connect
+from evenload.scheduler.core.values import Job
 from evenload.scheduler.runner.files import read_marks
 from evenload.scheduler.runner.processes import all_stats, remove_cgroup
+from evenload.scheduler.store.reader import Reader
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,6 +105,17 @@ class Box:
         """What the job has printed."""
         path = place.log_path(self.folder, job)
         return path.read_text() if path.exists() else ""
+
+    def stored(self, job: str) -> Job:
+        """The job as it is in the queue's file."""
+        with Reader(self.folder) as reader:
+            found = reader.job(job)
+        assert found is not None
+        return found
+
+    def story(self, job: str) -> str:
+        """All that is known of a job, for a test that fails."""
+        return f"{self.call('job', job=job)}\n{self.output(job)[-2000:]}\n{self.log()}"
 
     def log(self) -> str:
         """What the daemon has said."""

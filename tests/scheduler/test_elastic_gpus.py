@@ -13,7 +13,7 @@ import pytest
 
 from tests.scheduler.daemons import ROOT, box, until
 from tests.scheduler.strangers_box import _CARDS
-from tests.scheduler.test_elastic_jobs import UNTIL, _job, _told
+from tests.scheduler.test_elastic_jobs import UNTIL
 
 GIB = 2**30
 BACK_S = 1.0
@@ -71,14 +71,14 @@ def test_its_own_memory_that_comes_back_late_costs_it_nothing(tmp_path: Path) ->
         queue.wait_for(first, "RUNNING")
         command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), str(BACK_S)]
         job = queue.submit(*command, spec={"needs": {"min_devices": 1, "max_devices": 2}})
-        until(lambda: _job(queue, job).rate_per_s > 0, lambda: _told(queue, job))
+        until(lambda: queue.stored(job).rate_per_s > 0, lambda: queue.story(job))
         (tmp_path / "end-first").touch()
 
         def has_ended() -> bool:
             _clear(tmp_path)
-            return _job(queue, job).state in ("SUCCEEDED", "FAILED")
+            return queue.stored(job).state in ("SUCCEEDED", "FAILED")
 
-        until(has_ended, lambda: _told(queue, job))
+        until(has_ended, lambda: queue.story(job))
         told = queue.call("job", job=job)
-        assert told["job"]["state"] == "SUCCEEDED", _told(queue, job)
+        assert told["job"]["state"] == "SUCCEEDED", queue.story(job)
         assert [(len(row["devices"]), row["ending"]) for row in told["attempts"]] == [(1, "Yielded"), (2, "Ended")]

@@ -11,9 +11,7 @@ import pytest
 
 from evenload import hardware
 from evenload.scheduler.core.speed import rates_from
-from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.learning import lost_s
-from evenload.scheduler.store.reader import Reader
 from tests.scheduler.daemons import Box, box, until
 
 ELASTIC = """
@@ -46,25 +44,14 @@ def queue(request: pytest.FixtureRequest) -> Iterator[Box]:
         yield made
 
 
-def _job(queue: Box, name: str) -> Job:
-    with Reader(queue.folder) as reader:
-        job = reader.job(name)
-    assert job is not None
-    return job
-
-
-def _told(queue: Box, name: str) -> str:
-    return f"{queue.call('job', job=name)}\n{queue.output(name)[-2000:]}\n{queue.log()}"
-
-
 def _wait_for_size(queue: Box, name: str, size: int) -> None:
     """Until it computes on so many devices, and its speed there is recorded."""
 
     def is_there() -> bool:
-        job = _job(queue, name)
+        job = queue.stored(name)
         return job.state == "RUNNING" and len(job.devices) == size and job.rate_per_s > 0
 
-    until(is_there, lambda: f"job {name} doesn't compute on {size} devices:\n{_told(queue, name)}")
+    until(is_there, lambda: f"job {name} doesn't compute on {size} devices:\n{queue.story(name)}")
 
 
 @needs_two_cores
@@ -75,12 +62,12 @@ def test_it_grows_shrinks_and_does_every_step_once(queue: Box, tmp_path: Path) -
     wide: dict[str, Any] = {"needs": {"min_devices": 1, "max_devices": 2}}
     elastic = queue.submit(sys.executable, "-c", ELASTIC, str(tmp_path), str(STEPS), spec=wide)
     _wait_for_size(queue, elastic, 1)
-    start_s = _job(queue, elastic).spec.restart_s
+    start_s = queue.stored(elastic).spec.restart_s
     assert start_s is not None and 0 < start_s < 60, "its start was measured"
 
     (tmp_path / "end-first").touch()
     _wait_for_size(queue, elastic, 2)
-    grown = _job(queue, elastic)
+    grown = queue.stored(elastic)
     assert len(grown.rates) == 2 and grown.rates[1] > 1.2 * grown.rates[0], "both speeds were measured"
     assert not grown.preempted_s, "a job that grows wasn't preempted"
     assert grown.spec.restart_s is not None and grown.spec.restart_s < 60
@@ -90,11 +77,11 @@ def test_it_grows_shrinks_and_does_every_step_once(queue: Box, tmp_path: Path) -
     second = queue.submit("sh", "-c", UNTIL, str(tmp_path / "end-second"), spec={"estimate_s": 5.0})
     queue.wait_for(second, "RUNNING")
     _wait_for_size(queue, elastic, 1)
-    shrunk = _job(queue, elastic)
+    shrunk = queue.stored(elastic)
     assert len(shrunk.rates) == 2 and shrunk.rates[1] > 1.2 * shrunk.rates[0]
     (tmp_path / "hurry").touch()
     done = queue.wait_for(elastic, "SUCCEEDED", "FAILED")
-    assert done["state"] == "SUCCEEDED", _told(queue, elastic)
+    assert done["state"] == "SUCCEEDED", queue.story(elastic)
     (tmp_path / "end-second").touch()
     queue.wait_for(second, "SUCCEEDED")
     assert sum(1 for path in tmp_path.iterdir() if path.name.startswith("step")) == STEPS

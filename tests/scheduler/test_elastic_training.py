@@ -11,7 +11,7 @@ import pytest
 
 from evenload import hardware
 from tests.scheduler.daemons import Box, box
-from tests.scheduler.test_elastic_jobs import UNTIL, _told, _wait_for_size
+from tests.scheduler.test_elastic_jobs import UNTIL, _wait_for_size
 
 EPOCHS = 40
 TRAIN = """
@@ -109,7 +109,7 @@ def _train(queue: Box, folder: Path, marks: Path) -> None:
     _wait_for_size(queue, job, 1)
     (folder / "hurry").touch()
     done = queue.wait_for(job, "SUCCEEDED", "FAILED")
-    assert done["state"] == "SUCCEEDED", _told(queue, job)
+    assert done["state"] == "SUCCEEDED", queue.story(job)
     attempts = queue.call("job", job=job)["attempts"]
     assert [len(attempt["devices"]) for attempt in attempts] == [1, 2, 1]
     (marks / "end-second").touch()

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from evenload.errors import EvenloadError
-from evenload.scheduler.core.values import Job
 from evenload.scheduler.store.audit import audit
-from evenload.scheduler.store.reader import Reader
 from evenload.views.job_story import job_text, tell_job
 from evenload.views.queue_text import text
 from evenload.views.queue_view import Wanted, look
@@ -79,25 +77,14 @@ def _holder(queue: Box, folder: Path, mib: int, name: str = "", **spec: Any) -> 
     return queue.submit(*command, spec={"share_device": True, **spec})
 
 
-def _job(queue: Box, name: str) -> Job:
-    with Reader(queue.folder) as reader:
-        job = reader.job(name)
-    assert job is not None
-    return job
-
-
-def _told(queue: Box, name: str) -> str:
-    return f"{queue.call('job', job=name)}\n{queue.output(name)[-2000:]}\n{queue.log()}"
-
-
 @pytest.mark.timeout(180)
 def test_jobs_are_measured_and_then_share(queue: Box, tmp_path: Path) -> None:
     first = _holder(queue, tmp_path, 150, "first")
     third = _holder(queue, tmp_path, 50, "third", needs={"memory_bytes": 300 * MIB})
     queue.wait_for(third, "RUNNING")
-    assert _job(queue, first).peak_bytes > 0, "before it was measured it was alone"
+    assert queue.stored(first).peak_bytes > 0, "before it was measured it was alone"
     second = _holder(queue, tmp_path, 100, "second")  # of which nothing is known: it needs a device of its own
-    assert 150 * MIB < _job(queue, first).peak_bytes < 250 * MIB
+    assert 150 * MIB < queue.stored(first).peak_bytes < 250 * MIB
     rows = {job: queue.state(job) for job in (first, second, third)}
     assert rows[first]["shares"] == [third] and rows[third]["shares"] == [first]
     assert rows[first]["devices"] == rows[third]["devices"] and rows[second]["state"] == "PENDING"
@@ -115,7 +102,7 @@ def test_jobs_are_measured_and_then_share(queue: Box, tmp_path: Path) -> None:
     again = [_holder(queue, tmp_path, 150, "first"), _holder(queue, tmp_path, 100, "second")]
     for job in again:
         queue.wait_for(job, "RUNNING")
-    assert [_job(queue, job).spec.peak_bytes for job in again] == [_job(queue, j).peak_bytes for j in (first, second)]
+    assert [queue.stored(job).spec.peak_bytes for job in again] == [queue.stored(j).peak_bytes for j in (first, second)]
     assert queue.state(again[0])["shares"] == [again[1]]
     (tmp_path / "end").touch()
     for job in again:
@@ -134,7 +121,7 @@ def test_an_array_learns_from_its_first_element(queue: Box, tmp_path: Path) -> N
     queue.wait_for(names[0], "SUCCEEDED")
     for name in names[1:]:
         queue.wait_for(name, "SUCCEEDED")
-        assert _job(queue, name).spec.peak_bytes >= 80 * MIB
+        assert queue.stored(name).spec.peak_bytes >= 80 * MIB
 
 
 @pytest.mark.timeout(180)
@@ -163,7 +150,7 @@ def test_one_that_grows_too_large_saves_and_waits_with_what_is_known_of_it(queue
     ]  # fmt: skip
     for job in jobs:
         queue.wait_for(job, "RUNNING")
-        until(lambda job=job: _job(queue, job).spec.preemptible and _job(queue, job).peak_bytes, queue.log)  # type: ignore[misc]
+        until(lambda job=job: queue.stored(job).spec.preemptible and queue.stored(job).peak_bytes, queue.log)  # type: ignore[misc]
     for name in "ab":
         (tmp_path / f"grow-{name}").touch()
     old, young = jobs
@@ -175,7 +162,7 @@ def test_one_that_grows_too_large_saves_and_waits_with_what_is_known_of_it(queue
     (tmp_path / "end").touch()
     for job in jobs:
         queue.wait_for(job, "SUCCEEDED")
-    assert _job(queue, young).attempt == 2 and _job(queue, young).done > 1
+    assert queue.stored(young).attempt == 2 and queue.stored(young).done > 1
 
 
 @pytest.mark.timeout(180)
@@ -202,7 +189,7 @@ def test_a_new_daemon_finds_all_who_share(queue: Box, tmp_path: Path) -> None:
     queue.start()
     assert queue.call("status")["devices"][0]["jobs"] == holders and sorted(holders) == sorted(jobs)
     assert all(queue.state(job)["state"] == "RUNNING" for job in jobs)
-    until(lambda: all(_job(queue, job).peak_bytes for job in jobs), queue.log)
+    until(lambda: all(queue.stored(job).peak_bytes for job in jobs), queue.log)
     (tmp_path / "end").touch()
     for job in jobs:
         assert queue.wait_for(job, "SUCCEEDED", "FAILED")["attempt"] == 1
@@ -260,16 +247,16 @@ def test_on_a_gpu_the_others_are_no_strangers_but_strangers_are(tmp_path: Path) 
         made.settings("[watch]\nevery_s = 0.3\n[settings]\nshare_after_s = 1.0\n")
         made.start()
         first = submit(20)
-        until(lambda: _job(made, first).peak_bytes == 20 * GIB, lambda: _told(made, first))
+        until(lambda: made.stored(first).peak_bytes == 20 * GIB, lambda: made.story(first))
         second = submit(30, needs={"memory_bytes": 40 * GIB})
         made.wait_for(second, "RUNNING")
-        until(lambda: _job(made, second).peak_bytes == 30 * GIB, lambda: _told(made, second))
+        until(lambda: made.stored(second).peak_bytes == 30 * GIB, lambda: made.story(second))
         assert made.call("status")["devices"][0]["jobs"] == [first, second]
         # A stranger comes: nobody joins until it has gone.
         (found,) = json.loads(cards.read_text())
         change(pids=[*found["pids"], os.getpid()], sizes={**found["sizes"], str(os.getpid()): GIB}, used=51 * GIB)
         third = submit(10, peak_bytes=10 * GIB)
-        until(lambda: made.call("status")["devices"][0]["closed"], lambda: _told(made, third))
+        until(lambda: made.call("status")["devices"][0]["closed"], lambda: made.story(third))
         assert made.wait_for(third, "PENDING")["state"] == "PENDING"
         assert {made.state(job)["state"] for job in (first, second)} == {"RUNNING"}
         change(pids=found["pids"], sizes=found["sizes"], used=50 * GIB)
