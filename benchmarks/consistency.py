@@ -30,7 +30,7 @@ import evenload
 from benchmarks.models import GPT, TINY_GPT, Size, build, loss_of
 from evenload.config import Config
 from evenload.errors import DivergenceError
-from evenload.records.arms import Block, bootstrap
+from evenload.records.measurement import Block, bootstrap
 from evenload.testing import run_ranks
 
 EVERY = int(Config.check_every)

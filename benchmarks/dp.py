@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.models import CHANGING, CNN, GPT, TINY_GPT, Size
 from benchmarks.report import rows
 from evenload.hardware import gpus
-from evenload.records.arms import bootstrap
+from evenload.records.measurement import bootstrap
 from evenload.records.reader import read_events
 from evenload.testing import run_ranks
 from evenload.training.launch.devices import parse_devices, plan_workers, read_host

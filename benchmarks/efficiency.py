@@ -5,7 +5,7 @@ CPU cores) and a small CNN (54,000 parameters, global batch 270, steps of about 
 and one thread, at speeds of 1:1, 1:0.5 and 1:0.25 by CPU quota. On a machine with GPUs: two of them as they are, or one that
 two ranks share.
 
-In one set of processes (training/windows.py), after the balancer has settled, short blocks alternate: equal shares,
+In one set of processes (training/measure.py), after the balancer has settled, short blocks alternate: equal shares,
 Evenload's shares as ruled, fixed shares around the ideal (the sweep), and solo: each rank alone on full global batches,
 optimizer included, while the other does the same. A block lasts from a barrier to a barrier. Told are medians over rounds,
 and 95 % bootstrap intervals over rounds of the median ratio inside a round. Efficiency is the speed over the sum of the solo
@@ -29,7 +29,7 @@ from benchmarks.launching import EXAMPLE, SCRIPTS, default_devices, read_arms, r
 from benchmarks.models import CNN, GPT, TINY_GPT, Size
 from benchmarks.peers import PEERS, SkippedError, measure_peer
 from benchmarks.report import rows
-from evenload.records.arms import EVENLOAD, Arms, Estimate
+from evenload.records.measurement import EVENLOAD, Arms, Estimate
 
 RATIOS = (1.0, 0.5, 0.25)
 _SCRIPT = {"gpt": EXAMPLE, "cnn": SCRIPTS / "train_cnn.py"}

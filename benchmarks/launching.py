@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.hardware import gpus
-from evenload.records.arms import Arms, evaluate, read_rows
+from evenload.records.measurement import Arms, evaluate, read_rows
 from evenload.records.reader import read_events
 from evenload.training.launch.supervisor import LaunchRequest, launch
 

@@ -34,7 +34,7 @@ import psutil
 import torch
 
 from benchmarks.report import rows
-from evenload.job_files import VARIABLE, Terms, ask_to_stop, read_report, write_terms
+from evenload.job.protocol import VARIABLE, Terms, ask_to_stop, read_report, write_terms
 
 GRACE_S = 30.0
 WAYS = ("SIGTERM", "SIGTERM to one rank", "stop file", "stop file and SIGTERM")

@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.report import rows
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.commands import Start, recorded
 from evenload.scheduler.core.decide import decide
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import POLICIES, Device, JobSpec, Limits, Needs, Settings
 from evenload.scheduler.simulator.report import percentile

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.report import rows
 from evenload.errors import QueueError
-from evenload.scheduler import place
+from evenload.scheduler import paths
 from evenload.scheduler.client import connect
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
@@ -132,7 +132,7 @@ def _summary(took_s: list[float], wall_s: float) -> dict[str, Any]:
 def _through_a_daemon(folder: Path, num_clients: int, quick: bool) -> dict[str, Any]:
     """Clients in closed loops, each a process, and a daemon of their own."""
     each = 5 if quick else 1600 // num_clients
-    place.make_private(folder)
+    paths.make_private(folder)
     words = [sys.executable, "-m", "evenload.scheduler.daemon", "--queue", str(folder), "--foreground"]
     with (folder / "daemon.out").open("wb") as log:
         daemon = subprocess.Popen(words, stdout=log, stderr=log)

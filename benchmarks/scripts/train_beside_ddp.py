@@ -26,7 +26,7 @@ import evenload
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.models import Size, build, loss_of
 
-from evenload.records.arms import Block, bootstrap
+from evenload.records.measurement import Block, bootstrap
 
 parser = argparse.ArgumentParser()
 parser.add_argument("size", type=json.loads)

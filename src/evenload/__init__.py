@@ -13,21 +13,21 @@ from evenload.version import __version__ as __version__
 if TYPE_CHECKING:
     from evenload.config import Config as Config
     from evenload.errors import EvenloadError as EvenloadError
-    from evenload.training.data_parallel import data_parallel as data_parallel
+    from evenload.training.compute.weighting import count_tokens as count_tokens
     from evenload.training.launch.spawn import spawn as spawn
-    from evenload.training.parallel.place import place as place
+    from evenload.training.parallel.model_split.split import place as place
+    from evenload.training.parallel.threaded.data_parallel import data_parallel as data_parallel
     from evenload.training.run import Run as Run
     from evenload.training.run import init as init
-    from evenload.training.weighting import count_tokens as count_tokens
 
 _HOMES = {
     "Config": "evenload.config",
     "EvenloadError": "evenload.errors",
     "Run": "evenload.training.run",
-    "count_tokens": "evenload.training.weighting",
-    "data_parallel": "evenload.training.data_parallel",
+    "count_tokens": "evenload.training.compute.weighting",
+    "data_parallel": "evenload.training.parallel.threaded.data_parallel",
     "init": "evenload.training.run",
-    "place": "evenload.training.parallel.place",
+    "place": "evenload.training.parallel.model_split.split",
     "spawn": "evenload.training.launch.spawn",
 }
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from evenload.testing import run_ranks
-from evenload.training.journal import Tally
-from evenload.training.launch.clock import SEGMENTS
-from evenload.training.launch.control import CAPACITY
-from evenload.training.report import Report, read_rows
+from evenload.training.comm.clock import SEGMENTS
+from evenload.training.comm.control import CAPACITY
+from evenload.training.step.report import Report, read_rows
+from evenload.training.step.stats import Tally
 from tests.batch.jobs import BASE, NUM_SAMPLES, chosen, plain, train, train_all
 
 GROWS: dict[str, Any] = {"noise": 400.0, "settings": {"batch_max": 64}, "overhead_s": 0.005}

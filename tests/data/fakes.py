@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from evenload.balance.split import scale_shares, slice_sizes
 from evenload.balance.values import StepPlan
+from evenload.training.comm.clock import StepClock
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
-from evenload.training.launch.clock import StepClock
 
 CPU = torch.device("cpu")
 

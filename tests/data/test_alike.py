@@ -20,7 +20,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from evenload.training.data.alike import difference, traits
+from evenload.training.data.fingerprint import difference, traits
 from tests.data.fakes import Numbers
 
 

@@ -266,7 +266,7 @@ def test_waiting_for_samples_is_data_time() -> None:
             time.sleep(0.01)
             return index
 
-    from evenload.training.launch.clock import StepClock
+    from evenload.training.comm.clock import StepClock
     from tests.data.fakes import CPU
 
     clock = StepClock(CPU)

@@ -9,12 +9,12 @@ import pytest
 
 from evenload import hardware
 from evenload.balance.values import Device
-from evenload.doctor.cards import read_cards
 from evenload.doctor.checklist import GROUPS
 from evenload.doctor.checks import gpus as gpu_checks
 from evenload.doctor.checks import wheel
 from evenload.doctor.checks.health import read_xids
 from evenload.doctor.finding import Finding, Options
+from evenload.doctor.gpu_state import read_cards
 from tests.doctor.conftest import all_in_child, environment, in_child
 
 GIB = 2**30

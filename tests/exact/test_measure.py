@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evenload.testing import run_ranks
-from evenload.training import microsteps
+from evenload.training.compute import micro_steps
 from tests.exact.measure import BOUND, check, difference
 from tests.exact.ranks import Setting, train
 from tests.exact.reference import Reference
@@ -37,7 +37,7 @@ def _leave_a_micro_batch_out(run: Any) -> None:
 
 
 def _normalise_locally(run: Any) -> None:
-    from evenload.training import batchnorm
+    from evenload.training.compute import batchnorm
 
     for model in run._models:
         batchnorm.restore(model)
@@ -56,8 +56,8 @@ def train_wrongly(folder: str, strategy: str) -> list[Any]:
     for index, (name, setting, wrong) in enumerate(WRONG.values()):
         setting = replace(setting, strategy=strategy)
         records.append(train(TASKS[name](), setting, f"{folder}/{index}", wrong=wrong))
-    nominal = microsteps.nominal_units
-    microsteps.nominal_units = lambda *args: nominal(*args) * 1.000001  # type: ignore[assignment]
+    nominal = micro_steps.nominal_units
+    micro_steps.nominal_units = lambda *args: nominal(*args) * 1.000001  # type: ignore[assignment]
     records.append(
         train(TASKS["Tokens"](), Setting((24, 6, 2), 8, strategy=strategy), f"{folder}/ok")
     )  # nominal cancels: still right

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import evenload
 from evenload.errors import StepError
 from evenload.testing import run_ranks
-from evenload.training.buffers import BufferGuard
+from evenload.training.compute.buffers import BufferGuard
 from tests.exact.measure import check, relative
 from tests.exact.ranks import Setting, run_split, train_all
 from tests.exact.reference import Reference

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import evenload
 from evenload.testing import run_ranks
-from evenload.training.parallel.place_moves import Placement, placement_of
+from evenload.training.parallel.model_split.transfers import Placement, placement_of
 from tests.exact.measure import check, relative
 from tests.exact.ranks import EpochOrder, Setting, read_events, train
 from tests.exact.reference import Reference

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import evenload
 from evenload.errors import StepError
 from evenload.testing import run_ranks
-from evenload.training.parallel.place_moves import placement_of
+from evenload.training.parallel.model_split.transfers import placement_of
 from tests.exact.measure import difference, relative
 from tests.exact.ranks import Setting, train
 from tests.exact.reference import Reference

@@ -3,11 +3,11 @@
 import argparse
 import sys
 
-from evenload.cli.machines import Spelled, read_terms
+from evenload.cli.nodes import Spelled, read_terms
 from evenload.errors import EvenloadError
+from evenload.rendezvous.rendezvous import Subject, meet
+from evenload.rendezvous.world import join_world
 from evenload.training.launch.devices import parse_devices, plan_workers, read_host
-from evenload.training.launch.meeting.meet import Subject, meet
-from evenload.training.launch.meeting.world import join_world
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--nodes")

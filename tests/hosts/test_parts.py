@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.cli.machines import Spelled, read_terms
+from evenload.cli.nodes import Spelled, read_terms
 from evenload.doctor.checks import hosts_verdicts as verdicts
 from evenload.doctor.checks.hosts_verdicts import Facts
 from evenload.errors import ConfigError
+from evenload.rendezvous import host_info as cards
+from evenload.rendezvous import messages as wires
+from evenload.rendezvous import world as worlds
+from evenload.rendezvous.address import Route, chosen_interface, numeric
+from evenload.rendezvous.connect import Miss
+from evenload.rendezvous.host_info import Card, Seat, compare
+from evenload.rendezvous.messages import Wire
+from evenload.rendezvous.peer_monitor import Cause, Guest, GuestParty, PointParty
+from evenload.rendezvous.probe import Data, Measured, Sheet
+from evenload.rendezvous.settings import Endpoint, parse_endpoint, parse_nodes
 from evenload.training.launch.environment import WorkerSpec
-from evenload.training.launch.meeting import card as cards
-from evenload.training.launch.meeting import wire as wires
-from evenload.training.launch.meeting import world as worlds
-from evenload.training.launch.meeting.address import Route, chosen_interface, numeric
-from evenload.training.launch.meeting.card import Card, Seat, compare
-from evenload.training.launch.meeting.dial import Miss
-from evenload.training.launch.meeting.party import Cause, Guest, GuestParty, PointParty
-from evenload.training.launch.meeting.terms import Endpoint, parse_endpoint, parse_nodes
-from evenload.training.launch.meeting.visit import Data, Measured, Sheet
-from evenload.training.launch.meeting.wire import Wire
 from evenload.training.launch.target import target_file
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import evenload
-from evenload.training.launch.meeting import terms
+from evenload.rendezvous import settings
 from tests.hosts.side_by_side import SideBySide
 from tests.hosts.typed import on_both, type_run, write_script
 
@@ -172,7 +172,7 @@ def ends(can_make_machines, tmp_path_factory):
 
 def test_the_default_limits_keep_the_promise():
     """15 s from the command to the word: a second to start, the limit, a last try that began before it."""
-    assert terms.REACH_S <= 11
+    assert settings.REACH_S <= 11
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenload.job_files import VARIABLE, Terms, write_terms
+from evenload.job.protocol import VARIABLE, Terms, write_terms
 
 COUNTING = """
 import json, os, sys, time

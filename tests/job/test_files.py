@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from evenload.errors import ConfigError, QueueError
-from evenload.job_files import Report, Terms, read_report, read_terms, write_report, write_terms
+from evenload.job.protocol import Report, Terms, read_report, read_terms, write_report, write_terms
 from tests.job.programs import terms
 
 TOLD = Report("17", 2, 4711, 412, 1000, 9.5, 304.0, "running", 1.7e9)

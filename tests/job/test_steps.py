@@ -11,7 +11,7 @@ import pytest
 
 from evenload import job
 from evenload.errors import ConfigError
-from evenload.job_files import VARIABLE, ask_to_stop, read_report
+from evenload.job.protocol import VARIABLE, ask_to_stop, read_report, read_terms
 from tests.job.programs import COUNTING, program, terms, wait_for
 
 
@@ -250,7 +250,7 @@ def test_a_variable_without_terms_is_an_error_that_says_what_to_do(tmp_path: Pat
         if content is not None:
             path.write_text(content)
         with pytest.raises(ConfigError, match=f"{VARIABLE}={path}: .*outside of a queue, unset it"):
-            job.read_terms(str(path))
+            read_terms(str(path))
 
 
 def test_it_loads_neither_torch_nor_numpy() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evenload.job_files import VARIABLE, ask_to_stop, read_report, write_terms
+from evenload.job.protocol import VARIABLE, ask_to_stop, read_report, write_terms
 from evenload.training.checkpoint import files
 from evenload.training.launch.devices import Host, parse_devices, plan_workers, read_host
 from tests.job.programs import terms

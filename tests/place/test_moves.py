@@ -19,7 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import evenload
 from evenload.testing import run_ranks
-from evenload.training.parallel.place_moves import Arrival, Together, bring
+from evenload.training.parallel.model_split.transfers import Arrival, Together, bring
 from tests.place.models import CASES, Gpt
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import evenload
 from evenload.errors import ConfigError, StepError
-from evenload.training.parallel import place_again
-from evenload.training.parallel.place_moves import Placement, placement_of
+from evenload.training.parallel.model_split import recompute
+from evenload.training.parallel.model_split.transfers import Placement, placement_of
 from tests.place.models import CASES, Backwards, Block, Gpt, HeadedLikeHuggingFace, Ladder, SharedScale, chain
 
 
@@ -300,7 +300,7 @@ def test_checkpointed_dropout_beyond_a_cut_is_refused(
 ) -> None:
     """The CPU's generator stands in for a GPU's that checkpoint doesn't put back."""
     x = torch.randn(2, 3, 8)
-    monkeypatch.setattr(place_again, "drawn_so_far", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(recompute, "drawn_so_far", lambda device: torch.get_rng_state())
     wrong = evenload.place(Dropping(0.5, reentrant, together), ["cpu", "cpu"])
     with pytest.raises(
         StepError, match=r"a TransformerEncoderLayer on cpu draws random numbers inside torch.utils.checkpoint"

@@ -15,10 +15,10 @@ import evenload
 from evenload.balance.values import Device
 from evenload.errors import ConfigError
 from evenload.testing import run_ranks
+from evenload.training.comm.groups import Groups, Membership
 from evenload.training.launch.devices import Host, describe_workers, parse_devices, plan_workers
-from evenload.training.launch.groups import Groups, Membership
-from evenload.training.parallel.place_buckets import Neighbours
-from evenload.training.parallel.place_moves import placement_of
+from evenload.training.parallel.model_split.buckets import Neighbours
+from evenload.training.parallel.model_split.transfers import placement_of
 from evenload.training.parallel.reducer import BucketReducer
 from tests.wrong_uses.jobs import evenload_run
 

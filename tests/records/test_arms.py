@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from evenload.records.arms import EVEN, EVENLOAD, SOLO, Block, as_rows, bootstrap, evaluate, read_rows
-from evenload.records.arms_table import arms_table
+from evenload.records.measurement import EVEN, EVENLOAD, SOLO, Block, as_rows, bootstrap, evaluate, read_rows
+from evenload.records.measurement_table import arms_table
 
 
 def _blocks(num_rounds: int = 9, noise: float = 0.0, drift: float = 0.0) -> list[Block]:

@@ -36,7 +36,7 @@ PROGRAM = """
 import fcntl, os, sys, time
 from pathlib import Path
 from evenload import job
-from evenload.job_files import VARIABLE, read_terms
+from evenload.job.protocol import VARIABLE, read_terms
 terms = read_terms(os.environ[VARIABLE])
 folder, total = Path(sys.argv[1]), int(sys.argv[2])
 def trace(kind):

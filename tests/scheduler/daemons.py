@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from evenload.scheduler import place
+from evenload.scheduler import paths
 from evenload.scheduler.client import Client, connect
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.runner.files import read_marks
@@ -48,12 +48,12 @@ class Box:
 
     def settings(self, text: str) -> None:
         """Writes queue.toml."""
-        place.make_private(self.folder)
-        (self.folder / place.SETTINGS_FILE).write_text(text)
+        paths.make_private(self.folder)
+        (self.folder / paths.SETTINGS_FILE).write_text(text)
 
     def start(self) -> None:
         """Starts a daemon that is this process's child."""
-        place.make_private(self.folder)
+        paths.make_private(self.folder)
         with (self.folder / "test.log").open("ab") as log:
             self.daemon = subprocess.Popen(
                 [sys.executable, "-c", _START, str(self.folder), str(self._boot_id or "")],
@@ -103,7 +103,7 @@ class Box:
 
     def output(self, job: str) -> str:
         """What the job has printed."""
-        path = place.log_path(self.folder, job)
+        path = paths.log_path(self.folder, job)
         return path.read_text() if path.exists() else ""
 
     def stored(self, job: str) -> Job:
@@ -140,13 +140,13 @@ class Box:
             self.daemon.kill()
             self.daemon.wait()
         until(lambda: not kill(self.processes()), lambda: f"there still are {self.processes()}")
-        for folder in (self.folder / place.ATTEMPTS).glob("*"):
+        for folder in (self.folder / paths.ATTEMPTS).glob("*"):
             remove_cgroup(read_marks(folder).cgroup)
 
     def runners(self) -> dict[int, tuple[str, int]]:
         """The runners of this queue that run, by process id: job and attempt."""
         found = {}
-        mark = str(self.folder / place.ATTEMPTS) + "/"
+        mark = str(self.folder / paths.ATTEMPTS) + "/"
         for pid, command in _commands():
             if b"evenload.scheduler.runner" in command and command[-1].decode().startswith(mark):
                 job, _, attempt = command[-1].decode().removeprefix(mark).partition(".")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.commands import Command, End, Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.invariants import violations
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job, JobSpec, Needs, Settings
 

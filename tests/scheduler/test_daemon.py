@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError, QueueError
-from evenload.scheduler import place
+from evenload.scheduler import paths
 from evenload.scheduler.client import connect
 from evenload.scheduler.runner.files import read_marks
 from evenload.scheduler.runner.processes import all_stats, below
@@ -45,12 +45,12 @@ def test_a_job_runs_as_it_was_submitted(queue: Box, tmp_path: Path) -> None:
     assert (pwd, word, home, visible) == (str(tmp_path), "here", str(Path.home()), "[]")
     assert cores.split()[1] in {device["label"].removeprefix("cpu:").partition(".")[0] for device in _devices(queue)}
     assert (done["state"], done["attempt"]) == ("SUCCEEDED", 1)
-    log = place.log_path(queue.folder, job)
+    log = paths.log_path(queue.folder, job)
     assert log.stat().st_mode & 0o777 == 0o600
     told = queue.call("job", job=job)
     assert told["program"]["environment"] == {"WORD": "here"}
     assert [attempt["ending"] for attempt in told["attempts"]] == ["Ended"]
-    assert not list((queue.folder / place.ATTEMPTS).iterdir()), "an attempt's files stay"
+    assert not list((queue.folder / paths.ATTEMPTS).iterdir()), "an attempt's files stay"
 
 
 def _devices(queue: Box) -> list[dict[str, str]]:
@@ -82,7 +82,7 @@ def test_progress_and_a_cancel_that_saves(queue: Box) -> None:
 
 
 def test_a_second_cancel_ends_a_deaf_tree(queue: Box) -> None:
-    """One child in a session of its own whose parent is gone, one that ignores SIGTERM: both end with the job."""
+    """One child in a session of its own whose parent is gone, one that ignores SIGTERM: both end with the client."""
     script = textwrap.dedent(
         """
         import os, signal, time
@@ -186,7 +186,7 @@ def test_what_hid_from_a_killed_runner_ends_too(queue: Box) -> None:
     )
     job = queue.submit(sys.executable, "-c", script, spec={"needs": {"min_devices": 2, "max_devices": 2}})
     until(lambda: "ready" in queue.output(job), queue.log)
-    marks = read_marks(place.attempt_folder(queue.folder, job, 1))
+    marks = read_marks(paths.attempt_folder(queue.folder, job, 1))
     if not marks.cgroup:
         pytest.skip("no control group of the unified hierarchy can be made here")
     runner = next(iter(queue.runners()))
@@ -268,7 +268,7 @@ def test_a_log_that_grows_too_large_keeps_its_end(queue: Box) -> None:
 
 
 def test_settings_that_cannot_be_are_told_and_nothing_ends(queue: Box) -> None:
-    (queue.folder / place.SETTINGS_FILE).write_text("[cpu]\nslotz = 2\n")
+    (queue.folder / paths.SETTINGS_FILE).write_text("[cpu]\nslotz = 2\n")
     assert queue.daemon is not None
     queue.daemon.send_signal(signal.SIGHUP)
     until(lambda: queue.call("status")["problems"], queue.log)

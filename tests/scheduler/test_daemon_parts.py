@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.job_files import Report
+from evenload.job.protocol import Report
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.values import Device, JobSpec, Limits
 from evenload.scheduler.daemon.devices import HOST, Found, variables_for
 from evenload.scheduler.daemon.endings import ending
+from evenload.scheduler.daemon.external_processes import Held, Sight
+from evenload.scheduler.daemon.maintenance import device_events, file_events, stranger_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
-from evenload.scheduler.daemon.strangers import Held, Sight
-from evenload.scheduler.daemon.upkeep import device_events, file_events, stranger_events
-from evenload.scheduler.place import SETTINGS_FILE, socket_address
+from evenload.scheduler.paths import SETTINGS_FILE, socket_address
 from evenload.scheduler.runner.files import Result
 from evenload.scheduler.runner.processes import identity_of, is_alive
 

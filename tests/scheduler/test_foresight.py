@@ -7,9 +7,9 @@ import time
 import pytest
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.values import Device, JobSpec
-from evenload.scheduler.daemon.foresight import Foresight
+from evenload.scheduler.daemon.eta_cache import Foresight
 from tests.scheduler.daemons import until
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from evenload.errors import EvenloadError
-from evenload.scheduler import messages, place
+from evenload.scheduler import messages, paths
 from evenload.scheduler.client import connect
 from evenload.scheduler.store.writer import DATABASE, LOCK
 from tests.scheduler.daemons import Box, box, until
@@ -92,7 +92,7 @@ def _ask(queue: Box, verb: str, **fields: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _raw(queue: Box) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as line, place.socket_address(queue.folder) as address:
+    with socket.socket(socket.AF_UNIX) as line, paths.socket_address(queue.folder) as address:
         line.settimeout(20)
         line.connect(address)
         yield line
@@ -161,15 +161,15 @@ def test_anothers_environment_log_and_files_cannot_be_read(queue: Box, ann: str)
         told = _ask(queue, "job", job=ann)
         assert "secret" not in json.dumps(told), told
         tried = []
-        folder = place.attempt_folder(queue.folder, ann, 1)
-        paths = [queue.folder / DATABASE, queue.folder / f"{DATABASE}-wal", place.log_path(queue.folder, ann)]
-        for path in (*paths, folder / "order.json", folder / "told" / "report.json", folder / "ask.json"):
+        folder = paths.attempt_folder(queue.folder, ann, 1)
+        files = [queue.folder / DATABASE, queue.folder / f"{DATABASE}-wal", paths.log_path(queue.folder, ann)]
+        for path in (*files, folder / "order.json", folder / "told" / "report.json", folder / "ask.json"):
             try:
                 path.read_bytes()
                 tried.append(str(path))
             except OSError:
                 continue
-        for path in (queue.folder, queue.folder / place.LOGS, queue.folder / place.ATTEMPTS, folder):
+        for path in (queue.folder, queue.folder / paths.LOGS, queue.folder / paths.ATTEMPTS, folder):
             with contextlib.suppress(PermissionError):
                 tried.append(str(list(path.iterdir())))
         return tried
@@ -187,7 +187,7 @@ def test_a_job_runs_as_its_owner_without_what_the_daemon_has(queue: Box) -> None
     assert done["state"] == "SUCCEEDED" and "alive" in output and "Permission denied" in output
     for name in os.environ.keys() - {"PATH", "LANG", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_"}:
         assert f"\n{name}=" not in output, name
-    assert place.log_path(queue.folder, job).stat().st_uid == MALLORY
+    assert paths.log_path(queue.folder, job).stat().st_uid == MALLORY
 
 
 # Who one is.
@@ -262,7 +262,7 @@ def test_names_lead_nowhere(queue: Box) -> None:
         return told
 
     told = as_user(MALLORY, act)
-    assert len(told) == 1 and Path(told[0]).parent == queue.folder / place.LOGS and Path(told[0]).stem.isdigit()
+    assert len(told) == 1 and Path(told[0]).parent == queue.folder / paths.LOGS and Path(told[0]).stem.isdigit()
 
 
 @pytest.mark.parametrize("name", ["\x1b[2J", "a\nb", "a\x00b", "‮gnp", "x" * 10_000, "\ud800"])
@@ -277,7 +277,7 @@ def test_a_log_that_was_replaced_by_a_link_is_not_followed(queue: Box) -> None:
     victim = queue.folder.parent / "victim"
     victim.write_text("precious")
     number = int(as_user(MALLORY, lambda: _submit(queue, "true"))) + 1
-    place.log_path(queue.folder, str(number)).symlink_to(victim)
+    paths.log_path(queue.folder, str(number)).symlink_to(victim)
     job = as_user(MALLORY, lambda: _submit(queue, "echo", "overwritten"))
     assert job == str(number)
     assert "log" in queue.wait_for(job, "FAILED", "SUCCEEDED")["reason"]
@@ -287,7 +287,7 @@ def test_a_log_that_was_replaced_by_a_link_is_not_followed(queue: Box) -> None:
 def test_a_folder_of_logs_that_is_a_link_is_refused(tmp_path: Path) -> None:
     with box() as made:
         made.settings(_SETTINGS)
-        (made.folder / place.LOGS).symlink_to(tmp_path)
+        (made.folder / paths.LOGS).symlink_to(tmp_path)
         with pytest.raises(EvenloadError, match="is a link"):
             connect(made.folder)
         assert list(tmp_path.iterdir()) == []
@@ -308,7 +308,7 @@ def test_files_that_a_job_leaves_for_the_daemon_lead_nowhere(queue: Box) -> None
     done = queue.wait_for(job, "SUCCEEDED", "FAILED")
     assert done["state"] == "SUCCEEDED" and "wrote" not in queue.output(job)
     assert (victim / "file").read_text() == "precious"
-    until(lambda: not place.attempt_folder(queue.folder, job, 1).exists(), queue.log)
+    until(lambda: not paths.attempt_folder(queue.folder, job, 1).exists(), queue.log)
     assert _lives(queue)
 
 
@@ -457,18 +457,18 @@ def test_a_descriptor_passed_along_and_a_hang_up_change_nothing(queue: Box) -> N
 
 def test_the_queues_files_are_its_owners_alone(queue: Box) -> None:
     modes = {
-        name: (queue.folder / name).stat().st_mode & 0o777 for name in (DATABASE, LOCK, place.LOGS, place.ATTEMPTS)
+        name: (queue.folder / name).stat().st_mode & 0o777 for name in (DATABASE, LOCK, paths.LOGS, paths.ATTEMPTS)
     }
-    assert modes == {DATABASE: 0o600, LOCK: 0o600, place.LOGS: 0o711, place.ATTEMPTS: 0o711}
+    assert modes == {DATABASE: 0o600, LOCK: 0o600, paths.LOGS: 0o711, paths.ATTEMPTS: 0o711}
 
     def act() -> list[str]:
         done = []
-        for path in (queue.folder / "x", queue.folder / place.LOGS / "1.log2", queue.folder / place.ATTEMPTS / "x"):
+        for path in (queue.folder / "x", queue.folder / paths.LOGS / "1.log2", queue.folder / paths.ATTEMPTS / "x"):
             with contextlib.suppress(OSError):
                 path.write_text("x")
                 done.append(str(path))
         with contextlib.suppress(OSError):
-            (queue.folder / place.SOCKET).unlink()
+            (queue.folder / paths.SOCKET).unlink()
             done.append("socket")
         return done
 
@@ -484,7 +484,7 @@ def test_a_stranger_who_listens_in_anothers_folder_is_told_nothing() -> None:
         pid = os.fork()
         if pid == 0:
             os.setresuid(MALLORY, MALLORY, MALLORY)
-            with socket.socket(socket.AF_UNIX) as trap, place.socket_address(made.folder) as address:
+            with socket.socket(socket.AF_UNIX) as trap, paths.socket_address(made.folder) as address:
                 trap.bind(address)
                 trap.listen()
                 os.write(writing, b"1")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evenload.errors import ConfigError
 from evenload.scheduler.core.values import After, Needs
 from evenload.scheduler.job_file import BACKENDS, KEYS, JobFile, as_table, job_from, merged, to_program, to_spec
-from evenload.scheduler.job_text import array_text, bytes_text, duration_text, read_array, read_bytes, read_duration_s
+from evenload.scheduler.job_syntax import array_text, bytes_text, duration_text, read_array, read_bytes, read_duration_s
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "job.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "job-file.md"

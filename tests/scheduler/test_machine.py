@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.commands import Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide, plan
+from evenload.scheduler.core.forecast import outlook
 from evenload.scheduler.core.invariants import violations
-from evenload.scheduler.core.outlook import outlook
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.sharing import expected_bytes, room_bytes
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import POLICIES, After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.outlook import Outlook, outlook
+from evenload.scheduler.core.forecast import Outlook, outlook
 from evenload.scheduler.core.values import POLICIES, After, Limits, Reservation
 from tests.scheduler.queue import Queue, box, spec
 

@@ -8,9 +8,9 @@ import pytest
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.commands import Preempt, Start
-from evenload.scheduler.core.outlook import outlook
+from evenload.scheduler.core.forecast import outlook
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import JobSpec, Limits, Needs, Reservation
 from tests.scheduler.queue import GIB, Queue, box, spec

@@ -13,9 +13,9 @@ import pytest
 
 from evenload.errors import EvenloadError
 from evenload.scheduler.store.audit import audit
-from evenload.views.job_story import job_text, tell_job
-from evenload.views.queue_text import text
-from evenload.views.queue_view import Wanted, look
+from evenload.views.queue.job_summary import job_text, tell_job
+from evenload.views.queue.text import text
+from evenload.views.queue.view import Wanted, look
 from tests.scheduler.daemons import ROOT, Box, box, until
 from tests.scheduler.strangers_box import _CARDS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenload.scheduler.daemon.devices import kind_of
-from evenload.scheduler.daemon.strangers import Held, Holder, judge
+from evenload.scheduler.daemon.external_processes import Held, Holder, judge
 from tests.scheduler.strangers_box import run
 
 GIB = 2**30

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from evenload.errors import LaunchError
+from evenload.training.comm.groups import common_backend
 from evenload.training.launch.environment import WorkerSpec, detect
-from evenload.training.launch.groups import common_backend
 from evenload.training.launch.slurm import expand_hosts, read_task
 
 STEP = {

@@ -18,10 +18,10 @@ import evenload
 from evenload.records.reader import read_events
 from evenload.records.values import RankTimes, StepRecord
 from evenload.testing import run_ranks
-from evenload.training.bottleneck import Bottleneck
 from evenload.training.data.tuning import How, Reading
-from evenload.views.story import tell
-from evenload.views.story_text import story_text
+from evenload.training.step.bottleneck import Bottleneck
+from evenload.views.run.summary import tell
+from evenload.views.run.summary_text import story_text
 from tests.records.make import make_step
 
 GIVEN = [Reading(), Reading(2, 2)]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.training import checksums
-from evenload.training.checksums import checksum, fold, queue_checksums, sketch
+from evenload.training.compute import checksums
+from evenload.training.compute.checksums import checksum, fold, queue_checksums, sketch
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

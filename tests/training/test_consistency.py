@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import evenload
 from evenload.errors import DivergenceError
 from evenload.testing import run_ranks
-from evenload.training.consistency import Consistency, disagreements, state_of, tolerances
+from evenload.training.step.consistency import Consistency, disagreements, state_of, tolerances
 
 EVERY = 3
 

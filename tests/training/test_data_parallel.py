@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import evenload
 from evenload import data_parallel
 from evenload.errors import ConfigError
-from evenload.training import data_parallel as room
-from evenload.training.parallel.dp_lanes import here
+from evenload.training.parallel.threaded import data_parallel as room
+from evenload.training.parallel.threaded.replica_threads import here
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu"] * 3

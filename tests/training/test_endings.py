@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import evenload
 from evenload.balance.values import StepPlan
 from evenload.training.checkpoint import files
-from evenload.training.launch.control import Control
-from evenload.training.launch.groups import Groups, Membership
-from evenload.training.planning import Planner
-from evenload.training.weighting import read_result
+from evenload.training.comm.control import Control
+from evenload.training.comm.groups import Groups, Membership
+from evenload.training.compute.weighting import read_result
+from evenload.training.step.planner import Planner
 
 
 def _sitting(folder: Path, *, stop_after: int | None = None, every: int = 2) -> tuple[list[int], int]:

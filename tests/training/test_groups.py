@@ -13,9 +13,9 @@ from torch import nn
 from evenload.errors import CheckpointError, DesyncError, PeerLostError
 from evenload.testing import run_ranks
 from evenload.training.checkpoint.registry import Registry, clone_state
-from evenload.training.launch.control import CAPACITY, Control, Operation
+from evenload.training.comm.control import CAPACITY, Control, Operation
+from evenload.training.comm.groups import Groups, Membership
 from evenload.training.launch.environment import detect
-from evenload.training.launch.groups import Groups, Membership
 
 
 def _groups() -> tuple[Groups, int]:

@@ -14,7 +14,7 @@ import evenload
 from evenload.errors import StepError
 from evenload.training import run as run_module
 from evenload.training.checkpoint import files
-from evenload.training.step import Step, StepLoader
+from evenload.training.step.step import Step, StepLoader
 
 NUM_STEPS = 6
 

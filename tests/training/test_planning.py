@@ -6,9 +6,9 @@ import pytest
 
 from evenload.balance.rebalance import Decision
 from evenload.errors import ConfigError, DataError
-from evenload.training.launch.control import Control
-from evenload.training.launch.groups import Groups, Membership
-from evenload.training.planning import LEAD_STEPS, Planner
+from evenload.training.comm.control import Control
+from evenload.training.comm.groups import Groups, Membership
+from evenload.training.step.planner import LEAD_STEPS, Planner
 
 
 def _planner(

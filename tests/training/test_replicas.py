@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import evenload
 from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.testing import run_ranks
-from evenload.training.parallel.dp_lanes import here
+from evenload.training.parallel.threaded.replica_threads import here
 
 REPLICAS = tuple({"device": "cpu", "name": f"replica {index}", "num_threads": 1} for index in range(3))
 SHARES = (12, 7, 5)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import evenload
-from evenload.job_files import VARIABLE, Terms, ask_to_stop, read_report, write_terms
+from evenload.job.protocol import VARIABLE, Terms, ask_to_stop, read_report, write_terms
 from evenload.testing import run_ranks
 from evenload.training.checkpoint import files
 from tests.exact.measure import relative

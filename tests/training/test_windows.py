@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.errors import RankFailedError
-from evenload.records.arms import read_rows
+from evenload.records.measurement import read_rows
 from evenload.records.reader import read_events, read_steps
 from evenload.testing import run_ranks
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from evenload.training.proof.causes import fit
-from evenload.training.proof.double import Wide, float64, in_double
-from evenload.training.proof.draws import SharedDraws
-from evenload.training.proof.findings import compare, distance
-from evenload.training.proof.held import Tracked, params_key, put_back, tracked_parameters
-from evenload.training.proof.sides import Gradient, Variant
+from evenload.training.verify.causes import fit
+from evenload.training.verify.double import Wide, float64, in_double
+from evenload.training.verify.findings import compare, distance
+from evenload.training.verify.random_draws import SharedDraws
+from evenload.training.verify.saved_state import Tracked, params_key, put_back, tracked_parameters
+from evenload.training.verify.sides import Gradient, Variant
 
 DRAWS = {
     "randn": lambda x: torch.randn(len(x), 3),

@@ -18,8 +18,8 @@ from evenload.errors import ConfigError
 from evenload.records.console import Facts, plain_line
 from evenload.records.recorder import Recorder
 from evenload.records.values import Event, RankTimes
-from evenload.views.panel import BusyBar, render_panel
-from evenload.views.progress import Progress
+from evenload.views.run.panel import BusyBar, render_panel
+from evenload.views.run.progress import Progress
 from tests.records.make import START_S, make_step
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +197,7 @@ def replay(raw: str) -> list[str]:
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from evenload.views.progress import Progress
+from evenload.views.run.progress import Progress
 
 with Progress(Path(sys.argv[1]), sys.stdout) as progress:
     deadline_s = time.monotonic() + 30

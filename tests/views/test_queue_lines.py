@@ -13,7 +13,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, JobSpec
 from evenload.scheduler.store.writer import Store
-from evenload.views import queue_lines
+from evenload.views.queue import full_list
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 
@@ -31,19 +31,19 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def _in_parts(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
-    monkeypatch.setattr(queue_lines, "_ALONE", 10 if num > 1 else 1000)
-    monkeypatch.setattr(queue_lines.os, "sched_getaffinity", lambda pid: set(range(num)))
+    monkeypatch.setattr(full_list, "_ALONE", 10 if num > 1 else 1000)
+    monkeypatch.setattr(full_list.os, "sched_getaffinity", lambda pid: set(range(num)))
 
 
 @pytest.mark.parametrize("num", [2, 3, 9])
 def test_parts_make_one_list(folder: Path, monkeypatch: pytest.MonkeyPatch, num: int) -> None:
     _in_parts(monkeypatch, 1)
-    lines, objects = "".join(queue_lines.all_lines(folder)), "".join(queue_lines.all_json(folder))
-    of_user = "".join(queue_lines.all_lines(folder, [JobState.PENDING], "user2"))
+    lines, objects = "".join(full_list.all_lines(folder)), "".join(full_list.all_json(folder))
+    of_user = "".join(full_list.all_lines(folder, [JobState.PENDING], "user2"))
     _in_parts(monkeypatch, num)
-    assert "".join(queue_lines.all_lines(folder)) == lines
-    assert "".join(queue_lines.all_lines(folder, [JobState.PENDING], "user2")) == of_user
-    assert json.loads("".join(queue_lines.all_json(folder)))["jobs"] == json.loads(objects)["jobs"]
+    assert "".join(full_list.all_lines(folder)) == lines
+    assert "".join(full_list.all_lines(folder, [JobState.PENDING], "user2")) == of_user
+    assert json.loads("".join(full_list.all_json(folder)))["jobs"] == json.loads(objects)["jobs"]
     assert [line.split()[0] for line in lines.splitlines()[1:]] == [str(number) for number in range(1, 60)]
     assert "größe?[2J" in lines, "nothing in a name moves the cursor"
     assert len(of_user.splitlines()) == 1 + 19
@@ -51,22 +51,22 @@ def test_parts_make_one_list(folder: Path, monkeypatch: pytest.MonkeyPatch, num:
 
 def test_a_part_without_jobs_leaves_no_gap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _in_parts(monkeypatch, 4)
-    found = json.loads("".join(queue_lines.all_json(folder, [JobState.STARTING])))["jobs"]
+    found = json.loads("".join(full_list.all_json(folder, [JobState.STARTING])))["jobs"]
     assert [(job["id"], job["devices"]) for job in found] == [("5", ["gpu0"])]
-    assert json.loads("".join(queue_lines.all_json(folder, [JobState.FAILED])))["jobs"] == []
+    assert json.loads("".join(full_list.all_json(folder, [JobState.FAILED])))["jobs"] == []
 
 
 def test_what_a_process_could_not_make_is_made_again_and_its_error_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _in_parts(monkeypatch, 3)
-    monkeypatch.setattr(queue_lines, "_JSON", "no_such_function(id)")
+    monkeypatch.setattr(full_list, "_JSON", "no_such_function(id)")
     with pytest.raises(QueueError, match="no_such_function"):
-        "".join(queue_lines.all_json(folder))
+        "".join(full_list.all_json(folder))
 
 
 def test_who_looks_no_further_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _in_parts(monkeypatch, 3)
-    some = queue_lines.all_lines(folder)
+    some = full_list.all_lines(folder)
     next(some), next(some)
     some.close()  # conftest tells of processes that are left

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from evenload.cli.show import show
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes
-from evenload.views.story import tell
-from evenload.views.story_text import MAX_SPANS, story_text
+from evenload.views.run.summary import tell
+from evenload.views.run.summary_text import MAX_SPANS, story_text
 from tests.records.make import START_S, make_step
 
 app = typer.Typer()

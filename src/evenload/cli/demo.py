@@ -32,7 +32,7 @@ def demo(
     from evenload.hardware import gpus
     from evenload.training.launch.devices import describe_workers
     from evenload.training.launch.supervisor import LaunchRequest, launch, plan
-    from evenload.views.progress import Progress
+    from evenload.views.run.progress import Progress
 
     on_gpus = len(gpus()) >= 2
     # The measurement comes late: its table stands next to the text that the model writes at the end.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenload.errors import ConfigError, QueueError
-from evenload.scheduler import place
+from evenload.scheduler import paths
 
 if TYPE_CHECKING:
     from evenload.scheduler.client import Client
@@ -26,7 +26,7 @@ MAX_RANGE = 1_000
 
 def folder_of(queue: Path | None) -> Path:
     """The queue's folder, absolute."""
-    return (place.default_folder() if queue is None else queue).absolute()
+    return (paths.default_folder() if queue is None else queue).absolute()
 
 
 def ids_of(texts: Sequence[str], folder: Path) -> list[str]:
@@ -67,8 +67,8 @@ def _ids(text: str, folder: Path) -> Iterable[str]:
         if not first <= last < first + MAX_RANGE:
             raise ConfigError(f"jobs {text}: expected FIRST-LAST, at most {MAX_RANGE} of them")
         return map(str, range(first, last + 1))
-    from evenload.scheduler.submitting import matching
-    from evenload.views.queue_view import newest_jobs
+    from evenload.scheduler.submit.check import matching
+    from evenload.views.queue.view import newest_jobs
 
     return matching(text, newest_jobs(folder))
 

@@ -40,9 +40,9 @@ def logs(
         ids = ids_of([job], folder)
         if len(ids) > 1:
             raise ConfigError(f"{job} is an array of {len(ids)} jobs: name one of them, {ids[0]} to {ids[-1]}")
-        from evenload.scheduler import place
+        from evenload.scheduler import paths
 
-        path, job = place.log_path(folder, ids[0]), ids[0]
+        path, job = paths.log_path(folder, ids[0]), ids[0]
     out = sys.stdout.buffer
     try:
         if follow:
@@ -119,7 +119,7 @@ def _follow(path: Path, folder: Path, job: str, lines: int | None, out: Any) -> 
 
 def _looks(folder: Path, job: str) -> Iterator[bool]:
     """Now and then; True once, when the job has ended."""
-    from evenload.scheduler.submitting import is_over
+    from evenload.scheduler.submit.check import is_over
 
     asked_s = -_ASK_S
     while True:

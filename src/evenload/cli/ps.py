@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from evenload.views.queue_view import QueueView, Wanted
+    from evenload.views.queue.view import QueueView, Wanted
 
 _REFRESH_S = 2.0
 
@@ -35,7 +35,7 @@ def ps(
     queue: Queue = None,
 ) -> None:
     """Show the queue: devices, jobs that run and how far they are, jobs that wait and why."""
-    from evenload.views.queue_view import Wanted, look, parse_states
+    from evenload.views.queue.view import Wanted, look, parse_states
 
     folder = folder_of(queue)
     if watch + json + clean > 1 or (all_ and (watch or clean)):
@@ -53,7 +53,7 @@ def ps(
         return
     view = look(folder, wanted)
     if json:
-        from evenload.views.queue_json import json_of
+        from evenload.views.queue.as_json import json_of
 
         sys.stdout.write(json_of(view))
         return
@@ -62,18 +62,18 @@ def ps(
 
 def _all(folder: Path, wanted: Wanted, as_json: bool) -> Iterable[str]:
     """A line for each job, from the queue's file where it can be read; else as the daemon tells them."""
-    from evenload.views.queue_view import is_readable
+    from evenload.views.queue.view import is_readable
 
     if is_readable(folder / "queue.sqlite"):
-        from evenload.views.queue_lines import all_json, all_lines
+        from evenload.views.queue.full_list import all_json, all_lines
 
         return (all_json if as_json else all_lines)(folder, wanted.states, wanted.user)
-    from evenload.views.queue_text import all_told
-    from evenload.views.queue_view import ask_for_all
+    from evenload.views.queue.text import all_told
+    from evenload.views.queue.view import ask_for_all
 
     view = ask_for_all(folder, wanted)
     if as_json:
-        from evenload.views.queue_json import json_of
+        from evenload.views.queue.as_json import json_of
 
         return [json_of(view)]
     return all_told(view)
@@ -83,18 +83,18 @@ def _show(view: QueueView) -> None:
     if sys.stdout.isatty():
         from rich.console import Console
 
-        from evenload.views.queue_panel import panel
+        from evenload.views.queue.panel import panel
 
         Console().print(panel(view))
         return
-    from evenload.views.queue_text import text
+    from evenload.views.queue.text import text
 
     sys.stdout.write("\n".join(text(view)) + "\n")
 
 
 def _watch(folder: Path, wanted: Wanted) -> None:
     """Again and again: in place on a terminal, one below the other elsewhere."""
-    from evenload.views.queue_view import look
+    from evenload.views.queue.view import look
 
     try:
         if not sys.stdout.isatty():
@@ -104,7 +104,7 @@ def _watch(folder: Path, wanted: Wanted) -> None:
                 time.sleep(_REFRESH_S)
         from rich.live import Live
 
-        from evenload.views.queue_panel import panel
+        from evenload.views.queue.panel import panel
 
         with Live(screen=True, auto_refresh=False) as live:
             while True:
@@ -116,10 +116,11 @@ def _watch(folder: Path, wanted: Wanted) -> None:
 
 def _clean(folder: Path) -> None:
     from evenload.cli.submitted import have_ended
-    from evenload.scheduler import snapshots, submitting
+    from evenload.scheduler import snapshots
     from evenload.scheduler.client import connect
+    from evenload.scheduler.submit import check
 
-    store = submitting.store_of(folder)
+    store = check.store_of(folder)
     try:
         with connect(folder, start=False) as line:
             done = snapshots.clean(

@@ -94,7 +94,7 @@ def _limit(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
 
 
 def _reserve(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
-    from evenload.scheduler.job_text import read_duration_s
+    from evenload.scheduler.job_syntax import read_duration_s
 
     devices, lasts, *users = given
     start_s = time.time()
@@ -136,7 +136,7 @@ def _pairs(texts: list[str]) -> dict[str, str]:
 
 
 def _told(status: Mapping[str, Any]) -> str:
-    from evenload.views.queue_text import aligned, moment, span
+    from evenload.views.queue.text import aligned, moment, span
 
     now_s = time.time()
     head = (

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from evenload.cli.machines import Spelled, read_terms
+from evenload.cli.nodes import Spelled, read_terms
 from evenload.cli.script import CONTEXT_SETTINGS as CONTEXT_SETTINGS
 from evenload.cli.script import ScriptCommand
 from evenload.cli.settings import LAUNCH_KEYS, devices_of, merge
@@ -24,7 +24,7 @@ from evenload.config import (
 )
 from evenload.errors import ConfigError
 from evenload.records.loggers.catalogue import check_loggers
-from evenload.training.launch.meeting.terms import Terms
+from evenload.rendezvous.settings import Terms
 
 COMMAND_CLASS = ScriptCommand
 
@@ -173,7 +173,7 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping
     from evenload.training.launch.devices import describe_workers
     from evenload.training.launch.supervisor import LaunchRequest, launch, plan
     from evenload.training.launch.throttle import parse_throttle
-    from evenload.views.progress import Progress
+    from evenload.views.run.progress import Progress
 
     settings = {key: value for key, value in values.items() if key not in LAUNCH_KEYS}
     options = settings.get("logger_options", {})

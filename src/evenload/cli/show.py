@@ -62,7 +62,7 @@ def show(
 
 
 def _tell(folder: Path, as_json: bool) -> None:
-    from evenload.views.story import as_table, tell
+    from evenload.views.run.summary import as_table, tell
 
     story = tell(folder)
     if as_json:
@@ -70,7 +70,7 @@ def _tell(folder: Path, as_json: bool) -> None:
 
         print(json.dumps(as_table(story), indent=1, allow_nan=False, ensure_ascii=False, default=str))
         return
-    from evenload.views.story_text import story_text
+    from evenload.views.run.summary_text import story_text
 
     print(story_text(story))
 
@@ -79,7 +79,7 @@ def _tell_job(name: str, queue: Path | None, as_json: bool) -> bool:
     """Tells the story of a job; False where there is none of this name, which may be meant as a run folder's."""
     from evenload.cli.jobs import folder_of, ids_of
     from evenload.errors import QueueError
-    from evenload.views import job_story
+    from evenload.views.queue import job_summary
 
     folder = folder_of(queue)
     try:
@@ -89,14 +89,14 @@ def _tell_job(name: str, queue: Path | None, as_json: bool) -> bool:
             raise
         return False
     for number in ids:
-        story = job_story.tell_job(folder, number)
+        story = job_summary.tell_job(folder, number)
         if as_json:
             import json
 
-            print(json.dumps(job_story.as_table(story), indent=1, ensure_ascii=False, default=str))
+            print(json.dumps(job_summary.as_table(story), indent=1, ensure_ascii=False, default=str))
             continue
-        print(job_story.job_text(story))
-        run = job_story.run_folder(story)
+        print(job_summary.job_text(story))
+        run = job_summary.run_folder(story)
         if run is not None:
             print()
             _tell(run, as_json=False)
@@ -150,7 +150,7 @@ def _send(folder: Path, logger: str, texts: list[str]) -> None:
 def _follow(folder: Path) -> None:
     """Shows the newest sitting from its beginning, then what comes."""
     from evenload.records.reader import read_events
-    from evenload.views.progress import Progress
+    from evenload.views.run.progress import Progress
 
     opened_s = max((event.time for event in read_events(folder) if event.kind == "open"), default=-float("inf"))
     with Progress(folder, sys.stdout, since_s=opened_s) as progress:

@@ -157,7 +157,7 @@ def simulate(
 
 
 def _queue_folder() -> Path:
-    from evenload.scheduler.place import default_folder
+    from evenload.scheduler.paths import default_folder
 
     folder = default_folder()
     if not folder.is_dir():

@@ -161,7 +161,7 @@ def _split(words: list[str]) -> tuple[Path | None, list[str]]:
 
 def _longer(command: Any, more: list[str]) -> list[str]:
     """The file's command with further words."""
-    from evenload.scheduler.job_text import read_words
+    from evenload.scheduler.job_syntax import read_words
 
     if command is None:
         return more

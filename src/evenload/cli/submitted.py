@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from evenload.errors import ConfigError, EvenloadError, QueueError
-from evenload.scheduler import snapshots, submitting
+from evenload.scheduler import snapshots
 from evenload.scheduler.client import Client, connect
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.job_file import JobFile, as_table
-from evenload.scheduler.submitting import Order
+from evenload.scheduler.submit import check
+from evenload.scheduler.submit.check import Order
 
 SNAPSHOT_KEPT_S = 7 * 86400.0
 """So long after its last use a snapshot is kept; then the next submit removes it."""
@@ -43,17 +44,17 @@ def submit_job(job: JobFile, wishes: Wishes, here: Path, variables: Mapping[str,
         ConfigError: something can't be as it was asked for; nothing is queued then.
         QueueError: the queue refuses it, or can't be reached.
     """
-    order = submitting.check(job, here, variables)
+    order = check.check(job, here, variables)
     if job.backend != "local":
         return _to_backend(order, wishes, variables, out)
     user = pwd.getpwuid(os.geteuid()).pw_name
     if wishes.dry_run:
         return _dry_run(order, wishes, user, out)
     with connect(wishes.queue) as line:
-        submitting.check_devices(order.job, user, line.call("status"))
+        check.check_devices(order.job, user, line.call("status"))
         named = _after_by_number(order, wishes.queue)
-        store = submitting.store_of(wishes.queue)
-        taken = submitting.take_snapshot(named, store)
+        store = check.store_of(wishes.queue)
+        taken = check.take_snapshot(named, store)
         answer = line.call("submit", **_message(named, taken))
         ids = [str(answer["job"])] if "job" in answer else [str(name) for name in answer["jobs"]]
         if taken is not None:
@@ -64,7 +65,7 @@ def submit_job(job: JobFile, wishes: Wishes, here: Path, variables: Mapping[str,
 
 
 def _message(order: Order, taken: snapshots.Snapshot | None) -> dict[str, Any]:
-    rows = submitting.rows(order, "" if taken is None else taken.folder)
+    rows = check.rows(order, "" if taken is None else taken.folder)
     if order.job.array:
         return {"jobs": rows, "array": True}
     return rows[0]
@@ -86,7 +87,7 @@ def _dry_run(order: Order, wishes: Wishes, user: str, out: TextIO) -> int:
 
     try:
         with connect(wishes.queue, start=False) as line:
-            submitting.check_devices(order.job, user, line.call("status"))
+            check.check_devices(order.job, user, line.call("status"))
             known = ""
     except QueueError:
         known = "no daemon runs: whether there are such devices is not known yet"
@@ -121,7 +122,7 @@ def _to_backend(order: Order, wishes: Wishes, variables: Mapping[str, str], out:
             print(f"evenload: it would run in a snapshot of {job.folder} ({order.why})", file=sys.stderr)
         return 0
     backend.materialise(job)  # refuses what can't be, before anything is copied
-    taken = submitting.take_snapshot(order, submitting.store_of(Path("/nonexistent")))
+    taken = check.take_snapshot(order, check.store_of(Path("/nonexistent")))
     if taken is not None:
         snapshots.lay_out(taken.folder)
         job = replace(job, folder=taken.folder)
@@ -162,14 +163,14 @@ def _tell(
 
 
 def _default_queue() -> Path:
-    from evenload.scheduler import place
+    from evenload.scheduler import paths
 
-    return place.default_folder()
+    return paths.default_folder()
 
 
 def _place(line: Client, job: str) -> str:
     """``, 2nd of those that wait, starts in about 12 min``."""
-    from evenload.views.queue_text import span
+    from evenload.views.queue.text import span
 
     row = line.call("job", job=job)["job"]
     if row["state"] != JobState.PENDING:
@@ -218,7 +219,7 @@ def have_ended(line: Client, queue: Path) -> Callable[[Path, Sequence[str]], boo
                 return False  # nobody there can be asked now
         if other != queue:
             return False
-        return all(submitting.is_over(line.call("job", job=job)["job"]["state"]) for job in jobs)
+        return all(check.is_over(line.call("job", job=job)["job"]["state"]) for job in jobs)
 
     return ask
 
@@ -233,12 +234,12 @@ def _wait(line: Client, ids: Sequence[str], out: TextIO) -> int:
             still = []
             for job in left:
                 row = line.call("job", job=job)["job"]
-                if not submitting.is_over(row["state"]):
+                if not check.is_over(row["state"]):
                     still.append(job)
                     continue
                 why = f": {row['reason']}" if row["reason"] else ""
                 print(f"job {job} {row['state'].lower()}{why}", file=sys.stderr, flush=True)
-                worst = worst or submitting.exit_code_of(row)
+                worst = worst or check.exit_code_of(row)
             left = still
     except KeyboardInterrupt:
         print(f"evenload: not waiting any more; the jobs stay in the queue: {', '.join(left)}", file=sys.stderr)

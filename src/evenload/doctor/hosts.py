@@ -13,10 +13,10 @@ from evenload.doctor.examine import examine
 from evenload.doctor.finding import Options, exit_code
 from evenload.doctor.report import as_json, as_text
 from evenload.errors import ConfigError, LaunchError
-from evenload.training.launch.meeting.address import is_own, listen_at, own_addresses, resolve
-from evenload.training.launch.meeting.terms import DEFAULT_PORT, Endpoint, parse_endpoint
-from evenload.training.launch.meeting.visit import attend, make_sheet
-from evenload.training.launch.meeting.wire import Wire
+from evenload.rendezvous.address import is_own, listen_at, own_addresses, resolve
+from evenload.rendezvous.messages import Wire
+from evenload.rendezvous.probe import attend, make_sheet
+from evenload.rendezvous.settings import DEFAULT_PORT, Endpoint, parse_endpoint
 
 DEADLINE_S = 30.0
 """For all checks together; a machine that answers is looked at in about 3 s."""

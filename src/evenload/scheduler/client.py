@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from evenload.errors import QueueError
-from evenload.job_files import VARIABLE
-from evenload.scheduler import messages, place
+from evenload.job.protocol import VARIABLE
+from evenload.scheduler import messages, paths
 
 _START_S = 60.0
 _DAEMON = "evenload.scheduler.daemon"
@@ -95,7 +95,7 @@ def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float 
     """A connection to the queue in `folder`.
 
     Args:
-        folder: `place.default_folder` if not given.
+        folder: `paths.default_folder` if not given.
         start: whether to start the daemon where none runs.
         timeout_s: for each answer.
 
@@ -103,7 +103,7 @@ def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float 
         QueueError: no daemon runs (and none is to be started), or it doesn't come up; the message has its log's last
             lines.
     """
-    where = (place.default_folder() if folder is None else folder).absolute()
+    where = (paths.default_folder() if folder is None else folder).absolute()
     connection = _try(where, timeout_s)
     if connection is None and start:
         _start(where)
@@ -118,9 +118,9 @@ def _try(folder: Path, timeout_s: float) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
-        with place.socket_address(folder) as address:
+        with paths.socket_address(folder) as address:
             connection.connect(address)
-        _, uid, _ = place.peer_of(connection)
+        _, uid, _ = paths.peer_of(connection)
         owner = folder.stat().st_uid
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError, ConnectionResetError):
         connection.close()
@@ -138,16 +138,16 @@ def _try(folder: Path, timeout_s: float) -> socket.socket | None:
 
 def _start(folder: Path) -> None:
     """Starts the daemon; of several clients that try at once, one does and the others wait for it."""
-    if folder == place.SYSTEM_FOLDER and os.geteuid() != 0:
+    if folder == paths.SYSTEM_FOLDER and os.geteuid() != 0:
         raise QueueError(f"the machine's queue {folder} isn't running; root starts it: systemctl start evenload-queue")
     if VARIABLE in os.environ:
         raise QueueError(
             f"no daemon runs for the queue {folder}, and it isn't started from inside a job, with which it would end; ask "
             f"again from outside"
         )
-    place.make_private(folder)
+    paths.make_private(folder)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(folder / place.START_LOCK, flags, 0o600), "r+") as lock:
+    with os.fdopen(os.open(folder / paths.START_LOCK, flags, 0o600), "r+") as lock:
         _lock(lock.fileno(), folder)
         connection = _try(folder, _START_S)
         if connection is not None:
@@ -200,11 +200,11 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 def _last_lines(folder: Path, num: int = 5) -> str:
     try:
-        with (folder / place.DAEMON_LOG).open("rb") as file:
+        with (folder / paths.DAEMON_LOG).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().decode(errors="replace").splitlines()[-num:]
     except OSError:
         return ""
     return (
-        "".join(f"\n  {line}" for line in (f"its log {folder / place.DAEMON_LOG} ends with:", *lines)) if lines else ""
+        "".join(f"\n  {line}" for line in (f"its log {folder / paths.DAEMON_LOG} ends with:", *lines)) if lines else ""
     )

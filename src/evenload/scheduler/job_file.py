@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError
-from evenload.scheduler import job_text as read
+from evenload.scheduler import job_syntax as read
 from evenload.scheduler.core.values import After, JobSpec, Needs
 from evenload.scheduler.program import Program
 

@@ -14,17 +14,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from evenload.errors import ConfigError
-from evenload.training import collect
 from evenload.training.checkpoint.export import pick_model, write_weights
+from evenload.training.comm import collect
+from evenload.training.comm.control import Control, Operation
+from evenload.training.comm.subgroups import Seat, subset_of, user_group
 from evenload.training.data.evaluate import evaluation_batches
-from evenload.training.job import Job, open_job
 from evenload.training.launch import worker
-from evenload.training.launch.control import Control, Operation
-from evenload.training.launch.subsets import Seat, subset_of, user_group
-from evenload.training.parallel.dp_lanes import here
-from evenload.training.saving import Saver
-from evenload.training.sitting import Sitting
-from evenload.training.step import StepLoader
+from evenload.training.parallel.threaded.replica_threads import here
+from evenload.training.session.open import open_context
+from evenload.training.session.session import Sitting
+from evenload.training.session.state import Saver
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.step import StepLoader
 
 _open: Run | None = None
 
@@ -69,14 +70,14 @@ def init(
         raise ConfigError(
             "evenload.init was called twice; keep the run it returned, or close it with run.close() first"
         )
-    _open = Run(open_job(script))
+    _open = Run(open_context(script))
     return _open
 
 
 class Run:
     """One training job on this rank. Made by `init`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingContext) -> None:
         self._job = job
         self._models: list[nn.Module] = []
         self._loaders: list[StepLoader] = []

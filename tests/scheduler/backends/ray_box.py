@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from evenload.scheduler.backends.ray_cluster import RayCluster
+from evenload.scheduler.backends.ray.backend import RayCluster
 from tests.scheduler.backends.programs import read_job
 from tests.scheduler.backends.slurm_cluster import wait_until
 

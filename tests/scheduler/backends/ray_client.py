@@ -14,7 +14,7 @@ from typing import Any
 
 from evenload.errors import EvenloadError
 from evenload.scheduler.backends.interface import Request
-from evenload.scheduler.backends.ray_cluster import RayCluster
+from evenload.scheduler.backends.ray.backend import RayCluster
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from evenload.errors import QueueError
 from evenload.job import EXIT_CODE
-from evenload.job_files import Terms, write_terms
+from evenload.job.protocol import Terms, write_terms
 from evenload.scheduler.backends.attempt import Attempt, Outcome, outcome_of
 from evenload.scheduler.core.states import Verb
 from tests.scheduler.backends.programs import COUNTING, steps_done

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from evenload.cli.main import main
-from evenload.scheduler.backends.ray_cluster import OPTIONS as RAY_OPTIONS
-from evenload.scheduler.backends.slurm_script import OPTIONS as SLURM_OPTIONS
+from evenload.scheduler.backends.ray.backend import OPTIONS as RAY_OPTIONS
+from evenload.scheduler.backends.slurm.script import OPTIONS as SLURM_OPTIONS
 from tests.cli.queue_box import inside
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from evenload.errors import QueueError
-from evenload.job_files import Report
-from evenload.scheduler.backends.ray_fleet import Bundle, bundles_of, devices_of
-from evenload.scheduler.backends.ray_queue import LOG, RayQueue
+from evenload.job.protocol import Report
+from evenload.scheduler.backends.ray.devices import Bundle, bundles_of, devices_of
+from evenload.scheduler.backends.ray.queue import LOG, RayQueue
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from tests.scheduler.backends.test_texts import a_job

@@ -11,7 +11,7 @@ import pytest
 
 from evenload.errors import QueueError
 from evenload.scheduler.backends.interface import Described
-from evenload.scheduler.backends.slurm import Slurm
+from evenload.scheduler.backends.slurm.backend import Slurm
 from evenload.scheduler.core.states import JobState
 from tests.scheduler.backends.programs import (
     expected_result,
@@ -162,7 +162,7 @@ def test_what_slurm_has_forgotten(backend: Slurm, tmp_path: Path, monkeypatch: p
     """Without accounting a job's own folder tells how it ended."""
     job = submit(backend, write_job(tmp_path, ["true"]))
     wait_for(backend, job, JobState.SUCCEEDED)
-    monkeypatch.setattr("evenload.scheduler.backends.slurm._in_queue", lambda ids: [])
+    monkeypatch.setattr("evenload.scheduler.backends.slurm.backend._in_queue", lambda ids: [])
     assert one(backend, job).state is JobState.SUCCEEDED
     record = tmp_path / "state" / job / "record.json"
     record.write_text(record.read_text().replace("SUCCEEDED", "RUNNING"))

@@ -17,10 +17,10 @@ from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import backends
 from evenload.scheduler.backends.interface import settled
 from evenload.scheduler.backends.kubernetes import Kubernetes
-from evenload.scheduler.backends.ray_cluster import RayCluster
-from evenload.scheduler.backends.slurm import STATES, Slurm
-from evenload.scheduler.backends.slurm_script import script
-from evenload.scheduler.backends.spread import Place, spread
+from evenload.scheduler.backends.node_command import Place, spread
+from evenload.scheduler.backends.ray.backend import RayCluster
+from evenload.scheduler.backends.slurm.backend import STATES, Slurm
+from evenload.scheduler.backends.slurm.script import script
 from evenload.scheduler.job_file import JobFile, job_from
 
 FULL: dict[str, Any] = {
@@ -83,7 +83,7 @@ cd /home/ann/work || exit 1
 export DATA='/big disk/it'"'"'s here'
 export EVENLOAD_ARRAY_INDEX="$SLURM_ARRAY_TASK_ID"
 module load cuda
-exec /opt/py -m evenload.scheduler.backends.slurm_job --root=/home/ann/state --grace=120 --spread --retries=1 \
+exec /opt/py -m evenload.scheduler.backends.slurm.job --root=/home/ann/state --grace=120 --spread --retries=1 \
 --limit=36000 -- evenload run train.py --seed "$SLURM_ARRAY_TASK_ID"
 """
     )
@@ -104,7 +104,7 @@ def test_a_small_script_of_slurm() -> None:
         "# devices 2:4: Slurm doesn't change them later; it gets the least",
         "# priority 2: a user of Slurm can't go above the others; ask its admin for a qos",
         "cd /home/ann/work || exit 1",
-        "exec python3 -m evenload.scheduler.backends.slurm_job --root=/s --grace=60 --goes-on -- python train.py",
+        "exec python3 -m evenload.scheduler.backends.slurm.job --root=/s --grace=60 --goes-on -- python train.py",
     ]
 
 
@@ -120,7 +120,7 @@ def arguments_through_bash(words: list[str], tmp_path: Path, **changes: Any) -> 
     stub.write_text("import json, sys\nprint(json.dumps(sys.argv[sys.argv.index('--') + 1:]))\n")
     job = settled(JobFile(tuple(words), kinds=("cpu",), folder=str(tmp_path), backend="slurm", **changes), "/", {})
     text = script(job, tmp_path, "PYTHON").replace(
-        "exec PYTHON -m evenload.scheduler.backends.slurm_job", "exec PYTHON stub.py"
+        "exec PYTHON -m evenload.scheduler.backends.slurm.job", "exec PYTHON stub.py"
     )
     text = text.replace("exec PYTHON", f"exec {shlex.quote(sys.executable)}")
     raw = text.encode(errors="surrogateescape")

@@ -9,7 +9,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenload.doctor.cards import (
+from evenload.doctor.checks.lineup import NO_GPU
+from evenload.doctor.finding import Finding, Options
+from evenload.doctor.gpu_state import (
     SLOWED_BY_HARDWARE,
     SLOWED_BY_HEAT,
     SLOWED_BY_SETTING,
@@ -17,8 +19,6 @@ from evenload.doctor.cards import (
     Card,
     read_cards,
 )
-from evenload.doctor.checks.lineup import NO_GPU
-from evenload.doctor.finding import Finding, Options
 
 THROTTLING, CLOCKS, LINKS, ERRORS = "GPU throttling", "GPU clocks", "GPU links", "GPU errors"
 LOW_POWER_FRACTION = 0.95

@@ -10,10 +10,10 @@ from evenload.doctor.checks import hosts_verdicts as verdicts
 from evenload.doctor.checks.hosts_verdicts import Facts
 from evenload.doctor.finding import Finding, Options
 from evenload.errors import LaunchError
-from evenload.training.launch.meeting.address import Address, is_own, resolve, route_to
-from evenload.training.launch.meeting.dial import Miss, dial
-from evenload.training.launch.meeting.terms import parse_endpoint
-from evenload.training.launch.meeting.visit import call, examine, make_sheet
+from evenload.rendezvous.address import Address, is_own, resolve, route_to
+from evenload.rendezvous.connect import Miss, dial
+from evenload.rendezvous.probe import call, examine, make_sheet
+from evenload.rendezvous.settings import parse_endpoint
 
 _OTHER_PORTS = (22, 1, 80)
 """Where a machine that drops one port usually answers, if only by a refusal."""

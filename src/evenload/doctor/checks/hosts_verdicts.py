@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenload.doctor.finding import Finding
-from evenload.training.launch.meeting.address import CONTAINER_BRIDGES, Address, Route
-from evenload.training.launch.meeting.card import CLOCK_S, numbers_of
-from evenload.training.launch.meeting.dial import Miss
-from evenload.training.launch.meeting.terms import Endpoint
-from evenload.training.launch.meeting.visit import Data, Measured, Sheet
+from evenload.rendezvous.address import CONTAINER_BRIDGES, Address, Route
+from evenload.rendezvous.connect import Miss
+from evenload.rendezvous.host_info import CLOCK_S, numbers_of
+from evenload.rendezvous.probe import Data, Measured, Sheet
+from evenload.rendezvous.settings import Endpoint
 
 SLOW_TRIP_S = 0.005
 SLOW_BYTES_PER_S = 500e6 / 8

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from evenload import hardware
 from evenload.balance.values import Device
-from evenload.doctor.cards import DEFAULT_MODE, PROHIBITED_MODE, Card, read_cards
 from evenload.doctor.checks.wheel import OLDEST_CUDA_13, ONLY_CUDA_13_SINCE
 from evenload.doctor.finding import Finding, Options, Status
+from evenload.doctor.gpu_state import DEFAULT_MODE, PROHIBITED_MODE, Card, read_cards
 
 ORDER, GENERATIONS, MODE = "GPU order", "GPU generations", "GPU mode"
 NO_GPU = "no NVIDIA GPU that can be asked"

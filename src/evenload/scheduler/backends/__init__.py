@@ -11,8 +11,8 @@ from evenload.errors import ConfigError
 from evenload.scheduler.backends.interface import Backend, Described, Request, settled
 
 _MODULES = {
-    "slurm": "evenload.scheduler.backends.slurm",
-    "ray": "evenload.scheduler.backends.ray_cluster",
+    "slurm": "evenload.scheduler.backends.slurm.backend",
+    "ray": "evenload.scheduler.backends.ray.backend",
     "kubernetes": "evenload.scheduler.backends.kubernetes",
 }
 

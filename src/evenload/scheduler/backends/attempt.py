@@ -30,7 +30,7 @@ from pathlib import Path
 
 from evenload.errors import EvenloadError, QueueError
 from evenload.job import EXIT_CODE
-from evenload.job_files import VARIABLE, Report, Terms, ask_to_stop, read_report, read_terms
+from evenload.job.protocol import VARIABLE, Report, Terms, ask_to_stop, read_report, read_terms
 from evenload.scheduler.core.states import Verb
 
 POLL_S = 0.2
@@ -205,7 +205,7 @@ def _say(text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program to its end and returns its exit code, `EXIT_CODE` where it may go on later."""
     parser = argparse.ArgumentParser(prog="python -m evenload.scheduler.backends.attempt", description=__doc__)
-    parser.add_argument("--terms", required=True, help="the file of terms, as evenload.job_files writes it")
+    parser.add_argument("--terms", required=True, help="the file of terms, as evenload.job.protocol writes it")
     parser.add_argument("--folder", help="where the program runs")
     parser.add_argument("--goes-on", action="store_true", help="it may be started again whatever ended it")
     parser.add_argument("command", nargs="+")

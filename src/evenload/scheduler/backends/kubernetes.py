@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from evenload.errors import ConfigError, QueueError
 from evenload.job import EXIT_CODE
 from evenload.scheduler.backends.interface import Described, Request, check_options, check_settled
-from evenload.scheduler.backends.spread import Place, spread
+from evenload.scheduler.backends.node_command import Place, spread
 from evenload.scheduler.job_file import JobFile
 
 OPTIONS = {

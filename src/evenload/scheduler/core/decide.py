@@ -17,13 +17,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from evenload.scheduler.core.availability import Stock
+from evenload.scheduler.core.backfill import Hold, Release, hold_for
 from evenload.scheduler.core.commands import Command, Preempt, Start
-from evenload.scheduler.core.estimates import end_s
-from evenload.scheduler.core.hold import Hold, Release, hold_for
-from evenload.scheduler.core.refusal import most_together
-from evenload.scheduler.core.resizing import Resizing
-from evenload.scheduler.core.room import Mover, Movers
-from evenload.scheduler.core.roster import (
+from evenload.scheduler.core.eligibility import (
     Choices,
     Roster,
     clear_reserved,
@@ -33,10 +30,13 @@ from evenload.scheduler.core.roster import (
     limits_of,
     sort_out,
 )
+from evenload.scheduler.core.estimates import end_s
+from evenload.scheduler.core.preemption import Mover, Movers
+from evenload.scheduler.core.refusal import most_together
+from evenload.scheduler.core.resizing import Resizing
 from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import Snapshot
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.stock import Stock
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.core.view import View, Wishes
 from evenload.scheduler.policies import policy_named

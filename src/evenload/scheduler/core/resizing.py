@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from evenload.scheduler.core.availability import Stock
 from evenload.scheduler.core.commands import Command, Preempt, Resize
+from evenload.scheduler.core.eligibility import Choices, Roster
 from evenload.scheduler.core.fleet import Fleet
-from evenload.scheduler.core.roster import Choices, Roster
 from evenload.scheduler.core.snapshot import Snapshot
-from evenload.scheduler.core.stock import Stock
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.core.view import Wishes
 

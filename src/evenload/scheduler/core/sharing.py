@@ -16,12 +16,12 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from evenload.scheduler.core.backfill import Hold
 from evenload.scheduler.core.commands import Command, Preempt, Start
+from evenload.scheduler.core.eligibility import Roster, is_bound, is_young
 from evenload.scheduler.core.estimates import end_s
-from evenload.scheduler.core.hold import Hold
-from evenload.scheduler.core.holding import may_be_joined
-from evenload.scheduler.core.room import Movers
-from evenload.scheduler.core.roster import Roster, is_bound, is_young
+from evenload.scheduler.core.occupancy import may_be_joined
+from evenload.scheduler.core.preemption import Movers
 from evenload.scheduler.core.snapshot import Snapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings

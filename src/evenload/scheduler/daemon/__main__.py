@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evenload.errors import EvenloadError
-from evenload.scheduler import place
+from evenload.scheduler import paths
 from evenload.scheduler.daemon.daemon import run_daemon
-from evenload.scheduler.daemon.journal import Journal
+from evenload.scheduler.daemon.log import Journal
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--queue", type=Path, default=None, help="the queue's folder")
     parser.add_argument("--foreground", action="store_true", help="stay here, and write the log to standard error")
     options = parser.parse_args(arguments)
-    folder = (options.queue or place.default_folder()).absolute()
+    folder = (options.queue or paths.default_folder()).absolute()
     if options.foreground:
         try:
             run_daemon(folder, Journal(), lambda: None)
@@ -44,7 +44,7 @@ def _detach(folder: Path) -> int:
         said += part
     if said == b"ready":
         return 0
-    text = said.decode(errors="replace") or f"it ended at once; see {folder / place.DAEMON_LOG}"
+    text = said.decode(errors="replace") or f"it ended at once; see {folder / paths.DAEMON_LOG}"
     print(text, file=sys.stderr)
     return 2
 
@@ -54,14 +54,14 @@ def _be_child(folder: Path, tell: int) -> int:
     os.chdir("/")
     os.umask(0o077)
     try:
-        place.make_private(folder)
-        journal = Journal(folder / place.DAEMON_LOG)
+        paths.make_private(folder)
+        journal = Journal(folder / paths.DAEMON_LOG)
         run_daemon(folder, journal, _once(tell))
     except EvenloadError as error:
         _say(tell, str(error))
         return 2
     except BaseException:
-        _say(tell, f"the daemon failed; see {folder / place.DAEMON_LOG}")
+        _say(tell, f"the daemon failed; see {folder / paths.DAEMON_LOG}")
         traceback.print_exc()
         return 1
     return 0

@@ -16,15 +16,15 @@ from evenload.errors import ConfigError, EvenloadError, QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.daemon.desk import Desk
 from evenload.scheduler.daemon.endings import ending
-from evenload.scheduler.daemon.journal import Journal
+from evenload.scheduler.daemon.external_processes import judge, judge_beside
 from evenload.scheduler.daemon.learning import Learning
-from evenload.scheduler.daemon.orders import order_for
+from evenload.scheduler.daemon.log import Journal
 from evenload.scheduler.daemon.peaks import Peaks
+from evenload.scheduler.daemon.runner_orders import order_for
 from evenload.scheduler.daemon.runners import Gone, Live, facts_of
-from evenload.scheduler.daemon.strangers import judge, judge_beside
-from evenload.scheduler.daemon.wire import Connection
+from evenload.scheduler.daemon.server import Connection
+from evenload.scheduler.daemon.state import Desk
 from evenload.scheduler.runner import processes
 from evenload.scheduler.runner.files import Ask
 from evenload.scheduler.runner.processes import Identity

@@ -15,21 +15,21 @@ from types import FrameType
 from typing import Any
 
 from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
-from evenload.scheduler import messages, place
+from evenload.scheduler import messages, paths
 from evenload.scheduler.core import events
 from evenload.scheduler.core.commands import recorded
 from evenload.scheduler.core.decide import decide
-from evenload.scheduler.daemon.asked import caller_of
 from evenload.scheduler.daemon.attempts import Attempts
-from evenload.scheduler.daemon.desk import Desk
 from evenload.scheduler.daemon.devices import Found, find_devices
-from evenload.scheduler.daemon.journal import Journal
+from evenload.scheduler.daemon.external_processes import Watch
+from evenload.scheduler.daemon.handlers import Later, Verbs
+from evenload.scheduler.daemon.log import Journal
+from evenload.scheduler.daemon.maintenance import device_events, file_events, stranger_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
+from evenload.scheduler.daemon.requests import caller_of
 from evenload.scheduler.daemon.runners import Runners
-from evenload.scheduler.daemon.strangers import Watch
-from evenload.scheduler.daemon.upkeep import device_events, file_events, stranger_events
-from evenload.scheduler.daemon.verbs import Later, Verbs
-from evenload.scheduler.daemon.wire import Connection, Request, Wire
+from evenload.scheduler.daemon.server import Connection, Request, Wire
+from evenload.scheduler.daemon.state import Desk
 from evenload.scheduler.notify import Notifier
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import Store
@@ -315,8 +315,8 @@ def _make_folders(folder: Path, settings: QueueFile) -> None:
             "shared = true, but this daemon isn't run by root and can't run jobs as their owners; let root run it, or leave "
             "it out: each user's own queue sees what others do on the devices, and waits"
         )
-    for part in (folder, folder / place.LOGS, folder / place.ATTEMPTS):
-        place.make_private(part)
+    for part in (folder, folder / paths.LOGS, folder / paths.ATTEMPTS):
+        paths.make_private(part)
         part.chmod(0o711 if settings.shared else 0o700)
 
 

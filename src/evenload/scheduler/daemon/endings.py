@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from evenload.job import EXIT_CODE
-from evenload.job_files import Report
+from evenload.job.protocol import Report
 from evenload.scheduler.core import events
 from evenload.scheduler.runner.files import Result
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from evenload.scheduler.core import events
 from evenload.scheduler.core.speed import rates_from
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.daemon.desk import Desk
 from evenload.scheduler.daemon.runners import Live
+from evenload.scheduler.daemon.state import Desk
 from evenload.scheduler.runner.files import Result
 
 _NEWER = 0.5

@@ -13,10 +13,10 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.sharing import excess_bytes, expected_bytes
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.daemon.desk import Desk
-from evenload.scheduler.daemon.journal import Journal
+from evenload.scheduler.daemon.external_processes import Held
+from evenload.scheduler.daemon.log import Journal
 from evenload.scheduler.daemon.runners import Live
-from evenload.scheduler.daemon.strangers import Held
+from evenload.scheduler.daemon.state import Desk
 from evenload.scheduler.runner import files
 from evenload.scheduler.runner.files import Result
 

@@ -40,7 +40,7 @@ from typing import Any
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.values import Limits, settings_from
-from evenload.scheduler.place import SETTINGS_FILE, SYSTEM_FOLDER
+from evenload.scheduler.paths import SETTINGS_FILE, SYSTEM_FOLDER
 
 _DEVICE_KEYS = ("match", "use", "kind", "speed", "price_per_hour", "power_w", "memory_bytes")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import QueueError
-from evenload.job_files import Report, Terms, read_report
-from evenload.scheduler import place
+from evenload.job.protocol import Report, Terms, read_report
+from evenload.scheduler import paths
 from evenload.scheduler.client import daemon_environment
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import Ask, Order, Result
@@ -136,7 +136,7 @@ class Runners:
 
     def _take(self, attempt: Attempt, grace_s: float, learns: bool, measures: bool, done: float) -> Live:
         fence = attempt.fence
-        folder = place.attempt_folder(self._folder, fence.job, fence.attempt)
+        folder = paths.attempt_folder(self._folder, fence.job, fence.attempt)
         terms = files.terms_in(folder, fence.job, fence.attempt, grace_s)
         live = self.live[fence.job] = Live(fence, folder, terms, learns, done, measures=measures)
         return live

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import QueueError
-from evenload.job_files import Terms
+from evenload.job.protocol import Terms
 from evenload.scheduler.runner.processes import Marks
 
 ORDER = "order.json"

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenload.job_files import VARIABLE
+from evenload.job.protocol import VARIABLE
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenload.errors import QueueError
-from evenload.job_files import VARIABLE, write_terms
+from evenload.job.protocol import VARIABLE, write_terms
 from evenload.scheduler import snapshots
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import Order

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from evenload.errors import QueueError
-from evenload.job_files import ask_to_stop
+from evenload.job.protocol import ask_to_stop
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import Order, Result
 from evenload.scheduler.runner.memory import resident_bytes

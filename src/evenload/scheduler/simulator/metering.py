@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job
 from evenload.scheduler.simulator.outcome import JobOutcome, Moment

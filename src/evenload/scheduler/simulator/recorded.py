@@ -19,7 +19,7 @@ from pathlib import Path
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings
 from evenload.scheduler.simulator.workloads import DEFAULT_SCALING

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
 from evenload.scheduler.core.commands import End, Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Limits, Reservation, Settings
 from evenload.scheduler.simulator.cluster import shape_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from evenload.errors import QueueError, StaleError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.values import Job
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from evenload.errors import ConfigError, QueueError, StaleError
-from evenload.scheduler.core.book import Book
+from evenload.scheduler.core.queue_state import Book
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.filesystem import refuse_network

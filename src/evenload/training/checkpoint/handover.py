@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from evenload.errors import CheckpointError, PeerLostError
 from evenload.training.checkpoint import files
-from evenload.training.launch.groups import Groups
+from evenload.training.comm.groups import Groups
 
 _CHUNK_BYTES = 256 << 20
 """Each part has the groups' time limit for itself."""

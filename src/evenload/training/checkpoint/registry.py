@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import CheckpointError, PeerLostError
-from evenload.training.launch.groups import Groups
+from evenload.training.comm.groups import Groups
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from evenload.balance.values import StepPlan
 from evenload.errors import ConfigError, DataError, StepError
+from evenload.training.comm.clock import StepClock
 from evenload.training.data import checks, order, randomness
 from evenload.training.data.batches import transfer_seconds
 from evenload.training.data.cursor import Cursor
@@ -21,7 +22,6 @@ from evenload.training.data.global_batch import GlobalBatch, spans_of
 from evenload.training.data.reading import Task, reading_of
 from evenload.training.data.stream import StreamFeed
 from evenload.training.data.tuning import PINNING_PAYS, Reading, StepCost, Tuner
-from evenload.training.launch.clock import StepClock
 
 
 class Planner(Protocol):

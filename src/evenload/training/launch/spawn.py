@@ -15,7 +15,7 @@ from evenload.job import EXIT_CODE
 from evenload.training.launch import worker
 from evenload.training.launch.call import pack, read_result, write_call
 from evenload.training.launch.environment import detect
-from evenload.training.launch.stops import is_interactive
+from evenload.training.launch.stop_status import is_interactive
 from evenload.training.launch.supervisor import LaunchRequest, launch
 
 _GUARD = (

@@ -23,17 +23,17 @@ from typing import Any
 from evenload.config import COMMAND_LINE, SPAWN, resolve
 from evenload.errors import ConfigError, LaunchError
 from evenload.job import EXIT_CODE, grace_left_s
-from evenload.training.launch import stops
+from evenload.rendezvous.peer_monitor import Alone, Cause, Party
+from evenload.rendezvous.settings import Terms
+from evenload.training.launch import stop_status
 from evenload.training.launch.devices import Host, own_cores, parse_devices, plan_workers, read_host
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import Failure, describe_end, read_failure
-from evenload.training.launch.meeting.party import Alone, Cause, Party
-from evenload.training.launch.meeting.terms import Terms
 from evenload.training.launch.output import Outputs, View
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.replicas import as_one_worker, make_throttle, num_parts, throttle_of
 from evenload.training.launch.signals import Signals
-from evenload.training.launch.stops import Stop
+from evenload.training.launch.stop_status import Stop
 from evenload.training.launch.store import Store, listen
 from evenload.training.launch.target import check_target
 from evenload.training.launch.throttle import Throttle, check_factors
@@ -245,8 +245,8 @@ class _Supervisor:
                 return specs
             self._listener = listen(self._request.port)
             return [replace(spec, store=f"127.0.0.1:{self._listener.getsockname()[1]}") for spec in specs]
-        from evenload.training.launch.meeting.meet import Subject, meet
-        from evenload.training.launch.meeting.world import join_world
+        from evenload.rendezvous.rendezvous import Subject, meet
+        from evenload.rendezvous.world import join_world
 
         subject = Subject(self._request.arguments, self._request.settings, specs)
         meeting = meet(terms, subject, lambda: bool(self._asked), _say)
@@ -283,7 +283,7 @@ class _Supervisor:
         return not self._passed_on
 
     def _what_a_stop_means(self) -> Stop:
-        return stops.read(self._folder, (worker.spec.rank for worker in self._workers))
+        return stop_status.read(self._folder, (worker.spec.rank for worker in self._workers))
 
     def _tick(self) -> None:
         """Passes on output, or waits for a moment; then everything that is polled."""
@@ -370,7 +370,7 @@ class _Supervisor:
         """SIGTERM, then SIGKILL for who is still there; a signal to us meanwhile kills at once."""
         patient = len(self._asked) < 2
         num_asked = len(self._asked)
-        stops.tell_end(self._folder)
+        stop_status.tell_end(self._folder)
         for worker in self._workers:
             worker.terminate()
         deadline = time.monotonic() + _TERM_WAIT_S

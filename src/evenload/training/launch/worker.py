@@ -34,8 +34,8 @@ from evenload.errors import ConfigError, LaunchError
 from evenload.training.launch.call import MAIN_NAME, read_call, run_call
 from evenload.training.launch.environment import WorkerSpec, detect, devices_without_effect
 from evenload.training.launch.failure import describe_error, is_consequence, write_failure
-from evenload.training.launch.stops import Stop
-from evenload.training.launch.stops import tell as tell_stop
+from evenload.training.launch.stop_status import Stop
+from evenload.training.launch.stop_status import tell as tell_stop
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LAST_WORDS_S = 5.0
@@ -221,7 +221,7 @@ def _wake_with_supervisor() -> None:
 
 
 def leave_on_signal(number: int, _: object) -> None:
-    """What SIGTERM does to a worker that can't save (stopping.py): it runs `finally` blocks and the clean-up."""
+    """What SIGTERM does to a worker that can't save (stop.py): it runs `finally` blocks and the clean-up."""
     if progress.exit_code:
         return  # it leaves already, in limited time
     # A second one ends the process where it stands.

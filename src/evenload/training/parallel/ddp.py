@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from evenload.errors import PeerLostError
-from evenload.training.launch.groups import Groups
-from evenload.training.parallel.place_buckets import Neighbours
+from evenload.training.comm.groups import Groups
+from evenload.training.compute.grad_norms import Squares
+from evenload.training.parallel.model_split.buckets import Neighbours
 from evenload.training.parallel.reducer import BucketReducer, Expectation
-from evenload.training.parallel.squares import Squares
 
 _SENT_AS_THEY_ARE = frozenset(
     (

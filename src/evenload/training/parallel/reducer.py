@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from evenload.errors import StepError
-from evenload.training.parallel.place_buckets import Neighbours
-from evenload.training.parallel.squares import Squares
+from evenload.training.compute.grad_norms import Squares
+from evenload.training.parallel.model_split.buckets import Neighbours
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -54,7 +54,7 @@ class Waiting(Protocol):
 
 
 class Summing(Protocol):
-    """Who sums a bucket over all: the process groups of ranks (`Groups`), or the lanes of one process (dp_sums.py)."""
+    """Who sums a bucket over all: the process groups of ranks (`Groups`), or the lanes of one process (bucket_sums.py)."""
 
     def sum_async(self, tensor: torch.Tensor, /) -> Waiting:
         """Begins a sum, in place."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from evenload.training.launch.groups import Groups
+from evenload.training.comm.groups import Groups
 
 
 class Strategy(Protocol):

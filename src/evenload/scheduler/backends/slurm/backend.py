@@ -1,0 +1,259 @@
+"""The backend ``slurm``: sends a job file to Slurm by ``sbatch``, and reads how its jobs are.
+
+Slurm decides who runs; the job file says the same as anywhere. How a job is comes from ``squeue``; what Slurm has forgotten
+(it does after minutes) from ``sacct`` where there is accounting, else from what the job's own script left in its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from evenload.errors import QueueError
+from evenload.scheduler.backends.interface import Described, Request
+from evenload.scheduler.backends.slurm.record import CANCELLED, NOW, JobRecord, last_report, read_record
+from evenload.scheduler.backends.slurm.script import root_of, script
+from evenload.scheduler.core.states import ENDED, JobState
+from evenload.scheduler.job_file import JobFile
+
+_TIMEOUT_S = 60.0
+_ID = re.compile(r"\d+(_\d+)?")
+
+_S = JobState
+STATES = {
+    "PENDING": _S.PENDING,
+    "REQUEUED": _S.PENDING,
+    "REQUEUE_FED": _S.PENDING,
+    "REQUEUE_HOLD": _S.PENDING,
+    "RESV_DEL_HOLD": _S.PENDING,
+    "SPECIAL_EXIT": _S.PENDING,
+    "PREEMPTED": _S.PENDING,
+    "CONFIGURING": _S.STARTING,
+    "RUNNING": _S.RUNNING,
+    "COMPLETING": _S.RUNNING,
+    "STAGE_OUT": _S.RUNNING,
+    "STOPPED": _S.RUNNING,
+    "SUSPENDED": _S.RUNNING,
+    "RESIZING": _S.RESIZING,
+    "SIGNALING": _S.PREEMPTING,
+    "COMPLETED": _S.SUCCEEDED,
+    "CANCELLED": _S.CANCELLED,
+    "REVOKED": _S.CANCELLED,
+    "BOOT_FAIL": _S.FAILED,
+    "DEADLINE": _S.FAILED,
+    "FAILED": _S.FAILED,
+    "LAUNCH_FAILED": _S.FAILED,
+    "NODE_FAIL": _S.FAILED,
+    "OUT_OF_MEMORY": _S.FAILED,
+    "RECONFIG_FAIL": _S.FAILED,
+    "TIMEOUT": _S.FAILED,
+}
+"""Slurm's states as ours. SUSPENDED holds its nodes, so it is no waiting; what is being cleaned up still runs."""
+
+
+class Slurm:
+    """Slurm as a backend; `root` is the shared folder of output and state where a job names none."""
+
+    name = "slurm"
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root
+
+    @property
+    def root(self) -> Path:
+        """``~/.local/state/evenload/slurm`` if no other was given: clusters share the home folders."""
+        return self._root or Path.home() / ".local" / "state" / "evenload" / "slurm"
+
+    def materialise(self, job: JobFile) -> Request:
+        """The batch script; see `slurm_script`."""
+        text = script(job, self.root, sys.executable)
+        return Request("slurm", job.name, text, ("sbatch", "--parsable"), str(root_of(job, self.root)))
+
+    def submit(self, request: Request) -> str:
+        """Sends the script to ``sbatch``."""
+        folder = Path(request.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QueueError(
+                f"the folder of output and state can't be made: {error}; name one that all nodes share: [slurm] root = ..."
+            ) from error
+        done = _tool(*request.send, stdin=request.text, folder=folder)
+        job = done.stdout.strip().partition(";")[0]  # with several clusters: ID;CLUSTER
+        if done.returncode != 0 or not job.isdecimal():
+            raise QueueError(f"Slurm refuses {request.name or 'the job'}: {_told(done)}")
+        if folder != self.root:
+            (self.root / f"{job}.root").write_text(json.dumps(str(folder)))
+        return job
+
+    def describe(self, ids: Sequence[str]) -> tuple[Described, ...]:
+        """How these jobs are."""
+        ids = [_checked(job) for job in ids]
+        found = {native.id: native for native in _in_queue(ids)}
+        records = {element: record for job in ids for element, record in self._records(job).items()}
+        lost = [job for job in ids if not any(_is_of(element, job) for element in found)]
+        lost += [e for e, r in records.items() if e not in found and r.state not in ENDED and e not in lost]
+        if lost:
+            found = {native.id: native for native in _in_accounts(lost)} | found
+        for element, record in records.items():
+            if element not in found:
+                found[element] = _as_left(element, record)
+        wanted = {element: native for job in ids for element, native in found.items() if _is_of(element, job)}
+        in_order = sorted(wanted.items(), key=lambda pair: [int(part) for part in pair[0].split("_")])
+        return tuple(self._with_record(native, records.get(element)) for element, native in in_order)
+
+    def cancel(self, job: str) -> None:
+        """Ends a job: one that waits at once, one that runs after it has saved, asked again at once."""
+        _checked(job)
+        known = _in_queue([job])
+        live = [native for native in known if not native.has_ended]
+        if not live:
+            raise QueueError(f"job {job} can't be cancelled: {'it has ended' if known else 'Slurm knows no such job'}")
+        softly = [native.id for native in live if native.state is JobState.RUNNING and self._mark(native.id)]
+        if softly:
+            _cancel("--batch", "--signal=TERM", *softly)
+        marked = [native.id for native in live if native.state is not JobState.PENDING and native.id not in softly]
+        if any(native.state is JobState.PENDING for native in live):
+            _cancel("--state=PENDING", job)
+        if marked:
+            _cancel(*marked)
+
+    def logs(self, job: str) -> Path:
+        """The file that Slurm appends the output of all attempts to."""
+        return self._root_of(_checked(job)) / f"{job}.log"
+
+    def _mark(self, job: str) -> bool:
+        """Tells the job's script that it is cancelled, then that it is to end at once; False where neither is new."""
+        folder = self._root_of(job) / job
+        mark = folder / CANCELLED
+        try:
+            if mark.exists() and mark.read_text() == NOW:
+                return False
+            mark.write_text(NOW if mark.exists() else "cancelled")
+        except OSError:
+            return False
+        return True
+
+    def _root_of(self, job: str) -> Path:
+        try:
+            return Path(json.loads((self.root / f"{job.partition('_')[0]}.root").read_text()))
+        except (OSError, ValueError):
+            return self.root
+
+    def _records(self, job: str) -> dict[str, JobRecord]:
+        root = self._root_of(job)
+        folders = [root / job, *root.glob(f"{job}_*")] if "_" not in job else [root / job]
+        read = {folder.name: read_record(folder) for folder in folders}
+        return {element: record for element, record in read.items() if record is not None}
+
+    def _with_record(self, native: Described, record: JobRecord | None) -> Described:
+        if record is None:
+            return native
+        reason = record.reason if native.has_ended and record.reason else native.reason
+        report = last_report(self._root_of(native.id) / native.id, native.id, record.attempt)
+        if report is None:
+            return replace(native, attempt=record.attempt, reason=reason)
+        return replace(native, attempt=record.attempt, reason=reason, step=report.step, total=report.total)
+
+
+BACKEND = Slurm()
+
+
+def _cancel(*words: str) -> None:
+    done = _tool("scancel", *words)
+    if done.returncode != 0:
+        raise QueueError(f"Slurm doesn't cancel: {_told(done)}")
+
+
+def _in_queue(ids: Sequence[str]) -> list[Described]:
+    """What Slurm's controller knows of these jobs."""
+    done = _tool("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%N|%r")
+    if done.returncode != 0:
+        if "Invalid job id" in done.stderr:
+            return []
+        raise QueueError(f"Slurm's controller doesn't answer: {_told(done)}")
+    return [
+        _described(job, native, hosts, reason)
+        for job, native, hosts, reason in (
+            line.split("|", 3) for line in done.stdout.splitlines() if line.count("|") > 2
+        )
+        if _ID.fullmatch(job)
+    ]
+
+
+def _in_accounts(ids: Iterable[str]) -> list[Described]:
+    """What Slurm's accounting knows of jobs that its controller has forgotten; nothing where there is none."""
+    try:
+        done = _tool(
+            "sacct",
+            "--allocations",
+            "--noheader",
+            "--parsable2",
+            f"--jobs={','.join(ids)}",
+            "--format=JobID,State,NodeList",
+        )
+    except QueueError:
+        return []
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
+    return [_described(job, native, hosts, "") for job, native, hosts in rows if _ID.fullmatch(job)]
+
+
+def _described(job: str, native: str, hosts: str, reason: str) -> Described:
+    word = native.split()[0].rstrip("+") if native.split() else ""  # sacct: "CANCELLED by 1000"
+    state = STATES.get(word, JobState.PENDING)
+    why = "" if reason in ("", "None") else f"Slurm: {reason}"
+    return Described(job, state, word, why, tuple(part for part in (hosts,) if part and part != "None assigned"))
+
+
+def _as_left(job: str, record: JobRecord) -> Described:
+    """A job that Slurm has forgotten, as its own script left it."""
+    if record.state in ENDED:
+        return Described(job, record.state, "", record.reason)
+    told = f"Slurm doesn't know it any more and keeps no accounting; its script last said {record.state}"
+    return Described(job, JobState.FAILED, "", told)
+
+
+def _is_of(element: str, job: str) -> bool:
+    return element == job or element.partition("_")[0] == job
+
+
+def _checked(job: str) -> str:
+    if not _ID.fullmatch(job):
+        raise QueueError(f"job {job!r}: expected the id of a job of Slurm, such as 1234 or 1234_5")
+    return job
+
+
+def _tool(*words: str, stdin: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("EVENLOAD_")}
+    try:
+        return subprocess.run(
+            words,
+            input=stdin,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise QueueError(
+            f"there is no {words[0]} here; do this where Slurm's commands are: on its login node, perhaps after "
+            f"`module load slurm`"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise QueueError(
+            f"{words[0]} gave no answer within {_TIMEOUT_S:g} s; is Slurm's controller up? `scontrol ping`"
+        ) from error
+
+
+def _told(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    return "; ".join(lines[-3:]) or f"exit code {done.returncode}"

@@ -1,0 +1,229 @@
+"""What each job can expect: why it is where it is, when it will start, and when it will be over.
+
+The present comes from `decide` itself: what it would command now, its order, and why it lets each job wait. The future is
+that order played through once: each job in turn takes the devices that come free first, for as long as it is expected to
+need; a running job that stands behind may lose its devices once it may be preempted, and then stands in line again. Who
+is submitted later, who gets older, and what small jobs do in the gaps is not foreseen, and what depends on a job of which
+nothing is known is told as unknown, not guessed. Cost: about that of one `decide`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evenload.scheduler.core.commands import End, Preempt, Resize, Start
+from evenload.scheduler.core.decide import Plan, plan
+from evenload.scheduler.core.eligibility import Choices, is_bound, is_young, limits_of
+from evenload.scheduler.core.estimates import left_s, restart_s
+from evenload.scheduler.core.sharing import shared_devices
+from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.timeline import Timeline
+from evenload.scheduler.core.values import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """One job's prospects."""
+
+    reason: str
+    """Why it is in its state, for people; empty for a job that just runs."""
+    start_s: float | None = None
+    """When it will get devices, of a job that has none; None where it has some, or nobody knows."""
+    end_s: float | None = None
+    """When it will be over; None where nobody knows."""
+
+
+def outlook(snapshot: Snapshot, now_s: float, most: int | None = None) -> Mapping[str, Outlook]:
+    """Each job's prospects, in the order of submission.
+
+    Args:
+        snapshot: the queue.
+        now_s: the present.
+        most: times are worked out for so many jobs in line only; reasons for all. None for all.
+    """
+    return _Future(snapshot, now_s, plan(snapshot, now_s, explain=True)).look(most)
+
+
+class _Gate:
+    """At most so much at once, of one user's devices or jobs, or of one array's."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: list[tuple[float, int]] = []
+
+    def add(self, end_s: float, num: int) -> None:
+        self._held.append((end_s, num))
+
+    def opens_s(self, num: int, from_s: float) -> float:
+        """From when on there is room for `num` more."""
+        held = sorted((end_s, count) for end_s, count in self._held if end_s > from_s)
+        excess = sum(count for _, count in held) + num - self._most
+        for end_s, count in held:
+            if excess <= 0:
+                break
+            from_s, excess = end_s, excess - count
+        return from_s if excess <= 0 else math.inf
+
+
+class _Future:
+    """One look ahead while it is worked out."""
+
+    def __init__(self, snapshot: Snapshot, now_s: float, planned: Plan) -> None:
+        self.snapshot, self.now_s, self.planned = snapshot, now_s, planned
+        self.settings = snapshot.settings
+        self.choices = Choices(snapshot, now_s)
+        self.timeline = Timeline(snapshot.layout, self.choices.pool_of, snapshot.closed, now_s)
+        self.starts: dict[str, float] = {}
+        self.ends: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
+        self._granted: dict[str, tuple[str, ...]] = {}
+        """Job → the devices that it gets now."""
+        self._shared = shared_devices(snapshot.jobs, planned.commands) if snapshot.shares else frozenset()
+        self._soft: dict[str, float] = {}
+        """Running job → from when on others may displace it."""
+        self._gates: dict[tuple[str, str], _Gate] = {}
+        for name, (max_devices, max_running) in limits_of(snapshot).items():
+            for what, limit in (("devices", max_devices), ("jobs", max_running)):
+                if limit is not None:
+                    self._gates[what, name] = _Gate(limit)
+        for job in snapshot.jobs:
+            if job.spec.array_limit is not None:
+                self._gates.setdefault(("array", job.spec.array), _Gate(job.spec.array_limit))
+
+    def look(self, most: int | None) -> dict[str, Outlook]:
+        self._take_present()
+        for num, job in enumerate(self.planned.order):
+            if most is not None and num >= most:
+                break
+            self._take_turn(job)
+        known = {job.id for job in self.planned.order}
+        later = [j for j in self.snapshot.jobs if j.id not in known and j.state is JobState.PENDING]
+        for job in later[:most]:
+            self._take_later(job)
+        return {job.id: self._told(job) for job in self.snapshot.jobs}
+
+    def _take_present(self) -> None:
+        """Who holds what, and what the plan would do about it now."""
+        stopping: dict[str, str] = {}
+        resized: dict[str, tuple[str, ...]] = {}
+        for command in self.planned.commands:
+            if isinstance(command, Preempt) or (isinstance(command, End) and command.has_devices):
+                stopping[command.job] = command.reason
+            elif isinstance(command, Resize):
+                resized[command.job] = command.devices
+            elif isinstance(command, Start):
+                self._granted[command.job] = command.devices
+                self.starts[command.job] = self.now_s
+                self.notes[command.job] = "gets its devices now"
+        running = {job.id for job in self.planned.order if job.state is JobState.RUNNING}
+        behind = running if self.planned.preempts else set()
+        for job in self.snapshot.jobs:
+            if not job.devices:
+                continue
+            if job.id in stopping:
+                self.notes[job.id] = stopping[job.id]
+                continue
+            if job.state is JobState.PREEMPTING:
+                continue
+            is_movable = job.id in behind and not (self._shared and self._shared.intersection(job.devices))
+            self._take_holder(job, resized.get(job.id, job.target or job.devices), is_movable)
+
+    def _take_holder(self, job: Job, devices: tuple[str, ...], is_movable: bool) -> None:
+        """A job that has devices and keeps them, at least until the order comes to it."""
+        slots = [self.snapshot.layout.index[device] for device in devices]
+        end_s = self._end_s(job, self.now_s, is_fresh=job.state is not JobState.RUNNING)
+        self.ends[job.id] = until_s = end_s
+        if is_movable and job.id not in self.starts and not is_bound(job, self.settings, self.now_s):
+            young_until_s = job.attempt_began_s + self.settings.min_run_s
+            soft_s = young_until_s if is_young(job, self.settings, self.now_s) else self.now_s
+            until_s = self._soft[job.id] = min(end_s, soft_s)
+        else:
+            self._pass_gates(job, end_s, len(slots))
+        self._occupy(slots, until_s)
+
+    def _occupy(self, slots: Sequence[int], until_s: float) -> None:
+        """The devices are not free before; one that is shared not before the last of its jobs has ended."""
+        if self._shared and any(self.snapshot.layout.devices[slot].id in self._shared for slot in slots):
+            until_s = max(until_s, *(self.timeline.free_s(slot) for slot in slots))
+        self.timeline.occupy(slots, until_s)
+
+    def _take_turn(self, job: Job) -> None:
+        """The next job of the order: it goes on, or starts."""
+        if job.state is JobState.RUNNING:
+            soft_s = self._soft.get(job.id)
+            if soft_s is None and job.id not in self.notes:
+                return
+            slots = [self.snapshot.layout.index[device] for device in job.devices]
+            if soft_s is not None and all(self.timeline.free_s(slot) in (soft_s, math.inf) for slot in slots):
+                self.timeline.occupy(slots, self.ends[job.id])
+                self._pass_gates(job, self.ends[job.id], len(slots))
+                return
+            self.ends.pop(job.id, None)
+        if (devices := self._granted.get(job.id)) is not None:
+            self._place(job, self.now_s, [self.snapshot.layout.index[device] for device in devices])
+        else:
+            self._find(job, self.now_s)
+
+    def _take_later(self, job: Job) -> None:
+        """A job that is not in line yet: it waits for others, or for a time."""
+        if job.is_held or job.doomed:
+            return
+        from_s = max(self.now_s, job.spec.not_before_s or 0.0)
+        for name in job.unmet:
+            from_s = max(from_s, self.ends.get(name, math.inf))
+        if from_s < math.inf:
+            self._find(job, from_s)
+
+    def _find(self, job: Job, from_s: float) -> None:
+        least, choice = job.spec.needs.min_devices, self.choices.of(job)
+        for key, num in self._counts(job, least):
+            if (gate := self._gates.get(key)) is not None:
+                from_s = gate.opens_s(num, from_s)
+        found = self.timeline.earliest(choice, least, from_s) if from_s < math.inf else None
+        if found is not None:
+            self._place(job, found[0], found[1])
+
+    def _place(self, job: Job, start_s: float, slots: tuple[int, ...] | list[int]) -> None:
+        if job.state is JobState.PENDING:
+            self.starts[job.id] = start_s
+        end_s = self.ends[job.id] = self._end_s(job, start_s, is_fresh=True)
+        self._occupy(slots, end_s)
+        self._pass_gates(job, end_s, len(slots))
+
+    def _counts(self, job: Job, num: int) -> tuple[tuple[tuple[str, str], int], ...]:
+        return (("devices", job.spec.user), num), (("jobs", job.spec.user), 1), (("array", job.spec.array), 1)
+
+    def _pass_gates(self, job: Job, end_s: float, num_devices: int) -> None:
+        for key, num in self._counts(job, num_devices):
+            if (gate := self._gates.get(key)) is not None:
+                gate.add(end_s, num)
+
+    def _end_s(self, job: Job, start_s: float, is_fresh: bool) -> float:
+        """When it is over if it runs from `start_s` on; infinite where nobody knows."""
+        expected_s = left_s(job, self.now_s)
+        if expected_s is None:
+            return math.inf
+        if is_fresh:
+            expected_s += restart_s(job, self.settings)
+        limit_s = job.spec.hard_limit_s
+        if limit_s is not None:
+            expected_s = min(expected_s, max(0.0, limit_s - job.held_until(self.now_s)))
+        return start_s + expected_s
+
+    def _told(self, job: Job) -> Outlook:
+        end_s = self.ends.get(job.id, math.inf)
+        start_s = self.starts.get(job.id) if job.state is JobState.PENDING else None
+        return Outlook(self._reason(job), start_s, end_s if end_s < math.inf else None)
+
+    def _reason(self, job: Job) -> str:
+        known = self.planned.waits.get(job.id) or self.notes.get(job.id)
+        if known:
+            return known
+        if job.state is JobState.PENDING:
+            return job.doomed or "waits for those before it in line"
+        if job.state is JobState.STARTING:
+            return "its program is being started"
+        return "" if job.state is JobState.RUNNING else job.reason

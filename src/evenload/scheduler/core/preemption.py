@@ -1,0 +1,207 @@
+"""Who must leave so that a more deserving job can start: the least deserving, no more of them than needed.
+
+A pending job may displace a running one that stands behind it in the policy's order, can be preempted, was not preempted
+too often within the hour, and either has had its minimum run time or is of a lower class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from evenload.scheduler.core.availability import Stock
+from evenload.scheduler.core.fleet import Choice
+from evenload.scheduler.core.values import Job
+
+
+class Mover(NamedTuple):
+    """A running job that may have to leave."""
+
+    job: Job
+    slots: Sequence[int]
+    """Indices of its devices that others could use."""
+    is_young: bool
+    """Only a job of a higher class may displace it."""
+
+
+Adds = dict[object, int]
+"""Key of a place → devices there that a gang could use; devices under one key count together."""
+
+
+@dataclass
+class _Line:
+    """Movers as gangs of one choice and class have looked at them, from the least deserving up."""
+
+    spared: list[tuple[int, Adds]]
+    """Places of those who could leave and had not to, falling; and what they have."""
+    end: int
+    """From here on all were looked at."""
+
+
+class Movers:
+    """The running jobs that stand behind the place in the order at which the plan has arrived."""
+
+    def __init__(self, in_order: list[Mover], pool_of: Sequence[int], host_of: Sequence[int]) -> None:
+        """Takes them the most deserving first."""
+        self._tail = in_order
+        self._pool_of, self._host_of = pool_of, host_of
+        self._num_passed = 0
+        self._gone: set[str] = set()
+        self._open: defaultdict[int, int] = defaultdict(int)
+        self._young: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self._failed: dict[tuple[Choice, int], int] = {}
+        self._lines: dict[tuple[Choice, int], _Line] = {}
+        self._num_left = 0
+        for mover in in_order:
+            self._count(mover, 1)
+
+    def _count(self, mover: Mover, sign: int) -> None:
+        job, slots, is_young = mover
+        counts = self._young[job.spec.priority] if is_young else self._open
+        pool_of = self._pool_of
+        for slot in slots:
+            counts[pool_of[slot]] += sign
+        self._num_left += sign * len(slots)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is left who could leave."""
+        return self._num_left == 0
+
+    def displaced(self) -> set[str]:
+        """All that were displaced."""
+        return self._gone
+
+    def behind(self) -> set[str]:
+        """Those that stay so far, but may still have to leave."""
+        return {m.job.id for m in self._tail[self._num_passed :]} - self._gone
+
+    def pass_by(self, job: Job) -> None:
+        """The plan has come to this running job, which is not gone: it stays, and only those behind it may still leave."""
+        while (mover := self._tail[self._num_passed]).job.id != job.id:  # those displaced before are passed too
+            self._num_passed += 1
+        self._num_passed += 1
+        self._count(mover, -1)
+
+    def keep(self, name: str) -> None:
+        """This job stays, wherever it stands: somebody has come to its device (`core.sharing`)."""
+        for index in range(self._num_passed, len(self._tail)):
+            if (mover := self._tail[index]).job.id == name:
+                self._count(mover, -1)
+                self._tail[index] = mover._replace(slots=())
+                return
+
+    def make_room(self, job: Job, choice: Choice, num: int, stock: Stock) -> bool:
+        """Displaces whom it must for `num` devices of `choice`; False, and nobody displaced, where that can't be."""
+        priority, is_single = (
+            job.spec.priority,
+            not choice.one_host and (not choice.one_kind or len(choice.groups) == 1),
+        )
+        if self._failed.get((choice, priority), num + 1) <= num:
+            return False
+        if is_single:
+            pools = choice.pools
+            most = stock.soon.total(pools) + sum(self._open.get(p, 0) for p in pools)
+            most += sum(c.get(p, 0) for other, c in self._young.items() if other < priority for p in pools)
+            found = self._collect(job, choice, num, stock, is_single) if most >= num else None
+        else:
+            found = self._collect(job, choice, num, stock, is_single)
+        if found is None:
+            self._failed[choice, priority] = num
+            return False
+        for mover in found:
+            self._gone.add(mover.job.id)
+            self._count(mover, -1)
+            stock.comes_free(mover.slots)
+        return True
+
+    def _adds_of(self, choice: Choice, is_single: bool) -> Callable[[Sequence[int]], Adds]:
+        """How many devices a gang of this choice could use of those that somebody has, by where they can serve together."""
+        pools, pool_of, host_of = frozenset(choice.pools), self._pool_of, self._host_of
+        if is_single:
+
+            def together(slots: Sequence[int]) -> Adds:
+                num = sum([pool_of[slot] in pools for slot in slots])
+                return {_ANYWHERE: num} if num else {}
+
+            return together
+        kind_of = {pool: number for number, group in enumerate(choice.groups) for pool in group}
+
+        def by_key(slots: Sequence[int]) -> Adds:
+            adds: Adds = {}
+            for slot in slots:
+                if (pool := pool_of[slot]) in pools:
+                    key = (host_of[slot] if choice.one_host else -1, kind_of[pool] if choice.one_kind else -1)
+                    adds[key] = adds.get(key, 0) + 1
+            return adds
+
+        return by_key
+
+    def _collect(self, job: Job, choice: Choice, num: int, stock: Stock, is_single: bool) -> list[Mover] | None:
+        """The least deserving that together with what is free make a place."""
+        adds_of = self._adds_of(choice, is_single)
+        counts: defaultdict[object, int] = defaultdict(int)
+        if is_single:
+            counts[_ANYWHERE] = stock.soon.total(choice.pools)
+        else:
+            counts.update(adds_of(stock.soon.free()))
+        found: list[tuple[Mover, Adds]] = []
+        with contextlib.closing(self._candidates(choice, job.spec.priority, adds_of)) as candidates:
+            for mover, adds in candidates:
+                found.append((mover, adds))
+                for key, added in adds.items():
+                    counts[key] += added
+                for key in adds:
+                    if counts[key] >= num:
+                        return _needed(found, counts[key] - num, key)
+        return None
+
+    def _candidates(
+        self, choice: Choice, priority: int, adds_of: Callable[[Sequence[int]], Adds]
+    ) -> Generator[tuple[Mover, Adds], None, None]:
+        """Those who may have to leave for a gang of such a choice and class, the least deserving first, and what they have.
+
+        Who was looked at for another such gang is not looked at again, unless he was spared.
+        """
+        line = self._lines.setdefault((choice, priority), _Line([], len(self._tail)))
+        kept: list[tuple[int, Adds]] = []
+        num_seen = 0
+        try:
+            for entry in line.spared:
+                index, adds = entry
+                if index < self._num_passed:
+                    del line.spared[num_seen:]
+                    return
+                num_seen += 1
+                if (mover := self._tail[index]).job.id not in self._gone:
+                    kept.append(entry)
+                    yield mover, adds
+            while line.end > self._num_passed:
+                line.end -= 1
+                mover = self._tail[line.end]
+                if mover.job.id in self._gone or (mover.is_young and mover.job.spec.priority >= priority):
+                    continue
+                if adds := adds_of(mover.slots):
+                    kept.append((line.end, adds))
+                    yield mover, adds
+        finally:
+            line.spared[:num_seen] = kept
+
+
+def _needed(found: list[tuple[Mover, Adds]], spare: int, place: object) -> list[Mover]:
+    """Without those that others make unnecessary; the more deserving are spared first."""
+    needed = []
+    for mover, adds in reversed(found):
+        num = adds.get(place, 0)
+        if num <= spare:
+            spare -= num
+        else:
+            needed.append(mover)
+    return needed
+
+
+_ANYWHERE = 0
+"""The key of a gang that may stand anywhere: all devices count together."""

@@ -1,0 +1,102 @@
+"""Events that follow from what is set and what is seen: devices that came or went, strangers, settings of `queue.toml`.
+
+All pure: the queue as it is recorded and the machine as it is go in, the events that bring the record up to date come out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from evenload.scheduler.core import events
+from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.values import Limits, settings_from
+from evenload.scheduler.daemon.devices import Found
+from evenload.scheduler.daemon.external_processes import Sight, judge, judge_beside
+from evenload.scheduler.daemon.queue_file import QueueFile
+
+_AWAY = "isn't found in this machine now"
+_RETOLD_S = 30.0
+"""A reason that only changes its numbers is recorded again so often at most."""
+
+
+def device_events(book: Book, found: Mapping[str, Found], now_s: float) -> list[events.Event]:
+    """Devices that are new, measured anew, back, or away.
+
+    One that is away is removed only where something else of its kind was found: a driver that doesn't answer for a
+    moment must not empty the queue.
+    """
+    happened: list[events.Event] = []
+    for name, one in found.items():
+        if book.devices.get(name) != one.device:
+            happened.append(events.DeviceAdded(now_s, one.device))
+        if book.closed.get(name) == _AWAY:
+            happened.append(events.DeviceOpened(now_s, name))
+    has_gpus = any(one.is_gpu for one in found.values())
+    for name, device in book.devices.items():
+        if name in found:
+            continue
+        is_sure = device.kind == "cpu" or has_gpus
+        if is_sure and name not in book.holder and not _is_reserved(book, name):
+            happened.append(events.DeviceRemoved(now_s, name))
+        elif name not in book.closed:
+            happened.append(events.DeviceClosed(now_s, name, _AWAY))
+    return happened
+
+
+def _is_reserved(book: Book, name: str) -> bool:
+    return any(name in reservation.devices for reservation in book.reservations.values())
+
+
+def file_events(book: Book, settings: QueueFile, now_s: float) -> list[events.Event]:
+    """What `queue.toml` says otherwise than the record."""
+    happened: list[events.Event] = []
+    if settings.settings:
+        known = settings_from(settings.settings)
+        wanted = replace(book.settings, **{name: getattr(known, name) for name in settings.settings})
+        if wanted != book.settings:
+            happened.append(events.SettingsSet(now_s, wanted))
+    for name, limits in settings.limits.items():
+        if (book.users[name].limits if name in book.users else Limits()) != limits:
+            happened.append(events.LimitsSet(now_s, name, limits))
+    return happened
+
+
+def _is_news(before: str, reason: str, told_since_s: float) -> bool:
+    """Whether it isn't the same reason with other numbers, told a moment ago."""
+    if re.sub(r"[\d.]+", "", before) != re.sub(r"[\d.]+", "", reason):
+        return True
+    return reason != before and told_since_s >= _RETOLD_S
+
+
+def stranger_events(
+    book: Book,
+    found: Mapping[str, Found],
+    sight: Sight,
+    allowed_bytes: int,
+    told_s: dict[str, float],
+    now_s: float,
+    runners: Mapping[str, int] | None = None,
+) -> list[events.DeviceClosed | events.DeviceOpened]:
+    """Devices of no job that are held by somebody else now, and those that are free again.
+
+    One that jobs share is free for others once nobody is on it but those below its jobs' `runners` (job → process id).
+    """
+    happened: list[events.DeviceClosed | events.DeviceOpened] = []
+    for name, one in found.items():
+        if not one.is_gpu or name not in book.devices:
+            continue
+        if (holders := book.holder.get(name)) is not None:
+            is_shared = all(book.jobs[job].spec.share_device for job in holders)
+            pids = [runners[job] for job in holders if job in runners] if runners is not None else []
+            if name in book.closed and is_shared and not judge_beside(sight.held.get(name), allowed_bytes, pids):
+                happened.append(events.DeviceOpened(now_s, name))
+            continue
+        reason, before = judge(sight.held.get(name), allowed_bytes), book.closed.get(name)
+        if not reason and before is not None:
+            happened.append(events.DeviceOpened(now_s, name))
+        elif reason and (before is None or _is_news(before, reason, now_s - told_s.get(name, 0.0))):
+            happened.append(events.DeviceClosed(now_s, name, reason))
+            told_s[name] = now_s
+    return happened

@@ -1,0 +1,165 @@
+"""Rows of answers, made of the queue's values (`scheduler.messages` tells their shapes)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+from evenload.job.protocol import Report
+from evenload.scheduler.core import events
+from evenload.scheduler.core.forecast import Outlook
+from evenload.scheduler.core.sharing import excess_bytes
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.state import Desk
+from evenload.scheduler.messages import AttemptRow, DeviceRow, JobRow, StatusRow, StrangerRow
+from evenload.scheduler.paths import log_path
+from evenload.scheduler.store.ledger import Attempt
+from evenload.scheduler.store.reader import JobLine
+from evenload.version import __version__
+
+
+def job_row(desk: Desk, job: Job, prospects: Outlook | None = None) -> JobRow:
+    """A job that has not ended, or one of which all is known."""
+    live = desk.runners.live.get(job.id)
+    told = live.told if live is not None else None
+    reason = job.reason
+    if prospects is not None and (job.state is JobState.PENDING or not reason):
+        reason = prospects.reason or reason
+    return {
+        "id": job.id,
+        "number": int(job.id) if job.id.isdigit() else 0,
+        "user": job.spec.user,
+        "name": job.spec.name,
+        "state": str(job.state),
+        "priority": job.spec.priority,
+        "min_devices": job.spec.needs.min_devices,
+        "max_devices": job.spec.needs.max_devices,
+        "kinds": list(job.spec.needs.kinds),
+        "devices": list(job.devices),
+        "submitted_s": job.submitted_s,
+        "since_s": job.since_s,
+        "first_began_s": job.first_began_s,
+        "held_s": job.held_until(time.time()) if job.devices else job.held_s,
+        "attempt": job.attempt,
+        "done": job.done if told is None else float(told.step),
+        "total": job.total if told is None or told.total is None else float(told.total),
+        "rate_per_s": job.rate_per_s if told is None else told.steps_per_s,
+        "start_s": None if prospects is None else prospects.start_s,
+        "eta_s": _end_s(job, told, prospects),
+        "reason": reason,
+        "array": job.spec.array,
+        "is_held": job.is_held,
+        "shares": _beside(desk, job),
+        "peak_bytes": job.peak_bytes if live is None else max(job.peak_bytes, live.peak_bytes),
+        "log": str(log_path(desk.folder, job.id)),
+    }
+
+
+def _beside(desk: Desk, job: Job) -> list[str]:
+    holder = desk.store.book.holder
+    return [name for device in job.devices for name in holder.get(device, ()) if name != job.id]
+
+
+def _end_s(job: Job, told: Report | None, prospects: Outlook | None) -> float | None:
+    """By its program's own last report, which is newer than what is recorded; else as the queue foresees it."""
+    if job.state is JobState.RUNNING and told is not None and told.total is not None and told.steps_per_s > 0:
+        return told.time_s + max(0, told.total - told.step) / told.steps_per_s
+    return None if prospects is None else prospects.end_s
+
+
+def ended_row(desk: Desk, line: JobLine) -> JobRow:
+    """A job that has ended, from its line in the record."""
+    job = desk.reader.job(line.id)
+    if job is None:
+        raise LookupError(line.id)
+    return {**job_row(desk, job), "devices": json.loads(line.devices)}
+
+
+def attempt_row(attempt: Attempt) -> AttemptRow:
+    """One time that a job got devices."""
+    return {
+        "attempt": attempt.fence.attempt,
+        "devices": list(attempt.devices),
+        "began_s": attempt.began_s,
+        "ended_s": attempt.ended_s,
+        "ending": attempt.ending,
+        "reason": attempt.reason,
+        "pid": None if attempt.runner is None else int(attempt.runner["pid"]),
+    }
+
+
+def status_row(desk: Desk) -> StatusRow:
+    """The queue as a whole."""
+    book = desk.store.book
+    return {
+        "pid": os.getpid(),
+        "version": __version__,
+        "uid": os.geteuid(),
+        "since_s": desk.since_s,
+        "folder": str(desk.folder),
+        "devices": [_device_row(desk, name) for name in book.devices],
+        "settings": asdict(book.settings),
+        "counts": {str(state): num for state, num in desk.reader.counts().items()},
+        "users": [user_row(desk, name) for name in book.users],
+        "reservations": [reservation_row(desk, name) for name in book.reservations],
+        "last": desk.store.last,
+        "problems": list(desk.problems.values()),
+    }
+
+
+def user_row(desk: Desk, name: str) -> dict[str, Any]:
+    """A user: limits and use."""
+    book = desk.store.book
+    user = book.users[name]
+    return {
+        "user": name,
+        "num_devices": user.num_devices,
+        "usage_device_s": user.usage_until(time.time(), book.settings.half_life_s),
+        **asdict(user.limits),
+    }
+
+
+def reservation_row(desk: Desk, name: str) -> dict[str, Any]:
+    """A reservation."""
+    row = events.as_row(events.ReservationSet(0.0, desk.store.book.reservations[name]))["reservation"]
+    return {"users": [], **row}
+
+
+def _device_row(desk: Desk, name: str) -> DeviceRow:
+    book = desk.store.book
+    device, found, held = book.devices[name], desk.found.get(name), desk.held(name)
+    jobs = book.holder.get(name, ())
+    strangers: list[StrangerRow] = []
+    if held is not None:
+        for holder in held.strangers:
+            if name in book.holder and not holder.command:
+                continue  # from inside a container the driver's process ids can't be told apart from the job's own
+            strangers.append(
+                {
+                    "pid": holder.pid,
+                    "user": holder.user,
+                    "command": holder.command,
+                    "used_bytes": holder.used_bytes or 0,
+                    "since_s": desk.stranger_since_s.get((name, holder.pid), time.time()),
+                }
+            )
+    return {
+        "id": name,
+        "label": name if found is None else found.label,
+        "kind": device.kind,
+        "memory_bytes": device.memory_bytes,
+        "speed": device.speed,
+        "price_per_hour": device.price_per_hour,
+        "power_w": device.power_w,
+        "job": jobs[0] if jobs else "",
+        "jobs": list(jobs),
+        "excess_bytes": excess_bytes([book.jobs[job] for job in jobs], device.memory_bytes) if len(jobs) > 1 else 0,
+        "closed": book.closed.get(name, ""),
+        "strangers": strangers,
+        "ghost_bytes": 0 if held is None else held.ghost_bytes(desk.settings.ghost_bytes),
+        "used_bytes": 0 if held is None else held.used_bytes,
+    }

@@ -1,0 +1,88 @@
+"""What the daemon's parts share: the record, the devices, the runners, what is set. It decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evenload.scheduler.core.forecast import Outlook
+from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.states import ENDED
+from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.devices import Found
+from evenload.scheduler.daemon.eta_cache import Foresight
+from evenload.scheduler.daemon.external_processes import Held, Sight
+from evenload.scheduler.daemon.memory_history import Alike
+from evenload.scheduler.daemon.queue_file import QueueFile
+from evenload.scheduler.daemon.runners import Runners
+from evenload.scheduler.program import Program, program_from
+from evenload.scheduler.store.ledger import Entry
+from evenload.scheduler.store.reader import Reader
+from evenload.scheduler.store.writer import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept beside a job that was submitted."""
+
+    program: Program
+    learns: bool = False
+    """Its first report tells that it can be preempted."""
+    measures: bool = False
+    """What a stop and resume costs it is measured."""
+
+
+@dataclass
+class Desk:
+    """The queue as its daemon has it."""
+
+    folder: Path
+    store: Store
+    reader: Reader
+    runners: Runners
+    settings: QueueFile
+    found: Mapping[str, Found]
+    next_number: int
+    """Of the next job."""
+    since_s: float = field(default_factory=time.time)
+    sight: Sight | None = None
+    """The last look at the GPUs; None before the first, and where there are none."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """What an admin should know, by where it comes from."""
+    stranger_since_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Device and process → when it was first seen there."""
+    ended: list[Job] = field(default_factory=list)
+    """Jobs that events not yet on disk have ended."""
+    has_changed: bool = True
+    """Something was recorded since the last decision."""
+    alike: Alike = field(init=False)
+    """What jobs took of a device's memory, for others like them."""
+    _foresight: Foresight = field(default_factory=Foresight)
+
+    def __post_init__(self) -> None:
+        self.alike = Alike(self.reader)
+
+    def record(self, entry: Entry, **rest: Any) -> tuple[Job, ...]:
+        """`Store.record`, which also notes what there is to decide on and to tell afterwards."""
+        changed = self.store.record(entry, **rest)
+        self.has_changed = True
+        self.ended += [job for job in changed if job.state in ENDED]
+        return changed
+
+    def program_of(self, job: str) -> Kept | None:
+        """What a job runs; None for no such job."""
+        from evenload.scheduler.daemon.requests import LEARNED, MEASURED
+
+        row = self.reader.program(job)
+        return None if row is None else Kept(program_from(row), bool(row.get(LEARNED)), bool(row.get(MEASURED)))
+
+    def held(self, device: str) -> Held | None:
+        """What the last look saw on a device."""
+        return None if self.sight is None else self.sight.held.get(device)
+
+    def outlook(self, snapshot: Snapshot) -> Mapping[str, Outlook]:
+        """Why jobs wait and when they will be done; see `foresight`."""
+        return self._foresight.of(snapshot, self.store.last)

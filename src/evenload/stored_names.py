@@ -1,0 +1,7 @@
+"""Names that runs and queues on disk were written with, where the code now uses other words.
+
+The only place for old words: everything else uses the names of docs/glossary.md. Add a line here, with what reads it, when
+a stored name and its name in the code differ. Keep a line for as long as files with it may exist.
+"""
+
+from __future__ import annotations

@@ -1,0 +1,115 @@
+"""Sets a growing batch up: what `batch_max` needs is checked, and what it does is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from evenload.errors import ConfigError
+from evenload.training.adaptive_batch.growth import BatchGrowth, Told, sentence
+from evenload.training.adaptive_batch.learning_rate import RateFollower
+from evenload.training.data import checks
+from evenload.training.data.loader import GlobalLoader
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.planner import Planner
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A batch that grows, and the learning rate that follows it."""
+
+    growth: BatchGrowth
+    rates: RateFollower
+
+
+def open_growing(job: TrainingContext, loader: GlobalLoader, planner: Planner, index: int) -> Growing | None:
+    """What lets the batch of the `index`-th loader grow; None where that isn't asked for, or nothing is trained.
+
+    Raises:
+        ConfigError: it is asked for where it can't be.
+    """
+    limit = job.config.batch_max
+    if limit is None:
+        return None
+    base = _check(job, loader.user_loader, limit, index)
+    if job.spec.mode != "train":
+        return None  # verify and windows look at steps of the user's batch
+
+    def tell(told: Told) -> None:
+        now, choice = told.chosen, told.choice
+        gains = rates.expected()
+        job.journal.event(
+            "batch",
+            sentence(told, base, gains),
+            step=job.loop.steps_done,
+            epoch=told.epoch,
+            before=told.before,
+            batch_size=now.batch_size,
+            noise_samples=now.noise,
+            noise_measured=told.measured,
+            num_measured=told.num_measured,
+            decision="unmeasured" if choice is None else choice.kind,
+            before_per_s=None if choice is None else choice.before_per_s,
+            expected_per_s=None if choice is None else choice.expected_per_s,
+            rate_gains=gains,
+            epoch_steps=told.epoch_steps,
+        )
+
+    growth = BatchGrowth(loader, planner, base=base, limit=limit, tell=tell)
+    rates = RateFollower(growth, job.config.batch_lr)
+    job.loop.on_record = growth.observe
+    return Growing(growth, rates)
+
+
+def check_growing(job: TrainingContext, growing: Growing | None) -> None:
+    """Raises ConfigError, with the models known, where a step that doesn't fit the memory could not be done again."""
+    if growing is None or job.config.micro_batch != "auto" or not job.engine.statistics.in_use:
+        return
+    raise ConfigError(
+        f"{_spelled(job)} with BatchNorm over all ranks: a larger batch that doesn't fit the memory could not be done again in "
+        "smaller micro-batches; set --micro-batch (or init(micro_batch=...)) to what fits, or batch_norm='local'"
+    )
+
+
+def _check(job: TrainingContext, loader: DataLoader[Any], limit: int, index: int) -> int:
+    """The user's batch_size."""
+    spelled = _spelled(job)
+    if job.config.strategy != "ddp":
+        raise ConfigError(
+            f"{spelled}: under strategy={job.config.strategy!r} the noise of gradients isn't measured; use strategy='ddp', or "
+            "leave it out"
+        )
+    if index > 0:
+        raise ConfigError(
+            f"{spelled} with two loaders: whose batch grows, and whose gradients tell the noise? Prepare one loader, or leave "
+            "it out"
+        )
+    if checks.is_stream(loader):
+        raise ConfigError(
+            f"{spelled} has no effect on an iterable dataset, which makes its batches itself; leave it out"
+        )
+    base = loader.batch_size
+    if base is None or not checks.has_plain_batches(loader):
+        raise ConfigError(f"{spelled} has no effect on a loader with a batch_sampler, which makes its batches itself")
+    if isinstance(loader.sampler, Sized) and len(loader.sampler) <= base:
+        raise ConfigError(
+            f"{spelled} has no effect: an epoch of {len(loader.sampler)} samples is one batch of {base} already; leave it out"
+        )
+    if limit <= base:
+        raise ConfigError(
+            f"{spelled} has no effect: the loader's batch_size is {base} already; set it higher, or leave it out"
+        )
+    cap = job.config.micro_batch
+    if job.num_sharing == 1 and isinstance(cap, int) and cap >= base:
+        raise ConfigError(
+            f"{spelled}: one rank that computes a batch of {base} at once (micro_batch={cap}) doesn't tell how noisy its "
+            f"gradients are; set micro_batch to {max(1, base // 2)} or less, or use two ranks"
+        )
+    return base
+
+
+def _spelled(job: TrainingContext) -> str:
+    return job.config.sources.get("batch_max", f"batch_max={job.config.batch_max}")

@@ -1,0 +1,142 @@
+"""Values over ranks: `run.reduce` and `run.any`."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenload.errors import ConfigError, DesyncError, PeerLostError
+from evenload.training.comm.control import Circle, Control, Operation
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_INTEGER, _FLOAT = 0, 1
+_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+_FIRST_DTYPE = 2
+_INTEGERS = (int, np.integer, np.bool_)
+
+
+def reduce_value(value: Any, op: str, circle: Circle, control: Control) -> Any:
+    """A number, a tensor, an array, or a dict, list or tuple of them, over the ranks of a circle; of the same kind as it came.
+
+    Integers are summed exactly as int64, floats in float64, tensors in their own dtype (on the CPU). A number that is an
+    integer on one rank and a float on another is a float on all.
+
+    Raises:
+        ConfigError: an unknown operation or kind of value.
+        DesyncError: the ranks give different dicts, lists, shapes or dtypes.
+    """
+    if op not in _OPERATIONS:
+        raise ConfigError(f"run.reduce(op={op!r}): expected one of {', '.join(_OPERATIONS)}")
+    outline = _outline(value, op)
+    rows = control.exchange(Operation.REDUCE, [float(zlib.crc32(outline.encode()))])
+    for rank, row in zip(circle.ranks, rows, strict=True):
+        if row != rows[0]:
+            raise DesyncError(
+                f"run.reduce got different things: rank {circle.ranks[0]} and rank {rank} give other keys, lengths or kinds; on "
+                f"rank {circle.rank} it is {outline}"
+            )
+    return _reduce_parts(value, op, circle, control)
+
+
+def any_flag(flag: Any, control: Control) -> bool:
+    """Whether any rank's flag is true."""
+    return any(row[0] for row in control.exchange(Operation.ANY, [float(bool(flag))]))
+
+
+def _outline(value: Any, op: str) -> str:
+    """What a value is made of, without the values.
+
+    Raises:
+        ConfigError: it holds something that can't be reduced.
+    """
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_outline(value[key], op)}" for key in sorted(value, key=repr)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_outline(part, op) for part in value) + "]"
+    if isinstance(value, torch.Tensor | np.ndarray):
+        _check_tensor(_as_tensor(value) if isinstance(value, np.ndarray) else value, op)
+        return "tensor"
+    if isinstance(value, _INTEGERS) and not -(2**63) <= int(value) < 2**63:
+        raise ConfigError(f"run.reduce got the integer {value}, which has more than 64 bits; reduce float(value)")
+    if isinstance(value, _INTEGERS) or hasattr(value, "__float__"):
+        return "number"
+    raise ConfigError(f"run.reduce got a {type(value).__name__}; it takes numbers, tensors, and dicts or lists of them")
+
+
+def _check_tensor(tensor: torch.Tensor, op: str) -> None:
+    if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
+        what = tensor.dtype if tensor.dtype not in _DTYPES else tensor.layout
+        raise ConfigError(f"run.reduce got a tensor of {what}; convert it to a dense one of the usual dtypes first")
+    if tensor.is_complex() and op in ("min", "max"):
+        raise ConfigError(f"run.reduce(op={op!r}) got complex numbers, which have no order; take sum or mean")
+
+
+def _reduce_parts(value: Any, op: str, circle: Circle, control: Control) -> Any:
+    if isinstance(value, dict):
+        reduced = {key: _reduce_parts(value[key], op, circle, control) for key in sorted(value, key=repr)}
+        return {key: reduced[key] for key in value}
+    if isinstance(value, list | tuple):
+        parts = [_reduce_parts(part, op, circle, control) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, np.ndarray):
+        return _reduce_parts(_as_tensor(value), op, circle, control).numpy()
+    if isinstance(value, torch.Tensor):
+        return _reduce(value, _FIRST_DTYPE + _DTYPES.index(value.dtype), op, circle, control).to(value.device)
+    if isinstance(value, _INTEGERS):
+        dtype = torch.float64 if op == "mean" else torch.int64
+        return _reduce(torch.tensor(int(value), dtype=dtype), _INTEGER, op, circle, control).item()
+    return _reduce(torch.tensor(float(value), dtype=torch.float64), _FLOAT, op, circle, control).item()
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array.copy())  # it may be read-only, or run backwards
+    except TypeError as error:
+        raise ConfigError(
+            f"run.reduce got an array of {array.dtype}; convert it to one of the usual dtypes first"
+        ) from error
+
+
+def _reduce(tensor: torch.Tensor, kind: int, op: str, circle: Circle, control: Control) -> torch.Tensor:
+    result = tensor.detach().cpu().clone()
+    if op == "mean" and not (result.is_floating_point() or result.is_complex()):
+        result = result.double()
+    shape = float(zlib.crc32(repr(tuple(result.shape)).encode()))
+    rows = control.exchange(Operation.REDUCE, [float(kind), float(result.numel()), shape])
+    kinds = {row[0] for row in rows}
+    if kinds == {_INTEGER, _FLOAT}:
+        result = result.double()
+    elif any(row != rows[0] for row in rows):
+        told = "; ".join(
+            f"rank {rank} {_tell(int(row[0]), int(row[1]))}" for rank, row in zip(circle.ranks, rows, strict=True)
+        )
+        raise DesyncError(f"run.reduce got different things: {told}; give the same shape and dtype on every rank")
+    if circle.control is None:
+        return result
+    # gloo has no integers of 16 bits, and sums booleans as bytes.
+    wire = result.to(torch.int32) if result.dtype in (torch.bool, torch.int16) else result.contiguous()
+    try:
+        dist.all_reduce(wire, op=_OPERATIONS[op], group=circle.control)
+    except RuntimeError as error:
+        raise PeerLostError(f"run.reduce failed: {error}") from error
+    if op == "mean":
+        wire = wire / circle.world_size
+    return wire.to(result.dtype) if result.dtype in (torch.bool, torch.int16) else wire
+
+
+def _tell(kind: int, num_elements: int) -> str:
+    if kind < _FIRST_DTYPE:
+        return "a number"
+    return f"a tensor of {num_elements} values of {_DTYPES[kind - _FIRST_DTYPE]}"

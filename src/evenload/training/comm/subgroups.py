@@ -1,0 +1,182 @@
+"""Which ranks `run.group` means, compared over all of them before a group is made: whoever disagrees would wait for ever."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from evenload.errors import ConfigError, DesyncError, PeerLostError, StepError
+from evenload.training.comm.control import Control, Operation
+from evenload.training.comm.groups import Groups
+
+KINDS = ("node", "cuda", "cpu")
+_WORD_BITS = 48
+"""Ranks that one number of an exchange tells; it is exact below 2^53."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank computes, as far as groups are named after it."""
+
+    device_type: str
+    """``cuda`` or ``cpu``."""
+    node_rank: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What one rank asks for, and where it is: one row of the exchange."""
+
+    wrong: bool
+    kind: str
+    """One of `KINDS`, or empty for a list."""
+    ranks: tuple[int, ...]
+    device_type: str
+    machine: tuple[float, float]
+
+    def row(self, num_ranks: int) -> list[float]:
+        words = [0] * -(-num_ranks // _WORD_BITS)
+        for rank in self.ranks:
+            words[rank // _WORD_BITS] |= 1 << rank % _WORD_BITS
+        kind = KINDS.index(self.kind) if self.kind else -1
+        return [float(self.wrong), float(kind), float(KINDS.index(self.device_type)), *self.machine, *map(float, words)]
+
+    @classmethod
+    def read(cls, row: list[float]) -> _Asked:
+        wrong, kind, device_type, node, machine, *words = row
+        ranks = tuple(
+            index * _WORD_BITS + bit
+            for index, word in enumerate(words)
+            for bit in range(_WORD_BITS)
+            if int(word) >> bit & 1
+        )
+        name = KINDS[int(kind)] if kind >= 0 else ""
+        return cls(bool(wrong), name, ranks, KINDS[int(device_type)], (node, machine))
+
+    def __str__(self) -> str:
+        return "a wrong list" if self.wrong else repr(self.kind) if self.kind else str(list(self.ranks))
+
+
+def user_group(ranks: object, seat: Seat, groups: Groups, control: Control) -> dist.ProcessGroup:
+    """The process group that this rank asks for; see `Run.group`. All ranks call it alike.
+
+    Raises:
+        ConfigError: no list of different ranks that are there, or no such kind of ranks.
+        DesyncError: the ranks ask for different groups.
+        StepError: in a window, where each rank is alone.
+        PeerLostError: a rank is gone.
+    """
+    num_ranks = len(groups.membership.workers)
+    if groups.world_size < num_ranks:
+        raise StepError(
+            "run.group in the loop of a measured window, where each rank is alone; make groups before the loop"
+        )
+    wrong = _what_is_wrong(ranks, num_ranks)
+    own = _Asked(
+        wrong=bool(wrong),
+        kind=ranks if isinstance(ranks, str) and not wrong else "",
+        ranks=() if wrong or isinstance(ranks, str) else tuple(sorted(ranks)),  # type: ignore[call-overload]
+        device_type=seat.device_type,
+        machine=(float(seat.node_rank), float(zlib.crc32(socket.gethostname().encode()))),
+    )
+    everyone = [_Asked.read(row) for row in control.exchange(Operation.GROUP, own.row(num_ranks))]
+    if wrong:
+        raise ConfigError(wrong)
+    if len({str(asked) for asked in everyone}) > 1:
+        told = "; ".join(f"rank {rank} for {asked}" for rank, asked in enumerate(everyone))
+        raise DesyncError(f"run.group was asked for different groups: {told}. All ranks call it, with the same ranks")
+    try:
+        return _make(own, everyone, groups)
+    except RuntimeError as error:
+        raise PeerLostError(f"run.group: another rank is gone ({error})") from error
+
+
+def _what_is_wrong(ranks: object, num_ranks: int) -> str:
+    """Why this names no ranks; empty where it does."""
+    expected = f"run.group(ranks={ranks!r}): expected a list of different ranks from 0 to {num_ranks - 1}, or one of "
+    expected += ", ".join(map(repr, KINDS))
+    if isinstance(ranks, str):
+        return "" if ranks in KINDS else expected
+    if isinstance(ranks, bytes) or not isinstance(ranks, Sequence | Set) or not ranks:
+        return expected
+    if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
+        return expected
+    if strangers := sorted(rank for rank in ranks if not 0 <= rank < num_ranks):
+        return f"{expected}; there is no rank {', '.join(map(str, strangers))}"
+    return f"{expected}; a rank is named twice" if len(set(ranks)) != len(ranks) else ""
+
+
+def _make(own: _Asked, everyone: list[_Asked], groups: Groups) -> dist.ProcessGroup:
+    if not own.kind:
+        return groups.subset(own.ranks)
+    if own.kind != "node":
+        members = [rank for rank, asked in enumerate(everyone) if asked.device_type == own.kind]
+        if not members:
+            types = ", ".join(sorted({asked.device_type for asked in everyone}))
+            raise ConfigError(f"run.group(ranks={own.kind!r}): no rank computes there; all are on {types}")
+        return groups.subset(members)
+    # Every rank takes part in making every machine's group, in one order.
+    by_machine = {
+        machine: groups.subset([rank for rank, asked in enumerate(everyone) if asked.machine == machine])
+        for machine in dict.fromkeys(asked.machine for asked in everyone)
+    }
+    return by_machine[own.machine]
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The ranks of one process group, as the circle of an exchange."""
+
+    control: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    groups: Groups
+
+    @property
+    def rank(self) -> int:
+        """This rank, as all ranks count."""
+        return self.groups.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return len(self.ranks)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an exchange may take."""
+        return self.groups.timeout_s
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run is over."""
+        return self.groups.closed
+
+    @property
+    def gone(self) -> bool:
+        """Whether the script destroyed the process groups."""
+        return self.groups.gone
+
+
+def subset_of(group: object, groups: Groups) -> Subset | None:
+    """The circle of a process group; None for a rank outside of it.
+
+    Raises:
+        ConfigError: it is no process group, one that has ended, or one that can't carry tensors of a CPU.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))  # type: ignore[arg-type]
+        backends = dist.get_backend_config(group)  # type: ignore[arg-type]
+    except (KeyError, ValueError, RuntimeError, AttributeError, TypeError) as error:
+        raise ConfigError(f"run.reduce(group={group!r}): expected what run.group returned, in this run") from error
+    if "cpu:" not in backends:
+        raise ConfigError(
+            f"run.reduce(group=...): that group has the backend {backends} alone, and numbers travel over the CPU; make it with "
+            "run.group"
+        )
+    return Subset(group, ranks, groups)  # type: ignore[arg-type]

@@ -1,0 +1,121 @@
+"""The micro-batches of one attempt on this rank: loss_fn and backward, once for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from evenload.errors import StepError
+from evenload.training.compute import batchnorm, randomness
+from evenload.training.compute.grad_norms import Squares
+from evenload.training.compute.precision import Precision
+from evenload.training.compute.weighting import Result, nominal_units, read_result
+from evenload.training.data.global_batch import GlobalBatch
+
+LossFn = Callable[[Any], Any]
+
+
+class BackwardPass(Protocol):
+    """The part of a strategy that micro-batches use."""
+
+    def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
+        """Run the backward pass of one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What micro-batches run in: the same for all steps of a job."""
+
+    rank: int
+    device: torch.device
+    seed: int
+    strategy: BackwardPass
+    statistics: batchnorm.Statistics
+    precision: Precision
+    check_unweighted: Callable[[Any], None]
+    """Told the batch of a micro-batch whose loss came without weight."""
+    other_gpus: tuple[torch.device, ...] = ()
+    """Where a model lies on several."""
+    computes_idle: bool = True
+    """Whether a micro-batch without samples of this rank is computed with one that doesn't count, for the collectives in it."""
+    reseed: Callable[..., None] | None = None
+    """Seeds what loss_fn draws from, by a key; None: all generators of the process."""
+    check: Callable[[], None] = lambda: None
+    """Called before each micro-batch; raises where it is not wanted any more."""
+    squares: Squares | None = None
+    """Where the norms of gradients are measured."""
+
+
+@dataclass
+class Sums:
+    """What this rank's micro-batches summed up to."""
+
+    weighted: bool = False
+    units: float = 0.0
+    loss_sum: torch.Tensor | float = 0.0
+    metrics: dict[str, torch.Tensor | float] = field(default_factory=dict)
+    nominal: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+
+def run_micro_steps(
+    around: Surroundings, batch: GlobalBatch, loss_fn: LossFn, call_index: int, last_units: float | None, sums: Sums
+) -> None:
+    """Runs all micro-batches of `batch`, adding up in `sums`.
+
+    Args:
+        around: see `Surroundings`.
+        batch: the global batch with its plan.
+        loss_fn: the user's.
+        call_index: which backward of the step this is.
+        last_units: N of the same call in the last step, where there was one.
+        sums: filled as far as it went, if this raises.
+    """
+    plan = batch.plan
+    own = [m for m in range(plan.num_micro) if around.computes_idle or plan.micro[m][around.rank]]
+    for m in own:
+        around.check()
+        micro = batch.micro(m, around.rank, around.device)
+        around.statistics.begin(m, idle=micro.idle)
+        key = (around.seed, batch.global_step, call_index, m, around.rank)
+        if around.reseed is not None:
+            around.reseed(*key)
+        else:
+            randomness.seed_all(around.device, *key, others=around.other_gpus)
+        with torch.enable_grad():
+            with around.precision.autocast():
+                result = read_result(loss_fn(micro.data))
+            if result.weight is None and not micro.idle:
+                around.check_unweighted(micro.data)
+            weight = 0.0 if micro.idle else float(micro.num_samples if result.weight is None else result.weight)
+            if m != own[0] and sums.weighted != (result.weight is not None):
+                raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
+            sums.nominal = nominal_units(plan.num_samples, result.weight is not None, last_units)
+            _add(sums, result, weight)
+            factor = weight * around.precision.scale / sums.nominal
+            # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
+            # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
+            # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step, which is told.)
+            without = micro.idle or (weight == 0.0 and not around.statistics.in_use)
+            around.strategy.backward(
+                result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without
+            )
+        around.statistics.end(m)
+        if around.squares is not None and m == own[0] != own[-1]:
+            around.squares.first_micro(sums.units)
+
+
+def _add(sums: Sums, result: Result, weight: float) -> None:
+    sums.weighted = result.weight is not None
+    if result.loss.dtype == torch.float64:
+        sums.dtype = torch.float64
+    for name in result.metrics:
+        sums.metrics.setdefault(name, 0.0)
+    if weight:
+        sums.units += weight
+        sums.loss_sum = sums.loss_sum + result.loss.detach().double() * weight
+        for name, value in result.metrics.items():
+            sums.metrics[name] = sums.metrics[name] + value * weight

@@ -1,0 +1,334 @@
+"""Measures arms against each other in one set of processes, in the middle of a user's unchanged script.
+
+After some steps of training the loader goes on yielding steps, in short blocks: with equal shares, with the shares that
+Evenload ruled, and with every rank alone on whole global batches, all at the same time. Then everything is put back, and
+training goes on as if nothing had been.
+
+Note [What a block is]
+  All blocks begin in the same state (model, optimizer, everything given to `run.resume`) and at the same place of the data,
+  so that they compute the same. Their samples are never committed. A block lasts from a barrier to a barrier. The arms of a
+  round follow each other forwards in one round and backwards in the next, which cancels a steady drift.
+
+Note [Solo]
+  A rank alone runs whole steps: forward and backward of the full global batch, clipping and optimizer, and no
+  collective. It is timed until its own step that ends after the block's length, and goes on, untimed, until all ranks have
+  come that far: whoever is still timed has the same neighbours as before. Ranks do different numbers of steps, so their
+  places in the data part; where an epoch ends meanwhile a rank repeats the block's first batch.
+
+Note [Read ahead]
+  With loader workers, the first batch of a block is read before the clock starts: in training it would have been read
+  during the step before. Without workers reading is part of the step, as in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from evenload.balance.split import even_shares, scale_shares
+from evenload.errors import ConfigError
+from evenload.records import measurement
+from evenload.records.measurement_table import arms_table
+from evenload.training.checkpoint.registry import clone_state
+from evenload.training.comm.control import Operation
+from evenload.training.compute import randomness
+from evenload.training.data.cursor import Cursor
+from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.step.context import TrainingContext, device_names
+from evenload.training.step.planner import Ruling, Shares
+from evenload.training.step.step import Step, StepLoader
+
+_RECENT_STEPS = 8
+_MOST_STEPS = 10_000
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """What to measure, and for how long."""
+
+    after_steps: int = 24
+    """Steps of training before it: the balancer needs about twenty to settle."""
+    num_rounds: int = 6
+    block_s: float = 4.0
+    """The length of a block, about; a whole number of steps."""
+    arms: tuple[str, ...] = (measurement.EVEN, measurement.EVENLOAD, measurement.SOLO)
+
+
+def read_options(raw: Mapping[str, Any]) -> WindowOptions:
+    """Reads `WorkerSpec.options`.
+
+    Raises:
+        ConfigError: an unknown option or arm, or a number that makes no sense.
+    """
+    known = WindowOptions.__dataclass_fields__
+    if unknown := raw.keys() - known.keys():
+        raise ConfigError(
+            f"windows: there is no option {', '.join(sorted(unknown))}; the options are {', '.join(known)}"
+        )
+    options = WindowOptions(**{**raw, "arms": tuple(raw.get("arms", WindowOptions.arms))})
+    if options.after_steps < 1 or options.num_rounds < 1 or not 0 < options.block_s < float("inf"):
+        raise ConfigError(
+            f"windows: after_steps={options.after_steps}, num_rounds={options.num_rounds}, block_s={options.block_s}: "
+            "expected at least 1 step, 1 round, and a length above 0"
+        )
+    for arm in options.arms:
+        if arm not in (measurement.EVEN, measurement.EVENLOAD, measurement.SOLO) and _static_shares(arm) is None:
+            raise ConfigError(f"windows: there is no arm {arm!r}; expected even, evenload, solo, or static:24,8")
+    if len(set(options.arms)) != len(options.arms):
+        raise ConfigError(f"windows: an arm is named twice in {', '.join(options.arms)}")
+    return options
+
+
+class Windows:
+    """One measurement in one sitting; the `Interlude` of a StepLoop."""
+
+    def __init__(self, job: TrainingContext, options: WindowOptions) -> None:
+        self._job = job
+        self._options = options
+        self._done = False
+        self._ends_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._blocks: list[measurement.Block] = []
+        self._num_steps = 1
+        self._number = 0
+        self._alone_rulings: tuple[Ruling, ...] | None = None
+        self._kept: _Kept | None = None
+
+    def is_due(self, num_steps: int) -> bool:
+        """After enough steps of training; once."""
+        self._ends_s.append(time.perf_counter())
+        return not self._done and num_steps >= self._options.after_steps
+
+    def steps(self, loader: StepLoader) -> Iterator[Step]:
+        """All rounds.
+
+        Raises:
+            ConfigError: the script can't be measured so, with the reason.
+        """
+        self._done = True
+        self._check(loader)
+        job, planner = self._job, loader.planner
+        if job.control.exchange(Operation.WINDOW, [float(planner.has_news)])[0][0]:
+            planner.hear(loader.loader.cursor().global_step)
+        self._number = job.loop.steps_done
+        self._num_steps = self._agree_steps()
+        kept = self._kept = _Kept(job, loader)
+        job.journal.event(
+            "windows_begin",
+            f"training pauses at step {job.loop.steps_done}: {self._options.num_rounds} rounds of "
+            f"{', '.join(self._options.arms)}, about {self._options.block_s:g} s each",
+            step=job.loop.steps_done,
+        )
+        try:
+            for index in range(self._options.num_rounds):
+                for arm in self._options.arms[:: 1 if index % 2 == 0 else -1]:
+                    kept.put_back()
+                    if arm == measurement.SOLO:
+                        yield from self._solo_block(loader, index)
+                    else:
+                        yield from self._shared_block(loader, arm, index)
+        finally:
+            kept.put_back()
+            planner.forced, self._kept = None, None
+            planner.touch()
+        self._tell()
+
+    def _check(self, loader: StepLoader) -> None:
+        job, options = self._job, self._options
+        if not job.registry.names:
+            raise ConfigError(
+                "windows put the script's state back afterwards: call run.resume(model=model, optimizer=optimizer, ...) "
+                "before the loop, so that they know it"
+            )
+        for arm in options.arms:
+            shares = _static_shares(arm)
+            if shares is not None and len(shares) != loader.planner.world_size:
+                raise ConfigError(f"windows: {arm} has {len(shares)} shares for {loader.planner.world_size} ranks")
+        if measurement.SOLO in options.arms and isinstance(
+            loader.loader.user_loader.dataset, torch.utils.data.IterableDataset
+        ):
+            raise ConfigError(
+                "windows: solo blocks read the data at each rank's own pace; that needs a map-style dataset"
+            )
+
+    def _agree_steps(self) -> int:
+        """Steps of a block, by rank 0's clock."""
+        ends = list(self._ends_s)
+        lengths = [end - start for start, end in itertools.pairwise(ends)]
+        count = round(self._options.block_s / median(lengths)) if lengths else 1
+        (steps,) = self._job.control.agree([min(max(1, count), _MOST_STEPS)] if self._job.groups.rank == 0 else None)
+        return steps
+
+    # -- blocks ---------------------------------------------------------------------------------------------------------
+
+    def _shared_block(self, loader: StepLoader, arm: str, index: int) -> Iterator[Step]:
+        """All ranks together, with the arm's shares."""
+        job, planner = self._job, loader.planner
+        base = {measurement.EVEN: None, measurement.EVENLOAD: planner.shares}.get(arm, _static_shares(arm))
+
+        def forced(_: int, num_samples: int) -> Shares:
+            return scale_shares(base, num_samples) if base else even_shares(num_samples, planner.world_size)
+
+        planner.forced = forced
+        with contextlib.closing(_batches(loader)) as batches:
+            batch = _first(loader, batches)
+            shares = batch.plan.shares
+            self._barrier(loader)
+            began_s, num_samples = time.perf_counter(), 0
+            for count in range(self._num_steps):
+                if count:
+                    job.clock.switch("data")
+                    batch = next(batches)
+                yield from self._step(loader, batch, arm)
+                num_samples += batch.num_samples
+            self._barrier(loader)
+            seconds = time.perf_counter() - began_s
+        self._blocks.append(measurement.Block(arm, index, (num_samples,), (seconds,), shares))
+
+    def _solo_block(self, loader: StepLoader, index: int) -> Iterator[Step]:
+        """Every rank alone, at the same time; see Note [Solo]."""
+        job, planner = self._job, loader.planner
+        rulings = planner.rulings
+        if self._alone_rulings is not None:
+            planner.rulings = self._alone_rulings  # the caps that a full global batch needs on this rank
+        planner.forced = lambda _, num_samples: tuple(
+            num_samples * (rank == planner.rank) for rank in range(planner.world_size)
+        )
+        with contextlib.closing(_batches(loader)) as batches:
+            batch = first = _first(loader, batches)
+            self._barrier(loader)
+            began_s, num_samples, seconds = time.perf_counter(), 0, 0.0
+            arrival = None
+            # The loader is asked for this epoch's batches only: to begin another may take all ranks.
+            num_left = len(loader) - batch.epoch_step - 1
+            with job.groups.alone():
+                while arrival is None or not arrival.done:
+                    yield from self._step(loader, batch, measurement.SOLO)
+                    if arrival is None:
+                        num_samples += batch.num_samples
+                        self._synchronize()
+                        seconds = time.perf_counter() - began_s
+                        if seconds >= self._options.block_s:
+                            arrival = job.groups.arrive()
+                    job.clock.switch("data")
+                    batch = next(batches) if num_left > 0 else first
+                    num_left -= 1
+                job.clock.switch("other")
+        self._alone_rulings, planner.rulings = planner.rulings, rulings
+        self._barrier(loader)
+        rows = job.control.exchange(Operation.WINDOW, [float(num_samples), seconds])
+        self._blocks.append(
+            measurement.Block(
+                measurement.SOLO, index, tuple(int(row[0]) for row in rows), tuple(row[1] for row in rows)
+            )
+        )
+
+    def _step(self, loader: StepLoader, batch: GlobalBatch, arm: str) -> Iterator[Step]:
+        loop = self._job.loop
+        step = Step(loop, loader.loader, loader.planner, batch)
+        step.arm, step.number = arm, self._number
+        step.committed = True  # never counted: training does these samples later
+        self._number += 1
+        if self._kept is not None:
+            self._kept.rewind_schedules()
+        loop.begin(step)
+        try:
+            yield step
+        finally:
+            loop.end(step)
+
+    def _barrier(self, loader: StepLoader) -> None:
+        self._synchronize()
+        self._job.clock.switch("other")
+        self._job.control.place = (loader.loader.epoch, -1)
+        self._job.control.barrier(Operation.WINDOW)
+
+    def _synchronize(self) -> None:
+        if self._job.device.type == "cuda":
+            torch.cuda.synchronize(self._job.device)
+
+    def _tell(self) -> None:
+        job = self._job
+        speeds = [
+            row[0] for row in job.control.exchange(Operation.WINDOW, [float(job.spec.throttle.get("factor", 1.0))])
+        ]
+        if job.groups.rank != 0:
+            return  # the others wait for it in the next step; a slowed one would take its time
+        found = measurement.evaluate(self._blocks)
+        if found.solo:
+            job.journal.event("solo_speeds", "", speeds_per_s=[speed.value for speed in found.solo])
+        table = arms_table(found, device_names(job), speeds).replace("\n", "\n  ")
+        job.journal.event(
+            "windows",
+            f"measured in {found.num_rounds} rounds of short blocks:\n  {table}\n  training goes on",
+            step=job.loop.steps_done,
+            blocks=measurement.as_rows(self._blocks),
+            throttle=speeds,
+        )
+
+
+class _Kept:
+    """The state of a run at one moment, to be put back any number of times."""
+
+    def __init__(self, job: TrainingContext, loader: StepLoader) -> None:
+        self._job = job
+        self._loader = loader
+        self._cursor: Cursor = loader.loader.cursor()
+        self._steps_done = job.loop.steps_done
+        self._rulings = loader.planner.rulings
+        self._generators = randomness.capture(job.device)
+        self._learnt = job.engine.learnt()
+        self._precision = clone_state(job.engine.precision.state_dict())
+        # Evenload's own part of the registry holds what is kept here beside it.
+        self._objects = [
+            (value, clone_state(value.state_dict()))
+            for name, value in zip(job.registry.names, job.registry.values(), strict=True)
+            if name != "evenload"
+        ]
+        self._schedules = [(value, state) for value, state in self._objects if isinstance(value, LRScheduler)]
+
+    def rewind_schedules(self) -> None:
+        """Schedulers are as they were: some raise when they are stepped past their end."""
+        for value, state in self._schedules:
+            value.load_state_dict(clone_state(state))
+
+    def put_back(self) -> None:
+        """Everything is as it was."""
+        with self._job.clock.segment("other"):
+            for value, state in self._objects:
+                value.load_state_dict(clone_state(state))
+            self._job.engine.precision.load_state_dict(clone_state(self._precision))
+            self._job.engine.relearn(self._learnt)
+            self._job.loop.steps_done = self._steps_done
+            self._loader.planner.rulings = self._rulings
+            self._loader.loader.load(self._cursor)
+            randomness.restore(self._generators, self._job.device)
+
+
+def _batches(loader: StepLoader) -> Generator[GlobalBatch, None, None]:
+    """Global batches from the cursor on, over the ends of epochs."""
+    while True:
+        yield from loader.loader
+
+
+def _first(loader: StepLoader, batches: Iterator[GlobalBatch]) -> GlobalBatch:
+    """The first batch of a block; see Note [Read ahead]."""
+    batch = next(batches)
+    if loader.loader.reading.num_workers:
+        for index in range(batch.plan.num_micro):
+            batch.micro(index)
+    return batch
+
+
+def _static_shares(arm: str) -> Shares | None:
+    """The shares of ``static:24,8``; None for another arm."""
+    parts: Sequence[str] = arm.removeprefix(measurement.STATIC).split(",") if arm.startswith(measurement.STATIC) else ()
+    return tuple(map(int, parts)) if parts and all(part.isdecimal() for part in parts) else None

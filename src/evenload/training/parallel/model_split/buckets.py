@@ -1,0 +1,73 @@
+"""Which parameters of cut models may share a bucket: those that lie together on every rank, wherever its own cuts are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import MutableMapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from evenload.errors import ConfigError, PeerLostError
+from evenload.training.comm.groups import Groups
+from evenload.training.parallel.model_split.transfers import pieces_of
+
+
+class Neighbours:
+    """A number for each parameter, the same on all ranks; parameters of different numbers don't share a bucket.
+
+    A bucket lies on one device, and all ranks sum the same buckets in the same order. Ranks may cut the same model at
+    different layers (unlike devices), so a bucket must end where any rank's piece ends.
+    """
+
+    def __init__(self, models: Sequence[nn.Module] = (), groups: Groups | None = None) -> None:
+        """Asks all ranks where their parameters lie; all of them call it together.
+
+        Raises:
+            ConfigError: NCCL can't sum them as they lie.
+            PeerLostError: another rank is gone.
+        """
+        self._numbers: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+        self._unused = itertools.count()
+        params = list({id(p): p for model in models for p in model.parameters()}.values())
+        control = groups.control if groups is not None else None
+        if groups is None or control is None:
+            return
+        pieces = pieces_of(models)
+        places = [(p.device, pieces.get(id(p), 0)) for p in params]
+        kinds = list(dict.fromkeys(places))
+        try:
+            most = torch.tensor([len(kinds)], dtype=torch.int32)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control)
+            if int(most) < 2:
+                return
+            own = torch.tensor([kinds.index(place) for place in places], dtype=torch.int32)
+            everyone = own.new_empty(groups.world_size, len(params))
+            dist.all_gather(list(everyone.unbind()), own, group=control)
+        except RuntimeError as error:
+            raise PeerLostError(f"the ranks could not agree on where their parameters lie: {error}") from error
+        _check_nccl(everyone, groups)
+        columns = [tuple(column) for column in everyone.T.tolist()]
+        numbers = {column: number for number, column in enumerate(dict.fromkeys(columns))}
+        for param, column in zip(params, columns, strict=True):
+            self._numbers[param] = numbers[column]
+        self._unused = itertools.count(len(numbers))
+
+    def of(self, param: nn.Parameter) -> int:
+        """The parameter's number. One that is new since the ranks were asked gets one of its own: a bucket for itself."""
+        if not len(self._numbers):
+            return 0
+        if param not in self._numbers:
+            self._numbers[param] = next(self._unused)
+        return self._numbers[param]
+
+
+def _check_nccl(everyone: torch.Tensor, groups: Groups) -> None:
+    """NCCL makes its connections in the order of the devices it meets, which must be the same on all ranks."""
+    if dist.get_backend(groups.gradients) == "nccl" and bool((everyone != everyone[0]).any()):
+        raise ConfigError(
+            "the ranks cut the model at different layers, and sum gradients over NCCL, which can't do that; start with "
+            "`evenload run -d 0+1,2+3` (which sums over gloo), or give place the same memory limits on all ranks"
+        )

@@ -1,0 +1,1 @@
+"""Several replicas in one process, one thread each (`strategy="dp"`, `evenload.data_parallel`)."""

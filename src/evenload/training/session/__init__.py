@@ -1,0 +1,1 @@
+"""One session of a run, from `evenload.init` to the end of the script."""

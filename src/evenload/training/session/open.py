@@ -1,0 +1,249 @@
+"""Opens a job on this rank: the spec and the settings become groups, an engine, records. Wiring without behaviour."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import time
+import zlib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenload.config import COMMAND_LINE, SPAWN, Config, as_table, resolve
+from evenload.errors import ConfigError
+from evenload.job import attempt
+from evenload.records.recorder import Recorder
+from evenload.training.checkpoint.registry import Registry
+from evenload.training.comm.adopted import adopt_group
+from evenload.training.comm.clock import StepClock
+from evenload.training.comm.control import Control, Operation
+from evenload.training.comm.groups import Groups, Membership
+from evenload.training.compute import randomness
+from evenload.training.compute.batchnorm import Statistics
+from evenload.training.compute.grad_norms import Squares
+from evenload.training.compute.precision import Precision
+from evenload.training.launch import worker
+from evenload.training.launch.environment import WorkerSpec, detect
+from evenload.training.launch.replicas import STRATEGY, ReplicaPlace, replica_places
+from evenload.training.launch.supervisor import RUN_FOLDER_FILE
+from evenload.training.launch.throttle import Burner
+from evenload.training.parallel.ddp import ReplicaStrategy
+from evenload.training.parallel.strategy import Strategy
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.engine import Engine
+from evenload.training.step.executor import Crew
+from evenload.training.step.stats import Journal
+from evenload.training.step.step import StepLoop
+from evenload.training.step.threaded_executor import open_crew
+
+RANK_0_ALONE = ("project_dir", "loggers", "logger_options", "log_every_s", "fresh", "sources")
+"""Settings that the other ranks have no use for."""
+_FRESH_FOR = "fresh_for_job"
+"""In the run folder: the queue's job that began anew there."""
+
+
+def open_context(script: dict[str, Any]) -> TrainingContext:
+    """Joins the job that this process was started for.
+
+    Args:
+        script: what the script gave to `evenload.init`.
+
+    Raises:
+        ConfigError: settings are wrong or contradict each other.
+        LaunchError: the other ranks don't come.
+    """
+    spec = adopt_group() if dist.is_initialized() else detect()
+    config = resolve(script, spec.settings, SPAWN if spec.origin == "spawn" else COMMAND_LINE)
+    if "batch_lr" in config.sources and config.batch_max is None:
+        raise ConfigError(
+            f"{config.sources['batch_lr']} has no effect: it says how the learning rate follows a batch that grows; set "
+            "batch_max too, or leave it out"
+        )
+    places = _replica_places(config, spec)
+    _check_balance(config, len(places) or spec.world_size)
+    if "project_dir" not in config.sources:
+        config = replace(config, project_dir=f"runs/{_run_name()}")
+    if len(places) > 1:
+        spec = replace(spec, device=places[0].device, device_names=tuple(place.name for place in places))
+    device = _device(spec)
+    if spec.num_threads:
+        torch.set_num_threads(spec.num_threads)
+    groups = Groups(
+        Membership(spec.generation, spec.workers, spec.store),
+        spec.rank,
+        backend=_backend(spec, device),
+        timeout_s=config.timeout_s,
+        gpu=_gpu(device),
+    )
+    control = Control(groups)
+    _check_same_settings(config, control)
+    randomness.seed_all(device, config.seed)
+    folder = Path(config.project_dir).absolute()
+    writes = spec.rank == 0 and not config.dry_run and spec.mode != "verify"
+    if config.fresh and _fresh_is_done(folder):
+        config = replace(config, fresh=False)
+    if config.fresh and writes:
+        _move_aside(folder)
+        _note_fresh(folder)
+    control.barrier(Operation.INIT)
+    recorder = Recorder(
+        folder if writes else None,
+        loggers=config.loggers,
+        logger_options=config.logger_options,
+        hyperparameters=as_table(config),
+        console=spec.origin != "evenload",
+        log_every_s=config.log_every_s,
+    )
+    if writes:
+        recorder.settings(as_table(config))
+        if spec.launch_dir:
+            _tell_launcher(Path(spec.launch_dir), folder)
+    clock = StepClock(device)
+    journal = Journal(recorder, writes)
+    precision = Precision(config.precision, device)
+    squares = Squares() if config.batch_max is not None and spec.mode == "train" else None
+    strategy: Strategy = ReplicaStrategy(squares)
+    statistics = Statistics(groups, clock)
+    crew: Crew | None = None
+    if len(places) > 1:
+        strategy, statistics, crew = open_crew(places, spec, precision, clock, config.seed)
+    elif places:
+        journal.event("replicas", _one_device(places[0].device))
+    engine = Engine(
+        rank=spec.rank,
+        device=device,
+        seed=config.seed,
+        control=control,
+        strategy=strategy,
+        statistics=statistics,
+        precision=precision,
+        clock=clock,
+        journal=journal,
+        burner=Burner(spec if crew is None else replace(spec, throttle={})),
+        check_every=0 if config.check_every == "off" else int(config.check_every),
+        crew=crew,
+        squares=squares,
+    )
+    loop = StepLoop(engine)
+    registry = Registry(lambda: loop.steps_done)
+    worker.progress.initialised = True
+    return TrainingContext(
+        spec, config, folder, device, groups, control, clock, recorder, journal, engine, loop, registry
+    )
+
+
+def _replica_places(config: Config, spec: WorkerSpec) -> tuple[ReplicaPlace, ...]:
+    """Under strategy ``dp`` where this process's replicas compute; otherwise nothing."""
+    if config.strategy != STRATEGY:
+        return ()
+    return replica_places(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
+
+
+def _one_device(device: str) -> str:
+    return (
+        f"strategy dp: there is one device ({device}), so there is one replica; `evenload run -d cpu:2 --strategy dp` makes "
+        "several on the CPU, -d 0,cpu one more beside a GPU"
+    )
+
+
+def _run_name() -> str:
+    """The script's name; a notebook has none, and its `sys.argv[0]` is the kernel's."""
+    script = sys.argv[0] if hasattr(sys.modules["__main__"], "__file__") else ""
+    return Path(script).stem or "interactive"
+
+
+def _device(spec: WorkerSpec) -> torch.device:
+    if spec.device != "auto":
+        device = torch.device(spec.device)
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", spec.local_rank % torch.cuda.device_count())
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device {device} was asked for; torch sees {torch.cuda.device_count()} GPUs. `evenload doctor` tells why"
+            )
+        torch.cuda.set_device(device)
+    return device
+
+
+def _backend(spec: WorkerSpec, device: torch.device) -> str:
+    if spec.backend != "auto":
+        return spec.backend
+    # Whether each rank has a GPU of its own is seen where they meet (groups.py).
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _gpu(device: torch.device) -> str:
+    """What tells this GPU from all others, on whatever machine, and however it is numbered in this process."""
+    if device.type != "cuda":
+        return ""
+    known = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return str(known or f"{socket.gethostname()}/{device.index}")
+
+
+def _check_balance(config: Config, world_size: int) -> None:
+    if isinstance(config.balance, tuple) and len(config.balance) != world_size:
+        raise ConfigError(
+            f"{config.sources['balance']}: {len(config.balance)} shares, but there are {world_size} ranks; give one share "
+            "for each"
+        )
+
+
+def _tell_launcher(launch_dir: Path, folder: Path) -> None:
+    """The launcher's view follows the run folder from now on."""
+    partial = launch_dir / f".{RUN_FOLDER_FILE}.partial"
+    partial.write_text(str(folder))
+    partial.replace(launch_dir / RUN_FOLDER_FILE)
+
+
+def _check_same_settings(config: Config, control: Control) -> None:
+    """Compares what the ranks set; what concerns rank 0 alone may differ (a folder named after the time of day).
+
+    Raises:
+        ConfigError: on all ranks, if one has another setting; ``seed=rank`` would give each rank its own order of samples.
+    """
+    keys = [f.name for f in fields(config) if f.name not in RANK_0_ALONE]
+    rows = control.exchange(Operation.INIT, [float(zlib.crc32(repr(getattr(config, key)).encode())) for key in keys])
+    for rank, row in enumerate(rows):
+        for key, own, first in zip(keys, row, rows[0], strict=True):
+            if own != first:
+                raise ConfigError(
+                    f"{key} is set otherwise on rank {rank} than on rank 0; every rank must give init the same settings"
+                )
+
+
+def _fresh_is_done(folder: Path) -> bool:
+    """Whether an earlier attempt of this queue's job began anew here: ``--fresh`` in its command means the job, once."""
+    now = attempt()
+    if now is None or now[1] == 1:
+        return False
+    try:
+        return (folder / _FRESH_FOR).read_text() == now[0]
+    except OSError:
+        return False
+
+
+def _note_fresh(folder: Path) -> None:
+    now = attempt()
+    if now is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _FRESH_FOR).write_text(now[0])
+
+
+def _move_aside(folder: Path) -> None:
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    index = 1
+    while aside.exists():
+        aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}-{index}")
+        index += 1
+    shutil.move(folder, aside)
+    print(f"evenload: --fresh: what {folder.name} held is now in {aside.name}", flush=True)

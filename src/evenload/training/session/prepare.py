@@ -1,0 +1,284 @@
+"""What `run.prepare` does: takes models and loaders, checks them, and gives back what the loop needs."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from evenload.balance.rebalance import Decision
+from evenload.balance.replicas import Contention
+from evenload.errors import ConfigError, DesyncError, StepError
+from evenload.hardware import usable_cores
+from evenload.training.comm.control import Operation
+from evenload.training.compute import batchnorm
+from evenload.training.data import checks, fingerprint
+from evenload.training.data.loader import GlobalLoader
+from evenload.training.data.randomness import mix
+from evenload.training.launch.environment import devices_without_effect
+from evenload.training.parallel.model_split.transfers import placement_of
+from evenload.training.step.context import TrainingContext, device_names
+from evenload.training.step.planner import LEAD_STEPS, Planner
+from evenload.training.step.step import StepLoader
+
+_TOLD_GAIN = 1.05
+"""Separate processes are named where they would be so many times as fast."""
+
+
+def prepare_model(job: TrainingContext, model: nn.Module) -> nn.Module:
+    """Moves the model to the device (unless it was cut over several) and converts its BatchNorm; the same object.
+
+    Raises:
+        ConfigError: it can't be trained here as it is.
+    """
+    name = type(model).__name__
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ConfigError(f"{name}: give run.prepare the bare model (model.module); Evenload sums the gradients itself")
+    parameters = list(model.named_parameters())
+    lazy = [key for key, p in parameters if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise ConfigError(
+            f"{name} has uninitialised lazy parameters ({lazy[0]}): run a batch through it before run.prepare"
+        )
+    meta = [key for key, p in parameters if p.is_meta]
+    if meta:
+        raise ConfigError(f"{name} has parameters on the meta device ({meta[0]}): materialise them before run.prepare")
+    if not any(p.requires_grad for _, p in parameters):
+        raise ConfigError(
+            f"{name} has no trainable parameter ({len(parameters)} parameters, all frozen or none at all); a frozen model "
+            "needs no run.prepare: move it with model.to(run.device)"
+        )
+    _put(job, model)
+    if job.config.batch_norm == "global" and job.num_sharing > 1:
+        converted, left = batchnorm.convert(model)
+        if converted:
+            job.journal.event(
+                "batch_norm",
+                f"{converted} BatchNorm modules of {name} take their statistics over all ranks "
+                '(batch_norm="local" leaves them alone)',
+            )
+        if left:
+            job.journal.event(
+                "batch_norm",
+                f"{name}: {', '.join(left)} are subclasses of BatchNorm with their own forward and keep statistics of their "
+                "rank alone",
+            )
+    return model
+
+
+def _put(job: TrainingContext, model: nn.Module) -> None:
+    """Moves the model to this rank's device; one that `evenload.place` has cut stays where it is, and that is recorded.
+
+    Raises:
+        ConfigError: it is cut in a way that this run can't train.
+    """
+    name = type(model).__name__
+    placement = placement_of(model)
+    if placement is None:
+        for key, module in model.named_modules():
+            if placement_of(module) is not None:
+                raise ConfigError(
+                    f"{name}.{key} was cut by evenload.place, {name} itself wasn't: give place the model that run.prepare gets"
+                )
+        model.to(job.device)
+        return
+    if job.config.strategy != "ddp":
+        raise ConfigError(
+            f"strategy={job.config.strategy!r} spreads whole models, and {name} was cut by evenload.place; use strategy='ddp'"
+        )
+    gradients = job.groups.gradients
+    if gradients is not None and dist.get_backend(gradients) == "nccl" and "cpu" in placement.devices:
+        raise ConfigError(
+            f"{name} lies on {', '.join(placement.devices)}, and the ranks sum gradients over NCCL, which takes no CPU tensors; "
+            "start with `evenload run -d 0+cpu,1+cpu`, which sums over gloo"
+        )
+    job.journal.event("place", placement.sentence(), pieces=[asdict(piece) for piece in placement.pieces])
+
+
+def attach_models(job: TrainingContext, models: Sequence[nn.Module]) -> None:
+    """Makes all models' gradients the job's.
+
+    Raises:
+        DesyncError: the ranks prepare different models.
+    """
+    shapes = [(name, tuple(p.shape), p.requires_grad) for model in models for name, p in model.named_parameters()]
+    key = float(zlib.crc32(repr(shapes).encode()))
+    rows = job.control.exchange(Operation.PREPARE, [float(len(models)), key])
+    different = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if different:
+        raise DesyncError(
+            f"run.prepare got other models on ranks {', '.join(map(str, different))} than on rank 0 (number, names, shapes "
+            "or frozen parameters differ); build the same model on all ranks"
+        )
+    job.engine.strategy.attach(models, job.groups)
+    job.engine.attach(models)
+
+
+def prepare_loader(job: TrainingContext, loader: DataLoader[Any], index: int) -> StepLoader:
+    """Wraps a DataLoader whose batch_size is the global batch; the `index`-th of the job has an order of its own."""
+
+    def announce(decision: Decision, _: int) -> None:
+        job.journal.event(
+            "balance",
+            decision.reason and decision.reason + _outlook(planner.outlook()),
+            # Plans count the steps of their own loader, records those of all loaders.
+            step=job.loop.steps_done + LEAD_STEPS,
+            decision=decision.kind,
+            shares=list(decision.shares),
+            num_micro=decision.num_micro,
+            rank=decision.rank,
+            factor=decision.factor,
+            expected_s=decision.expected_s,
+            before_s=decision.before_s,
+            **planner.outlook(),
+        )
+
+    checks.check_loader(loader)
+    check_same_loader(job, loader, Operation.PREPARE)
+    usual, is_guess = _usual_batch(loader, job.config.balance)
+    planner = Planner(
+        job.control,
+        rank=job.groups.rank,
+        world_size=job.num_sharing,
+        batch_size=usual,
+        balance=job.config.balance,
+        micro_batch=job.config.micro_batch,
+        announce=announce,
+        is_guess=is_guess,
+        tell=functools.partial(_tell_contention, job) if job.num_sharing > job.groups.world_size else None,
+    )
+    global_loader = GlobalLoader(
+        loader,
+        planner,
+        seed=job.config.seed if index == 0 else mix(job.config.seed, index),
+        device=job.device,
+        keyed_rng=job.config.dataset_rng == "keyed",
+        clock=job.clock,
+        most_workers=_most_workers(job),
+        ranks=range(job.num_sharing) if job.num_sharing > job.groups.world_size else None,
+    )
+    prepared = StepLoader(global_loader, planner, job.loop)
+    _describe(job, prepared, planner, usual)
+    return prepared
+
+
+def refuse(value: Any) -> None:
+    """Says why `run.prepare` doesn't take something.
+
+    Raises:
+        ConfigError: always.
+    """
+    if isinstance(value, torch.optim.Optimizer | LRScheduler):
+        raise ConfigError(
+            f"run.prepare got a {type(value).__name__}: optimizers and schedulers stay your own; use them as they are, and "
+            "give them to run.resume so that checkpoints hold them"
+        )
+    if isinstance(value, StepLoader):
+        raise ConfigError("run.prepare got a loader that is prepared already")
+    got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise ConfigError(f"run.prepare takes models and DataLoaders; it got {got}")
+
+
+def check_optimizer(job: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
+    """Raises StepError before a step of parameters whose gradients are this rank's alone: the ranks would drift apart."""
+    covers = job.engine.strategy.covers
+    strays = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not covers(p)]
+    if not strays:
+        return
+    raise StepError(
+        f"{type(optimizer).__name__} steps {len(strays)} parameters that are in no model given to run.prepare (the first has "
+        f"shape {tuple(strays[0].shape)}): their gradients are this rank's alone. Give the module that holds them to "
+        "run.prepare too"
+    )
+
+
+def check_models_prepared(job: TrainingContext, models: Sequence[nn.Module]) -> None:
+    """Raises where steps are asked for without a model, or with devices that no model uses."""
+    if not models:
+        raise StepError("no model was given to run.prepare; write: model, loader = run.prepare(model, loader)")
+    if len(job.spec.devices) > 1 and not any(placement_of(model) for model in models):
+        raise ConfigError(devices_without_effect(job.spec))
+
+
+def _tell_contention(job: TrainingContext, found: Contention) -> None:
+    """Says where separate processes would be faster than replicas in one; otherwise only writes it down."""
+    message = ""
+    if found.gain >= _TOLD_GAIN:
+        message = (
+            f"the replicas share one interpreter: side by side the slowest computes {found.side_by_side_s * 1e3:.3g} ms a step, "
+            f"and waits up to {max(found.waiting_s) * 1e3:.3g} ms of it for the others' Python (in turns they take "
+            f"{', '.join(f'{s * 1e3:.3g}' for s in found.alone_s if s)} ms); separate processes (strategy='ddp') would take "
+            f"about {found.separate_s * 1e3:.3g} ms, {found.gain:.2f}× as fast"
+        )
+    job.journal.event("contention", message, step=job.loop.steps_done, gain=found.gain, **asdict(found))
+
+
+def _outlook(outlook: Mapping[str, float]) -> str:
+    """What the new shares are expected to bring."""
+    if not outlook:
+        return ""
+    return f" (expected {outlook['over_equal']:.2f}× equal shares, {outlook['over_best_alone']:.2f}× the best device alone)"
+
+
+def check_same_loader(job: TrainingContext, loader: DataLoader[Any], operation: Operation) -> None:
+    """Raises DesyncError, on all ranks, where one has other data: its part of a batch would be of other samples."""
+    told = fingerprint.difference(job.control.exchange(operation, fingerprint.traits(loader)))
+    if told:
+        raise DesyncError(told)
+
+
+def _most_workers(job: TrainingContext) -> int | None:
+    """How many loader workers a rank may have where they are chosen by measurement: two for each of its cores, four at least.
+
+    More than cores, for workers mostly wait where the data is far away.
+    """
+    if job.config.num_workers != "auto":
+        return None
+    spec = job.spec
+    num_cores = len(spec.cores) or len(usable_cores()) // max(1, spec.world_size // max(1, spec.num_nodes))
+    return min(16, max(4, 2 * num_cores))
+
+
+def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tuple[int, bool]:
+    """The global batch: of a batch_sampler what it tells, else what fixed shares sum up to; and whether it is a guess."""
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if isinstance(size, int) and size > 0:
+        return size, False
+    if isinstance(balance, tuple):
+        return sum(balance), False
+    try:
+        return max(1, -(-len(loader.dataset) // len(loader))), True  # type: ignore[arg-type]
+    except (TypeError, ZeroDivisionError):  # one of them has no length
+        return 32, True
+
+
+def _describe(job: TrainingContext, loader: StepLoader, planner: Planner, batch_size: int) -> None:
+    try:
+        epoch_steps: int | None = len(loader)
+    except TypeError:
+        epoch_steps = None
+    names = device_names(job)
+    lines = [
+        f"rank {rank}: {name}, share {share} of {batch_size}, micro-batch {-(-share // planner.num_micro)}"
+        for rank, (name, share) in enumerate(zip(names, planner.shares, strict=True))
+    ]
+    epoch = f"{epoch_steps} steps an epoch" if epoch_steps is not None else "epochs of unknown length"
+    job.journal.event(
+        "loader",
+        f"global batch {batch_size}, {epoch}\n  " + "\n  ".join(lines),
+        epoch_steps=epoch_steps,
+        devices=names,
+    )
+    how = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
+        str(job.config.balance), "shares as set"
+    )
+    if job.num_sharing > 1:
+        job.journal.event("shares", how, shares=list(planner.shares))

@@ -1,0 +1,256 @@
+"""When a checkpoint is written and what is in it: `run.resume` and `run.checkpoint`."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from evenload.errors import CheckpointError, ConfigError
+from evenload.training.adaptive_batch.setup import Growing
+from evenload.training.checkpoint import files, handover
+from evenload.training.comm.control import Operation
+from evenload.training.compute import randomness
+from evenload.training.data.cursor import Cursor
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.step import StepLoader
+
+_EVERY = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|step|steps)\s*$")
+_UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+
+
+class Own:
+    """Evenload's own part of the state: cursors, randomness, the loss scale, the shares."""
+
+    def __init__(self, job: TrainingContext, loaders: list[StepLoader]) -> None:
+        self._job = job
+        self._loaders = loaders
+        self.finished = False
+        self.growing: Growing | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and generator states."""
+        generators = randomness.capture(self._job.device)
+        if generators["numpy"] is not None:
+            kind, keys, *rest = generators["numpy"]
+            generators["numpy"] = [kind, keys.tolist(), *rest]
+        return {
+            "finished": self.finished,
+            "steps_done": self._job.loop.steps_done,
+            "loaders": [
+                {"cursor": loader.loader.cursor().state_dict(), "planner": loader.planner.state_dict()}
+                for loader in self._loaders
+            ],
+            "precision": self._job.engine.precision.state_dict(),
+            "generators": generators,
+            **({} if self.growing is None else {"batch": self.growing.growth.state_dict()}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts this run where the checkpoint stands."""
+        if len(state["loaders"]) != len(self._loaders):
+            raise CheckpointError(
+                f"the checkpoint was made with {len(state['loaders'])} prepared loaders, now there are {len(self._loaders)}"
+            )
+        self.finished = bool(state["finished"])
+        self._job.loop.steps_done = int(state["steps_done"])
+        for loader, saved in zip(self._loaders, state["loaders"], strict=True):
+            cursor = Cursor.from_state_dict(saved["cursor"])
+            loader.loader.load(cursor)
+            self._load_batch(state.get("batch"), in_epoch=cursor.position > 0)
+            loader.planner.load_state_dict(saved["planner"], cursor.global_step)
+        self._job.engine.precision.load_state_dict(state["precision"])
+        generators = dict(state["generators"])
+        if generators["numpy"] is not None:
+            generators["numpy"] = tuple(generators["numpy"])
+        randomness.restore(generators, self._job.device)
+
+    def _load_batch(self, state: dict[str, Any] | None, *, in_epoch: bool) -> None:
+        if self.growing is not None:
+            self.growing.growth.load_state_dict(state, in_epoch=in_epoch)
+        elif state is not None and in_epoch and state["batch_size"] != state["base"]:
+            raise CheckpointError(
+                f"the checkpoint stands inside an epoch in batches of {state['batch_size']}, which batch_max let grow from "
+                f"{state['base']}: set batch_max as it was until the epoch is over, or start anew with --fresh"
+            )
+
+
+class Saver:
+    """Writes and reads the checkpoints of one job."""
+
+    def __init__(self, job: TrainingContext, loaders: list[StepLoader]) -> None:
+        self._job = job
+        self._own = Own(job, loaders)
+        self._last_s = 0.0
+        self._last_step = -1
+        self._asked = False
+        self._loaded = False
+        self._took_s = 0.0
+        self.resumed = False
+
+    @property
+    def growing(self) -> Growing | None:
+        """What lets the global batch grow; it is part of a checkpoint."""
+        return self._own.growing
+
+    @growing.setter
+    def growing(self, growing: Growing | None) -> None:
+        self._own.growing = growing
+
+    def resume(self, named: dict[str, Any]) -> bool:
+        """Registers the state and loads the newest checkpoint, if there is one."""
+        job = self._job
+        if self.resumed:
+            raise CheckpointError("run.resume was called twice; give it all state at once")
+        for name, value in named.items():
+            if name == "evenload":
+                raise CheckpointError("the name 'evenload' is Evenload's own; give this state another name")
+            job.registry.register(name, value)
+        job.registry.register("evenload", self._own)
+        self.resumed = True
+        found = None if job.config.fresh else files.newest(job.folder)
+        rows = job.control.exchange(Operation.RESUME, handover.identity(found))
+        # Rank 0 writes them, so its newest one counts, whatever lies in a folder of that name on another machine.
+        strangers = handover.strangers(rows, job.folder)
+        if rows[0][0] < 0:
+            return False
+        state = files.read(found) if found is not None and (job.groups.rank == 0 or not strangers) else None
+        if strangers:
+            state = handover.hand_over(state, job.groups)
+        job.registry.load(state or {})
+        self._loaded = True
+        step_index, finished = job.loop.steps_done, self._own.finished
+        self._last_step, self._own.finished = step_index, False
+        epochs = ", ".join(str(loader.epoch) for loader in self._own._loaders)
+        job.journal.event(
+            "resumed",
+            f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts anew"
+            if finished
+            else f"resuming at step {step_index}"
+            + (f"; sent to ranks {strangers}, which don't see rank 0's run folder" if strangers else ""),
+            step=step_index,
+        )
+        return True
+
+    def checkpoint(self, every: str | int | None) -> bool:
+        """Writes a checkpoint now, or when it is time; returns whether it did."""
+        job = self._job
+        if not self.resumed:
+            raise CheckpointError(
+                "run.checkpoint doesn't know what to save: call run.resume(model=model, optimizer=optimizer, ...) once "
+                "before the loop; it also loads the newest checkpoint"
+            )
+        if job.loop.step is not None and job.loop.step.arm:
+            return False  # a window's step is no training
+        if job.spec.mode == "verify":
+            return False  # nothing is changed on the disk
+        self._asked = True
+        step = self._step_after_body()
+        job.loop.check_between_steps("run.checkpoint")
+        if every is not None and not self._is_time(every, step):
+            return False
+        self._write(step)
+        return True
+
+    def save(self) -> float:
+        """Writes a checkpoint between two steps, of everything as it is now; how many seconds it took.
+
+        One that the last loop body wrote is written again: what the body did after it belongs to the step.
+
+        Raises:
+            CheckpointError: it can't be written; on all ranks.
+        """
+        self._write(self._job.loop.steps_done)
+        return self._took_s
+
+    @property
+    def took_s(self) -> float:
+        """How long the last checkpoint of this sitting took; 0 before the first."""
+        return self._took_s
+
+    def close(self) -> None:
+        """The script ended well: the last steps are saved too, and where its loop ran to the end the run is marked finished."""
+        job, loop = self._job, self._job.loop
+        if not self.resumed or loop.is_half_done:
+            return
+        # Nobody called run.checkpoint in this sitting, but it went on from one, which a request to stop may have written: the
+        # next start must not begin there again.
+        went_on = self._loaded and (loop.ran_out or loop.steps_done > self._last_step)
+        if not self._asked and not went_on:
+            return
+        # A script that leaves its loop early (the time is over, somebody asked it to stop) may go on later.
+        self._own.finished = loop.step is None and not loop.left_early
+        step = self._step_after_body()
+        if step > self._last_step:
+            self._write(step)
+        elif not self._own.finished:
+            return
+        elif job.groups.rank == 0 and not job.config.dry_run and (newest := files.newest(job.folder)) is not None:
+            # The last steps are saved already: only told that they were the last. What the script did to its objects since
+            # then (averaged weights put in place) is none of the checkpoint's.
+            files.amend(newest, "evenload", {"finished": True})
+
+    def _step_after_body(self) -> int:
+        step = self._job.loop.step
+        return step.index + 1 if step is not None and step.tally.calls else self._job.loop.steps_done
+
+    def _is_time(self, every: str | int, step: int) -> bool:
+        amount, unit = _parse_every(every)
+        if unit == "steps":
+            return step > 0 and step % int(amount) == 0 and step != self._last_step
+        # The clock is rank 0's, as of the last exchange: the same number everywhere, so the same answer.
+        return self._job.engine.elapsed_s - self._last_s >= amount * _UNIT_S[unit]
+
+    def _write(self, step: int) -> None:
+        job = self._job
+        began_s = time.monotonic()
+        self._last_s, self._last_step = job.engine.elapsed_s, step
+        if job.loop.step is not None and job.loop.step.tally.calls:
+            job.loop.step.commit()
+        failure: CheckpointError | None = None
+        with job.clock.segment("other"):
+            state = job.registry.capture()
+            if job.groups.rank == 0 and not job.config.dry_run:
+                try:
+                    files.write(job.folder, step, state)
+                except CheckpointError as error:
+                    failure = error
+            rows = job.control.exchange(Operation.CHECKPOINT, [float(failure is not None)])
+        if failure is not None:
+            raise failure
+        if rows[0][0]:
+            raise CheckpointError("rank 0 could not write the checkpoint")
+        self._took_s = time.monotonic() - began_s
+        job.journal.event("checkpoint", f"checkpoint at step {step}", step=step)
+
+    def unregistered(self) -> list[str]:
+        """Kinds of schedulers and averaged models that are alive but were not given to `run.resume`."""
+        if not self.resumed:
+            return []
+        held = {id(value) for value in self._job.registry.values()} | {
+            id(part) for value in self._job.registry.values() for part in getattr(value, "_schedulers", [])
+        }
+        found = []
+        for value in gc.get_objects():
+            # type(), not isinstance: asking some objects for their __class__ runs code of theirs.
+            if issubclass(type(value), LRScheduler | AveragedModel) and id(value) not in held:
+                found.append(type(value).__name__)
+        return sorted(found)
+
+
+def _parse_every(every: str | int) -> tuple[float, str]:
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return float(every), "steps"
+    match = _EVERY.match(every) if isinstance(every, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(
+            f"run.checkpoint(every={every!r}): expected '10min', '90s', '2h', '500steps' or a number of steps"
+        )
+    unit = "steps" if match[2].startswith("step") else match[2]
+    if unit == "steps" and not match[1].isdecimal():
+        raise ConfigError(f"run.checkpoint(every={every!r}): expected a whole number of steps")
+    return float(match[1]), unit

@@ -1,0 +1,1 @@
+"""One global batch: plan, compute, exchange, commit."""

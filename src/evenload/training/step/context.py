@@ -1,0 +1,51 @@
+"""`TrainingContext`: the parts of one training job on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from evenload.config import Config
+from evenload.records.recorder import Recorder
+from evenload.training.checkpoint.registry import Registry
+from evenload.training.comm.clock import StepClock
+from evenload.training.comm.control import Control
+from evenload.training.comm.groups import Groups
+from evenload.training.launch.environment import WorkerSpec
+from evenload.training.parallel.threaded.dp import LaneStrategy
+from evenload.training.step.engine import Engine
+from evenload.training.step.stats import Journal
+from evenload.training.step.step import StepLoop
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """The parts of one training job on one rank, as `Run` uses them."""
+
+    spec: WorkerSpec
+    config: Config
+    folder: Path
+    device: torch.device
+    groups: Groups
+    control: Control
+    clock: StepClock
+    recorder: Recorder
+    journal: Journal
+    engine: Engine
+    loop: StepLoop
+    registry: Registry
+
+    @property
+    def num_sharing(self) -> int:
+        """Who shares a step: the ranks, or the replicas of this process."""
+        strategy = self.engine.strategy
+        return len(strategy.lanes) if isinstance(strategy, LaneStrategy) else self.groups.world_size
+
+
+def device_names(job: TrainingContext) -> list[str]:
+    """What a person calls the device of each rank."""
+    if job.spec.device_names:
+        return list(job.spec.device_names)
+    return [str(job.device) if job.groups.world_size == 1 else f"rank {r}" for r in range(job.groups.world_size)]

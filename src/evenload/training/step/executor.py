@@ -1,0 +1,212 @@
+"""One attempt of a backward: what the engine asks for, what comes back, and how a rank among others does it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from evenload.errors import StepError
+from evenload.job import stop_requested
+from evenload.training.comm.clock import StepClock
+from evenload.training.comm.control import Control, Operation
+from evenload.training.compute import batchnorm, randomness
+from evenload.training.compute.micro_steps import LossFn, Sums, Surroundings, run_micro_steps
+from evenload.training.compute.weighting import ignores_labels
+from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.launch.throttle import Burner
+from evenload.training.parallel.strategy import Strategy
+from evenload.training.step.consistency import Consistency
+from evenload.training.step.planner import Planner
+from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, Report, read_rows
+from evenload.training.step.stats import Tally
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is to be computed."""
+
+    batch: GlobalBatch
+    planner: Planner
+    tally: Tally
+    loss_fn: LossFn
+    last_units: float | None
+    """N of the same call in the last step, where there was one."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all who share the step told; the same on all ranks."""
+
+    reports: list[Report]
+    nominal: float
+    """The divisor that the backwards ran with."""
+    dtype: torch.dtype
+    """Of the loss."""
+
+
+class Crew(Protocol):
+    """Who computes an attempt: this rank beside others, or the replicas of this process (replicas.py)."""
+
+    def attach(self, models: Sequence[nn.Module]) -> None:
+        """Takes the models of the job."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that take part."""
+
+    def attempt(self, attempt: Attempt) -> Outcome:
+        """Computes all of the global batch, each its part, and tells what came of it."""
+
+
+class LabelWatch:
+    """Warns once where labels are ignored but no weight says so; looks at the first micro-batches only."""
+
+    def __init__(self) -> None:
+        self._left = 3
+        self._lock = threading.Lock()
+
+    def look(self, data: Any) -> None:
+        """Told the batch of a micro-batch whose loss came without weight."""
+        if not self._left:
+            return
+        with self._lock:  # replicas look side by side
+            if not self._left:
+                return
+            self._left -= 1
+            if not ignores_labels(data):
+                return
+            self._left = 0
+        warnings.warn(
+            "the batch's labels hold -100, but loss_fn returned no weight: its mean over tokens is then not the global "
+            "batch's. Return (loss, evenload.count_tokens(batch['labels'])) instead",
+            stacklevel=2,
+        )
+
+
+class RankCrew:
+    """One rank: computes its part of the batch, and exchanges one row of numbers with the others."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        strategy: Strategy,
+        control: Control,
+        clock: StepClock,
+        burner: Burner,
+        consistency: Consistency,
+    ) -> None:
+        self._around = around
+        self._strategy = strategy
+        self._control = control
+        self._clock = clock
+        self._burner = burner
+        self._consistency = consistency
+        self._started = time.monotonic()
+        self._has_statistics = False
+
+    def attach(self, models: Sequence[nn.Module]) -> None:
+        """Takes the models of the job."""
+        self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
+        self._around = replace(self._around, other_gpus=randomness.other_gpus(models, self._around.device))
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that take part."""
+        return self._around.statistics.world_size
+
+    def attempt(self, attempt: Attempt) -> Outcome:
+        """Computes this rank's part and tells the others; what a device can fail with becomes a status that all hear."""
+        if self._meets_in_forward:
+            # A rank that does something else would leave the others inside a collective of the forward.
+            with self._clock.segment("wait"):
+                self._control.exchange(Operation.BEGIN)
+        sums = Sums()
+        status = self._compute(attempt, sums)
+        return Outcome(self._exchange(attempt, sums, status), sums.nominal, sums.dtype)
+
+    @property
+    def _meets_in_forward(self) -> bool:
+        return self._has_statistics and self._around.statistics.world_size > 1
+
+    def _compute(self, attempt: Attempt, sums: Sums) -> int:
+        graphs = compiled_graphs()
+        started_s = time.perf_counter()
+        tally = attempt.tally
+        try:
+            run_micro_steps(self._around, attempt.batch, attempt.loss_fn, tally.calls, attempt.last_units, sums)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._meets_in_forward:
+                raise StepError(
+                    f"rank {self._around.rank} ran out of memory in a model whose BatchNorm takes its statistics over all "
+                    "ranks, where a step can't be done again by one rank alone; set --micro-batch (or "
+                    "init(micro_batch=...)) lower"
+                ) from error
+            return OUT_OF_MEMORY
+        pay(self._burner, self._around.device, started_s)
+        if compiled_graphs() != graphs:
+            tally.compiled = True
+        return LATE_GRADIENT if self._strategy.report()[1] else OK
+
+    def _exchange(self, attempt: Attempt, sums: Sums, status: int) -> list[Report]:
+        squares = self._around.squares
+        seconds = dict(self._clock.take())
+        if attempt.tally.compiled:
+            attempt.planner.coarsen()
+            seconds["compile"], seconds["compute"] = seconds["compile"] + seconds["compute"], 0.0
+        own = Report(
+            status=status,
+            weighted=sums.weighted,
+            units=sums.units,
+            loss_sum=float(sums.loss_sum),
+            touched_key=self._strategy.report()[0],
+            has_news=attempt.planner.has_news,
+            elapsed_s=time.monotonic() - self._started,
+            memory_bytes=float(memory_bytes(self._around.device)),
+            state_key=self._consistency.key(),
+            reading=attempt.batch.reading.code(),
+            asked=stop_requested(),
+            seconds=seconds,
+            metrics={name: float(value) for name, value in sums.metrics.items()} if status == OK else {},
+            square=squares.own() if squares is not None and squares.on else None,
+        )
+        self._clock.switch("wait")
+        rows = self._control.exchange(Operation.BACKWARD, own.row())
+        return read_rows(rows, sorted(own.metrics), measured=own.square is not None)
+
+
+def pay(burner: Burner, device: torch.device, since_s: float) -> None:
+    """Where a rank is slowed: computes on for what it computed since then, by `time.perf_counter`."""
+    if not burner.active:
+        return
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what was only queued so far has not cost its time yet
+    burner.pay(time.perf_counter() - since_s)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device ran out of memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory held so far: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

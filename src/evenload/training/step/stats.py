@@ -1,0 +1,128 @@
+"""What a step did, added up over its backwards, and written to the run's records by rank 0."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evenload.balance.noise import Norms
+from evenload.balance.values import StepPlan
+from evenload.records.recorder import Recorder
+from evenload.records.values import RankTimes, StepRecord
+from evenload.training.comm.clock import Segment
+from evenload.training.data.tuning import Reading, StepCost, read_code
+from evenload.training.step.bottleneck import Bottleneck
+from evenload.training.step.report import Report
+
+
+class Tally:
+    """One step so far: its backwards, loss, metrics, and what each rank spent."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.loss = math.nan
+        self.metrics: dict[str, float] = {}
+        self.skipped = False
+        self.norms: Norms | None = None
+        """Of the first backward's gradients, in a step that is measured for `batch_max`."""
+        self.redone = False
+        self.compiled = False
+        self.asked = False
+        """A rank was asked to stop before one of the backwards; the same on all ranks."""
+        self.begun_s = time.perf_counter()
+        self.body_since_s = self.begun_s
+        """When the user's frame went on after the last backward."""
+        self._times: list[dict[Segment, float]] = []
+        self._memory: list[int] = []
+        self._readings: list[float] = []
+
+    def add(self, reports: Sequence[Report]) -> None:
+        """Adds what each rank told and spent since its last report."""
+        if not self._times:
+            self._times = [dict(report.seconds) for report in reports]
+        else:
+            for times, report in zip(self._times, reports, strict=True):
+                for name, seconds in report.seconds.items():
+                    times[name] += seconds
+        self._memory = [int(report.memory_bytes) for report in reports]
+        self._readings = [report.reading for report in reports]
+        self.asked = self.asked or any(report.asked for report in reports)
+
+    def own_seconds(self) -> list[float]:
+        """Of each rank: what it computed, without waiting."""
+        return [times["compute"] + times["optimizer"] for times in self._times]
+
+    def cost(self, num_samples: int) -> StepCost:
+        """What the step cost, with the samples of its global batch."""
+        first = self._times[0]
+        return StepCost(
+            seconds=sum(seconds for name, seconds in first.items() if name != "other"),
+            num_samples=num_samples,
+            data_s=tuple(times["data"] for times in self._times),
+            busy_s=tuple(self.own_seconds()),
+            readings=tuple(self.readings()),
+        )
+
+    def readings(self) -> list[Reading]:
+        """How each rank read its samples."""
+        return [read_code(code) for code in self._readings]
+
+    @property
+    def unusual(self) -> bool:
+        """Whether the times say nothing about usual steps: done again, or compiled somewhere."""
+        return self.redone or not self._times or any(times["compile"] > 0 for times in self._times)
+
+    def rank_times(self) -> tuple[RankTimes, ...]:
+        """As the records hold them."""
+        return tuple(
+            RankTimes(**{f"{name}_s": seconds for name, seconds in times.items()}, memory_bytes=memory)
+            for times, memory in zip(self._times, self._memory, strict=True)
+        )
+
+
+class Journal:
+    """Writes steps and events through the recorder; on ranks that write nothing it costs nothing."""
+
+    def __init__(self, recorder: Recorder, writes: bool) -> None:
+        self._recorder = recorder
+        self._writes = writes
+        self._last_s: float | None = None
+        self._bottleneck = Bottleneck()
+
+    def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
+        """One event; every rank may call it, rank 0 writes it."""
+        if self._writes:
+            self._recorder.event(kind, message, step=step, **fields)
+
+    def step(self, index: int, plan: StepPlan, tally: Tally, arm: str = "") -> None:
+        """A committed step."""
+        now = time.perf_counter()
+        since = tally.begun_s if self._last_s is None else self._last_s
+        self._last_s = now
+        if not self._writes or not tally.calls:
+            return
+        ranks = tally.rank_times()
+        record = StepRecord(
+            step=index,
+            epoch=plan.epoch,
+            epoch_step=plan.step,
+            num_samples=plan.num_samples,
+            loss=tally.loss,
+            # A rank alone (measure.py) knows of no other.
+            shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),
+            num_micro=plan.num_micro,
+            seconds=max(0.0, now - since - ranks[0].other_s),
+            ranks=ranks,
+            metrics=dict(tally.metrics),
+            arm=arm,
+        )
+        self._recorder.step(record)
+        for told in () if arm else self._bottleneck.take(record, tally.readings()):
+            self._recorder.event(told.kind, told.message, step=index, **told.fields)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """The user's own numbers."""
+        if self._writes:
+            self._recorder.log(metrics, step)

@@ -1,0 +1,247 @@
+"""Why the split and one process differ: each usual cause has a test, run on rank 0 in one process.
+
+The loss is tested by its parts. For a mean over samples that don't see each other, the whole's gradient is
+G = Σ α_r g_r with g_r the gradients of the parts and α_r their share of the weight. So the α that fit best tell the fault:
+all 1: the loss is a sum; a sum of 1 but other shares than the returned weights: weights are forgotten; no fit at all: samples
+are coupled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from evenload.training.compute.weighting import IGNORED_LABEL, count_tokens
+from evenload.training.verify.findings import Cause, distance
+from evenload.training.verify.sides import Gradient, Scene, Span, Variant, same_data
+
+MAX_SLICES = 4
+"""So many micro-batches are taken apart, at most, to find one that differs."""
+
+
+def data_cause(scene: Scene) -> Cause | None:
+    """Whether reading the same samples twice gives the same batch, whole and in parts."""
+    for span in scene.slices():
+        if not same_data(scene.read(span), scene.read_anew(span)):
+            return Cause(
+                "data",
+                "the same samples, read twice, gave different batches: random numbers outside of the dataset's __getitem__ "
+                "(in collate_fn, or from a generator of the dataset's own), or init(dataset_rng='off')",
+                "draw them in __getitem__ with torch, numpy or random: there they are keyed by the sample",
+            )
+    return None
+
+
+def repeat_cause(scene: Scene, one: Gradient, variant: Variant, tolerance: float) -> Cause | None:
+    """Whether one process gives the same gradient twice."""
+    again = distance(scene.one_process(scene.slices(), variant), one)
+    if again <= tolerance:
+        return None
+    return Cause(
+        "nondeterminism",
+        f"one process, run twice with the same seed, differs from itself by {again:.1e}: an operator that isn't "
+        "deterministic, a generator of the script's own, or state that loss_fn changes",
+        "torch.use_deterministic_algorithms(True), and no counter or cache in loss_fn",
+    )
+
+
+def is_random(scene: Scene, one: Gradient, variant: Variant, tolerance: float) -> float:
+    """The distance between two seeds in one process, where it is more than rounding; else 0."""
+    other = distance(scene.one_process(scene.slices(), variant, shift=1), one)
+    return other if other > tolerance else 0.0
+
+
+def loss_cause(scene: Scene, variant: Variant, tolerance: float) -> Cause | None:
+    """Takes micro-batches apart in one process, and tells what kind of loss it is if the parts don't make up the whole."""
+    plan = scene.batch.plan
+    candidates = [m for m in range(plan.num_micro) if sum(plan.micro[m]) > 1]
+    for m in candidates[:MAX_SLICES]:
+        whole_span = plan.slice_of(m)
+        spans = [span for rank in range(len(plan.shares)) if (span := plan.slice_of(m, rank))[0] < span[1]]
+        if len(spans) < 2:
+            low, high = whole_span
+            cut = low + max(1, 3 * (high - low) // 4)
+            spans = [(low, cut), (cut, high)]
+        whole = scene.one_process([whole_span], variant)
+        parts = [scene.one_process([span], variant, within=[whole_span]) for span in spans]
+        cause = _judge_parts(scene, spans, whole, parts, tolerance)
+        if cause is not None:
+            return cause
+    return None
+
+
+def _judge_parts(
+    scene: Scene, spans: Sequence[Span], whole: Gradient, parts: Sequence[Gradient], tolerance: float
+) -> Cause | None:
+    finite = [part for part in parts if math.isfinite(part.loss) and part.units]
+    units = math.fsum(p.units for p in parts)
+    used = [p.units / units for p in finite] if units else []
+    if len(finite) == len(parts) and _misfit(whole, finite, used) <= tolerance:
+        return None
+    alphas = fit(whole, finite)
+    # The fit solves normal equations: half of the digits.
+    rest = _misfit(whole, finite, alphas)
+    if rest > max(math.sqrt(tolerance) / 10, tolerance):
+        return _coupled(scene, spans, _misfit(whole, finite, used), rest)
+    if all(abs(alpha - 1.0) < 1e-2 for alpha in alphas) and len(finite) > 1:
+        return Cause(
+            "sum",
+            f"the losses of {len(parts)} parts of a micro-batch add up to the loss of the whole: it is a sum over samples, "
+            "or divided by a fixed number, and grows with the number of samples",
+            "return a mean over the samples of the batch that loss_fn gets: reduction='mean'; or (loss, units)",
+        )
+    if not math.isnan(rest) and len(finite) == len(parts):
+        gaps = [abs(alpha - share) for alpha, share in zip(alphas, used, strict=True)]
+        if max(gaps) < 1e-4:
+            return None  # rounding: the parts do make up the whole
+    if abs(math.fsum(alphas) - 1.0) < 1e-2:
+        kept = [span for span, part in zip(spans, parts, strict=True) if math.isfinite(part.loss) and part.units]
+        return _weights(scene, kept, alphas, used, weighted=whole.weighted, num_parts=len(parts))
+    return Cause(
+        "sum",
+        "the loss is no mean: the parts of a micro-batch enter the whole with "
+        f"{', '.join(f'{alpha:.3g}' for alpha in alphas)}, which doesn't add up to 1",
+        "return a mean over the samples of the batch that loss_fn gets, or (loss, units) for a mean over units",
+    )
+
+
+def fit(whole: Gradient, parts: Sequence[Gradient]) -> list[float]:
+    """The α that minimise ‖G − Σ α_r g_r‖, by the normal equations; the losses count as one more coordinate."""
+    if not parts:
+        return []
+    scale = whole.norm() / abs(whole.loss) if whole.loss and math.isfinite(whole.loss) else 0.0
+    gram = torch.tensor([[a.dot(b) + scale**2 * a.loss * b.loss for b in parts] for a in parts], dtype=torch.float64)
+    right = torch.tensor([a.dot(whole) + scale**2 * a.loss * whole.loss for a in parts], dtype=torch.float64)
+    if not bool(torch.isfinite(gram).all() and torch.isfinite(right).all()):
+        return [math.nan] * len(parts)
+    alphas: list[float] = (torch.linalg.pinv(gram, hermitian=True, rtol=1e-12) @ right).tolist()
+    return alphas
+
+
+def _misfit(whole: Gradient, parts: Sequence[Gradient], alphas: Sequence[float]) -> float:
+    """‖G − Σ α_r g_r‖/‖G‖, or that of the losses where it is larger."""
+    values: list[torch.Tensor | None] = []
+    for index in range(len(whole.values)):
+        terms = [
+            part.values[index].double() * alpha  # type: ignore[union-attr]
+            for part, alpha in zip(parts, alphas, strict=True)
+            if part.values[index] is not None
+        ]
+        values.append(sum(terms[1:], terms[0]) if terms else None)
+    loss = math.fsum(part.loss * alpha for part, alpha in zip(parts, alphas, strict=True)) if parts else math.nan
+    gap = abs(loss - whole.loss) / abs(whole.loss) if whole.loss else 0.0
+    misfit = distance(Gradient(values, loss), whole)
+    return misfit if misfit != misfit else max(misfit, gap)
+
+
+def _coupled(scene: Scene, spans: Sequence[Span], used: float, rest: float) -> Cause:
+    finding = (
+        f"in one process, the weighted mean over {len(spans)} parts of a micro-batch differs from the whole by {used:.1e}, "
+        f"and no weights make up for it ({rest:.1e} is left): the loss of a sample depends on the others beside it "
+        "(contrastive, in-batch negatives, a statistic of the batch, a normalisation written by hand)"
+    )
+    if _padded(scene, spans):
+        finding += "; the parts are also padded to other lengths than the whole, which an unmasked model feels"
+    return Cause(
+        "coupled",
+        finding,
+        "no split can give such a loss: train it on one device (-d 0, -d cpu), or write it as a mean over samples",
+    )
+
+
+def _weights(
+    scene: Scene,
+    spans: Sequence[Span],
+    alphas: Sequence[float],
+    used: Sequence[float],
+    *,
+    weighted: bool,
+    num_parts: int,
+) -> Cause:
+    finding = (
+        f"the loss is a mean over other units than {'the returned weights' if weighted else 'samples'}: the parts of a "
+        f"micro-batch count {', '.join(f'{alpha:.4f}' for alpha in alphas)} in the whole, but enter with "
+        f"{', '.join(f'{share:.4f}' for share in used)}"
+    )
+    if len(spans) < num_parts:
+        finding += f"; the loss of {num_parts - len(spans)} parts is not finite, as where all labels are ignored"
+    found = _counts_like(scene, spans, alphas)
+    if found is None:
+        return Cause(
+            "weights", finding, "return (loss, units): as many units as the mean is over (tokens, pixels, ...)"
+        )
+    place, call = found
+    return Cause(
+        "weights", f"{finding}; {place} hold -100, and counting the others explains it", f"return loss, {call}"
+    )
+
+
+def _counts_like(scene: Scene, spans: Sequence[Span], alphas: Sequence[float]) -> tuple[str, str] | None:
+    """The labels whose count gives the shares that fit, and the call that counts them."""
+    readings = [_labels(scene.read(span)) for span in spans]
+    for name in set().union(*readings):
+        ignored = [name in reading and bool((reading[name] == IGNORED_LABEL).any()) for reading in readings]
+        if not any(ignored) or not all(name in reading for reading in readings):
+            continue
+        for shift in (True, False):
+            counts = [float(count_tokens(reading[name], shift=shift)) for reading in readings]
+            total = math.fsum(counts)
+            if total and all(abs(n / total - alpha) < 1e-4 for n, alpha in zip(counts, alphas, strict=True)):
+                given = "" if shift else ", shift=False"
+                return f"the labels batch[{name}]", f"evenload.count_tokens(batch[{name}]{given})"
+    return None
+
+
+def _labels(data: Any) -> dict[str, torch.Tensor]:
+    """Integer tensors of a batch, by how a script would write their keys."""
+    items = data.items() if hasattr(data, "items") else enumerate(data) if isinstance(data, list | tuple) else ()
+    return {
+        repr(name): value
+        for name, value in items
+        if isinstance(value, torch.Tensor)
+        and value.dim() >= 1
+        and not value.is_floating_point()
+        and not value.is_complex()
+    }
+
+
+def _padded(scene: Scene, spans: Sequence[Span]) -> bool:
+    shapes = []
+    for span in spans:
+        leaves = [x for x in tree_leaves(scene.read(span)) if isinstance(x, torch.Tensor)]
+        shapes.append([tuple(leaf.shape[1:]) for leaf in leaves])
+    return any(shape != shapes[0] for shape in shapes)
+
+
+def batch_norm_cause(names: Sequence[str], kinds: Sequence[str], without: float) -> Cause:
+    """BatchNorm of its rank alone, after a comparison without it was good."""
+    few = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    subclassed = sorted(
+        {kind for kind in kinds if kind not in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")}
+    )
+    mend = (
+        f"use torch.nn.BatchNorm2d and its like themselves in place of {', '.join(subclassed)}, which keep their own forward"
+        if subclassed
+        else 'evenload.init(batch_norm="global"), the default'
+    )
+    return Cause(
+        "batch_norm",
+        f"{len(names)} BatchNorm modules take their statistics of their rank alone ({few}); with them as in evaluation the "
+        f"difference is {without:.1e}",
+        mend,
+    )
+
+
+def unprepared_cause(names: Sequence[str], differences: Sequence[float]) -> Cause:
+    """Parameters that loss_fn trains, but nobody sums."""
+    listed = ", ".join(f"{name} ({gap:.1e})" for name, gap in zip(names[:4], differences, strict=False))
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return Cause(
+        "unprepared",
+        f"an optimizer steps parameters of no prepared model; their gradients are each rank's own: {listed}{more}",
+        "model, head, loader = run.prepare(model, head, loader)   # every module that is trained",
+    )

@@ -1,0 +1,329 @@
+"""The two sides of a verification: the step on the real split, and the same samples in one process with plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from evenload.records.recorder import Recorder
+from evenload.training.comm.clock import StepClock
+from evenload.training.compute import batchnorm, randomness
+from evenload.training.compute.buffers import BufferGuard
+from evenload.training.compute.micro_steps import LossFn
+from evenload.training.compute.precision import Precision
+from evenload.training.compute.weighting import read_result
+from evenload.training.data.batches import move
+from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.parallel.ddp import ReplicaStrategy
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.engine import Engine
+from evenload.training.step.planner import Planner
+from evenload.training.step.stats import Journal, Tally
+from evenload.training.verify.double import in_double
+from evenload.training.verify.random_draws import SharedDraws
+from evenload.training.verify.saved_state import Tracked, batch_norms, is_global, no_dropout, switched_off
+
+Span = tuple[int, int]
+"""Global positions ``[low, high)`` of the epoch."""
+
+_DROPPING = (
+    nn.functional.dropout,
+    nn.functional.dropout1d,
+    nn.functional.dropout2d,
+    nn.functional.dropout3d,
+    nn.functional.alpha_dropout,
+    nn.functional.feature_alpha_dropout,
+    torch.dropout,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is taken out of a comparison, to see whether it explains the difference."""
+
+    no_dropout: bool = False
+    shared_draws: bool = False
+    """Noise that loss_fn draws belongs to its sample; see random_draws.py."""
+    no_own_batch_norm: bool = False
+    """BatchNorm that takes statistics of its rank alone behaves as in evaluation."""
+    no_batch_norm: bool = False
+    """All BatchNorm does."""
+
+    def code(self) -> int:
+        """As one integer, for the other ranks."""
+        return self.no_dropout + 2 * self.shared_draws + 4 * self.no_own_batch_norm + 8 * self.no_batch_norm
+
+    @classmethod
+    def of(cls, code: int) -> Variant:
+        """The variant of an integer."""
+        return cls(bool(code & 1), bool(code & 2), bool(code & 4), bool(code & 8))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What one side computed: a gradient for each tracked parameter, None where there is none."""
+
+    values: list[torch.Tensor | None]
+    loss: float
+    units: float = math.nan
+    weighted: bool = False
+
+    def norm(self) -> float:
+        """Its 2-norm over all parameters."""
+        return math.sqrt(self.dot(self))
+
+    def dot(self, other: Gradient) -> float:
+        """The inner product, summed in float64."""
+        return math.fsum(
+            float((a.double() * b.double()).sum())
+            for a, b in zip(self.values, other.values, strict=True)
+            if a is not None and b is not None
+        )
+
+
+@dataclass
+class Scene:
+    """One call of `step.backward` and what it is looked at with."""
+
+    job: TrainingContext
+    models: Sequence[nn.Module]
+    tracked: Sequence[Tracked]
+    batch: GlobalBatch
+    planner: Planner
+    loss_fn: LossFn
+    call_index: int
+    wide: bool
+    """Everything is in float64, without autocast."""
+    precision: Precision
+    default_dtype: torch.dtype
+    """torch's, as the script has it."""
+    _data: dict[Span, Any] = field(default_factory=dict)
+
+    def slices(self) -> list[Span]:
+        """The positions of each micro-batch over all ranks."""
+        plan = self.batch.plan
+        return [plan.slice_of(m) for m in range(plan.num_micro) if sum(plan.micro[m])]
+
+    def read(self, span: Span) -> Any:
+        """The samples of a span; read once, in containers of their own."""
+        if span not in self._data:
+            self._data[span] = self.read_anew(span)
+        return move(self._data[span], self.job.device)
+
+    def read_anew(self, span: Span) -> Any:
+        """The samples of a span, as the dataset gives them in training."""
+        # In float64 a tensor that the dataset makes of Python's numbers would hold other numbers.
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            return self.batch.read(*span)
+        finally:
+            torch.set_default_dtype(before)
+
+    def key(self, micro_index: int, shift: int = 0) -> tuple[int, ...]:
+        """The seeds of a micro-batch in one process: those of rank 0 in the split."""
+        return self.job.config.seed + shift, self.batch.global_step, self.call_index, micro_index, 0
+
+    # -- the real split -------------------------------------------------------------------------------------------------
+
+    def split(self, variant: Variant) -> Gradient:
+        """The step on the real split; all ranks call it together."""
+        job = self.job
+        strategy = ReplicaStrategy()
+        strategy.attach(self.models, job.groups)
+        try:
+            with self._varied(variant), self._buffers_kept(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the script's own backward comes afterwards, and warns
+                for _ in range(20):
+                    engine = self._engine(strategy)
+                    tally = Tally()
+                    tally.calls = self.call_index
+                    loss = engine.backward(self.batch, self.planner, tally, self._split_loss_fn(variant))
+                    if not tally.skipped or not self.precision.scaled or self.precision.exhausted:
+                        break
+        finally:
+            strategy.detach()
+        return self._take(float(loss), 1.0)
+
+    def _engine(self, strategy: ReplicaStrategy) -> Engine:
+        job = self.job
+        engine = Engine(
+            rank=job.groups.rank,
+            device=job.device,
+            seed=job.config.seed,
+            control=job.control,
+            strategy=strategy,
+            statistics=job.engine.statistics,
+            precision=self.precision,
+            clock=StepClock(job.device),
+            journal=Journal(Recorder(None), writes=False),
+            burner=job.engine.burner,
+        )
+        engine.attach(self.models)
+        return engine
+
+    def _split_loss_fn(self, variant: Variant) -> LossFn:
+        loss_fn = self._outer(variant)
+        if not variant.shared_draws:
+            return loss_fn
+        calls = 0
+
+        def shared(data: Any) -> Any:
+            nonlocal calls
+            m, calls = calls % self.batch.plan.num_micro, calls + 1
+            low, high = self.batch.spans()[m]
+            return self._shared(loss_fn, data, (low, high), self.batch.plan.slice_of(m), self.key(m))
+
+        return shared
+
+    # -- one process ----------------------------------------------------------------------------------------------------
+
+    def one_process(
+        self, spans: Sequence[Span], variant: Variant, *, shift: int = 0, within: Sequence[Span] | None = None
+    ) -> Gradient:
+        """Plain PyTorch, without Evenload: each span's mean loss times its weight, summed, divided once.
+
+        Args:
+            spans: micro-batches, each computed whole.
+            variant: what is left out.
+            shift: of the seed; another one draws other randomness.
+            within: for each span the micro-batch it is a part of; by default it is one itself.
+        """
+        num_samples = sum(high - low for low, high in spans)
+        units, loss_sum, weighted = 0.0, 0.0, False
+        loss_fn = self._outer(variant)
+        device = self.job.device
+        with (
+            randomness.set_aside(device),
+            self._varied(variant),
+            _plain_batch_norm(self.models),
+            self._buffers_kept(),
+            torch.enable_grad(),
+        ):
+            for index, span in enumerate(spans):
+                data, key = self.read(span), self.key(index, shift)
+                randomness.seed_all(device, *key)
+                with self.precision.autocast():
+                    if variant.shared_draws:
+                        whole = within[index] if within is not None else span
+                        result = read_result(self._shared(loss_fn, data, span, whole, key))
+                    else:
+                        result = read_result(loss_fn(data))
+                weight = float(span[1] - span[0] if result.weight is None else result.weight)
+                weighted = result.weight is not None
+                if weight == 0.0:
+                    continue
+                (result.loss * (weight * self.precision.scale / num_samples)).backward()  # type: ignore[no-untyped-call]
+                units += weight
+                loss_sum += float(result.loss.detach().double()) * weight
+        if not units:
+            return Gradient([None] * len(self.tracked), math.nan, 0.0, weighted)
+        taken = self._take(loss_sum / units, num_samples / (self.precision.scale * units))
+        return Gradient(taken.values, taken.loss, units, weighted)
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, loss: float, factor: float) -> Gradient:
+        """The gradients, taken off the parameters."""
+        values: list[torch.Tensor | None] = []
+        for one in self.tracked:
+            grad = one.param.grad
+            values.append(None if grad is None else (grad.to_dense() if grad.is_sparse else grad).clone().mul_(factor))
+            one.param.grad = None
+        return Gradient(values, loss)
+
+    def _outer(self, variant: Variant) -> LossFn:
+        loss_fn = in_double(self.loss_fn) if self.wide else self.loss_fn
+        return _without_dropout(loss_fn) if variant.no_dropout else loss_fn
+
+    def _shared(self, loss_fn: LossFn, data: Any, span: Span, whole: Span, key: tuple[int, ...]) -> Any:
+        randomness.seed_all(self.job.device, *key)
+        with SharedDraws(span[0] - whole[0], span[1] - span[0], whole[1] - whole[0]):
+            return loss_fn(data)
+
+    @contextmanager
+    def _varied(self, variant: Variant) -> Iterator[None]:
+        norms = [m for _, m in batch_norms(self.models) if variant.no_batch_norm or not is_global(m)]
+        with ExitStack() as stack:
+            if variant.no_batch_norm or variant.no_own_batch_norm:
+                stack.enter_context(switched_off(norms))
+            if variant.no_dropout:
+                stack.enter_context(no_dropout(self.models))
+            yield
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        guard = BufferGuard(self.models)
+        guard.save()
+        try:
+            yield
+        finally:
+            guard.restore()
+
+
+class _NoDropout(TorchFunctionMode):
+    """While it is entered, the functions of dropout drop nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPPING:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        elif func is nn.functional.multi_head_attention_forward:
+            kwargs["training"] = False
+        return func(*args, **kwargs)
+
+
+def _without_dropout(loss_fn: LossFn) -> LossFn:
+    def quiet(batch: Any) -> Any:
+        with _NoDropout():
+            return loss_fn(batch)
+
+    return quiet
+
+
+class _PlainSyncBatchNorm(nn.SyncBatchNorm):
+    """In one process: BatchNorm over what is there, on any device, without a process group."""
+
+    forward = nn.modules.batchnorm._BatchNorm.forward
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        pass
+
+
+@contextmanager
+def _plain_batch_norm(models: Sequence[nn.Module]) -> Iterator[None]:
+    """While the body runs, the models' BatchNorm is torch's own, of this process alone."""
+    modules = [m for model in models for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    before = [(module, module.__class__) for module in modules]
+    for model in models:
+        batchnorm.restore(model)
+    for module in modules:
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = _PlainSyncBatchNorm
+    try:
+        yield
+    finally:
+        for module, kind in before:
+            module.__class__ = kind
+
+
+def same_data(first: Any, second: Any) -> bool:
+    """Whether two readings of the same samples gave the same tensors."""
+    leaves = [[x for x in tree_leaves(data) if isinstance(x, torch.Tensor)] for data in (first, second)]
+    return len(leaves[0]) == len(leaves[1]) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*leaves, strict=True)
+    )

@@ -1,0 +1,272 @@
+"""`evenload verify`: the first step of the user's own script on the real split, against one process with plain PyTorch.
+
+At each step.backward of the step, on all ranks:
+
+    float64 where loss_fn can → the real split → (rank 0) one process → compare → where they differ, test the causes
+
+Then everything is put back and the script goes on, so that the next call of the step (a GAN) finds what it would find. The
+script ends with the body of the step. Nothing is written into the run folder (job/client.py, state.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from evenload.balance.split import scale_shares
+from evenload.errors import StepError
+from evenload.training.comm.control import Operation
+from evenload.training.compute import randomness
+from evenload.training.compute.micro_steps import LossFn
+from evenload.training.compute.precision import Precision
+from evenload.training.compute.weighting import read_result
+from evenload.training.step.context import TrainingContext, device_names
+from evenload.training.step.step import Step, StepLoader
+from evenload.training.verify.double import float64, in_double
+from evenload.training.verify.findings import NARROW_INSIDE, TOLERANCES, CallReport, Cause, Report
+from evenload.training.verify.judge import Judge
+from evenload.training.verify.saved_state import (
+    Tracked,
+    batch_norms,
+    is_global,
+    params_key,
+    put_back,
+    switched_off,
+    tracked_parameters,
+)
+from evenload.training.verify.sides import Scene, Variant
+
+_STOP = -1
+
+
+class Verifier:
+    """Watches the first step of a script that calls `step.backward`, and reports on it."""
+
+    def __init__(self, job: TrainingContext, models: Sequence[nn.Module]) -> None:
+        self._job = job
+        self._models = models
+        self._calls: list[CallReport] = []
+        self._done = False
+        job.loop.inspect = self.inspect
+        job.loop.on_end = self.end
+
+    def split(self, loader: StepLoader) -> None:
+        """Gives a loader uneven shares, unless the user asked for some: equal ones hide forgotten weights."""
+        world_size = self._job.groups.world_size
+        if self._job.config.balance != "auto" or world_size == 1:
+            return
+        proportions = tuple(range(2 * world_size - 1, 0, -2))
+        loader.planner.forced = lambda step, num_samples: scale_shares(proportions, num_samples)
+
+    def begin(self) -> None:
+        """A step begins: after a `break` out of the verified one, the script ends here."""
+        if self._done:
+            raise SystemExit(0)
+
+    def inspect(self, step: Step, loss_fn: LossFn) -> None:
+        """Verifies one call of `step.backward`, before it runs."""
+        job, models = self._job, self._models
+        keys = job.control.exchange(Operation.BACKWARD, params_key(models))
+        tracked = tracked_parameters(models)
+        job.engine.strategy.detach()
+        with randomness.set_aside(job.device), _uncompiled(models):
+            why_not = self._try_float64(step, loss_fn, tracked)
+            report = self._verify(step, loss_fn, tracked, why_not)
+            (again,) = self._agree(int(_looks_narrow(report)) if report is not None else 0)
+            if again:
+                gap = report.comparisons[0].difference if report is not None else math.nan
+                why_not = f"something inside computes in less than float64: {gap:.1e} was left there"
+                report = self._verify(step, loss_fn, tracked, why_not)
+        # Not where it failed: attaching asks the other ranks, which may be gone.
+        job.engine.strategy.attach(models, job.groups)
+        if report is not None:
+            self._calls.append(_with_ranks(report, keys))
+
+    def end(self, step: Step) -> None:
+        """The body of the step has ended: rank 0 writes the report, and the script ends."""
+        if self._done:
+            return
+        self._done = True
+        job = self._job
+        path = job.spec.options.get("report")
+        if job.groups.rank == 0 and path:
+            report = Report(
+                equal=all(call.equal for call in self._calls),
+                step=step.index,
+                devices=tuple(device_names(job)),
+                precision=job.config.precision,
+                calls=tuple(self._calls),
+            )
+            Path(path).write_text(json.dumps(report.table()))
+        # Raised from here, `break` would lose it (the generator is being closed): then `begin` ends the script.
+        if not isinstance(sys.exception(), GeneratorExit):
+            raise SystemExit(0)
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _agree(self, own: int) -> list[int]:
+        return self._job.control.agree([own] if self._job.groups.rank == 0 else None)
+
+    def _try_float64(self, step: Step, loss_fn: LossFn, tracked: Sequence[Tracked]) -> str:
+        """Why the step can't be computed in float64 by all ranks; empty where it can."""
+        why_not = ""
+        norms = [module for _, module in batch_norms(self._models)]
+        data = step.batch.micro(0).data
+        with put_back(self._models, tracked):
+            try:
+                # BatchNorm apart: one sample alone may be too few for it, and other ranks would be asked.
+                with float64(self._models, tracked), switched_off(norms), torch.enable_grad():
+                    loss = read_result(in_double(loss_fn)(data)).loss
+                    if loss.dtype != torch.float64:
+                        why_not = f"the loss is {str(loss.dtype).removeprefix('torch.')} all the same"
+                    loss.backward()  # type: ignore[no-untyped-call]
+            except Exception as error:  # whatever the script's code raises in a dtype it wasn't written for
+                why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        rows = self._job.control.exchange(Operation.BACKWARD, [float(bool(why_not))])
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        if failed and not why_not:
+            why_not = f"rank {', '.join(map(str, failed))} can't"
+        return why_not
+
+    def _verify(
+        self, step: Step, loss_fn: LossFn, tracked: Sequence[Tracked], why_not_float64: str
+    ) -> CallReport | None:
+        """Both sides, in float64 unless told why not; the report on rank 0."""
+        job = self._job
+        wide = not why_not_float64
+        precision = Precision("no" if wide else job.config.precision, job.device)
+        precision.load_state_dict(job.engine.precision.state_dict())
+        batch = step.batch
+        for m in range(batch.plan.num_micro):
+            batch.micro(m)  # read before torch's default dtype is another one, and kept
+        scene = Scene(
+            job=job,
+            models=self._models,
+            tracked=tracked,
+            batch=batch,
+            planner=step.planner,
+            loss_fn=loss_fn,
+            call_index=step.tally.calls,
+            wide=wide,
+            precision=precision,
+            default_dtype=torch.get_default_dtype(),
+        )
+        dtype = "float64" if wide else _dtype_name(job.config.precision, tracked)
+        judge = Judge(scene, TOLERANCES[dtype])
+        with put_back(self._models, tracked), float64(self._models, tracked) if wide else contextlib.nullcontext():
+            variant = Variant()
+            while True:
+                split = scene.split(variant)
+                code = _STOP
+                if job.groups.rank == 0:
+                    with _explained_memory(scene):
+                        one = scene.one_process(scene.slices(), variant)
+                        following = judge.look(variant, split, one)
+                    code = _STOP if following is None else following.code()
+                (code,) = self._agree(code)
+                if code == _STOP:
+                    break
+                variant = Variant.of(code)
+        if job.groups.rank != 0:
+            return None
+        plan = batch.plan
+        return CallReport(
+            call=step.tally.calls,
+            shares=plan.shares,
+            num_micro=plan.num_micro,
+            num_samples=plan.num_samples,
+            dtype=dtype,
+            why_not_float64=why_not_float64,
+            tolerance=judge.tolerance,
+            equal=judge.equal,
+            comparisons=tuple(judge.comparisons),
+            causes=tuple(judge.causes),
+            notes=tuple(_notes(self._models, plan.shares, judge.comparisons[-1].norm)),
+        )
+
+
+def _looks_narrow(report: CallReport) -> bool:
+    """Whether the difference is what rounding in float32 leaves, although float64 was asked for."""
+    return (
+        report.dtype == "float64"
+        and not report.equal
+        and all(cause.kind == "unknown" for cause in report.causes)
+        and report.comparisons[-1].difference <= NARROW_INSIDE
+    )
+
+
+def _with_ranks(report: CallReport, keys: Sequence[Sequence[float]]) -> CallReport:
+    """Adds the ranks whose parameters were others than rank 0's when the call began."""
+    different = [rank for rank, row in enumerate(keys) if list(row) != list(keys[0])]
+    if not different:
+        return report
+    cause = Cause(
+        "ranks",
+        f"before this call the parameters of rank {', '.join(map(str, different))} were others than rank 0's: something "
+        "after run.prepare changed them on some ranks only (weights loaded by rank 0, an update outside of the gradients)",
+        "load weights on all ranks, or before run.prepare, which copies rank 0's to all",
+    )
+    return replace(report, equal=False, causes=(cause, *report.causes))
+
+
+def _dtype_name(precision: str, tracked: Sequence[Tracked]) -> str:
+    """The dtype of most rounding that a step runs in."""
+    if precision != "no":
+        return {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    names = {str(one.param.dtype).removeprefix("torch.") for one in tracked}
+    return next((name for name in ("bfloat16", "float16", "float32") if name in names), "float64")
+
+
+def _notes(models: Sequence[nn.Module], shares: Sequence[int], norm: float) -> list[str]:
+    notes = []
+    if norm == 0.0:
+        notes.append("the gradient is 0, so nothing was compared")
+    if len(shares) == 1:
+        notes.append("there is one rank, so nothing was split; -d cpu:2 (or -d 0,0) starts two")
+    elif len(set(shares)) == 1:
+        notes.append(
+            "the shares are equal, which hides forgotten weights; without --balance and init(balance=...) they are uneven"
+        )
+    if any(not is_global(module) for _, module in batch_norms(models)) and len(shares) > 1:
+        notes.append("the model has BatchNorm that takes its statistics of its rank alone")
+    if _is_compiled(models):
+        notes.append("compiled models ran uncompiled")
+    return notes
+
+
+def _is_compiled(models: Sequence[nn.Module]) -> bool:
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for model in models
+        for module in model.modules()
+    )
+
+
+@contextlib.contextmanager
+def _uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Parts of a batch have other shapes than the whole, and float64 is another dtype: each would be compiled anew."""
+    if not _is_compiled(models):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def _explained_memory(scene: Scene) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        largest = max(high - low for low, high in scene.slices())
+        raise StepError(
+            f"one process computes micro-batches of {largest} samples whole, and rank 0 ran out of memory; set "
+            "--micro-batch lower"
+        ) from error

@@ -1,0 +1,274 @@
+"""A queue as text: tables of plain columns, which a terminal shows in colour (`queue_panel`) and a pipe as they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenload.scheduler.core.states import ENDED, JobState
+from evenload.views.queue.view import MAX_WAITING, QueueView
+
+STATES = {
+    JobState.PENDING: "waiting",
+    JobState.STARTING: "starting",
+    JobState.RUNNING: "running",
+    JobState.RESIZING: "resizing",
+    JobState.PREEMPTING: "stopping",
+    JobState.SUCCEEDED: "succeeded",
+    JobState.FAILED: "failed",
+    JobState.CANCELLED: "cancelled",
+}
+"""States as people are told them."""
+_ENDED = {str(state) for state in ENDED}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a title; each row's first cell that is a state may be coloured."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    """Below it."""
+
+
+def head(view: QueueView) -> str:
+    """One line: what is there and how much of it is in use."""
+    parts = [f"queue {view.folder}"]
+    if view.is_live:
+        busy = sum(1 for row in view.devices if row["job"])
+        away = sum(1 for row in view.devices if row["closed"] and not row["job"])
+        parts.append(f"{busy} of {len(view.devices)} devices busy{f', {away} closed' if away else ''}")
+    counts: dict[str, int] = {}
+    for state, num in view.counts.items():
+        name = STATES[JobState(state)]
+        name = name if name in ("waiting", "succeeded", "failed", "cancelled") else "running"
+        counts[name] = counts.get(name, 0) + num
+    told = [
+        f"{counts[name]:,} {name}"
+        for name in ("running", "waiting", "succeeded", "failed", "cancelled")
+        if counts.get(name)
+    ]
+    parts.append(", ".join(told) or "no jobs yet")
+    return " · ".join(parts)
+
+
+def notes(view: QueueView) -> list[str]:
+    """What somebody should know."""
+    told = [f"problem: {problem}" for problem in view.problems]
+    if not view.is_live:
+        told.append("no daemon was asked: why jobs wait and who holds the devices isn't told here")
+    return told
+
+
+def tables(view: QueueView) -> list[Table]:
+    """Devices, jobs that ended last, those that run, those that wait."""
+    names = {row["id"]: row["label"] for row in view.devices}
+    running: list[Mapping[str, Any]] = []
+    waiting: list[Mapping[str, Any]] = []
+    ended: list[Mapping[str, Any]] = []
+    for job in view.jobs:
+        state = job["state"]
+        (ended if state in _ENDED else waiting if state == JobState.PENDING else running).append(job)
+    found = []
+    if view.devices:
+        found.append(_device_table(view))
+    if ended:
+        rows = [_ended_row(job, view.now_s) for job in ended]
+        found.append(Table("ended last", ("job", "name", "user", "state", "when", "took", "why"), rows))
+    if running:
+        rows = [_running_row(job, view.now_s, names) for job in running]
+        columns = ("job", "name", "user", "state", "devices", "progress", "speed", "left", "why")
+        found.append(Table("running", columns, rows))
+    if waiting:
+        found.append(_waiting_table(waiting, view))
+    return found
+
+
+def text(view: QueueView) -> Iterable[str]:
+    """All of it, line by line, without colours."""
+    yield head(view)
+    yield from notes(view)
+    for table in tables(view):
+        yield ""
+        if table.title:
+            yield table.title
+        yield from aligned([table.columns, *table.rows])
+        if table.note:
+            yield table.note
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns side by side, two blanks between; those empty in all rows but the head are left out."""
+    if not rows:
+        return []
+    kept = [index for index in range(len(rows[0])) if len(rows) == 1 or any(row[index] for row in rows[1:])]
+    widths = [max(len(row[index]) for row in rows) for index in kept]
+    form = "  ".join(f"%-{width}s" for width in widths[:-1]) + "  %s" if len(kept) > 1 else "%s"
+    return [(form % tuple([row[index] for index in kept])).rstrip() for row in rows]
+
+
+def all_told(view: QueueView) -> Iterable[str]:
+    """A head, and a line for each job, as `queue_lines` writes them where the queue's file can be read."""
+    rows: list[tuple[str, ...]] = [("job", "name", "user", "state", "devices", "submitted", "progress", "why")]
+    for job in view.jobs:
+        rows.append(
+            (
+                job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], _asked(job),
+                moment(job["submitted_s"]), progress(job), clean(job["reason"]),
+            )
+        )  # fmt: skip
+    return (f"{line}\n" for line in aligned(rows))
+
+
+def progress(job: Mapping[str, Any]) -> str:
+    """``412/1000 41 %``, or what is known of it."""
+    done, total = job["done"], job["total"]
+    if total:
+        return f"{done:g}/{total:g} {100 * min(1.0, done / total):.0f} %"
+    return f"{done:g}" if done else ""
+
+
+def span(seconds: float) -> str:
+    """``42 s``, ``12 min``, ``3:05 h``, ``2.5 d``."""
+    seconds = max(0.0, seconds)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 100 * 3600:
+        return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f} h"
+    return f"{seconds / 86400:.1f} d"
+
+
+def moment(time_s: float) -> str:
+    """``2026-03-14 15:09``, in the local time."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+
+
+def clean(told: str) -> str:
+    """One line without what would move a terminal's cursor: names and reasons come from other people."""
+    return told if told.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in told)
+
+
+def _device_table(view: QueueView) -> Table:
+    names = {job["id"]: job["name"] for job in view.jobs}
+    rows = []
+    for device in view.devices:
+        memory = f"{device['memory_bytes'] / 1e9:.0f} GB" if device["memory_bytes"] else ""
+        kept = [_reserved(row, view.now_s) for row in view.reservations if device["id"] in row["devices"]]
+        held = "; ".join((_holder(device, names), *filter(None, kept)))
+        rows.append((clean(device["label"]), clean(device["kind"]), memory, held))
+    return Table("", ("device", "kind", "memory", "held by"), _together(rows))
+
+
+def _together(rows: Sequence[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str]]:
+    """Equal devices that stand idle on one line: a machine may have a hundred cores."""
+    found: list[tuple[str, str, str, str]] = []
+    idle: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        idle.setdefault(row[1:], []).append(row[0])
+    for row in rows:
+        labels = idle[row[1:]]
+        if row[3] != "free" or len(labels) < 3:
+            found.append(row)
+        elif labels[0] == row[0]:
+            found.append((f"{labels[0]} … {labels[-1]}", row[1], row[2], f"{len(labels)} free"))
+    return found
+
+
+def _reserved(row: Mapping[str, Any], now_s: float) -> str:
+    """Of a reservation that holds, or will within a day."""
+    if not now_s < row["end_s"] or row["start_s"] > now_s + 86400:
+        return ""
+    from_ = f"from {moment(row['start_s'])} " if row["start_s"] > now_s else ""
+    return f"reserved {from_}for {clean(', '.join(row['users'])) or 'nobody'} until {moment(row['end_s'])}"
+
+
+def _holder(device: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    parts = []
+    if jobs := device["jobs"]:
+        told = [f"{job}{f' ({clean(name)})' if (name := names.get(job, '')) else ''}" for job in jobs]
+        parts.append(f"job {told[0]}" if len(told) == 1 else f"jobs {', '.join(told)}")
+    if device["excess_bytes"]:
+        parts.append(f"they may need {device['excess_bytes'] / 1e9:.1f} GB more than there is")
+    for stranger in device["strangers"]:
+        used = f", {stranger['used_bytes'] / 1e9:.1f} GB" if stranger["used_bytes"] else ""
+        command = clean(stranger["command"])[:60]
+        parts.append(f"{stranger['user']}'s {command} (pid {stranger['pid']}{used}), outside of the queue")
+    if device["ghost_bytes"]:
+        parts.append(f"{device['ghost_bytes'] / 1e9:.1f} GB that no process holds")
+    if device["closed"] and not device["strangers"] and not device["ghost_bytes"]:
+        parts.append(f"closed: {clean(device['closed'])}")
+    return "; ".join(parts) or "free"
+
+
+def _running_row(job: Mapping[str, Any], now_s: float, names: Mapping[str, str]) -> tuple[str, ...]:
+    speed = f"{job['rate_per_s']:.3g}/s" if job["rate_per_s"] else ""
+    eta_s = job.get("eta_s")
+    if eta_s is None and job["total"] and job["rate_per_s"]:
+        eta_s = job["reported_s"] + (job["total"] - job["done"]) / job["rate_per_s"]
+    devices = [clean(names.get(device, device)) for device in job["devices"]]
+    return (
+        job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], short_list(devices), progress(job),
+        speed, span(eta_s - now_s) if eta_s is not None else "", clean(job["reason"])[:120] or _shared(job),
+    )  # fmt: skip
+
+
+def _shared(job: Mapping[str, Any]) -> str:
+    """With whom it shares its device, and how much of that it takes."""
+    parts = []
+    if others := job.get("shares"):
+        parts.append(f"shares with {', '.join(others)}")
+    if job.get("peak_bytes"):
+        parts.append(f"takes {gigabytes(job['peak_bytes'])}")
+    return ", ".join(parts)
+
+
+def gigabytes(num_bytes: int) -> str:
+    """``0.1 GB``, ``23 GB``."""
+    return f"{num_bytes / 1e9:.2g} GB" if num_bytes < 10e9 else f"{num_bytes / 1e9:.0f} GB"
+
+
+def short_list(names: Sequence[str]) -> str:
+    """``gpu0,gpu1`` or ``gpu0,gpu1,… 8 in all``."""
+    return ",".join(names) if len(names) <= 4 else f"{','.join(names[:2])},… {len(names)} in all"
+
+
+def _waiting_table(waiting: Sequence[Mapping[str, Any]], view: QueueView) -> Table:
+    shown = waiting[:MAX_WAITING]
+    rows = []
+    for num, job in enumerate(shown, 1):
+        start_s, eta_s = job.get("start_s"), job.get("eta_s")
+        rows.append(
+            (
+                job["id"], clean(job["name"]), job["user"], str(job["priority"] or ""), str(num), _asked(job),
+                f"in {span(start_s - view.now_s)}" if start_s is not None else "",
+                f"in {span(eta_s - view.now_s)}" if eta_s is not None else "",
+                progress(job), clean(job["reason"])[:160],
+            )
+        )  # fmt: skip
+    more = view.counts.get(JobState.PENDING, 0) - len(shown)
+    return Table(
+        "waiting, in the order of submission",
+        ("job", "name", "user", "priority", "place", "devices", "starts", "done", "progress", "why"),
+        rows,
+        f"... and {more:,} more (--all lists all)" if more > 0 else "",
+    )
+
+
+def _ended_row(job: Mapping[str, Any], now_s: float) -> tuple[str, ...]:
+    took = span(job["held_s"]) if job.get("held_s") else ""
+    return (
+        job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])],
+        f"{span(now_s - job['since_s'])} ago", took, clean(job["reason"])[:160],
+    )  # fmt: skip
+
+
+def _asked(job: Mapping[str, Any]) -> str:
+    least, most = job["min_devices"], job["max_devices"]
+    kinds = "|".join(job.get("kinds") or ())
+    return f"{least if least == most else f'{least}:{most}'}{f' {clean(kinds)}' if kinds else ''}"

@@ -1,0 +1,1 @@
+"""Views of a run: the progress line, the live panel, and the report."""
