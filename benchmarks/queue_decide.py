@@ -21,7 +21,7 @@ from benchmarks.report import rows
 from evenload.scheduler.core import events
 from evenload.scheduler.core.commands import Start, recorded
 from evenload.scheduler.core.decide import decide
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import POLICIES, Device, JobSpec, Limits, Needs, Settings
 from evenload.scheduler.simulator.report import percentile
@@ -57,7 +57,7 @@ def _case(policy: str, num: int, calls: int) -> dict[str, Any]:
     for _ in range(calls):
         queue.go_on()
         began_s = time.perf_counter()
-        snapshot = queue.book.snapshot()
+        snapshot = queue.queue_state.snapshot()
         snapshots.append(time.perf_counter() - began_s)
         took_s, cpu_s = queue.decide(snapshot)
         times.append(took_s)
@@ -83,7 +83,7 @@ class _Full:
     def __init__(self, policy: str, num: int, rng: random.Random) -> None:
         self.rng, self.now_s, self.num_submitted, self.num_commands = rng, 0.0, 0, 0
         self.event_s, self.num_events = 0.0, 0
-        self.book = Book()
+        self.queue_state = QueueState()
         self.apply(events.SettingsSet(0.0, Settings(policy=policy)))
         for index in range(num):
             kind = "a" if index // 8 % 5 < 3 else "b"
@@ -102,7 +102,7 @@ class _Full:
 
     def apply(self, event: events.Event) -> None:
         began_s = time.perf_counter()
-        self.book.apply(event)
+        self.queue_state.apply(event)
         self.event_s += time.perf_counter() - began_s
         self.num_events += 1
 
@@ -122,24 +122,27 @@ class _Full:
             preemptible=rng.random() < 0.8,
             estimate_s=rng.choice((None, rng.lognormvariate(8, 1.5))),
         )
-        if self.book.refusal(spec) is None:
+        if self.queue_state.refusal(spec) is None:
             self.num_submitted += 1
             self.apply(events.Submitted(self.now_s, f"j{self.num_submitted}", spec))
 
     def go_on(self) -> None:
         """A minute in which jobs end, come, and report."""
         self.now_s += 60.0
-        held = [job for job in self.book.jobs.values() if job.state in HOLDING]
+        held = [job for job in self.queue_state.jobs.values() if job.state in HOLDING]
         for job in self.rng.sample(held, max(1, len(held) // 200)):
             self.apply(events.Ended(self.now_s, job.id, is_success=True))
             self.submit()
         for job in self.rng.sample(held, max(1, len(held) // 20)):
-            if self.book.jobs.get(job.id) is not None and self.book.jobs[job.id].state is JobState.RUNNING:
+            if (
+                self.queue_state.jobs.get(job.id) is not None
+                and self.queue_state.jobs[job.id].state is JobState.RUNNING
+            ):
                 self.apply(events.Reported(self.now_s, job.id, 10.0, 1000.0, 0.1))
 
     def decide(self, snapshot: Any = None) -> tuple[float, float]:
         """Seconds of the wall's clock, and of this thread's processor time."""
-        snapshot = snapshot or self.book.snapshot()
+        snapshot = snapshot or self.queue_state.snapshot()
         began_s, cpu_began_s = time.perf_counter(), time.thread_time()
         commands = decide(snapshot, self.now_s)
         took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - cpu_began_s
@@ -147,12 +150,12 @@ class _Full:
         for command in commands:
             self.apply(recorded(command, self.now_s))
             if isinstance(command, Start):
-                self.apply(events.Began(self.now_s, command.job))
-            elif command.job in self.book.jobs:
+                self.apply(events.JobStarted(self.now_s, command.job))
+            elif command.job in self.queue_state.jobs:
                 self.apply(events.Yielded(self.now_s, command.job))
-                job = self.book.jobs.get(command.job)
+                job = self.queue_state.jobs.get(command.job)
                 if job is not None and job.state is JobState.STARTING:
-                    self.apply(events.Began(self.now_s, command.job))
+                    self.apply(events.JobStarted(self.now_s, command.job))
         return took_s, cpu_s
 
 

@@ -26,10 +26,10 @@ from typing import Any
 from benchmarks.report import rows
 from evenload.scheduler.core.values import Settings
 from evenload.scheduler.simulator.cluster import devices_of
-from evenload.scheduler.simulator.outcome import Outcome
+from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.report import mean, percentile, report_of, slowdowns
 from evenload.scheduler.simulator.simulate import Conditions, simulate
-from evenload.scheduler.simulator.workloads import Arrival, capped, read_workload, thinned
+from evenload.scheduler.simulator.workloads import JobArrival, capped, read_workload, thinned
 
 AS_TIRESIAS = Settings(
     policy="las",
@@ -83,7 +83,7 @@ def _published(folder: Path, policy: str) -> dict[str, dict[str, float]]:
     return jcts
 
 
-def _read(folder: Path, number: int, elastic: bool = False) -> list[Arrival]:
+def _read(folder: Path, number: int, elastic: bool = False) -> list[JobArrival]:
     return read_workload(folder / "workloads" / f"workload-{number}.csv", elastic=elastic)
 
 
@@ -185,12 +185,14 @@ def _box(folder: Path, workloads: tuple[int, ...], offsets: range, seeds: range)
     return told
 
 
-def _runs(jobs: dict[int, list[Arrival]], policy: str, remaining: str, seed: int = 0) -> dict[int, Outcome]:
+def _runs(
+    jobs: dict[int, list[JobArrival]], policy: str, remaining: str, seed: int = 0
+) -> dict[int, SimulationOutcome]:
     conditions = Conditions(devices_of(_BOX), Settings(policy=policy), remaining=remaining, seed=seed)
     return {number: simulate(arrivals, conditions) for number, arrivals in jobs.items()}
 
 
-def _mean(runs: dict[int, Outcome]) -> float:
+def _mean(runs: dict[int, SimulationOutcome]) -> float:
     return mean([job.jct_s for outcome in runs.values() for job in outcome.jobs])
 
 

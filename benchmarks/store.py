@@ -230,7 +230,7 @@ def _fill(folder: Path, num_jobs: int, num_that_run: int) -> None:
             store.record(events.Submitted(float(number), job, spec), extra=_PROGRAM)
             if number < num_that_run:
                 store.record(events.Placed(float(number), job, ("gpu0",), 1, "first in line"))
-                store.record(events.Began(float(number), job))
+                store.record(events.JobStarted(float(number), job))
                 store.record(events.Ended(float(number), job, number % 10 > 0, "exit code"))
             if number % 1000 == 999:
                 store.commit()

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from evenload.balance.values import Device
+from evenload.balance.values import ComputeDevice
 
 ROOT = Path("/")
 
@@ -65,7 +65,7 @@ class Interface:
 # GPUs
 
 
-def gpus(environ: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+def gpus(environ: Mapping[str, str] = os.environ) -> tuple[ComputeDevice, ...]:
     """The GPUs a process may use, ``index`` being the N of its ``cuda:N``.
 
     Honours CUDA_VISIBLE_DEVICES and its order, and CUDA_DEVICE_ORDER; empty where there is none or NVML can't be asked.
@@ -74,7 +74,7 @@ def gpus(environ: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
         if nvml is None:
             return ()
         return tuple(
-            Device(nvml.nvmlDeviceGetName(handle), "cuda", index, memory_bytes=_memory(nvml, handle)[1])
+            ComputeDevice(nvml.nvmlDeviceGetName(handle), "cuda", index, memory_bytes=_memory(nvml, handle)[1])
             for index, handle in enumerate(_visible_handles(nvml, environ))
         )
 
@@ -267,7 +267,7 @@ def _process_owner(pid: int, root: Path) -> tuple[str, str]:
 # CPU
 
 
-def cpu(cores: Sequence[int] | None = None, root: Path = ROOT) -> Device:
+def cpu(cores: Sequence[int] | None = None, root: Path = ROOT) -> ComputeDevice:
     """The CPU as one device.
 
     Args:
@@ -278,7 +278,7 @@ def cpu(cores: Sequence[int] | None = None, root: Path = ROOT) -> Device:
         ``memory_bytes`` is that of the machine, or the cgroup's limit where it is lower.
     """
     chosen = usable_cores() if cores is None else tuple(cores)
-    return Device(
+    return ComputeDevice(
         name=f"CPU ({_spell_cores(chosen)})",
         kind="cpu",
         index=-1,

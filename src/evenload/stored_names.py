@@ -5,3 +5,13 @@ a stored name and its name in the code differ. Keep a line for as long as files 
 """
 
 from __future__ import annotations
+
+STORED_EVENTS = {
+    "JobStarted": "Began",
+    "JobHeld": "Held",
+    "MemoryMeasured": "Measured",
+    "ResizeRequested": "ResizeAsked",
+    "SpecChanged": "Respecified",
+    "StopRequested": "StopAsked",
+}
+"""Queue events (`scheduler.core.events`): class → kind in a queue's log. The others are stored under their own names."""

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.balance.cost import Point, Shape, fit_cost
+from evenload.balance.cost import CostSample, OverheadRatio, fit_cost
 
 
-def points(a: float, c: float, shares: list[int], *, repeat: int, sigma: float, seed: int = 0) -> list[Point]:
+def points(a: float, c: float, shares: list[int], *, repeat: int, sigma: float, seed: int = 0) -> list[CostSample]:
     rng = random.Random(seed)
     return [
-        Point(step, n, 1, (a + c * n) * (1 + rng.gauss(0, sigma)))
+        CostSample(step, n, 1, (a + c * n) * (1 + rng.gauss(0, sigma)))
         for step, n in enumerate(n for n in shares for _ in range(repeat))
     ]
 
@@ -21,7 +21,8 @@ def points(a: float, c: float, shares: list[int], *, repeat: int, sigma: float, 
 @given(st.floats(0, 1), st.floats(0.01, 1), st.integers(1, 4))
 def test_without_noise_the_fit_is_the_cost(a: float, c: float, num_micro: int) -> None:
     steps = [
-        Point(i, n, k, k * a + c * n) for i, (n, k) in enumerate([(8, num_micro), (16, num_micro), (32, num_micro)] * 3)
+        CostSample(i, n, k, k * a + c * n)
+        for i, (n, k) in enumerate([(8, num_micro), (16, num_micro), (32, num_micro)] * 3)
     ]
     fit = fit_cost(steps)
     for n in (8, 16, 32):
@@ -38,7 +39,7 @@ def test_one_share_says_nothing_of_a_and_c_apart() -> None:
 
 def test_spikes_do_not_bend_the_fit() -> None:
     steps = points(0.1, 0.01, [16, 64], repeat=10, sigma=0.01)
-    steps = [Point(p.step, p.num_samples, 1, p.seconds * (4 if p.step % 4 == 1 else 1)) for p in steps]
+    steps = [CostSample(p.step, p.num_samples, 1, p.seconds * (4 if p.step % 4 == 1 else 1)) for p in steps]
     fit = fit_cost(steps)
     assert fit.cost.predict_s(16, 1) == pytest.approx(0.26, rel=0.03)
     assert fit.cost.predict_s(64, 1) == pytest.approx(0.74, rel=0.03)
@@ -62,10 +63,10 @@ def test_a_device_at_a_third_of_its_speed_keeps_its_shape() -> None:
 
 
 def test_costs_stay_possible_whatever_the_times() -> None:
-    falling = [Point(i, n, 1, 1.0 / n) for i, n in enumerate([8, 64] * 4)]
+    falling = [CostSample(i, n, 1, 1.0 / n) for i, n in enumerate([8, 64] * 4)]
     cost = fit_cost(falling).cost
     assert cost.per_micro_s >= 0
     assert cost.per_sample_s > 0
-    rising = fit_cost([Point(i, n, 1, n**2.0) for i, n in enumerate([8, 64] * 4)], Shape(5.0, 1.0)).cost
+    rising = fit_cost([CostSample(i, n, 1, n**2.0) for i, n in enumerate([8, 64] * 4)], OverheadRatio(5.0, 1.0)).cost
     assert rising.per_micro_s >= 0
     assert rising.per_sample_s > 0

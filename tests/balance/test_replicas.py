@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from evenload.balance.replicas import Contention, ReplicaBalancer, SideBySide, contention
+from evenload.balance.replicas import Contention, ReplicaBalancer, ReplicaObservation, contention
 from evenload.errors import ConfigError
 
 LEAD = 2
@@ -50,7 +50,7 @@ class Machine:
             cpu = [p * j if self.off_cpu else o for p, o, j in zip(plain, own, jitter, strict=True)]
             if in_turns:
                 self.turns.append(self.step)
-            seen = SideBySide(
+            seen = ReplicaObservation(
                 self.step,
                 self.shares,
                 self.num_micro,
@@ -164,8 +164,8 @@ def test_a_trial_ends_where_memory_runs_out() -> None:
 
 def test_steps_of_other_sizes_and_unusual_ones_say_nothing() -> None:
     balancer = ReplicaBalancer(64, 2)
-    ragged = SideBySide(1, (8, 8), 1, (0.1, 0.2), (0.1, 0.2), 0.2, False)
-    unusual = SideBySide(2, (32, 32), 1, (0.1, 0.2), (0.1, 0.2), 0.2, False, left_out=True)
+    ragged = ReplicaObservation(1, (8, 8), 1, (0.1, 0.2), (0.1, 0.2), 0.2, False)
+    unusual = ReplicaObservation(2, (32, 32), 1, (0.1, 0.2), (0.1, 0.2), 0.2, False, left_out=True)
     for _ in range(60):
         assert balancer.observe(ragged) is None and balancer.observe(unusual) is None
     assert not balancer.takes_turns
@@ -177,5 +177,5 @@ def test_shares_that_do_not_fit_are_refused() -> None:
 
 
 def test_contention_of_replicas_without_samples() -> None:
-    one = SideBySide(0, (64, 0), 1, (0.064, 0.0), (0.064, 0.0), 0.064, False)
+    one = ReplicaObservation(0, (64, 0), 1, (0.064, 0.0), (0.064, 0.0), 0.064, False)
     assert contention([one], [one]) == Contention(0.064, (0.064, 0.0), (0.0, 0.0), 0.064)

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.balance.stages import Cut, Layer, cut_chain
-from evenload.balance.values import Link
+from evenload.balance.stages import Cut, LayerCost, cut_chain
+from evenload.balance.values import LinkSpeed
 
 # Sums of these are exact, so that equal really is equal.
 SECONDS = st.one_of(st.integers(0, 8).map(lambda n: n / 8), st.just(math.inf))
 BYTES = st.integers(0, 6)
-LINKS = st.builds(Link, st.sampled_from([0.0, 0.25, 1.0]), st.sampled_from([1.0, 4.0, math.inf]))
+LINKS = st.builds(LinkSpeed, st.sampled_from([0.0, 0.25, 1.0]), st.sampled_from([1.0, 4.0, math.inf]))
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> tuple[list[Layer], list[int], list[list[Link]], int]:
+def chains(draw: st.DrawFn) -> tuple[list[LayerCost], list[int], list[list[LinkSpeed]], int]:
     num_devices = draw(st.integers(1, 4))
     seconds = st.tuples(*[SECONDS] * num_devices)
-    layers = draw(st.lists(st.builds(Layer, BYTES, BYTES, BYTES, seconds), min_size=1, max_size=6))
+    layers = draw(st.lists(st.builds(LayerCost, BYTES, BYTES, BYTES, seconds), min_size=1, max_size=6))
     limits = draw(st.lists(st.integers(0, 40), min_size=num_devices, max_size=num_devices))
     links = [[draw(LINKS) for _ in range(num_devices)] for _ in range(num_devices)]
     return layers, limits, links, draw(BYTES)
@@ -44,7 +44,7 @@ def every_cut(num_layers: int, num_devices: int) -> Iterator[tuple[int, ...]]:
         yield (0, *inner)
 
 
-def time_of(bounds: tuple[int, ...], layers: list[Layer], links: list[list[Link]], output_bytes: int) -> float:
+def time_of(bounds: tuple[int, ...], layers: list[LayerCost], links: list[list[LinkSpeed]], output_bytes: int) -> float:
     def way(a: int, b: int, num_bytes: int) -> float:
         return 0.0 if a == b else links[a][b].latency_s + num_bytes / links[a][b].bandwidth_bytes_per_s
 
@@ -56,14 +56,16 @@ def time_of(bounds: tuple[int, ...], layers: list[Layer], links: list[list[Link]
     return total
 
 
-def peak_of(bounds: tuple[int, ...], layers: list[Layer], limits: list[int]) -> float:
+def peak_of(bounds: tuple[int, ...], layers: list[LayerCost], limits: list[int]) -> float:
     used = [sum(layer.num_bytes for layer in layers[a:b]) for a, b in pairwise(bounds)]
     return max((u / limit if limit else math.inf) if u else 0.0 for u, limit in zip(used, limits, strict=True))
 
 
 @settings(max_examples=400, deadline=None)
 @given(chains(), st.sampled_from([0.0, 0.25, 1.0]))
-def test_the_cut_is_the_best_of_all(chain: tuple[list[Layer], list[int], list[list[Link]], int], slack: float) -> None:
+def test_the_cut_is_the_best_of_all(
+    chain: tuple[list[LayerCost], list[int], list[list[LinkSpeed]], int], slack: float
+) -> None:
     layers, limits, links, output_bytes = chain
     cuts = {
         bounds: time_s
@@ -90,12 +92,12 @@ def test_the_cut_is_the_best_of_all(chain: tuple[list[Layer], list[int], list[li
     assert found == cut_chain(layers, limits, links, output_bytes, slack)
 
 
-def chain_of(seconds: list[tuple[float, ...]], num_bytes: int = 4) -> list[Layer]:
-    return [Layer(num_bytes, 0, 1, each) for each in seconds]
+def chain_of(seconds: list[tuple[float, ...]], num_bytes: int = 4) -> list[LayerCost]:
+    return [LayerCost(num_bytes, 0, 1, each) for each in seconds]
 
 
-def free(num_devices: int) -> list[list[Link]]:
-    return [[Link(0.0, math.inf)] * num_devices] * num_devices
+def free(num_devices: int) -> list[list[LinkSpeed]]:
+    return [[LinkSpeed(0.0, math.inf)] * num_devices] * num_devices
 
 
 def cut(*arguments: object, **further: object) -> Cut:
@@ -120,7 +122,7 @@ def test_equal_devices_are_filled_alike_and_in_proportion_to_their_room() -> Non
 
 def test_a_costly_way_is_taken_only_where_memory_asks_for_it() -> None:
     layers = chain_of([(1.0, 1.0)] * 4)
-    slow = [[Link(1.0, math.inf)] * 2] * 2
+    slow = [[LinkSpeed(1.0, math.inf)] * 2] * 2
     assert cut(layers, [16, 16], slow, slack=0.02).bounds == (0, 4, 4)
     tight = cut(layers, [15, 15], slow, slack=0.02)
     assert tight.bounds == (0, 2, 4)
@@ -128,8 +130,8 @@ def test_a_costly_way_is_taken_only_where_memory_asks_for_it() -> None:
 
 
 def test_the_cut_falls_where_least_crosses_it() -> None:
-    layers = [Layer(4, 0, crossing, (1.0, 1.0)) for crossing in (1, 50, 50, 2, 50, 50)]
-    links = [[Link(0.0, 10.0)] * 2] * 2
+    layers = [LayerCost(4, 0, crossing, (1.0, 1.0)) for crossing in (1, 50, 50, 2, 50, 50)]
+    links = [[LinkSpeed(0.0, 10.0)] * 2] * 2
     assert cut(layers, [20, 20], links).bounds == (0, 3, 6)
 
 
@@ -139,7 +141,7 @@ def test_nothing_fits() -> None:
 
 
 def test_a_thousand_layers_on_eight_devices() -> None:
-    layers = [Layer(100 + 7 * (i % 5), i % 3, 10, tuple(1.0 + 0.01 * d for d in range(8))) for i in range(1000)]
+    layers = [LayerCost(100 + 7 * (i % 5), i % 3, 10, tuple(1.0 + 0.01 * d for d in range(8))) for i in range(1000)]
     total = sum(layer.num_bytes for layer in layers)
     found = cut(layers, [total // 7] * 8, free(8), slack=0.5)
     assert max(found.device_bytes) <= total / 8 * 1.01

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenload import hardware
-from evenload.balance.values import Device
+from evenload.balance.values import ComputeDevice
 from evenload.doctor.checklist import GROUPS
 from evenload.doctor.checks import gpus as gpu_checks
 from evenload.doctor.checks import wheel
@@ -30,7 +30,7 @@ def judge(
     problem: str = "",
 ) -> Finding:
     built = wheel.Wheel("2.13.0", wheel_cuda, architectures if wheel_cuda else ())
-    cards = [Device(f"Card {index}", "cuda", index, 24 * GIB) for index, _ in enumerate(capabilities)]
+    cards = [ComputeDevice(f"Card {index}", "cuda", index, 24 * GIB) for index, _ in enumerate(capabilities)]
     return wheel.judge_wheel(built, hardware.GpuDriver("550.1", driver_cuda, capabilities), cards, problem)
 
 
@@ -147,7 +147,7 @@ def test_libraries() -> None:
 
 
 def held(*used_gib: float, processes: tuple[hardware.GpuProcess, ...] = ()) -> Finding:
-    cards = [Device("Card", "cuda", index, 10 * GIB) for index, _ in enumerate(used_gib)]
+    cards = [ComputeDevice("Card", "cuda", index, 10 * GIB) for index, _ in enumerate(used_gib)]
     return gpu_checks.judge_memory_held(cards, [int(gib * GIB) for gib in used_gib], processes)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from evenload.balance.values import Device
+from evenload.balance.values import ComputeDevice
 from evenload.errors import ConfigError
 from evenload.training.launch.devices import Host, describe_workers, parse_devices, plan_workers
 from evenload.training.launch.environment import WorkerSpec, read_spec, write_spec
@@ -62,8 +62,8 @@ def _done(stdout: str) -> list[list[int]]:
 
 
 def _host(num_gpus: int = 0, num_cores: int = 8) -> Host:
-    gpus = tuple(Device(f"GPU model {index}", "cuda", index, 2**34) for index in range(num_gpus))
-    return Host(gpus, Device("CPU", "cpu", -1, 2**35, num_cores), tuple(range(num_cores)))
+    gpus = tuple(ComputeDevice(f"GPU model {index}", "cuda", index, 2**34) for index in range(num_gpus))
+    return Host(gpus, ComputeDevice("CPU", "cpu", -1, 2**35, num_cores), tuple(range(num_cores)))
 
 
 def test_one_process_gives_the_weights_of_two(tmp_path: Path) -> None:

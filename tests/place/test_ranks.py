@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
-from evenload.balance.values import Device
+from evenload.balance.values import ComputeDevice
 from evenload.errors import ConfigError
 from evenload.testing import run_ranks
 from evenload.training.comm.groups import Groups, Membership
@@ -25,9 +25,10 @@ from tests.wrong_uses.jobs import evenload_run
 
 def _host(num_gpus: int = 4) -> Host:
     gpus = tuple(
-        Device("GPU model A" if index < 2 else f"GPU model {index}", "cuda", index, 2**34) for index in range(num_gpus)
+        ComputeDevice("GPU model A" if index < 2 else f"GPU model {index}", "cuda", index, 2**34)
+        for index in range(num_gpus)
     )
-    return Host(gpus, Device("CPU", "cpu", -1, 2**35, 4), (0, 1, 2, 3), None)
+    return Host(gpus, ComputeDevice("CPU", "cpu", -1, 2**35, 4), (0, 1, 2, 3), None)
 
 
 @pytest.mark.parametrize(

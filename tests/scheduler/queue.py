@@ -9,7 +9,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.commands import Command, End, Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.invariants import violations
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job, JobSpec, Needs, Settings
 
@@ -28,10 +28,10 @@ def spec(num: int | tuple[int, int] = 1, user: str = "ann", **rest: Any) -> JobS
 
 
 class Queue:
-    """A book, its log, and a clock."""
+    """A queue state, its log, and a clock."""
 
     def __init__(self, devices: Sequence[Device], **settings: Any) -> None:
-        self.book = Book()
+        self.queue_state = QueueState()
         self.log: list[events.Event] = []
         self.now_s = 0.0
         self.num = 0
@@ -40,9 +40,9 @@ class Queue:
             self.apply(events.DeviceAdded(0.0, device))
 
     def apply(self, event: events.Event) -> tuple[Job, ...]:
-        changed = self.book.apply(event)
+        changed = self.queue_state.apply(event)
         self.log.append(event)
-        assert violations(self.book.snapshot()) == []
+        assert violations(self.queue_state.snapshot()) == []
         return changed
 
     def submit(self, what: JobSpec | int | tuple[int, int] = 1, name: str = "", **rest: Any) -> str:
@@ -53,7 +53,7 @@ class Queue:
 
     def decide(self) -> tuple[Command, ...]:
         """Decides and records the commands; nothing is carried out."""
-        commands = decide(self.book.snapshot(), self.now_s)
+        commands = decide(self.queue_state.snapshot(), self.now_s)
         for command in commands:
             self.apply(recorded(command, self.now_s))
         return commands
@@ -75,11 +75,11 @@ class Queue:
 
     def began(self, *names: str) -> None:
         for name in names:
-            self.apply(events.Began(self.now_s, name))
+            self.apply(events.JobStarted(self.now_s, name))
 
     def yielded(self, name: str) -> None:
         self.apply(events.Yielded(self.now_s, name))
-        job = self.book.jobs.get(name)
+        job = self.queue_state.jobs.get(name)
         if job is not None and job.state is JobState.STARTING:
             self.began(name)
 
@@ -91,16 +91,16 @@ class Queue:
         self.apply(events.Reported(self.now_s, name, done, total, rate, **rest))
 
     def waits(self) -> dict[str, str]:
-        return plan(self.book.snapshot(), self.now_s, explain=True).waits
+        return plan(self.queue_state.snapshot(), self.now_s, explain=True).waits
 
     def state(self, name: str) -> JobState:
-        job = self.book.jobs.get(name)
-        return job.state if job is not None else self.book.outcomes[name]
+        job = self.queue_state.jobs.get(name)
+        return job.state if job is not None else self.queue_state.outcomes[name]
 
     def devices(self, name: str) -> tuple[str, ...]:
-        return self.book.jobs[name].devices
+        return self.queue_state.jobs[name].devices
 
     @property
     def running(self) -> set[str]:
         """Jobs that hold devices."""
-        return {job.id for job in self.book.jobs.values() if job.devices}
+        return {job.id for job in self.queue_state.jobs.values() if job.devices}

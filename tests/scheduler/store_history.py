@@ -19,7 +19,7 @@ class Happenings:
     def __init__(self, store: Store, seed: int) -> None:
         self.store = store
         self.rng = random.Random(seed)
-        self.now_s = store.book.time_s
+        self.now_s = store.queue_state.time_s
         self.num_refused = 0
 
     def happen(self, num: int) -> None:
@@ -35,30 +35,34 @@ class Happenings:
                 self.num_refused += 1
 
     def _entry(self) -> Entry:
-        rng, book, now_s = self.rng, self.store.book, self.now_s
-        jobs = list(book.jobs.values())
+        rng, queue_state, now_s = self.rng, self.store.queue_state, self.now_s
+        jobs = list(queue_state.jobs.values())
         job = rng.choice(jobs) if jobs else None
         name = job.id if job else "none"
-        devices = list(book.devices)
+        devices = list(queue_state.devices)
         some = tuple(rng.sample(devices, min(len(devices), rng.randint(1, 2))))
         number = rng.randint(0, 5)
         match rng.randint(0, 24) if devices else 19:
             case 0 | 1 | 2 | 3:
-                return events.Submitted(now_s, f"j{self.store.last}", self._spec(list(book.outcomes) + list(book.jobs)))
+                return events.Submitted(
+                    now_s, f"j{self.store.last}", self._spec(list(queue_state.outcomes) + list(queue_state.jobs))
+                )
             case 4 | 5 | 6 | 7:
                 return events.Placed(now_s, name, some, (job.attempt if job else 0) + 1, "it fits")
             case 8 | 9:
-                return events.Began(now_s, name)
+                return events.JobStarted(now_s, name)
             case 10:
                 if rng.random() < 0.3:
-                    return events.Measured(now_s, name, number * 2**30)
+                    return events.MemoryMeasured(now_s, name, number * 2**30)
                 return events.Reported(
                     now_s, name, rng.random() * 100, rng.choice([None, 100.0]), 0.1 + 0.2, (1.0, 1.9)
                 )
             case 11:
-                return events.ResizeAsked(now_s, name, some, "more room", rng.random() < 0.5)
+                return events.ResizeRequested(now_s, name, some, "more room", rng.random() < 0.5)
             case 12:
-                return events.StopAsked(now_s, name, rng.choice([JobState.PENDING, JobState.CANCELLED]), "for bob's")
+                return events.StopRequested(
+                    now_s, name, rng.choice([JobState.PENDING, JobState.CANCELLED]), "for bob's"
+                )
             case 13:
                 return events.Yielded(now_s, name)
             case 14:
@@ -66,9 +70,9 @@ class Happenings:
             case 15:
                 return events.Lost(now_s, name, "its runner is gone")
             case 16:
-                return rng.choice([events.Cancelled, events.Held, events.Released])(now_s, name)
+                return rng.choice([events.Cancelled, events.JobHeld, events.Released])(now_s, name)
             case 17:
-                return events.Respecified(now_s, name, self._spec([]))
+                return events.SpecChanged(now_s, name, self._spec([]))
             case 18 | 19:
                 host = f"h{number % 2}"
                 return events.DeviceAdded(now_s, Device(f"{host}.{number}", host, memory_bytes=number, speed=1.5))

@@ -144,8 +144,8 @@ def queue_folder(jobs: Path, tmp_path: Path) -> Path:
     with Store(tmp_path / "queue", holder="a test") as store:
         for event in log:
             store.record(event, extra={"command": ["x"]} if isinstance(event, events.Submitted) else None)
-            if isinstance(event, events.Began):
-                job = store.book.jobs[event.job]
+            if isinstance(event, events.JobStarted):
+                job = store.queue_state.jobs[event.job]
                 store.record(RunnerStarted(event.time_s, event.job, job.attempt, {"pid": 1}))
         store.commit()
     return tmp_path / "queue"

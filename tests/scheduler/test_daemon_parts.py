@@ -11,7 +11,7 @@ import pytest
 from evenload.errors import ConfigError
 from evenload.job.protocol import Report
 from evenload.scheduler.core import events
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Device, JobSpec, Limits
 from evenload.scheduler.daemon.devices import HOST, Found, variables_for
 from evenload.scheduler.daemon.endings import ending
@@ -105,12 +105,12 @@ def _known(*found: Found) -> dict[str, Found]:
 
 
 def test_devices_that_come_and_go() -> None:
-    book = Book()
+    queue_state = QueueState()
 
     def follow(found: dict[str, Found]) -> list[str]:
-        happened = device_events(book, found, 1.0)
+        happened = device_events(queue_state, found, 1.0)
         for event in happened:
-            book.apply(event)
+            queue_state.apply(event)
         return [type(event).__name__ for event in happened]
 
     assert follow(_known(_gpu("a"), _gpu("b"))) == ["DeviceAdded", "DeviceAdded"]
@@ -118,20 +118,20 @@ def test_devices_that_come_and_go() -> None:
     assert follow({}) == ["DeviceClosed", "DeviceClosed"]  # a driver that is away for a moment
     assert follow(_known(_gpu("a"))) == ["DeviceOpened", "DeviceRemoved"]
     assert follow(_known(_gpu("a"), _slot(0))) == ["DeviceAdded"]
-    book.apply(events.Submitted(1.0, "1", JobSpec("ann")))
-    book.apply(events.Placed(1.0, "1", ("cpu:0",), 1))
+    queue_state.apply(events.Submitted(1.0, "1", JobSpec("ann")))
+    queue_state.apply(events.Placed(1.0, "1", ("cpu:0",), 1))
     assert follow(_known(_gpu("a"))) == ["DeviceClosed"]  # a job has it
 
 
 def test_strangers_close_and_open() -> None:
-    book, found, told_s = Book(), _known(_gpu("a")), dict[str, float]()
-    for event in device_events(book, found, 0.0):
-        book.apply(event)
+    queue_state, found, told_s = QueueState(), _known(_gpu("a")), dict[str, float]()
+    for event in device_events(queue_state, found, 0.0):
+        queue_state.apply(event)
 
     def see(held: Held, now_s: float) -> list[str]:
-        happened = stranger_events(book, found, Sight(now_s, {"a": held}), GIB, told_s, now_s)
+        happened = stranger_events(queue_state, found, Sight(now_s, {"a": held}), GIB, told_s, now_s)
         for event in happened:
-            book.apply(event)
+            queue_state.apply(event)
         return [type(event).__name__ for event in happened]
 
     assert see(Held(), 1) == []
@@ -144,11 +144,11 @@ def test_strangers_close_and_open() -> None:
 
 
 def test_settings_of_the_file_are_recorded_once() -> None:
-    book, settings = Book(), QueueFile(settings={"policy": "fifo"}, limits={"ann": Limits(max_devices=1)})
-    for event in file_events(book, settings, 1.0):
-        book.apply(event)
-    assert book.settings.policy == "fifo" and book.users["ann"].limits.max_devices == 1
-    assert file_events(book, settings, 2.0) == []
+    queue_state, settings = QueueState(), QueueFile(settings={"policy": "fifo"}, limits={"ann": Limits(max_devices=1)})
+    for event in file_events(queue_state, settings, 1.0):
+        queue_state.apply(event)
+    assert queue_state.settings.policy == "fifo" and queue_state.users["ann"].limits.max_devices == 1
+    assert file_events(queue_state, settings, 2.0) == []
 
 
 def test_a_program_sees_its_devices_alone() -> None:

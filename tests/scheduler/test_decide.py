@@ -251,13 +251,13 @@ class TestLimits:
     def test_too_many_queued_or_too_large_is_refused_with_the_reason(self) -> None:
         queue = Queue([*box(2, 2, "a"), *box(1, 1, "b")])
         queue.apply(events.LimitsSet(0.0, "ann", Limits(max_queued=1, max_devices=2)))
-        assert queue.book.refusal(spec(1)) is None
+        assert queue.queue_state.refusal(spec(1)) is None
         queue.submit(1)
-        assert queue.book.refusal(spec(1)) == "ann has 1 jobs in the queue and may have 1"
-        said = queue.book.refusal(spec(3, user="bob", kinds=("b",)))
+        assert queue.queue_state.refusal(spec(1)) == "ann has 1 jobs in the queue and may have 1"
+        said = queue.queue_state.refusal(spec(3, user="bob", kinds=("b",)))
         assert said == "it asks for 3 devices of kind b; this queue has 1 such of its 5 devices"
-        assert "in one host" in (queue.book.refusal(spec(3, user="bob", one_host=True)) or "")
-        assert queue.book.refusal(spec(3, user="bob")) is None
+        assert "in one host" in (queue.queue_state.refusal(spec(3, user="bob", one_host=True)) or "")
+        assert queue.queue_state.refusal(spec(3, user="bob")) is None
 
     def test_elements_of_an_array(self) -> None:
         queue = Queue(box(8))
@@ -297,7 +297,10 @@ class TestDependencies:
 
     def test_after_nobody(self) -> None:
         queue = Queue(box(1))
-        assert queue.book.refusal(spec(1, after=(After("x"),))) == "it is to start after x, but there is no such job"
+        assert (
+            queue.queue_state.refusal(spec(1, after=(After("x"),)))
+            == "it is to start after x, but there is no such job"
+        )
         with pytest.raises(QueueError, match="no such job"):
             queue.submit(spec(1, after=(After("x"),)))
 
@@ -343,7 +346,7 @@ def test_held_and_not_before() -> None:
     queue = Queue(box(2))
     queue.submit(1, name="later", not_before_s=50.0)
     queue.submit(1, name="held")
-    queue.apply(events.Held(0.0, "held"))
+    queue.apply(events.JobHeld(0.0, "held"))
     queue.settle()
     assert queue.running == set()
     assert queue.waits() == {"later": "is not to start for another 50 s", "held": "its owner holds it back"}
@@ -351,7 +354,7 @@ def test_held_and_not_before() -> None:
     queue.apply(events.Released(50.0, "held"))
     queue.settle()
     assert queue.running == {"later", "held"}
-    assert queue.book.jobs["later"].waited_s == 0.0
+    assert queue.queue_state.jobs["later"].waited_s == 0.0
 
 
 def test_nothing_starts_on_a_closed_device() -> None:
@@ -391,11 +394,11 @@ def test_a_cancelled_job_ends_when_its_processes_are_gone() -> None:
     queue.settle()
     with pytest.raises(QueueError, match="ask it to stop"):
         queue.apply(events.Cancelled(0.0, job))
-    queue.apply(events.StopAsked(0.0, job, JobState.CANCELLED, "by ann"))
+    queue.apply(events.StopRequested(0.0, job, JobState.CANCELLED, "by ann"))
     assert queue.state(job) is JobState.PREEMPTING and queue.decide() == ()
-    queue.apply(events.StopAsked(0.0, job, JobState.PENDING, "a preemption on top"))
+    queue.apply(events.StopRequested(0.0, job, JobState.PENDING, "a preemption on top"))
     queue.yielded(job)
-    assert queue.state(job) is JobState.CANCELLED and queue.book.holder == {}
+    assert queue.state(job) is JobState.CANCELLED and queue.queue_state.holder == {}
 
 
 def test_times_and_use_are_accounted() -> None:
@@ -404,13 +407,13 @@ def test_times_and_use_are_accounted() -> None:
     queue.now_s = 10.0
     queue.settle()
     queue.now_s = 110.0
-    queue.apply(events.StopAsked(110.0, "a"))
+    queue.apply(events.StopRequested(110.0, "a"))
     queue.now_s = 115.0
     queue.yielded("a")
-    job = queue.book.jobs["a"]
+    job = queue.queue_state.jobs["a"]
     assert (job.waited_s, job.held_s, job.service_device_s) == (10.0, 105.0, 210.0)
     assert job.waited_until(125.0) == 20.0
-    ann = queue.book.users["ann"]
+    ann = queue.queue_state.users["ann"]
     assert ann.num_devices == 0 and 200 < ann.usage_device_s < 210
     assert ann.usage_until(1115.0, 1000.0) == pytest.approx(ann.usage_device_s / 2)
 
@@ -422,8 +425,8 @@ def test_times_and_use_are_accounted() -> None:
         events.Placed(0.0, "j1", ("gpu0.0", "gpu0.0"), 1),
         events.Placed(0.0, "j1", ("gpu0.0",), 2),
         events.Placed(0.0, "j1", (), 1),
-        events.Began(0.0, "j1"),
-        events.Began(0.0, "nobody"),
+        events.JobStarted(0.0, "j1"),
+        events.JobStarted(0.0, "nobody"),
         events.DeviceRemoved(0.0, "nowhere"),
         events.ReservationEnded(0.0, "r"),
         events.DeviceAdded(0.0, Device("gpu0.0", "elsewhere")),
@@ -432,10 +435,10 @@ def test_times_and_use_are_accounted() -> None:
 def test_an_event_that_cannot_follow_is_refused_and_changes_nothing(event: events.Event) -> None:
     queue = Queue(box(1))
     queue.submit(1)
-    before = queue.book.snapshot()
+    before = queue.queue_state.snapshot()
     with pytest.raises(QueueError):
-        queue.book.apply(event)
-    assert queue.book.snapshot() == before
+        queue.queue_state.apply(event)
+    assert queue.queue_state.snapshot() == before
 
 
 def test_settings_are_checked() -> None:

@@ -7,38 +7,38 @@ import time
 import pytest
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Device, JobSpec
 from evenload.scheduler.daemon.eta_cache import Foresight
 from tests.scheduler.daemons import until
 
 
-def _book(num_jobs: int) -> Book:
+def _queue_state(num_jobs: int) -> QueueState:
     now_s = time.time()
-    book = Book([events.DeviceAdded(now_s, Device("cpu:0", "local", "cpu"))])
+    queue_state = QueueState([events.DeviceAdded(now_s, Device("cpu:0", "local", "cpu"))])
     for number in range(num_jobs):
-        book.apply(events.Submitted(now_s, str(number), JobSpec("ann", estimate_s=100.0)))
-    return book
+        queue_state.apply(events.Submitted(now_s, str(number), JobSpec("ann", estimate_s=100.0)))
+    return queue_state
 
 
 def test_a_small_queue_is_looked_at_while_the_caller_waits() -> None:
-    foresight, book = Foresight(), _book(3)
-    known = foresight.of(book.snapshot(), last=4)
+    foresight, queue_state = Foresight(), _queue_state(3)
+    known = foresight.of(queue_state.snapshot(), last=4)
     assert known["0"].reason == "gets its devices now" and known["2"].start_s is not None
-    assert foresight.of(book.snapshot(), last=4) is known, "nothing happened since"
+    assert foresight.of(queue_state.snapshot(), last=4) is known, "nothing happened since"
 
 
 @pytest.mark.parametrize("num_jobs", [20_000])
 def test_a_large_queue_is_looked_at_beside(num_jobs: int) -> None:
-    foresight, book = Foresight(), _book(num_jobs)
-    first = foresight.of(book.snapshot(), last=1)
+    foresight, queue_state = Foresight(), _queue_state(num_jobs)
+    first = foresight.of(queue_state.snapshot(), last=1)
     assert first == {} or len(first) == num_jobs, "all, or nothing yet"
-    until(lambda: len(foresight.of(book.snapshot(), last=1)) == num_jobs, lambda: "no look came")
+    until(lambda: len(foresight.of(queue_state.snapshot(), last=1)) == num_jobs, lambda: "no look came")
     thread = foresight._thread
     assert thread is not None
     thread.join(60.0)
     began_s = time.thread_time()
-    known = foresight.of(book.snapshot(), last=2)
+    known = foresight.of(queue_state.snapshot(), last=2)
     assert time.thread_time() - began_s < 0.5 and len(known) == num_jobs, "what the last look saw"
     thread = foresight._thread
     assert thread is not None

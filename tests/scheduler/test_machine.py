@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from evenload.scheduler.core import events
 from evenload.scheduler.core.commands import Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide, plan
-from evenload.scheduler.core.forecast import outlook
+from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.invariants import violations
-from evenload.scheduler.core.queue_state import Book
-from evenload.scheduler.core.sharing import expected_bytes, room_bytes
+from evenload.scheduler.core.queue_state import QueueState
+from evenload.scheduler.core.sharing import expected_bytes, free_bytes
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import POLICIES, After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings
 
@@ -30,17 +30,17 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book()
+        self.queue_state = QueueState()
         self.log: list[events.Event] = []
         self.now_s = 0.0
         self.num = 0
 
     def apply(self, event: events.Event) -> None:
-        self.book.apply(event)
+        self.queue_state.apply(event)
         self.log.append(event)
 
     def some(self, data: st.DataObject, *states: JobState) -> str | None:
-        names = [job.id for job in self.book.jobs.values() if not states or job.state in states]
+        names = [job.id for job in self.queue_state.jobs.values() if not states or job.state in states]
         return data.draw(st.sampled_from(names)) if names else None
 
     @initialize(
@@ -100,7 +100,7 @@ class QueueMachine(RuleBasedStateMachine):
         self, user: str, low: int, more: int, kinds: Any, memory: int, flags: Any, data: st.DataObject, **rest: Any
     ):  # type: ignore[no-untyped-def]
         after = ()
-        known = [*self.book.jobs, *self.book.outcomes]
+        known = [*self.queue_state.jobs, *self.queue_state.outcomes]
         if known and data.draw(st.integers(0, 4)) == 0:
             after = (After(data.draw(st.sampled_from(known)), data.draw(st.sampled_from(["ok", "any", "failed"]))),)
         limit_s = rest["limit_s"]
@@ -119,7 +119,7 @@ class QueueMachine(RuleBasedStateMachine):
             array="array" if is_array else "",
             array_limit=1 if is_array else None,
         )
-        if self.book.refusal(what) is None:
+        if self.queue_state.refusal(what) is None:
             self.num += 1
             self.apply(events.Submitted(self.now_s, f"j{self.num}", what))
 
@@ -130,12 +130,12 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def decide(self) -> None:
         """What is decided can be recorded, keeps all limits, protections and reservations, and is decided once."""
-        snapshot = self.book.snapshot()
+        snapshot = self.queue_state.snapshot()
         commands = decide(snapshot, self.now_s)
         assert decide(snapshot, self.now_s) == commands
         assert plan(snapshot, self.now_s, explain=True).commands == commands
-        settings_ = self.book.settings
-        before = dict(self.book.jobs)
+        settings_ = self.queue_state.settings
+        before = dict(self.queue_state.jobs)
         for command in commands:
             job = before[command.job]
             if isinstance(command, Preempt) or (isinstance(command, Resize) and command.is_forced):
@@ -152,8 +152,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.apply(recorded(command, self.now_s))
         given = {c.job for c in commands if isinstance(c, Start | Resize)}
         for user in {before[name].spec.user for name in given}:
-            limits = self.book.users[user].limits
-            held = [j for j in self.book.jobs.values() if j.spec.user == user and j.state in HOLDING]
+            limits = self.queue_state.users[user].limits
+            held = [j for j in self.queue_state.jobs.values() if j.spec.user == user and j.state in HOLDING]
             if limits.max_running is not None and any(
                 isinstance(c, Start) and before[c.job].spec.user == user for c in commands
             ):
@@ -163,29 +163,29 @@ class QueueMachine(RuleBasedStateMachine):
         for reservation in snapshot.reservations:
             if reservation.start_s <= self.now_s < reservation.end_s:
                 for name in given:
-                    job = self.book.jobs[name]
+                    job = self.queue_state.jobs[name]
                     new = set(job.target or job.devices) - set(before[name].devices)
                     assert job.spec.user in reservation.users or not reservation.devices & new
-        elements = [j for j in self.book.jobs.values() if j.spec.array == "array" and j.state in HOLDING]
+        elements = [j for j in self.queue_state.jobs.values() if j.spec.array == "array" and j.state in HOLDING]
         assert len(elements) <= 1
 
     def check_room(self, job: Job, device: str) -> None:
         """Who comes to others finds memory enough."""
-        others = [self.book.jobs[name] for name in self.book.holder.get(device, ())]
+        others = [self.queue_state.jobs[name] for name in self.queue_state.holder.get(device, ())]
         if others:
-            room = room_bytes(others, self.book.devices[device].memory_bytes, self.book.settings)
+            room = free_bytes(others, self.queue_state.devices[device].memory_bytes, self.queue_state.settings)
             assert room is not None and (expected_bytes(job) or room + 1) <= room
 
     @rule(data=st.data(), peak_bytes=st.sampled_from([1, 4, 9, 30]))
     def is_measured(self, data: st.DataObject, peak_bytes: int) -> None:
         """A job that may share is seen to take some of its device's memory; others like it are told."""
-        names = [job.id for job in self.book.jobs.values() if job.spec.share_device]
+        names = [job.id for job in self.queue_state.jobs.values() if job.spec.share_device]
         if names:
-            job = self.book.jobs[data.draw(st.sampled_from(names))]
+            job = self.queue_state.jobs[data.draw(st.sampled_from(names))]
             if job.devices:
-                self.apply(events.Measured(self.now_s, job.id, peak_bytes))
+                self.apply(events.MemoryMeasured(self.now_s, job.id, peak_bytes))
             else:
-                self.apply(events.Respecified(self.now_s, job.id, replace(job.spec, peak_bytes=peak_bytes)))
+                self.apply(events.SpecChanged(self.now_s, job.id, replace(job.spec, peak_bytes=peak_bytes)))
 
     @rule(data=st.data(), is_success=st.booleans())
     def runner_speaks(self, data: st.DataObject, is_success: bool) -> None:
@@ -193,14 +193,14 @@ class QueueMachine(RuleBasedStateMachine):
         name = self.some(data, *HOLDING)
         if name is None:
             return
-        state = self.book.jobs[name].state
+        state = self.queue_state.jobs[name].state
         what = data.draw(st.sampled_from(["go on", "go on", "go on", "end", "lose"]))
         if what == "end":
             self.apply(events.Ended(self.now_s, name, is_success))
         elif what == "lose":
             self.apply(events.Lost(self.now_s, name, "its host is gone"))
         elif state is JobState.STARTING:
-            self.apply(events.Began(self.now_s, name))
+            self.apply(events.JobStarted(self.now_s, name))
         elif state is JobState.RUNNING:
             done = data.draw(st.floats(0, 90))
             self.apply(events.Reported(self.now_s, name, done, 100.0, 1.0, (1.0, 1.8, 2.4, 2.8)))
@@ -213,21 +213,21 @@ class QueueMachine(RuleBasedStateMachine):
         name = self.some(data)
         if name is None:
             return
-        job = self.book.jobs[name]
+        job = self.queue_state.jobs[name]
         if job.state is not JobState.PENDING:
-            self.apply(events.StopAsked(self.now_s, name, JobState.CANCELLED, "asked for"))
+            self.apply(events.StopRequested(self.now_s, name, JobState.CANCELLED, "asked for"))
         elif data.draw(st.booleans()):
             self.apply(events.Cancelled(self.now_s, name, "asked for"))
         elif job.is_held:
             self.apply(events.Released(self.now_s, name))
         else:
-            self.apply(events.Held(self.now_s, name))
+            self.apply(events.JobHeld(self.now_s, name))
 
     @rule(data=st.data())
     def device_changes(self, data: st.DataObject) -> None:
         """A stranger takes a device, or it comes back."""
-        device = data.draw(st.sampled_from(list(self.book.devices)))
-        if device in self.book.closed:
+        device = data.draw(st.sampled_from(list(self.queue_state.devices)))
+        if device in self.queue_state.closed:
             self.apply(events.DeviceOpened(self.now_s, device))
         else:
             self.apply(events.DeviceClosed(self.now_s, device, "a stranger"))
@@ -235,12 +235,12 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(user=st.sampled_from(USERS), most=st.sampled_from([None, 1, 3]), running=st.sampled_from([None, 1]))
     def limits_change(self, user: str, most: int | None, running: int | None) -> None:
         # Below what is held already nothing can be promised, so the limits only change where nothing is held.
-        if not any(j.devices for j in self.book.jobs.values() if j.spec.user == user):
+        if not any(j.devices for j in self.queue_state.jobs.values() if j.spec.user == user):
             self.apply(events.LimitsSet(self.now_s, user, Limits(max_devices=most, max_running=running)))
 
     @rule(data=st.data(), start=st.sampled_from([0.0, 100.0]), users=st.sets(st.sampled_from(USERS), max_size=1))
     def reserve(self, data: st.DataObject, start: float, users: set[str]) -> None:
-        devices = data.draw(st.sets(st.sampled_from(list(self.book.devices)), min_size=1, max_size=3))
+        devices = data.draw(st.sets(st.sampled_from(list(self.queue_state.devices)), min_size=1, max_size=3))
         start_s = self.now_s + start
         reservation = Reservation("r", frozenset(devices), start_s, start_s + 500, frozenset(users))
         self.apply(events.ReservationSet(self.now_s, reservation))
@@ -250,30 +250,36 @@ class QueueMachine(RuleBasedStateMachine):
     def replay(self) -> None:
         """The log, written and read again, folds to the same state."""
         rows = json.loads(json.dumps([events.as_row(event) for event in self.log]))
-        again = Book(events.from_row(row) for row in rows)
-        assert again.snapshot() == self.book.snapshot()
-        assert (again.outcomes, again.holder) == (self.book.outcomes, self.book.holder)
-        book, stored = self.book, Book()
+        again = QueueState(events.from_row(row) for row in rows)
+        assert again.snapshot() == self.queue_state.snapshot()
+        assert (again.outcomes, again.holder) == (self.queue_state.outcomes, self.queue_state.holder)
+        queue_state, stored = self.queue_state, QueueState()
         stored.restore(
-            time_s=book.time_s,
-            settings=book.settings,
-            devices=book.devices.values(),
-            closed=book.closed,
-            users=book.users.values(),
-            reservations=book.reservations.values(),
-            jobs=book.jobs.values(),
-            outcomes=book.outcomes,
+            time_s=queue_state.time_s,
+            settings=queue_state.settings,
+            devices=queue_state.devices.values(),
+            closed=queue_state.closed,
+            users=queue_state.users.values(),
+            reservations=queue_state.reservations.values(),
+            jobs=queue_state.jobs.values(),
+            outcomes=queue_state.outcomes,
         )
-        assert (stored.snapshot(), stored.holder, stored.time_s) == (book.snapshot(), book.holder, book.time_s)
-        waiting = {name: [job for job in jobs if job in book.jobs] for name, jobs in book.dependents.items()}
+        assert (stored.snapshot(), stored.holder, stored.time_s) == (
+            queue_state.snapshot(),
+            queue_state.holder,
+            queue_state.time_s,
+        )
+        waiting = {
+            name: [job for job in jobs if job in queue_state.jobs] for name, jobs in queue_state.dependents.items()
+        }
         assert stored.dependents == {name: jobs for name, jobs in waiting.items() if jobs}
 
     @rule()
     def look_ahead(self) -> None:
         """Everybody is told something that can be, whatever happened."""
-        told = outlook(self.book.snapshot(), self.now_s)
-        assert list(told) == list(self.book.jobs)
-        for name, job in self.book.jobs.items():
+        told = forecast(self.queue_state.snapshot(), self.now_s)
+        assert list(told) == list(self.queue_state.jobs)
+        for name, job in self.queue_state.jobs.items():
             one = told[name]
             assert one.reason or job.state is JobState.RUNNING
             assert one.start_s is None or (not job.devices and one.start_s >= self.now_s)
@@ -281,33 +287,33 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        assert violations(self.book.snapshot()) == []
+        assert violations(self.queue_state.snapshot()) == []
 
     def teardown(self) -> None:
         """Once nothing comes any more, and programs run to their end, everybody who fits in gets devices and ends."""
-        for reservation in list(self.book.reservations):
+        for reservation in list(self.queue_state.reservations):
             self.apply(events.ReservationEnded(self.now_s, reservation))
-        for device in list(self.book.closed):
+        for device in list(self.queue_state.closed):
             self.apply(events.DeviceOpened(self.now_s, device))
-        for job in list(self.book.jobs.values()):
+        for job in list(self.queue_state.jobs.values()):
             if job.is_held:
                 self.apply(events.Released(self.now_s, job.id))
-        for user in self.book.users:
+        for user in self.queue_state.users:
             self.apply(events.LimitsSet(self.now_s, user, Limits()))
-        for _ in range(40 + 12 * len(self.book.jobs)):
-            if not self.book.jobs:
+        for _ in range(40 + 12 * len(self.queue_state.jobs)):
+            if not self.queue_state.jobs:
                 break
             self.now_s += 500.0
             self.decide()
-            for job in list(self.book.jobs.values()):
+            for job in list(self.queue_state.jobs.values()):
                 if job.state is JobState.STARTING:
-                    self.apply(events.Began(self.now_s, job.id))
+                    self.apply(events.JobStarted(self.now_s, job.id))
                 elif job.state in (JobState.PREEMPTING, JobState.RESIZING):
                     self.apply(events.Yielded(self.now_s, job.id))
                 elif job.state is JobState.RUNNING and job.held_until(self.now_s) >= 1000:
                     self.apply(events.Ended(self.now_s, job.id, is_success=True))
-                assert violations(self.book.snapshot()) == []
-        assert not self.book.jobs, plan(self.book.snapshot(), self.now_s, explain=True).waits
+                assert violations(self.queue_state.snapshot()) == []
+        assert not self.queue_state.jobs, plan(self.queue_state.snapshot(), self.now_s, explain=True).waits
 
 
 QueueMachine.TestCase.settings = settings(

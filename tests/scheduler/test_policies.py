@@ -57,7 +57,7 @@ class TestFairShare:
         for _ in range(8):
             queue.submit(1, user="bob")
         queue.settle()
-        assert sorted(queue.book.jobs[j].spec.user for j in queue.running) == ["ann", "ann", "bob", "bob"]
+        assert sorted(queue.queue_state.jobs[j].spec.user for j in queue.running) == ["ann", "ann", "bob", "bob"]
 
     def test_a_larger_share_is_worth_more(self) -> None:
         queue = Queue(box(4), policy="fair_share", min_run_s=0.0)
@@ -66,7 +66,7 @@ class TestFairShare:
             queue.submit(1, user="ann")
             queue.submit(1, user="bob")
         queue.settle()
-        assert sorted(queue.book.jobs[j].spec.user for j in queue.running) == ["ann", "bob", "bob", "bob"]
+        assert sorted(queue.queue_state.jobs[j].spec.user for j in queue.running) == ["ann", "bob", "bob", "bob"]
 
     def test_use_is_forgotten_with_its_half_life(self) -> None:
         queue = Queue(box(1), policy="fair_share", min_run_s=0.0, half_life_s=3600.0, starve_after_s=1e9)
@@ -240,7 +240,7 @@ def test_marginal_gain_is_optimal_on_concave_curves(jobs: list[tuple[float, list
         name = queue.submit(1)
         curve = [0.0, *itertools.accumulate(sorted(steps, reverse=True))]
         values = tuple(weight * v for v in curve[1:])
-        bids.append(Bid(queue.book.jobs[name], 0, tuple(range(1, len(curve))), values, 0.0, curve))
+        bids.append(Bid(queue.queue_state.jobs[name], 0, tuple(range(1, len(curve))), values, 0.0, curve))
     sizes = share_out(bids, num, 0.0)
     assert sum(sizes.values()) <= num
     own = sum(b.values[sizes[b.job.id] - 1] for b in bids if sizes[b.job.id])
@@ -265,10 +265,10 @@ def test_nobody_starves(policy: str) -> None:
             if time_s <= queue.now_s and name in queue.running:
                 queue.ended(name)
                 del ends[name]
-        while len(queue.book.jobs) < 6:
+        while len(queue.queue_state.jobs) < 6:
             queue.submit(1, user="bob", estimate_s=120.0, name=f"s{queue.num}")
         queue.settle()
-        held_s = queue.book.jobs[gang].held_until(queue.now_s)
+        held_s = queue.queue_state.jobs[gang].held_until(queue.now_s)
         for name in queue.running - {gang}:
             ends.setdefault(name, queue.now_s + 120.0)
         if held_s >= 7200.0:

@@ -54,7 +54,7 @@ def test_what_never_ran_or_has_not_ended_is_left_out() -> None:
     queue.submit(1)
     queue.settle()
     queue.now_s = 1100.0
-    queue.apply(events.StopAsked(1100.0, ended))
+    queue.apply(events.StopRequested(1100.0, ended))
     queue.now_s = 1110.0
     queue.yielded(ended)
     queue.now_s = 1200.0

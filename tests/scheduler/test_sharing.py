@@ -9,8 +9,8 @@ import pytest
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.commands import Preempt, Start
-from evenload.scheduler.core.forecast import outlook
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.forecast import forecast
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import JobSpec, Limits, Needs, Reservation
 from tests.scheduler.queue import GIB, Queue, box, spec
@@ -26,7 +26,7 @@ def small(queue: Queue, gib: float = 4, **rest: Any) -> str:
 
 
 def holders(queue: Queue) -> dict[str, tuple[str, ...]]:
-    return queue.book.holder
+    return queue.queue_state.holder
 
 
 def test_small_jobs_share_while_their_peaks_fit() -> None:
@@ -64,7 +64,7 @@ def test_what_is_not_known_is_alone_until_it_is_measured() -> None:
     unknown, other = queue.submit(share_device=True), small(queue)
     queue.settle()
     assert queue.running == {unknown}
-    queue.apply(events.Measured(queue.now_s, unknown, 10 * GIB))
+    queue.apply(events.MemoryMeasured(queue.now_s, unknown, 10 * GIB))
     queue.settle()
     assert queue.running == {unknown, other}
 
@@ -83,7 +83,7 @@ def test_what_was_measured_counts_not_what_was_said() -> None:
     other = small(queue, 10)
     queue.settle()
     assert other not in queue.running
-    queue.apply(events.Measured(queue.now_s, "j1", 2 * GIB))
+    queue.apply(events.MemoryMeasured(queue.now_s, "j1", 2 * GIB))
     queue.settle()
     assert queue.running == {"j1", other}
 
@@ -120,14 +120,14 @@ def test_peaks_that_grow_too_large_send_the_youngest_away_whose_leaving_is_enoug
     third = small(queue, 1)
     queue.settle()
     assert len(queue.running) == 3
-    queue.apply(events.Measured(queue.now_s, first, 14 * GIB))
+    queue.apply(events.MemoryMeasured(queue.now_s, first, 14 * GIB))
     assert queue.decide() == ()  # 21 of 24 GiB: it isn't let in any more, but it fits
-    queue.apply(events.Measured(queue.now_s, second, 12 * GIB))
+    queue.apply(events.MemoryMeasured(queue.now_s, second, 12 * GIB))
     (stop,) = queue.decide()
     assert isinstance(stop, Preempt) and stop.job == second  # the third is younger, but its leaving isn't enough
     assert "27.0 GiB of its 24.0 GiB" in stop.reason
     queue.yielded(second)
-    assert queue.decide() == () and queue.book.jobs[second].peak_bytes == 12 * GIB
+    assert queue.decide() == () and queue.queue_state.jobs[second].peak_bytes == 12 * GIB
     queue.ended(first)
     queue.settle()
     assert queue.running == {second, third}
@@ -138,8 +138,8 @@ def test_who_can_not_be_stopped_is_not() -> None:
     for _ in range(2):
         small(queue, preemptible=False)
     queue.settle()
-    queue.apply(events.Measured(queue.now_s, "j1", 20 * GIB))
-    queue.apply(events.Measured(queue.now_s, "j2", 20 * GIB))
+    queue.apply(events.MemoryMeasured(queue.now_s, "j1", 20 * GIB))
+    queue.apply(events.MemoryMeasured(queue.now_s, "j2", 20 * GIB))
     assert queue.decide() == ()
 
 
@@ -278,7 +278,7 @@ def test_everybody_who_shares_is_foreseen() -> None:
     small(queue, estimate_s=100.0), small(queue, estimate_s=300.0)
     queue.settle()
     whole = queue.submit(priority=-1, estimate_s=50.0)
-    told = outlook(queue.book.snapshot(), queue.now_s)
+    told = forecast(queue.queue_state.snapshot(), queue.now_s)
     assert told["j1"].end_s == 100.0 and told["j2"].end_s == 300.0
     assert told[whole].start_s == 300.0
 
@@ -291,7 +291,7 @@ def test_the_book_lets_nobody_onto_a_device_who_may_not() -> None:
     with pytest.raises(QueueError, match=f"which job {first} holds"):
         queue.apply(events.Placed(queue.now_s, whole, ("gpu0.0",), 1))
     second = small(queue)
-    queue.apply(events.StopAsked(queue.now_s, first))
+    queue.apply(events.StopRequested(queue.now_s, first))
     with pytest.raises(QueueError, match=f"which job {first} holds"):
         queue.apply(events.Placed(queue.now_s, second, ("gpu0.0",), 1))
     with pytest.raises(QueueError, match=f"held by job {first}"):
@@ -302,12 +302,12 @@ def test_the_book_lets_nobody_onto_a_device_who_may_not() -> None:
 
 def test_a_snapshot_tells_whether_anybody_shares() -> None:
     queue = queue_of(1)
-    assert not queue.book.snapshot().shares
+    assert not queue.queue_state.snapshot().shares
     job, other = small(queue), queue.submit()
-    assert queue.book.snapshot().shares
+    assert queue.queue_state.snapshot().shares
     queue.settle()
     queue.ended(job)
-    assert not queue.book.snapshot().shares
-    queue.apply(events.Respecified(queue.now_s, other, spec(share_device=True)))
-    again = Book(queue.log)
-    assert again.snapshot().shares and again.snapshot() == queue.book.snapshot()
+    assert not queue.queue_state.snapshot().shares
+    queue.apply(events.SpecChanged(queue.now_s, other, spec(share_device=True)))
+    again = QueueState(queue.log)
+    assert again.snapshot().shares and again.snapshot() == queue.queue_state.snapshot()

@@ -92,9 +92,9 @@ def test_a_shared_device_opens_again_under_its_jobs_and_another_doesnt() -> None
         found = {"a": Found(device, "gpu0")}
         ours, stranger = Holder(11, "ann", "x", GIB, True, 7), Holder(12, "bob", "y", GIB)
         clean, dirty = (Sight(1.0, {"a": Held(who, len(who) * GIB)}) for who in ((ours,), (ours, stranger)))
-        assert stranger_events(queue.book, found, dirty, GIB, {}, 5.0, {job: 7}) == []
-        assert stranger_events(queue.book, found, dirty, GIB, {}, 5.0) == []
-        assert stranger_events(queue.book, found, clean, GIB, {}, 5.0, {job: 7}) == opens
+        assert stranger_events(queue.queue_state, found, dirty, GIB, {}, 5.0, {job: 7}) == []
+        assert stranger_events(queue.queue_state, found, dirty, GIB, {}, 5.0) == []
+        assert stranger_events(queue.queue_state, found, clean, GIB, {}, 5.0, {job: 7}) == opens
 
 
 def test_jobs_that_are_alike_know_each_others_peaks(tmp_path: Path) -> None:
@@ -108,17 +108,17 @@ def test_jobs_that_are_alike_know_each_others_peaks(tmp_path: Path) -> None:
         store.record(events.Submitted(0.0, "unlike", spec(share_device=True)), extra={"command": ["train"]})
         store.record(events.Submitted(0.0, "whole", spec()), extra=program)
         store.record(events.Placed(1.0, "one", ("gpu0.0",), 1))
-        store.record(events.Began(1.0, "one"))
-        store.record(events.Measured(9.0, "one", 3 * GIB))
-        assert set(names) == set(store.book.jobs)
+        store.record(events.JobStarted(1.0, "one"))
+        store.record(events.MemoryMeasured(9.0, "one", 3 * GIB))
+        assert set(names) == set(store.queue_state.jobs)
         (ended,) = store.record(events.Ended(9.0, "one", is_success=True))
         store.commit()
         alike = Alike(reader)
-        told = alike.learn(ended, store.book.jobs, 10.0)
+        told = alike.learn(ended, store.queue_state.jobs, 10.0)
         assert [(event.job, event.spec.peak_bytes) for event in told] == [("same", 3 * GIB)]
         for event in told:
             store.record(event)
-        assert alike.learn(ended, store.book.jobs, 10.0) == [], "it is known already"
+        assert alike.learn(ended, store.queue_state.jobs, 10.0) == [], "it is known already"
         store.commit()
         for known in (alike, Alike(reader)):  # of a daemon that began later too
             assert known.known(spec(share_device=True), program["command"]).peak_bytes == 3 * GIB
@@ -137,10 +137,10 @@ def test_one_that_still_runs_tells_only_where_nothing_else_is_known(tmp_path: Pa
             store.record(events.Submitted(0.0, name, wanted), extra=program)
         store.record(events.DeviceAdded(0.0, Device("gpu0.0", "gpu-host0", memory_bytes=24 * GIB)))
         store.record(events.Placed(1.0, "one", ("gpu0.0",), 1))
-        (running,) = store.record(events.Measured(90.0, "one", 3 * GIB))
+        (running,) = store.record(events.MemoryMeasured(90.0, "one", 3 * GIB))
         store.commit()
         alike = Alike(reader)
-        assert [event.job for event in alike.learn(running, store.book.jobs, 90.0)] == ["same"]
+        assert [event.job for event in alike.learn(running, store.queue_state.jobs, 90.0)] == ["same"]
         assert alike.known(spec(share_device=True), ["train"]).peak_bytes == 3 * GIB
         assert alike.known(spec(share_device=True, memory_bytes=GIB), ["train"]).peak_bytes == 0
 
@@ -152,7 +152,7 @@ def test_elements_of_an_array_are_alike_whatever_their_commands(tmp_path: Path) 
             wanted = spec(share_device=True, array="a")
             store.record(events.Submitted(0.0, f"j{index}", wanted), extra={"command": ["train", str(index)]})
         store.record(events.Placed(1.0, "j0", ("gpu0.0",), 1))
-        store.record(events.Measured(9.0, "j0", GIB))
+        store.record(events.MemoryMeasured(9.0, "j0", GIB))
         (ended,) = store.record(events.Ended(9.0, "j0", is_success=True))
         store.commit()
-        assert [event.job for event in Alike(reader).learn(ended, store.book.jobs, 10.0)] == ["j1", "j2"]
+        assert [event.job for event in Alike(reader).learn(ended, store.queue_state.jobs, 10.0)] == ["j1", "j2"]

@@ -9,30 +9,30 @@ import pytest
 from evenload.errors import ConfigError
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import JobSpec, Needs, Settings
-from evenload.scheduler.simulator.cluster import Shape, devices_of
+from evenload.scheduler.simulator.cluster import DeviceShape, devices_of
 from evenload.scheduler.simulator.learning import Learner, split_batch
-from evenload.scheduler.simulator.outcome import Outcome
+from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.pollux import Epochwise
-from evenload.scheduler.simulator.programs import Timed, alone_s
+from evenload.scheduler.simulator.programs import TimedProgram, alone_s
 from evenload.scheduler.simulator.report import percentile, report_of, slowdowns
 from evenload.scheduler.simulator.simulate import Conditions, simulate
 from evenload.scheduler.simulator.tables import application
-from evenload.scheduler.simulator.workloads import Arrival, read_workload
+from evenload.scheduler.simulator.workloads import JobArrival, read_workload
 from tests.scheduler.tables import NUM_EPOCHS, STEPS, compute_s, sync_s, write_application, write_workload
 
 
-def timed(name: str, time_s: float, duration_s: float, num: int = 1, **rest: object) -> Arrival:
+def timed(name: str, time_s: float, duration_s: float, num: int = 1, **rest: object) -> JobArrival:
     spec = JobSpec(user="ann", needs=Needs(num, num), **rest)  # type: ignore[arg-type]
-    return Arrival(time_s, name, spec, lambda: Timed(duration_s, num, 1.0))
+    return JobArrival(time_s, name, spec, lambda: TimedProgram(duration_s, num, 1.0))
 
 
-def run(arrivals: list[Arrival], cluster: str, policy: str = "fifo", **rest: object) -> Outcome:
+def run(arrivals: list[JobArrival], cluster: str, policy: str = "fifo", **rest: object) -> SimulationOutcome:
     settings = {name: rest.pop(name) for name in list(rest) if name in Settings.__dataclass_fields__}
     conditions = Conditions(devices_of(cluster), Settings(policy=policy, **settings), **rest)  # type: ignore[arg-type]
     return simulate(arrivals, conditions)
 
 
-def ends(outcome: Outcome) -> dict[str, float]:
+def ends(outcome: SimulationOutcome) -> dict[str, float]:
     return {job.job: job.ended_s for job in outcome.jobs}
 
 
@@ -141,7 +141,7 @@ class TestTables:
     def test_a_rigid_job_takes_its_steps(self, tmp_path: Path) -> None:
         app = application(write_application(tmp_path / "app"))
         program = Epochwise(app, 32, None)
-        seconds = alone_s(program, Shape((4,), ("gpu",) * 4, (1.0,) * 4))
+        seconds = alone_s(program, DeviceShape((4,), ("gpu",) * 4, (1.0,) * 4))
         steps = NUM_EPOCHS * STEPS / app.gain(32, 0)
         assert seconds == pytest.approx(steps * (compute_s(8) + sync_s(1, 4)))
         told = program.told()

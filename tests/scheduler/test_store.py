@@ -42,9 +42,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def start(store: Store, job: str, device: str, time_s: float = 2.0) -> Fence:
-    attempt = store.book.jobs[job].attempt + 1
+    attempt = store.queue_state.jobs[job].attempt + 1
     store.record(events.Placed(time_s, job, (device,), attempt))
-    store.record(events.Began(time_s, job))
+    store.record(events.JobStarted(time_s, job))
     store.commit()
     return store.fence(job)
 
@@ -60,10 +60,22 @@ def test_whatever_happens_the_tables_are_the_fold_of_the_log_and_open_again_as_t
                     happenings.happen(10)
                     store.commit()
                 num_refused += happenings.num_refused
-                before = (store.last, store.book.snapshot(), store.book.outcomes, store.book.holder, store.attempts())
+                before = (
+                    store.last,
+                    store.queue_state.snapshot(),
+                    store.queue_state.outcomes,
+                    store.queue_state.holder,
+                    store.attempts(),
+                )
             assert audit(folder) == []
             with Store(folder, holder="a test") as store:
-                after = (store.last, store.book.snapshot(), store.book.outcomes, store.book.holder, store.attempts())
+                after = (
+                    store.last,
+                    store.queue_state.snapshot(),
+                    store.queue_state.outcomes,
+                    store.queue_state.holder,
+                    store.attempts(),
+                )
                 assert after == before
     assert num_refused > 100  # the histories try what can't be, too
 
@@ -87,11 +99,11 @@ def test_what_is_not_committed_is_seen_by_nobody_and_gone_afterwards(store: Stor
     with Reader(store.folder) as reader:
         assert reader.job("late") is None
         store.commit()
-        assert reader.job("late") == store.book.jobs["late"]
+        assert reader.job("late") == store.queue_state.jobs["late"]
         store.record(events.Cancelled(6.0, "late"))
     store.close()
     with Store(store.folder, holder="the next") as again:
-        assert again.book.jobs["late"].state is JobState.PENDING
+        assert again.queue_state.jobs["late"].state is JobState.PENDING
     with pytest.raises(QueueError, match="closed"):
         store.record(events.Cancelled(6.0, "late"))
 
@@ -99,12 +111,12 @@ def test_what_is_not_committed_is_seen_by_nobody_and_gone_afterwards(store: Stor
 def test_one_row_an_attempt(store: Store) -> None:
     first = start(store, "j0", "gpu0.0")
     store.record(RunnerStarted(3.0, "j0", 1, {"pid": 7, "boot_id": "b"}), fence=first)
-    store.record(events.ResizeAsked(4.0, "j0", ("gpu0.1",), "a better one"))
+    store.record(events.ResizeRequested(4.0, "j0", ("gpu0.1",), "a better one"))
     store.record(events.Yielded(5.0, "j0"), fence=first)  # its next attempt begins with the same event
     with pytest.raises(QueueError, match="attempt 2 of job j0 isn't on disk yet: commit first"):
         store.fence("j0")
     store.commit()
-    store.record(events.Began(6.0, "j0"), fence=store.fence("j0"))
+    store.record(events.JobStarted(6.0, "j0"), fence=store.fence("j0"))
     store.record(events.Ended(9.0, "j0", True, "exit code 0"), fence=store.fence("j0"))
     store.commit()
     with Reader(store.folder) as reader:
@@ -152,7 +164,7 @@ def test_a_writer_that_was_replaced_is_refused(store: Store) -> None:
             store.commit()
         new.record(events.Cancelled(2.0, "j1"))
         new.commit()
-        assert list(new.book.jobs) == ["j0", "j2"]
+        assert list(new.queue_state.jobs) == ["j0", "j2"]
     assert audit(store.folder) == []
 
 
@@ -184,14 +196,14 @@ def test_an_event_that_cannot_be_is_refused_and_those_beside_it_are_not(store: S
         store.record(entry)
     store.record(events.Submitted(2.0, "after", spec()))
     store.commit()
-    assert {"before", "after"} < store.book.jobs.keys() and "x" not in store.book.jobs
+    assert {"before", "after"} < store.queue_state.jobs.keys() and "x" not in store.queue_state.jobs
     assert audit(store.folder) == []
 
 
 def test_a_program_that_json_cannot_write_is_refused(store: Store) -> None:
     with pytest.raises(QueueError, match="what comes with the event Submitted can't be stored"):
         store.record(events.Submitted(2.0, "x", spec()), extra={"command": object()})
-    assert "x" not in store.book.jobs
+    assert "x" not in store.queue_state.jobs
 
 
 def test_a_full_disk_undoes_the_batch_here_too_and_the_next_one_goes_through(store: Store) -> None:
@@ -204,7 +216,7 @@ def test_a_full_disk_undoes_the_batch_here_too_and_the_next_one_goes_through(sto
         store.record(events.Submitted(2.0, f"big{number}", spec(name="n" * 500)))
     with pytest.raises(QueueError, match=r"can't be written: .*full; all since the last commit is undone"):
         store.commit()
-    assert store.last == last and list(store.book.jobs) == ["j0", "j1", "j2"]
+    assert store.last == last and list(store.queue_state.jobs) == ["j0", "j1", "j2"]
     connection.execute("PRAGMA max_page_count = 1000000")
     store.record(events.Submitted(2.0, "small", spec()))
     store.commit()
@@ -242,7 +254,7 @@ def test_settings_with_an_infinity_come_back(store: Store) -> None:
     store.commit()
     store.close()
     with Store(store.folder, holder="the next") as again:
-        assert again.book.settings == chosen
+        assert again.queue_state.settings == chosen
 
 
 def test_killed_between_any_two_writes_nothing_is_lost_and_nothing_is_half(tmp_path: Path) -> None:

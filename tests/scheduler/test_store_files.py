@@ -145,8 +145,8 @@ def test_a_queue_of_version_1_opens_and_holds_together(tmp_path: Path) -> None:
     old.executescript((HERE / "store_version_1.sql").read_text())
     old.close()
     with Store(tmp_path, holder="a test") as store:
-        assert store.last > 60 and store.book.jobs and store.book.outcomes
-        store.record(events.Submitted(store.book.time_s, "new", spec()))
+        assert store.last > 60 and store.queue_state.jobs and store.queue_state.outcomes
+        store.record(events.Submitted(store.queue_state.time_s, "new", spec()))
         store.commit()
     assert audit(tmp_path) == []
 
@@ -166,20 +166,20 @@ def test_the_next_version_is_reached_in_whole_steps(tmp_path: Path) -> None:
     with Store(tmp_path, holder="a test") as store:
         Happenings(store, 4).happen(80)
         store.commit()
-        before = store.book.snapshot()
+        before = store.queue_state.snapshot()
     broken = Migration((*WIDER.statements, "CREATE TABLE events (again)"), refolds=True)
     with pytest.raises(QueueError, match="already exists"):
         Store(tmp_path, holder="a test", migrations=(*MIGRATIONS, broken))
     assert audit(tmp_path) == []
     with Store(tmp_path, holder="a test", migrations=(*MIGRATIONS, WIDER)) as store:
-        assert store.book.snapshot() == before
+        assert store.queue_state.snapshot() == before
         Happenings(store, 5).happen(20)
         store.commit()
     connection = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
     assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS) + 1,)
     folded, stored = tables.fold_history(connection), tables.read_history(connection)
     assert folded.changes.jobs == stored.changes.jobs and folded.changes.attempts == stored.changes.attempts
-    assert folded.ledger.book.users == stored.ledger.book.users and folded.programs == stored.programs
+    assert folded.ledger.queue_state.users == stored.ledger.queue_state.users and folded.programs == stored.programs
     connection.close()
     for opens in (lambda: Store(tmp_path, holder="a test"), lambda: Reader(tmp_path)):
         with pytest.raises(

@@ -12,7 +12,7 @@ from evenload.scheduler.core.values import Settings
 from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.report import mean, percentile, slowdowns
 from evenload.scheduler.simulator.simulate import Conditions, simulate
-from evenload.scheduler.simulator.workloads import Arrival, capped, read_workload, thinned
+from evenload.scheduler.simulator.workloads import JobArrival, capped, read_workload, thinned
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def traces(request: pytest.FixtureRequest) -> Path:
     return pollux_folder(Path(folder))
 
 
-def workload(traces: Path, number: int, elastic: bool = False) -> list[Arrival]:
+def workload(traces: Path, number: int, elastic: bool = False) -> list[JobArrival]:
     return read_workload(traces / "workloads" / f"workload-{number}.csv", elastic=elastic)
 
 

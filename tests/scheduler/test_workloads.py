@@ -9,7 +9,7 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.values import After, Needs
-from evenload.scheduler.simulator.cluster import KindFacts, Shape, devices_of
+from evenload.scheduler.simulator.cluster import DeviceShape, KindFacts, devices_of
 from evenload.scheduler.simulator.programs import alone_s
 from evenload.scheduler.simulator.workloads import capped, read_workload, thinned
 from tests.scheduler.tables import write_application, write_workload
@@ -47,7 +47,7 @@ def test_the_simple_table(tmp_path: Path) -> None:
     assert second.spec.needs == Needs(1, 4, ("a", "b"), 16 * 2**30, one_host=True)
     assert second.spec.after == (After("a"), After("a", "any")) and second.spec.estimate_s == 90.0
     assert second.spec.priority == 1 and not second.spec.preemptible
-    assert alone_s(second.make(), Shape((2,), ("a", "a"), (1.0, 1.0))) == pytest.approx(100 / 2**0.9)
+    assert alone_s(second.make(), DeviceShape((2,), ("a", "a"), (1.0, 1.0))) == pytest.approx(100 / 2**0.9)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_speeds_by_kind(tmp_path: Path) -> None:
     path = tmp_path / "jobs.csv"
     path.write_text("job,submitted_s,devices,job_type,steps\na,0,1,ResNet (batch 16),100\n")
     (arrival,) = read_workload(path, speeds=speeds)
-    assert alone_s(arrival.make(), Shape((1,), ("v100",), (1.0,))) == pytest.approx(10.0)
-    assert alone_s(arrival.make(), Shape((2,), ("k80", "k80"), (1.0, 1.0))) == pytest.approx(100 / 3.5)
+    assert alone_s(arrival.make(), DeviceShape((1,), ("v100",), (1.0,))) == pytest.approx(10.0)
+    assert alone_s(arrival.make(), DeviceShape((2,), ("k80", "k80"), (1.0, 1.0))) == pytest.approx(100 / 3.5)
     with pytest.raises(ConfigError, match="the table of speeds has 1 devices of such"):
-        arrival.make().start(Shape((2,), ("v100", "v100"), (1.0, 1.0)))
+        arrival.make().start(DeviceShape((2,), ("v100", "v100"), (1.0, 1.0)))
     speeds.write_text("[]")
     with pytest.raises(ConfigError, match="expected JSON of kind"):
         read_workload(path, speeds=speeds)

@@ -28,7 +28,7 @@ _FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
-class Rest:
+class StepOverhead:
     """What a step takes beside the ranks' own seconds."""
 
     fixed_s: float = 0.0

@@ -36,7 +36,7 @@ _TELLING_SPREAD = 1.02
 
 
 @dataclass(frozen=True)
-class Point:
+class CostSample:
     """One step of one rank."""
 
     step: int
@@ -47,7 +47,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Shape:
+class OverheadRatio:
     """What is believed of ``a / c`` before the points are seen."""
 
     samples: float = 0.0
@@ -79,18 +79,20 @@ class Fit:
         variance = num_micro**2 * var_a + 2 * num_micro * computed * cov + computed**2 * var_c
         return math.sqrt(max(variance, 0.0)) / self.cost.predict_s(num_samples, num_micro)
 
-    def shape(self) -> Shape:
+    def shape(self) -> OverheadRatio:
         """What to believe after a change of speed: the same ``a / c``, less firmly; a guess where c is vague."""
         if not self.cost.per_sample_error_s < _KNOWN_SLOPE * self.cost.per_sample_s:
-            return Shape()
+            return OverheadRatio()
         a, c = self.cost.per_micro_s, self.cost.per_sample_s
         var_a, cov, var_c = self.covariance
         ratio = a / c
         error = math.sqrt(max(var_a - 2 * ratio * cov + ratio**2 * var_c, 0.0)) / c
-        return Shape(ratio, 1.5 * error + 0.05 * ratio + 0.5)
+        return OverheadRatio(ratio, 1.5 * error + 0.05 * ratio + 0.5)
 
 
-def fit_cost(points: Sequence[Point], shape: Shape | None = None, least_noise: float = _LEAST_NOISE) -> Fit:
+def fit_cost(
+    points: Sequence[CostSample], shape: OverheadRatio | None = None, least_noise: float = _LEAST_NOISE
+) -> Fit:
     """Fits a rank's cost.
 
     Weighted least squares on the relative errors of the groups' medians, with the shape as one more equation
@@ -101,7 +103,7 @@ def fit_cost(points: Sequence[Point], shape: Shape | None = None, least_noise: f
         shape: the prior of ``a / c``; None for the default, 0.
         least_noise: the scatter is taken to be at least this, as a part of a step's seconds.
     """
-    shape = shape or Shape()
+    shape = shape or OverheadRatio()
     groups = _group(points)
     middles = {key: _middle(times) for key, times in groups.items()}
     noise = max(_scatter(groups, middles), least_noise)
@@ -139,13 +141,13 @@ def fit_cost(points: Sequence[Point], shape: Shape | None = None, least_noise: f
     return Fit(Cost(a, c, per_sample_error_s), covariance, noise, is_telling)
 
 
-def is_varied(points: Sequence[Point]) -> bool:
+def is_varied(points: Sequence[CostSample]) -> bool:
     """Whether the steps differ enough in samples per micro-batch to tell a from c."""
     density = [num_samples / num_micro for num_samples, num_micro in _group(points)]
     return max(density) > _TELLING_SPREAD * min(density)
 
 
-def _group(points: Sequence[Point]) -> dict[tuple[int, int], list[float]]:
+def _group(points: Sequence[CostSample]) -> dict[tuple[int, int], list[float]]:
     """Seconds by (samples, micro-batches); groups of one or two count only where there is nothing better."""
     groups: dict[tuple[int, int], list[float]] = {}
     for point in points:

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any
 
-from evenload.balance.cost import MEDIAN_ERROR, Fit, Point, Shape, fit_cost, is_varied
+from evenload.balance.cost import MEDIAN_ERROR, CostSample, Fit, OverheadRatio, fit_cost, is_varied
 from evenload.balance.values import Cost
 
 _WINDOW = 64
@@ -31,21 +31,21 @@ _SURE = 3.0
 
 
 @dataclass(frozen=True)
-class Change:
+class SpeedChange:
     """A rank is `factor` times as slow as before (below 1: faster), since `step`."""
 
     step: int
     factor: float
 
 
-class Track:
+class SpeedTracker:
     """The steps of one rank at its present speed, and what they say it costs."""
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=_WINDOW)
-        self._shape = Shape()
+        self._points: deque[CostSample] = deque(maxlen=_WINDOW)
+        self._shape = OverheadRatio()
         self._fit: Fit | None = None
-        self._odd: list[Point] = []
+        self._odd: list[CostSample] = []
         self._since_look = 0
         self._was_varied = False
 
@@ -56,7 +56,7 @@ class Track:
             return self.refit()
         return self._fit
 
-    def add(self, point: Point) -> Change | None:
+    def add(self, point: CostSample) -> SpeedChange | None:
         """Takes one step; returns the change it completes, after which the steps before the change are forgotten."""
         self._points.append(point)
         if self._fit is None:
@@ -90,7 +90,7 @@ class Track:
         self._fit = fit_cost(self._points, self._shape, max(least_noise, 0.004))
         return self._fit
 
-    def _step_change(self, point: Point) -> Change | None:
+    def _step_change(self, point: CostSample) -> SpeedChange | None:
         side = self._side(point)
         if not side:
             self._odd.clear()
@@ -105,7 +105,7 @@ class Track:
             return self._forget_before(self._odd[-_RUN], self._odd[0].step)
         return None
 
-    def _slide(self, point: Point) -> Change | None:
+    def _slide(self, point: CostSample) -> SpeedChange | None:
         self._since_look += 1
         if self._since_look < _RECENT_EVERY or len(self._points) < _RECENT + _RECENT_EVERY:
             return None
@@ -120,7 +120,7 @@ class Track:
         )
         return self._forget_before(recent[0], recent[0].step) if moved > max(_LEAST_SLIDE, _SURE * error) else None
 
-    def _forget_before(self, first: Point, since: int) -> Change:
+    def _forget_before(self, first: CostSample, since: int) -> SpeedChange:
         before = self.fit
         kept = [p for p in self._points if p.step >= first.step]
         factor = median(self._ratio(p) for p in kept)
@@ -130,15 +130,15 @@ class Track:
         self._odd.clear()
         self._since_look = 0
         self.refit(before.noise)
-        return Change(since, factor)
+        return SpeedChange(since, factor)
 
-    def _ratio(self, point: Point) -> float:
+    def _ratio(self, point: CostSample) -> float:
         return point.seconds / self.fit.cost.predict_s(point.num_samples, point.num_micro)
 
     def _band(self) -> float:
         return min(max(_LEAST_BAND, 1 + 4 * self.fit.noise), _MOST_BAND)
 
-    def _side(self, point: Point) -> int:
+    def _side(self, point: CostSample) -> int:
         """1 where the step was longer than any shape explains, -1 where it was shorter, 0 in the band."""
         band, ratio = self._band(), self._ratio(point)
         if 1 / band < ratio < band:
@@ -167,9 +167,9 @@ class Track:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Becomes the track that `state` came from."""
-        self._points = deque((Point(*values) for values in state["points"]), maxlen=_WINDOW)
-        self._odd = [Point(*values) for values in state["odd"]]
-        self._shape = Shape(*state["shape"])
+        self._points = deque((CostSample(*values) for values in state["points"]), maxlen=_WINDOW)
+        self._odd = [CostSample(*values) for values in state["odd"]]
+        self._shape = OverheadRatio(*state["shape"])
         self._since_look, self._was_varied = state["since_look"], state["was_varied"]
         self._fit = None
         if state["fit"] is not None:

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenload.balance.cost import Point
-from evenload.balance.drift import Change, Track
+from evenload.balance.cost import CostSample
+from evenload.balance.drift import SpeedChange, SpeedTracker
 from evenload.balance.split import Caps, Split, even_shares, num_micro, scale_shares, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
@@ -114,13 +114,13 @@ class Balancer:
         self.quantum = 1
         """Shares are multiples of so many samples: more than 1 where the model is compiled, and each size may cost."""
         self._caps = caps
-        self._tracks = [Track() for _ in range(world_size)]
+        self._tracks = [SpeedTracker() for _ in range(world_size)]
         self._num_warmup = num_warmup
         self._under: tuple[tuple[int, ...], int] | None = None
         self._num_under = 0
         self._num_pending = 0
         self._num_since_change = _LOST_AFTER
-        self._changes: dict[int, Change] = {}
+        self._changes: dict[int, SpeedChange] = {}
         self._is_measured = False
         self._last_kind: str | None = None
         self._last_delta: tuple[int, ...] = ()
@@ -202,12 +202,12 @@ class Balancer:
         for rank, (track, share, time_s) in enumerate(
             zip(self._tracks, observation.shares, observation.seconds, strict=True)
         ):
-            point = Point(observation.step, max(share, observation.num_micro), observation.num_micro, time_s)
+            point = CostSample(observation.step, max(share, observation.num_micro), observation.num_micro, time_s)
             if change := track.add(point):
                 has_changed = True
                 before = self._changes.get(rank)
                 if before:
-                    change = Change(before.step, before.factor * change.factor)
+                    change = SpeedChange(before.step, before.factor * change.factor)
                 self._changes[rank] = change
         return has_changed and self._has_fits
 
@@ -387,7 +387,7 @@ class Balancer:
         self._under = None if state["under"] is None else (tuple(state["under"][0]), state["under"][1])
         self._num_under, self._num_pending = state["num_under"], state["num_pending"]
         self._num_since_change = state["num_since_change"]
-        self._changes = {rank: Change(step, factor) for rank, step, factor in state["changes"]}
+        self._changes = {rank: SpeedChange(step, factor) for rank, step, factor in state["changes"]}
         self._last_kind, self._last_delta = state["last_kind"], tuple(state["last_delta"])
         self._num_since_move, self._num_reversals = state["num_since_move"], state["num_reversals"]
         self._is_measured, self._has_fits = state["is_measured"], state["has_fits"]
@@ -395,7 +395,7 @@ class Balancer:
             track.load_state(values)
 
 
-def _tell(rank: int, change: Change) -> tuple[float, str]:
+def _tell(rank: int, change: SpeedChange) -> tuple[float, str]:
     """How many times slower or faster, at least 1, and the same in words."""
     if change.factor > 1:
         return change.factor, f"rank {rank} slowed {change.factor:.1f}× since step {change.step}"

@@ -38,7 +38,7 @@ _RETRY_AFTER = 1000
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class ReplicaObservation:
     """What one step took each replica; zeros for one without samples."""
 
     step: int
@@ -75,7 +75,7 @@ class Contention:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _ReplicaTrial:
     """Steps under other shares, to see what a replica is worth."""
 
     rank: int
@@ -121,13 +121,13 @@ class ReplicaBalancer:
         self._caps: tuple[int | None, ...] = tuple(caps) if caps is not None else (None,) * num_replicas
         self._adapts = adapts
         self._costs: list[Cost | None] = [None] * num_replicas
-        self._recent: deque[SideBySide] = deque(maxlen=2 * _SETTLED)
-        self._turns: list[SideBySide] = []
+        self._recent: deque[ReplicaObservation] = deque(maxlen=2 * _SETTLED)
+        self._turns: list[ReplicaObservation] = []
         self._turns_left = 0
         self._contention: Contention | None = None
         self._is_measured = False
-        self._trial: _Trial | None = None
-        self._tried: list[SideBySide] = []
+        self._trial: _ReplicaTrial | None = None
+        self._tried: list[ReplicaObservation] = []
         self._num_waiting = 0
         self._settled_on: set[tuple[int, ...]] = set()
         self._doubted: int | None = None
@@ -152,7 +152,7 @@ class ReplicaBalancer:
         found, self._contention = self._contention, None
         return found
 
-    def observe(self, seen: SideBySide) -> Decision | None:
+    def observe(self, seen: ReplicaObservation) -> Decision | None:
         """Takes one step, in order; returns new shares where they pay or are to be tried."""
         if seen.left_out or sum(seen.shares) != self.num_samples:
             return None
@@ -209,7 +209,7 @@ class ReplicaBalancer:
                 num_warmup=num_warmup,
             )
 
-    def _ask(self, seen: SideBySide) -> Decision | None:
+    def _ask(self, seen: ReplicaObservation) -> Decision | None:
         """Shows a step to the balancer of those that compute."""
         if self._inner is None:
             return None
@@ -241,7 +241,7 @@ class ReplicaBalancer:
             self._turns_left = 0
         return wide
 
-    def _lost(self, seen: SideBySide) -> None:
+    def _lost(self, seen: ReplicaObservation) -> None:
         """Another set of replicas computes than was decided: for a while that is the lead of a decision."""
         self._num_waiting += 1
         if self._num_waiting > _LOST_AFTER:
@@ -290,12 +290,12 @@ class ReplicaBalancer:
         if returns and not shares[rank]:
             return None
         usual_s = self._usual_s()
-        self._trial = _Trial(rank, returns, tuple(shares), split.num_micro, usual_s)
+        self._trial = _ReplicaTrial(rank, returns, tuple(shares), split.num_micro, usual_s)
         self._tried.clear()
         self._num_waiting = 0
         return Decision(tuple(shares), split.num_micro, "trial", rank, None, "", usual_s, split.expected_s)
 
-    def _observe_trial(self, trial: _Trial, seen: SideBySide) -> Decision | None:
+    def _observe_trial(self, trial: _ReplicaTrial, seen: ReplicaObservation) -> Decision | None:
         if seen.shares != trial.shares:
             self._num_waiting += 1
             if self._num_waiting > _LOST_AFTER:
@@ -336,14 +336,14 @@ class ReplicaBalancer:
             *((without_s, with_s) if new else (with_s, without_s)),
         )
 
-    def _back(self, trial: _Trial) -> Decision:
+    def _back(self, trial: _ReplicaTrial) -> Decision:
         """To the shares before a trial, without a word."""
         self._recent.clear()
         return Decision(self.shares, self.num_micro, "trial", trial.rank, None, "", trial.usual_s, trial.usual_s)
 
     # -- contention -----------------------------------------------------------------------------------------------------
 
-    def _take_turn(self, seen: SideBySide) -> None:
+    def _take_turn(self, seen: ReplicaObservation) -> None:
         if not self._turns_left:
             return
         self._turns_left -= 1
@@ -356,7 +356,7 @@ class ReplicaBalancer:
         self._turns.clear()
 
 
-def contention(side_by_side: Sequence[SideBySide], in_turns: Sequence[SideBySide]) -> Contention:
+def contention(side_by_side: Sequence[ReplicaObservation], in_turns: Sequence[ReplicaObservation]) -> Contention:
     """What replicas cost one another, from steps with the same shares, at least one of each kind."""
     ranks = range(len(side_by_side[0].shares))
     own_s = [median(seen.own_s[rank] for seen in side_by_side) for rank in ranks]

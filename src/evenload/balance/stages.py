@@ -30,14 +30,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from evenload.balance.values import Link
+from evenload.balance.values import LinkSpeed
 
 _PRECISION = 1e-9
 """Relative; the bisection ends where peaks are closer than that."""
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCost:
     """One layer of a chain: what it holds, what comes into it, and how long each device needs for it."""
 
     held_bytes: int
@@ -74,9 +74,9 @@ class Cut:
 
 
 def cut_chain(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerCost],
     limits_bytes: Sequence[int],
-    links: Sequence[Sequence[Link]],
+    links: Sequence[Sequence[LinkSpeed]],
     output_bytes: int = 0,
     slack: float = 0.0,
 ) -> Cut | None:
@@ -92,7 +92,7 @@ def cut_chain(
     Returns:
         None where no cut keeps to the limits.
     """
-    chain = _Chain(layers, links, output_bytes)
+    chain = _LayerChain(layers, links, output_bytes)
     best = chain.fastest(limits_bytes)
     if best is None:
         return None
@@ -115,10 +115,10 @@ def _peak(cut: Cut, limits_bytes: Sequence[int]) -> float:
     return max((used / limit for used, limit in pairs if used), default=0.0)
 
 
-class _Chain:
+class _LayerChain:
     """One chain on its devices; sums that every solve needs, added up once."""
 
-    def __init__(self, layers: Sequence[Layer], links: Sequence[Sequence[Link]], output_bytes: int) -> None:
+    def __init__(self, layers: Sequence[LayerCost], links: Sequence[Sequence[LinkSpeed]], output_bytes: int) -> None:
         self._layers = layers
         self._links = links
         self._output_bytes = output_bytes

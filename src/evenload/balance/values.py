@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Device:
+class ComputeDevice:
     """One place a rank computes on, as measured or read, never as advertised."""
 
     name: str
@@ -25,7 +25,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """The way between two ranks."""
 
     latency_s: float

@@ -13,8 +13,8 @@ from evenload.errors import ConfigError
 if TYPE_CHECKING:
     from evenload.scheduler.core.values import Device, Limits, Reservation
     from evenload.scheduler.simulator.cluster import KindFacts
-    from evenload.scheduler.simulator.outcome import Outcome
-    from evenload.scheduler.simulator.recorded import Record
+    from evenload.scheduler.simulator.outcome import SimulationOutcome
+    from evenload.scheduler.simulator.recorded import QueueRecord
 
 
 def simulate(
@@ -165,7 +165,7 @@ def _queue_folder() -> Path:
     return folder
 
 
-def _record(path: Path) -> Record | None:
+def _record(path: Path) -> QueueRecord | None:
     """What a queue recorded, where the path is one of a queue."""
     from evenload.scheduler.simulator.recorded import read_log, record_of
 
@@ -178,7 +178,7 @@ def _record(path: Path) -> Record | None:
     return read_log(path) if path.suffix == ".jsonl" else None
 
 
-def _export(record: Record | None, path: Path) -> None:
+def _export(record: QueueRecord | None, path: Path) -> None:
     from evenload.scheduler.simulator.recorded import write_table
 
     if record is None:
@@ -254,7 +254,7 @@ def _limit(text: str) -> tuple[str, Limits]:
         raise ConfigError(f"--limit {text}: expected USER:devices=N,jobs=N,share=1 (some of these, numbers)") from None
 
 
-def _reservations(record: Record | None, texts: list[str], devices: tuple[Device, ...]) -> tuple[Reservation, ...]:
+def _reservations(record: QueueRecord | None, texts: list[str], devices: tuple[Device, ...]) -> tuple[Reservation, ...]:
     """Those of the record, as far as its devices are here, and those of the command line."""
     from dataclasses import replace
 
@@ -283,7 +283,7 @@ def _reservation(text: str, number: int, here: set[str]) -> Reservation:
     return Reservation(f"option {number}", wanted, start_s, end_s, users)
 
 
-def _plot(path: Path, outcomes: list[tuple[str, Outcome]]) -> None:
+def _plot(path: Path, outcomes: list[tuple[str, SimulationOutcome]]) -> None:
     from evenload.scheduler.simulator.plot import svg
 
     if path.suffix != ".svg":

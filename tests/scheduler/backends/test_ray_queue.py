@@ -49,18 +49,18 @@ def test_jobs_of_the_log_are_there_again(tmp_path: Path) -> None:
     first = queue.submit(a_job("ray", devices=2, environment={"A": "b"}), "ann")
     array = queue.submit(a_job("ray", array="0-1", after=first), "ann")
     queue.decide()
-    queue.apply(events.Began(1003.0, first))
+    queue.apply(events.JobStarted(1003.0, first))
     queue.see_report(first, Report(first, 1, 5, 10, 100, 2.0, 0.0, "running", 0.0))
-    assert queue.book.jobs[first].spec.preemptible, "it has reported, so it can save"
+    assert queue.queue_state.jobs[first].spec.preemptible, "it has reported, so it can save"
     with (tmp_path / LOG).open("a") as file:
         file.write('{"kind": "Beg')  # cut off by a crash
 
     again = a_queue(tmp_path)
-    assert again.book.jobs[first].state is JobState.PENDING
-    assert again.book.jobs[first].reason == "the queue on Ray was restarted"
+    assert again.queue_state.jobs[first].state is JobState.PENDING
+    assert again.queue_state.jobs[first].reason == "the queue on Ray was restarted"
     assert again.files[first][0].environment == {"A": "b"}
     assert [d.id for d in again.describe([array])] == [f"{array}_0", f"{array}_1"]
-    assert [again.book.jobs[name].unmet for name in (f"{array}_0", f"{array}_1")] == [(first,), (first,)]
+    assert [again.queue_state.jobs[name].unmet for name in (f"{array}_0", f"{array}_1")] == [(first,), (first,)]
     assert again.submit(a_job("ray"), "ann") == "3"
 
 
@@ -81,10 +81,10 @@ def test_a_node_that_leaves(tmp_path: Path) -> None:
     job = queue.submit(a_job("ray", devices=2), "ann")
     queue.decide()
     queue.see_devices(devices_of(node for node in NODES if node["NodeID"] != "b"))
-    assert set(queue.book.closed) == {"b/cpu/0", "b/cpu/1"}
+    assert set(queue.queue_state.closed) == {"b/cpu/0", "b/cpu/1"}
     queue.apply(events.Lost(2000.0, job, "its node died"))
     queue.see_devices(devices_of(node for node in NODES if node["NodeID"] != "b"))
-    assert not any(name.startswith("b/") for name in queue.book.devices)
+    assert not any(name.startswith("b/") for name in queue.queue_state.devices)
     assert queue.describe([job])[0].reason.startswith("asks for devices that are not here")
     with pytest.raises(QueueError, match="it asks for a device of kind cpu; this queue has 0 such"):
         queue.submit(a_job("ray"), "ann")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evenload import hardware
-from evenload.balance.values import Device
+from evenload.balance.values import ComputeDevice
 from evenload.doctor.finding import Finding, Options
 
 SLOWS_FRACTION, STOPS_FRACTION = 0.05, 0.9
@@ -22,7 +22,7 @@ def memory_held(options: Options) -> Finding:
 
 
 def judge_memory_held(
-    gpus: Sequence[Device], used_bytes: Sequence[int], processes: Sequence[hardware.GpuProcess]
+    gpus: Sequence[ComputeDevice], used_bytes: Sequence[int], processes: Sequence[hardware.GpuProcess]
 ) -> Finding:
     """What held memory means: over SLOWS_FRACTION of a GPU it shrinks micro-batches, over STOPS_FRACTION none fits."""
     name = "GPU memory"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from evenload import hardware
-from evenload.balance.values import Device
+from evenload.balance.values import ComputeDevice
 from evenload.doctor.checks.wheel import OLDEST_CUDA_13, ONLY_CUDA_13_SINCE
 from evenload.doctor.finding import Finding, Options, Status
 from evenload.doctor.gpu_state import DEFAULT_MODE, PROHIBITED_MODE, Card, read_cards
@@ -69,7 +69,7 @@ def generations(options: Options) -> Finding:
     return judge_generations(hardware.gpus(), driver.capabilities if driver else ())
 
 
-def judge_generations(gpus: Sequence[Device], capabilities: Sequence[tuple[int, int]]) -> Finding:
+def judge_generations(gpus: Sequence[ComputeDevice], capabilities: Sequence[tuple[int, int]]) -> Finding:
     """What a mix of generations means. No wheel of torch holds code for both ends of what is still in use."""
     if not gpus:
         return Finding(GENERATIONS, "skip", NO_GPU)
@@ -124,7 +124,7 @@ def _generation(capability: tuple[int, int]) -> str:
     return next((name for first, name in reversed(GENERATION_NAMES.items()) if capability >= first), "older")
 
 
-def _memory(gpus: Sequence[Device], indices: Sequence[int]) -> int:
+def _memory(gpus: Sequence[ComputeDevice], indices: Sequence[int]) -> int:
     return sum(gpus[index].memory_bytes for index in indices)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from evenload import hardware
-from evenload.balance.values import Device
+from evenload.balance.values import ComputeDevice
 from evenload.doctor.checks.packages import REQUIRED, pip_install, release
 from evenload.doctor.finding import Finding, Options
 
@@ -70,7 +70,7 @@ def broken_torch(error: Exception) -> Finding:
 
 
 def judge_wheel(
-    built: Wheel, driver: hardware.GpuDriver | None, gpus: Sequence[Device], nvml_problem: str = ""
+    built: Wheel, driver: hardware.GpuDriver | None, gpus: Sequence[ComputeDevice], nvml_problem: str = ""
 ) -> Finding:
     """What a wheel means on a machine with this driver and these GPUs."""
     if built.is_rocm:
@@ -198,7 +198,7 @@ def _packaged(name: str) -> tuple[int, ...] | None:
         return None
 
 
-def _spell_gpus(gpus: Sequence[Device], capabilities: Sequence[tuple[int, int]]) -> str:
+def _spell_gpus(gpus: Sequence[ComputeDevice], capabilities: Sequence[tuple[int, int]]) -> str:
     names = [f"{gpu.name} ({major}.{minor})" for gpu, (major, minor) in zip(gpus, capabilities, strict=True)]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 

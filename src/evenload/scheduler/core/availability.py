@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from evenload.scheduler.core.fleet import Choice, Fleet
 from evenload.scheduler.core.layout import Layout
+from evenload.scheduler.core.placement import FreeDevices, PoolChoice
 
 
-class Stock:
+class Availability:
     """Two fleets kept in step: what is given out is gone from both."""
 
     def __init__(
@@ -16,15 +16,15 @@ class Stock:
     ) -> None:
         """Starts with the devices free now, and those of jobs that are saving already."""
         self._layout, self._pool_of, self._packing = layout, pool_of, packing
-        self.now = Fleet(layout, free, pool_of, packing)
+        self.now = FreeDevices(layout, free, pool_of, packing)
         self._coming = list(coming)
-        self._soon: Fleet | None = None
+        self._soon: FreeDevices | None = None
 
     @property
-    def soon(self) -> Fleet:
+    def soon(self) -> FreeDevices:
         """Free now or coming, and not given out; made when first asked for."""
         if self._soon is None:
-            self._soon = Fleet(self._layout, [*self.now.free(), *self._coming], self._pool_of, self._packing)
+            self._soon = FreeDevices(self._layout, [*self.now.free(), *self._coming], self._pool_of, self._packing)
         return self._soon
 
     @property
@@ -37,14 +37,14 @@ class Stock:
         """Whether nothing is left to give out, now or soon."""
         return self.now.num_free == 0 and (not self._coming if self._soon is None else self._soon.num_free == 0)
 
-    def take_now(self, choice: Choice, num: int) -> tuple[int, ...] | None:
+    def take_now(self, choice: PoolChoice, num: int) -> tuple[int, ...] | None:
         """Devices that are free now."""
         devices = self.now.place(choice, num)
         if devices is not None and self._soon is not None:
             self._soon.take(devices)
         return devices
 
-    def claim(self, choice: Choice, num: int) -> tuple[int, ...] | None:
+    def claim(self, choice: PoolChoice, num: int) -> tuple[int, ...] | None:
         """Devices that are free now or soon, kept for somebody who may have to wait for some of them."""
         devices = self.soon.place(choice, num)
         if devices is not None:

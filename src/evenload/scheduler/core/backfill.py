@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from evenload.scheduler.core.fleet import Choice
+from evenload.scheduler.core.placement import PoolChoice
 from evenload.scheduler.core.values import Job
 
 Release = tuple[float, Sequence[int]]
@@ -22,7 +22,7 @@ Release = tuple[float, Sequence[int]]
 
 
 @dataclass
-class Hold:
+class BackfillWindow:
     """What is kept for the first in line."""
 
     job: Job
@@ -36,7 +36,7 @@ class Hold:
     pool_of: Sequence[int]
     host_of: Sequence[int]
 
-    def is_hopeless(self, choice: Choice, num: int, end_s: float) -> bool:
+    def is_hopeless(self, choice: PoolChoice, num: int, end_s: float) -> bool:
         """Whether a job would delay the first in line wherever it went."""
         if self._is_gone_in_time(end_s) or num <= self.extra or self.host is not None:
             return False
@@ -59,16 +59,16 @@ class Hold:
         return True
 
 
-def hold_for(
+def backfill_window(
     job: Job,
-    choice: Choice,
+    choice: PoolChoice,
     num: int,
     free: Iterable[int],
     releases: Iterable[Release],
     pool_of: Sequence[int],
     host_of: Sequence[int],
     now_s: float,
-) -> Hold:
+) -> BackfillWindow:
     """Finds when and where the job can start.
 
     Args:
@@ -108,7 +108,7 @@ def hold_for(
             if place is not None:
                 break
     if place is None:
-        return Hold(job, frozenset(choice.pools), None, math.inf, 0, pool_of, host_of)
+        return BackfillWindow(job, frozenset(choice.pools), None, math.inf, 0, pool_of, host_of)
     group, host = place
     pools = frozenset(groups[group])
-    return Hold(job, pools, host if host >= 0 else None, start_s, counts[place] - num, pool_of, host_of)
+    return BackfillWindow(job, pools, host if host >= 0 else None, start_s, counts[place] - num, pool_of, host_of)

@@ -55,9 +55,9 @@ def recorded(command: Command, now_s: float) -> events.Event:
     if isinstance(command, Start):
         return events.Placed(now_s, command.job, command.devices, command.attempt, command.reason)
     if isinstance(command, Resize):
-        return events.ResizeAsked(now_s, command.job, command.devices, command.reason, command.is_forced)
+        return events.ResizeRequested(now_s, command.job, command.devices, command.reason, command.is_forced)
     if isinstance(command, Preempt):
-        return events.StopAsked(now_s, command.job, JobState.PENDING, command.reason)
+        return events.StopRequested(now_s, command.job, JobState.PENDING, command.reason)
     if command.has_devices:
-        return events.StopAsked(now_s, command.job, command.state, command.reason)
+        return events.StopRequested(now_s, command.job, command.state, command.reason)
     return events.Cancelled(now_s, command.job, command.reason)

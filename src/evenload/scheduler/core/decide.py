@@ -3,7 +3,7 @@
 The policy says who deserves devices most; here they are given, in that order, as far as limits, reservations and
 protections allow: what is free now starts a job at once; else it waits for devices that are coming free, or displaces
 less deserving jobs and waits for theirs; else, if it is the first that can't start, later jobs may not delay it
-(`core.hold`). Nothing is remembered between calls: a job that waits for another to save is planned for again.
+(`core.backfill`). Nothing is remembered between calls: a job that waits for another to save is planned for again.
 
 Cost: one pass over the jobs, one sort by the policy, and a few operations for each device given out. No part looks at all
 pairs of jobs and devices.
@@ -17,28 +17,28 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from evenload.scheduler.core.availability import Stock
-from evenload.scheduler.core.backfill import Hold, Release, hold_for
+from evenload.scheduler.core.availability import Availability
+from evenload.scheduler.core.backfill import BackfillWindow, Release, backfill_window
 from evenload.scheduler.core.commands import Command, Preempt, Start
 from evenload.scheduler.core.eligibility import (
-    Choices,
-    Roster,
+    Eligibility,
+    PoolChoices,
     clear_reserved,
+    eligibility_of,
     is_bound,
     is_overdue,
     is_young,
     limits_of,
-    sort_out,
 )
 from evenload.scheduler.core.estimates import end_s
-from evenload.scheduler.core.preemption import Mover, Movers
+from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
+from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
 from evenload.scheduler.core.refusal import most_together
 from evenload.scheduler.core.resizing import Resizing
 from evenload.scheduler.core.sharing import Sharing
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.core.view import View, Wishes
 from evenload.scheduler.policies import policy_named
 from evenload.scheduler.policies.starvation import is_starving
 
@@ -58,7 +58,7 @@ class Plan:
     """Whether those behind in the order may be displaced."""
 
 
-def decide(snapshot: Snapshot, now_s: float) -> tuple[Command, ...]:
+def decide(snapshot: QueueSnapshot, now_s: float) -> tuple[Command, ...]:
     """What to do now: start, resize, preempt, end. Nothing where all is as it should be."""
     with _no_collecting():
         return plan(snapshot, now_s).commands
@@ -76,17 +76,17 @@ def _no_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def plan(snapshot: Snapshot, now_s: float, explain: bool = False) -> Plan:
+def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
     """The same with reasons for those who wait, where asked for: they cost a look at every job."""
-    roster = sort_out(snapshot, now_s)
+    eligibility = eligibility_of(snapshot, now_s)
     if snapshot.reservations:
-        clear_reserved(snapshot, roster, now_s)
-    choices = Choices(snapshot, now_s)
-    sharing = Sharing(snapshot, roster, now_s, choices.pool_of) if snapshot.shares else None
-    is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in roster.running)
-    if not roster.pending and not is_elastic:
-        return Plan(tuple(roster.commands), roster.waits)
-    return _Planning(snapshot, now_s, roster, choices, sharing, explain).run()
+        clear_reserved(snapshot, eligibility, now_s)
+    choices = PoolChoices(snapshot, now_s)
+    sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if snapshot.shares else None
+    is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in eligibility.running)
+    if not eligibility.pending and not is_elastic:
+        return Plan(tuple(eligibility.commands), eligibility.waits)
+    return _Planning(snapshot, now_s, eligibility, choices, sharing, explain).run()
 
 
 class _Planning:
@@ -94,25 +94,27 @@ class _Planning:
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        snapshot: QueueSnapshot,
         now_s: float,
-        roster: Roster,
-        choices: Choices,
+        eligibility: Eligibility,
+        choices: PoolChoices,
         sharing: Sharing | None,
         explain: bool,
     ) -> None:
-        self.snapshot, self.now_s, self.roster, self.explain = snapshot, now_s, roster, explain
+        self.snapshot, self.now_s, self.eligibility, self.explain = snapshot, now_s, eligibility, explain
         self.settings = snapshot.settings
         self.choices, self.sharing = choices, sharing
-        self.stock = Stock(snapshot.layout, self.choices.pool_of, self.settings.packing, roster.free, roster.coming)
+        self.availability = Availability(
+            snapshot.layout, self.choices.pool_of, self.settings.packing, eligibility.free, eligibility.coming
+        )
         self.limits = limits_of(snapshot)
         self.used: dict[str, list[int]] = {}
         self.in_array: dict[str, int] = {}
-        self.hold: Hold | None = None
+        self.window: BackfillWindow | None = None
         self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
         self.is_anyone_waiting = False
-        self.commands: list[Command] = list(roster.commands)
-        self._everything: Stock | None = None
+        self.commands: list[Command] = list(eligibility.commands)
+        self._everything: Availability | None = None
         self._fixed: set[str] = set()
         self._count_use()
 
@@ -120,59 +122,65 @@ class _Planning:
         """Asks the policy and gives out devices in its order."""
         bound, young = self._bound_and_young()
         keeping = frozenset(bound | young)
-        wishes = policy_named(self.settings.policy)(self._view(keeping))
-        order = self._arranged(wishes)
+        decision = policy_named(self.settings.policy)(self._view(keeping))
+        order = self._arranged(decision)
         sizing = None
-        if wishes.sizes is not None:
+        if decision.sizes is not None:
             sizing = Resizing(
-                self.snapshot, self.roster, self.stock, self.choices, wishes, keeping, self._most_within_limits
+                self.snapshot,
+                self.eligibility,
+                self.availability,
+                self.choices,
+                decision,
+                keeping,
+                self._most_within_limits,
             )
             sizing.shrink()
-        movers = self._movers(order, bound, young, sizing) if wishes.preempts else None
-        self._give_out(order, wishes, movers, sizing)
+        candidates = self._candidates(order, bound, young, sizing) if decision.preempts else None
+        self._give_out(order, decision, candidates, sizing)
         if sizing is None:
             self._widen()
-        self._command(movers, sizing)
+        self._command(candidates, sizing)
         if not self.explain:
             return Plan(tuple(self.commands))
-        return Plan(tuple(self.commands), self.roster.waits, tuple(order), wishes.sizes or {}, wishes.preempts)
+        return Plan(tuple(self.commands), self.eligibility.waits, tuple(order), decision.sizes or {}, decision.preempts)
 
     def _bound_and_young(self) -> tuple[set[str], set[str]]:
         """Running jobs that nobody may displace, and those that only a higher class may."""
         settings, now_s = self.settings, self.now_s
         bound, young = set(), set()
         grown_s, never = now_s - settings.min_run_s, not settings.max_preemptions_per_hour
-        for job in self.roster.running:
+        for job in self.eligibility.running:
             if (job.preempted_s or never or not job.spec.preemptible) and is_bound(job, settings, now_s):
                 bound.add(job.id)
             if job.attempt_began_s > grown_s and is_young(job, settings, now_s):
                 young.add(job.id)
         return bound, young
 
-    def _view(self, keeping: frozenset[str]) -> View:
-        roster, layout = self.roster, self.snapshot.layout
-        num_held = sum([len(job.devices) for job in roster.running])
-        return View(
+    def _view(self, keeping: frozenset[str]) -> PolicyInput:
+        eligibility, layout = self.eligibility, self.snapshot.layout
+        num_held = sum([len(job.devices) for job in eligibility.running])
+        return PolicyInput(
             now_s=self.now_s,
-            jobs=[*roster.running, *roster.pending],
+            jobs=[*eligibility.running, *eligibility.pending],
             users=self.snapshot.users,
             settings=self.settings,
-            num_devices=num_held + len(roster.free) + len(roster.coming),
-            settled=[job for job in roster.holders if job.state in (JobState.STARTING, JobState.RESIZING)],
+            num_devices=num_held + len(eligibility.free) + len(eligibility.coming),
+            settled=[job for job in eligibility.holders if job.state in (JobState.STARTING, JobState.RESIZING)],
             host_size=max(1, layout.host_size),
             keeping=keeping,
             device_cost=layout.mean_cost(self.settings),
         )
 
-    def _arranged(self, wishes: Wishes) -> list[Job]:
+    def _arranged(self, decision: PolicyDecision) -> list[Job]:
         """The policy's order, with the starving before all others and those over their soft limit behind."""
-        if not wishes.preempts:
-            return list(wishes.order)
-        oldest_s, has_limits = self.now_s - self.settings.starve_after_s, self.roster.has_soft_limits
+        if not decision.preempts:
+            return list(decision.order)
+        oldest_s, has_limits = self.now_s - self.settings.starve_after_s, self.eligibility.has_soft_limits
         if self.snapshot.jobs[0].submitted_s >= oldest_s and not has_limits:
-            return list(wishes.order)
+            return list(decision.order)
         first, middle, last = [], [], []
-        for job in wishes.order:
+        for job in decision.order:
             if has_limits and is_overdue(job, self.now_s):
                 last.append(job)
             elif job.submitted_s < oldest_s and is_starving(job, self.now_s, self.settings):
@@ -182,30 +190,38 @@ class _Planning:
         first.sort(key=lambda job: job.submitted_s)
         return [*first, *middle, *last]
 
-    def _movers(self, order: list[Job], bound: set[str], young: set[str], sizing: Resizing | None) -> Movers:
-        closed, slots, devices = self.snapshot.closed, self.roster.slots, self.snapshot.layout.devices
-        fixed, runs, movers = bound if sizing is None else bound | sizing.changed, JobState.RUNNING, []
+    def _candidates(
+        self, order: list[Job], bound: set[str], young: set[str], sizing: Resizing | None
+    ) -> PreemptionCandidates:
+        closed, slots, devices = self.snapshot.closed, self.eligibility.slots, self.snapshot.layout.devices
+        fixed, runs, candidates = bound if sizing is None else bound | sizing.changed, JobState.RUNNING, []
         for job in order:
             if job.state is runs and (name := job.id) not in fixed:
                 usable = [s for s in slots[name] if devices[s].id not in closed] if closed else slots[name]
-                movers.append(Mover(job, usable, name in young))
+                candidates.append(PreemptionCandidate(job, usable, name in young))
         self._fixed = fixed
-        return Movers(movers, self.choices.pool_of, self.snapshot.layout.host_of)
+        return PreemptionCandidates(candidates, self.choices.pool_of, self.snapshot.layout.host_of)
 
-    def _give_out(self, order: list[Job], wishes: Wishes, movers: Movers | None, sizing: Resizing | None) -> None:
-        sizes, fixed = wishes.sizes, self._fixed
-        gone = movers.displaced() if movers is not None else frozenset()
+    def _give_out(
+        self,
+        order: list[Job],
+        decision: PolicyDecision,
+        candidates: PreemptionCandidates | None,
+        sizing: Resizing | None,
+    ) -> None:
+        sizes, fixed = decision.sizes, self._fixed
+        gone = candidates.displaced() if candidates is not None else frozenset()
         for job in order:
             if job.state is JobState.RUNNING:
-                if movers is not None and job.id not in fixed and job.id not in gone:
-                    movers.pass_by(job)
-                    if sizing is not None and self.hold is None:
+                if candidates is not None and job.id not in fixed and job.id not in gone:
+                    candidates.pass_by(job)
+                    if sizing is not None and self.window is None:
                         sizing.grow(job)
                 continue
-            if self.sharing is not None and self._join(job, wishes, movers, sizing):
+            if self.sharing is not None and self._join(job, decision, candidates, sizing):
                 continue
-            is_all_gone = self.stock.is_empty and (movers is None or movers.is_empty)
-            if is_all_gone and (self.sharing is None or self.hold is not None):  # who joins may not delay the first
+            is_all_gone = self.availability.is_empty and (candidates is None or candidates.is_empty)
+            if is_all_gone and (self.sharing is None or self.window is not None):  # who joins may not delay the first
                 self.is_anyone_waiting = True
                 if not self.explain and self.sharing is None:
                     break
@@ -219,62 +235,68 @@ class _Planning:
                 num = max(num, self._most_within_limits(job.spec.user, size))
             if not self._within_limits(job):
                 continue
-            if not self._start(job, num, wishes, movers) and not self._may_pass(job, wishes, movers):
+            if not self._start(job, num, decision, candidates) and not self._may_pass(job, decision, candidates):
                 break
 
-    def _join(self, job: Job, wishes: Wishes, movers: Movers | None, sizing: Resizing | None) -> bool:
+    def _join(
+        self, job: Job, decision: PolicyDecision, candidates: PreemptionCandidates | None, sizing: Resizing | None
+    ) -> bool:
         """Starts a small job beside others on a device that they share (`core.sharing`); False where it can't be."""
         if self.sharing is None or not job.spec.share_device or not self._within_limits(job):
             return False
         changed: set[str] = sizing.changed if sizing is not None else set()
-        pools, until_s = self.choices.of(job).pools, self._gone_s(job, wishes)
-        if not self.sharing.join(job, pools, until_s, self.hold, movers, changed):
+        pools, until_s = self.choices.of(job).pools, self._gone_s(job, decision)
+        if not self.sharing.join(job, pools, until_s, self.window, candidates, changed):
             return False
         self._note_use(job, 1)
         return True
 
-    def _start(self, job: Job, num: int, wishes: Wishes, movers: Movers | None) -> bool:
+    def _start(self, job: Job, num: int, decision: PolicyDecision, candidates: PreemptionCandidates | None) -> bool:
         """Starts the job, or lets it wait for devices that are coming; False where there is no place for it."""
-        choice, stock, hold = self.choices.of(job), self.stock, self.hold
+        choice, availability, window = self.choices.of(job), self.availability, self.window
         least = job.spec.needs.min_devices
         ends_s = 0.0
-        if hold is not None:
-            ends_s = self._gone_s(job, wishes)
-            if ends_s > hold.start_s and num == least and stock.now.is_hopeless(choice, num):
+        if window is not None:
+            ends_s = self._gone_s(job, decision)
+            if ends_s > window.start_s and num == least and availability.now.is_hopeless(choice, num):
                 return False  # it may have nothing but what is free, and that is not enough: most who wait
-            if hold.is_hopeless(choice, least, ends_s):
-                self._wait(job, f"would delay job {hold.job.id}, which is first in line")
+            if window.is_hopeless(choice, least, ends_s):
+                self._wait(job, f"would delay job {window.job.id}, which is first in line")
                 return True
         slots = None
         if num > least:  # an elastic job rather takes fewer devices than some of a further host
-            num = max(least, stock.soon.compact(choice, num))
-        if num == least or stock.now.compact(choice, num) == num:
-            slots = stock.take_now(choice, num)
+            num = max(least, availability.soon.compact(choice, num))
+        if num == least or availability.now.compact(choice, num) == num:
+            slots = availability.take_now(choice, num)
         if slots is not None:
-            if hold is not None and not hold.admit(slots, ends_s):
-                stock.give_back(slots)
-                self._wait(job, f"would delay job {hold.job.id}, which is first in line")
+            if window is not None and not window.admit(slots, ends_s):
+                availability.give_back(slots)
+                self._wait(job, f"would delay job {window.job.id}, which is first in line")
                 return True
             self._note_use(job, num)
             self.starts[job.id] = (job, slots)
             if self.sharing is not None and job.spec.share_device:
                 self.sharing.give(job, slots[0])
             return True
-        if hold is not None and ends_s > hold.start_s:
+        if window is not None and ends_s > window.start_s:
             return False
-        if stock.is_anything_coming and stock.claim(choice, num) is not None:
+        if availability.is_anything_coming and availability.claim(choice, num) is not None:
             self._wait(job, "waits for devices of jobs that are stopping")
             return True
-        if movers is not None and not movers.is_empty and movers.make_room(job, choice, least, stock):
-            stock.claim(choice, least)
+        if (
+            candidates is not None
+            and not candidates.is_empty
+            and candidates.preempt_for(job, choice, least, availability)
+        ):
+            availability.claim(choice, least)
             self._wait(job, "waits for devices of jobs that are asked to stop for it")
             return True
         return False
 
-    def _may_pass(self, job: Job, wishes: Wishes, movers: Movers | None) -> bool:
+    def _may_pass(self, job: Job, decision: PolicyDecision, candidates: PreemptionCandidates | None) -> bool:
         """The job can't start: what that means for those behind it; False where nobody may pass."""
         self.is_anyone_waiting = True
-        if not wishes.reserves or self.hold is not None:
+        if not decision.reserves or self.window is not None:
             if self.explain:
                 self._wait(job, "no devices that it can use are free")
             return True
@@ -286,25 +308,25 @@ class _Planning:
         self._wait(job, "is first in line for the next devices")
         if not self.settings.backfill:
             return False
-        self.hold = hold_for(
+        self.window = backfill_window(
             job,
             choice,
             least,
-            self.stock.soon.free(),
-            self._releases(movers.behind() if movers is not None else set(), wishes),
+            self.availability.soon.free(),
+            self._releases(candidates.behind() if candidates is not None else set(), decision),
             self.choices.pool_of,
             self.snapshot.layout.host_of,
             self.now_s,
         )
         return True
 
-    def _releases(self, behind: set[str], wishes: Wishes) -> list[Release]:
+    def _releases(self, behind: set[str], decision: PolicyDecision) -> list[Release]:
         """When the jobs that hold devices will give them up, to the first in line."""
         releases: list[Release] = []
-        now_s, slots_of = self.now_s, self.roster.slots
+        now_s, slots_of = self.now_s, self.eligibility.slots
         min_run_s = self.settings.min_run_s
         longer_s = self.sharing.longer_s(behind) if self.sharing is not None else {}
-        for job in self.roster.holders:
+        for job in self.eligibility.holders:
             if job.id not in behind:
                 time_s = end_s(job, now_s)
             elif (young_until_s := job.attempt_began_s + min_run_s) <= now_s:
@@ -315,18 +337,18 @@ class _Planning:
                 time_s = max(time_s, longer_s.get(job.id, 0.0))
             releases.append((time_s, slots_of[job.id]))
         for job, slots in self.starts.values():
-            releases.append((max(self._gone_s(job, wishes), longer_s.get(job.id, 0.0)), slots))
+            releases.append((max(self._gone_s(job, decision), longer_s.get(job.id, 0.0)), slots))
         return releases
 
-    def _gone_s(self, job: Job, wishes: Wishes) -> float:
+    def _gone_s(self, job: Job, decision: PolicyDecision) -> float:
         """When a job that would start now is gone, or can be sent away by the first in line."""
-        spec, now_s, hold = job.spec, self.now_s, self.hold
+        spec, now_s, window = job.spec, self.now_s, self.window
         gone_s = end_s(job, now_s)
         may_be_bound = job.preempted_s or not self.settings.max_preemptions_per_hour
-        if wishes.preempts and spec.preemptible and not (may_be_bound and is_bound(job, self.settings, now_s)):
-            until_s = now_s if hold and spec.priority < hold.job.spec.priority else now_s + self.settings.min_run_s
+        if decision.preempts and spec.preemptible and not (may_be_bound and is_bound(job, self.settings, now_s)):
+            until_s = now_s if window and spec.priority < window.job.spec.priority else now_s + self.settings.min_run_s
             return gone_s if gone_s < until_s else until_s
-        if hold is not None and hold.start_s == math.inf:
+        if window is not None and window.start_s == math.inf:
             return math.inf  # the first in line may get its devices at any moment
         return gone_s
 
@@ -337,7 +359,7 @@ class _Planning:
             return most_together(job.spec.needs, layout) >= num
         if self._everything is None:
             usable = [slot for slot, device in enumerate(layout.devices) if device.id not in closed]
-            self._everything = Stock(layout, self.choices.pool_of, self.settings.packing, usable, [])
+            self._everything = Availability(layout, self.choices.pool_of, self.settings.packing, usable, [])
         return self._everything.now.largest(self.choices.of(job)) >= num
 
     def _within_limits(self, job: Job) -> bool:
@@ -366,9 +388,9 @@ class _Planning:
         return max(0, min(num, limits[0] - self.used.get(user, [0, 0])[0]))
 
     def _count_use(self) -> None:
-        if not self.limits and not any(job.spec.array for job in self.roster.pending):
+        if not self.limits and not any(job.spec.array for job in self.eligibility.pending):
             return
-        for job in (*self.roster.holders, *(self.sharing.guests if self.sharing is not None else ())):
+        for job in (*self.eligibility.holders, *(self.sharing.followers if self.sharing is not None else ())):
             self._note_use(job, len({*job.devices, *job.target}) if job.target else len(job.devices))
 
     def _note_use(self, job: Job, num: int) -> None:
@@ -381,29 +403,29 @@ class _Planning:
 
     def _widen(self) -> None:
         """Jobs that start now and can use more get what nobody else wants."""
-        if self.is_anyone_waiting or self.hold is not None:
+        if self.is_anyone_waiting or self.window is not None:
             return
         for job, slots in list(self.starts.values()):
-            more = min(job.spec.needs.max_devices - len(slots), self.stock.now.num_free)
+            more = min(job.spec.needs.max_devices - len(slots), self.availability.now.num_free)
             more = self._most_within_limits(job.spec.user, more)
             if more <= 0:
                 continue
             choice = self.choices.of(job)
-            self.stock.lend(slots)
-            size = min(len(slots) + more, self.stock.now.largest(choice))
-            wider = self.stock.take_now(choice, size) if size > len(slots) else None
+            self.availability.lend(slots)
+            size = min(len(slots) + more, self.availability.now.largest(choice))
+            wider = self.availability.take_now(choice, size) if size > len(slots) else None
             if wider is None:
-                self.stock.unlend(slots)
+                self.availability.unlend(slots)
                 continue
             if self.limits:
                 self.used[job.spec.user][0] += len(wider) - len(slots)
             self.starts[job.id] = (job, wider)
 
-    def _command(self, movers: Movers | None, sizing: Resizing | None) -> None:
+    def _command(self, candidates: PreemptionCandidates | None, sizing: Resizing | None) -> None:
         devices = self.snapshot.layout.devices
-        if movers is not None and movers.displaced():
-            gone = movers.displaced()
-            for job in self.roster.running:
+        if candidates is not None and candidates.displaced():
+            gone = candidates.displaced()
+            for job in self.eligibility.running:
                 if job.id in gone:
                     self.commands.append(Preempt(job.id, "a job that goes first needs its devices"))
         if sizing is not None:
@@ -415,4 +437,4 @@ class _Planning:
 
     def _wait(self, job: Job, reason: str) -> None:
         if self.explain:
-            self.roster.waits[job.id] = reason
+            self.eligibility.waits[job.id] = reason

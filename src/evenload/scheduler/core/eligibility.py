@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evenload.scheduler.core.commands import Command, End, Preempt
-from evenload.scheduler.core.fleet import Choice
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.placement import PoolChoice
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Reservation, Settings
 
@@ -19,7 +19,7 @@ _HOUR_S = 3600.0
 
 
 @dataclass
-class Roster:
+class Eligibility:
     """The jobs and devices of a snapshot, sorted."""
 
     running: list[Job] = field(default_factory=list)
@@ -41,20 +41,25 @@ class Roster:
     """Why a job can't start, of those that are not in `pending`."""
 
 
-def sort_out(snapshot: Snapshot, now_s: float) -> Roster:
+def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
     """One pass over all jobs and devices."""
-    roster = Roster()
+    eligibility = Eligibility()
     index, closed = snapshot.layout.index, snapshot.closed
     is_taken = bytearray(len(snapshot.layout.devices))
-    pending, running, holders, slots_of = roster.pending, roster.running, roster.holders, roster.slots
+    pending, running, holders, slots_of = (
+        eligibility.pending,
+        eligibility.running,
+        eligibility.holders,
+        eligibility.slots,
+    )
     waits, runs = JobState.PENDING, JobState.RUNNING  # most are one of these, and there may be 100,000
     for job in snapshot.jobs:
         state, spec = job.state, job.spec
         if spec.soft_limit_s is not None:
-            roster.has_soft_limits = True
+            eligibility.has_soft_limits = True
         if state is waits:
             if job.doomed or job.is_held or job.unmet or spec.not_before_s is not None:
-                _sort_pending(job, now_s, roster)
+                _sort_pending(job, now_s, eligibility)
             else:
                 pending.append(job)
             continue
@@ -65,64 +70,64 @@ def sort_out(snapshot: Snapshot, now_s: float) -> Roster:
         if state is runs and spec.hard_limit_s is None:
             running.append(job)
         else:
-            _sort_holder(job, slots, now_s, roster)
+            _sort_holder(job, slots, now_s, eligibility)
             for device in job.target:
                 is_taken[index[device]] = 1
     for device in closed:
         if device in index:
             is_taken[index[device]] = 1
-    if closed and roster.coming:
-        roster.coming = [s for s in roster.coming if snapshot.layout.devices[s].id not in closed]
-    roster.free = [slot for slot, taken in enumerate(is_taken) if not taken]
-    return roster
+    if closed and eligibility.coming:
+        eligibility.coming = [s for s in eligibility.coming if snapshot.layout.devices[s].id not in closed]
+    eligibility.free = [slot for slot, taken in enumerate(is_taken) if not taken]
+    return eligibility
 
 
-def _sort_holder(job: Job, slots: list[int], now_s: float, roster: Roster) -> None:
+def _sort_holder(job: Job, slots: list[int], now_s: float, eligibility: Eligibility) -> None:
     limit_s = job.spec.hard_limit_s
     if job.state is JobState.PREEMPTING:
-        roster.coming += slots
+        eligibility.coming += slots
     elif limit_s is not None and job.held_until(now_s) >= limit_s:
         reason = f"its time limit of {limit_s:g} s is over"
-        roster.commands.append(End(job.id, JobState.FAILED, reason, has_devices=True))
-        roster.coming += slots
+        eligibility.commands.append(End(job.id, JobState.FAILED, reason, has_devices=True))
+        eligibility.coming += slots
     elif job.state is JobState.RUNNING:
-        roster.running.append(job)
+        eligibility.running.append(job)
     elif job.state is JobState.RESIZING:
         kept = set(job.target)
-        roster.coming += [slot for slot, device in zip(slots, job.devices, strict=True) if device not in kept]
+        eligibility.coming += [slot for slot, device in zip(slots, job.devices, strict=True) if device not in kept]
 
 
-def _sort_pending(job: Job, now_s: float, roster: Roster) -> None:
+def _sort_pending(job: Job, now_s: float, eligibility: Eligibility) -> None:
     if job.doomed:
-        roster.commands.append(End(job.id, JobState.CANCELLED, job.doomed, has_devices=False))
+        eligibility.commands.append(End(job.id, JobState.CANCELLED, job.doomed, has_devices=False))
     elif job.is_held:
-        roster.waits[job.id] = "its owner holds it back"
+        eligibility.waits[job.id] = "its owner holds it back"
     elif job.unmet:
-        roster.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
+        eligibility.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
     elif job.spec.not_before_s is not None and job.spec.not_before_s > now_s:
-        roster.waits[job.id] = f"is not to start for another {job.spec.not_before_s - now_s:.0f} s"
+        eligibility.waits[job.id] = f"is not to start for another {job.spec.not_before_s - now_s:.0f} s"
     else:
-        roster.pending.append(job)
+        eligibility.pending.append(job)
 
 
-def clear_reserved(snapshot: Snapshot, roster: Roster, now_s: float) -> None:
+def clear_reserved(snapshot: QueueSnapshot, eligibility: Eligibility, now_s: float) -> None:
     """Sends jobs away from devices that are reserved for others from now on."""
     active = [r for r in snapshot.reservations if r.start_s <= now_s < r.end_s]
     if not active:
         return
     staying = []
-    for job in roster.running:
+    for job in eligibility.running:
         of_others = next(
             (r for r in active if job.spec.user not in r.users and not r.devices.isdisjoint(job.devices)), None
         )
         if of_others is None or not job.spec.preemptible:
             staying.append(job)
             continue
-        roster.commands.append(Preempt(job.id, f"reservation {of_others.id} has begun"))
-        roster.coming += [
-            slot for slot in roster.slots[job.id] if snapshot.layout.devices[slot].id not in snapshot.closed
+        eligibility.commands.append(Preempt(job.id, f"reservation {of_others.id} has begun"))
+        eligibility.coming += [
+            slot for slot in eligibility.slots[job.id] if snapshot.layout.devices[slot].id not in snapshot.closed
         ]
-    roster.running = staying
+    eligibility.running = staying
 
 
 def is_bound(job: Job, settings: Settings, now_s: float) -> bool:
@@ -147,21 +152,21 @@ def is_overdue(job: Job, now_s: float) -> bool:
     return job.spec.soft_limit_s is not None and job.held_until(now_s) >= job.spec.soft_limit_s
 
 
-class Choices:
+class PoolChoices:
     """Which pools each job may use; worked out once for all jobs that ask for the same."""
 
-    def __init__(self, snapshot: Snapshot, now_s: float) -> None:
+    def __init__(self, snapshot: QueueSnapshot, now_s: float) -> None:
         """Makes pools finer where devices are reserved."""
         self._snapshot, self._now_s = snapshot, now_s
         self._reservations = [r for r in snapshot.reservations if r.end_s > now_s]
-        self._known: dict[tuple[object, ...], Choice] = {}
+        self._known: dict[tuple[object, ...], PoolChoice] = {}
         self._of_needs: dict[
-            int, Choice
+            int, PoolChoice
         ] = {}  # by identity: they live as long as the snapshot, and most are one object
-        self._alike: dict[tuple[object, ...], Choice] = {}
+        self._alike: dict[tuple[object, ...], PoolChoice] = {}
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 
-    def of(self, job: Job) -> Choice:
+    def of(self, job: Job) -> PoolChoice:
         """The pools, as groups of one kind each, the best first."""
         spec, needs = job.spec, job.spec.needs
         if not self._reservations and (choice := self._of_needs.get(id(needs))) is not None:
@@ -175,7 +180,7 @@ class Choices:
         self._of_needs[id(needs)] = choice
         return choice
 
-    def _work_out(self, job: Job) -> Choice:
+    def _work_out(self, job: Job) -> PoolChoice:
         settings, needs = self._snapshot.settings, job.spec.needs
         groups: dict[str, list[int]] = {}
         for zone, (pool_index, held) in enumerate(self._zones):
@@ -194,7 +199,7 @@ class Choices:
         ordered.sort(key=lambda zones: rank(zones[0]))
         key = (*ordered, needs.one_host, needs.one_kind)
         if key not in self._alike:
-            self._alike[key] = Choice(tuple(ordered), needs.one_host, needs.one_kind)
+            self._alike[key] = PoolChoice(tuple(ordered), needs.one_host, needs.one_kind)
         return self._alike[key]
 
     def _may_use(self, job: Job, reservation: Reservation) -> bool:
@@ -209,7 +214,7 @@ class Choices:
 
 
 def _zones(
-    snapshot: Snapshot, reservations: list[Reservation]
+    snapshot: QueueSnapshot, reservations: list[Reservation]
 ) -> tuple[Sequence[int], list[tuple[int, tuple[Reservation, ...]]]]:
     """Device → zone, and each zone's pool and reservations; a zone is a pool where nothing is reserved."""
     layout = snapshot.layout
@@ -233,7 +238,7 @@ def _zones(
     return pool_of, zones
 
 
-def limits_of(snapshot: Snapshot) -> Mapping[str, tuple[int | None, int | None]]:
+def limits_of(snapshot: QueueSnapshot) -> Mapping[str, tuple[int | None, int | None]]:
     """User → most devices at once, most running jobs."""
     return {
         name: (user.limits.max_devices, user.limits.max_running)

@@ -1,6 +1,6 @@
 """What happens to the queue, one frozen value each: the log of these is the queue, everything else is folded from it.
 
-Commands of `decide` become events too (`Placed`, `ResizeAsked`, `StopAsked`, `Cancelled`): a shell records them first
+Commands of `decide` become events too (`Placed`, `ResizeRequested`, `StopRequested`, `Cancelled`): a shell records them first
 and then acts, so that after a crash the log says what may be under way.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, get_args
 from evenload.errors import QueueError
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import After, Device, JobSpec, Limits, Needs, Reservation, Settings
+from evenload.stored_names import STORED_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class JobStarted:
     """The program of a job runs."""
 
     time_s: float
@@ -60,7 +61,7 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MemoryMeasured:
     """What a job that may share its device takes of the device's memory at most, as far as it was seen."""
 
     time_s: float
@@ -69,7 +70,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class ResizeAsked:
+class ResizeRequested:
     """A running job is asked to save, stop, and go on with other devices."""
 
     time_s: float
@@ -81,7 +82,7 @@ class ResizeAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopRequested:
     """A job that holds devices is asked to save and stop."""
 
     time_s: float
@@ -121,7 +122,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """A job that holds no devices will never run. One that holds devices gets `StopAsked` instead."""
+    """A job that holds no devices will never run. One that holds devices gets `StopRequested` instead."""
 
     time_s: float
     job: str
@@ -129,7 +130,7 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class JobHeld:
     """An owner holds a pending job back."""
 
     time_s: float
@@ -145,7 +146,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Respecified:
+class SpecChanged:
     """What a job asks for was changed; of a job that holds devices, only what doesn't concern them."""
 
     time_s: float
@@ -222,18 +223,18 @@ class SettingsSet:
 Event = (
     Submitted
     | Placed
-    | Began
+    | JobStarted
     | Reported
-    | Measured
-    | ResizeAsked
-    | StopAsked
+    | MemoryMeasured
+    | ResizeRequested
+    | StopRequested
     | Yielded
     | Ended
     | Lost
     | Cancelled
-    | Held
+    | JobHeld
     | Released
-    | Respecified
+    | SpecChanged
     | DeviceAdded
     | DeviceClosed
     | DeviceOpened
@@ -244,8 +245,14 @@ Event = (
     | SettingsSet
 )
 
-KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
-"""The events by name."""
+
+def stored_kind(kind: type[Any]) -> str:
+    """Return the name under which logs store this kind of event."""
+    return STORED_EVENTS.get(kind.__name__, kind.__name__)
+
+
+KINDS: dict[str, type[Any]] = {stored_kind(kind): kind for kind in get_args(Event)}
+"""Stored name → class."""
 
 _INNER: dict[str, type[Any]] = {
     "JobSpec": JobSpec,
@@ -259,7 +266,7 @@ _INNER: dict[str, type[Any]] = {
 
 def as_row(event: Event) -> dict[str, Any]:
     """The event as plain values that JSON knows, with its kind; what has its default is left out."""
-    return {"kind": type(event).__name__, **_plain(event)}
+    return {"kind": stored_kind(type(event)), **_plain(event)}
 
 
 def from_row(row: Mapping[str, Any]) -> Event:

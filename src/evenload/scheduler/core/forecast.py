@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 from evenload.scheduler.core.commands import End, Preempt, Resize, Start
 from evenload.scheduler.core.decide import Plan, plan
-from evenload.scheduler.core.eligibility import Choices, is_bound, is_young, limits_of
+from evenload.scheduler.core.eligibility import PoolChoices, is_bound, is_young, limits_of
 from evenload.scheduler.core.estimates import left_s, restart_s
 from evenload.scheduler.core.sharing import shared_devices
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.timeline import Timeline
 from evenload.scheduler.core.values import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Forecast:
     """One job's prospects."""
 
     reason: str
@@ -36,7 +36,7 @@ class Outlook:
     """When it will be over; None where nobody knows."""
 
 
-def outlook(snapshot: Snapshot, now_s: float, most: int | None = None) -> Mapping[str, Outlook]:
+def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> Mapping[str, Forecast]:
     """Each job's prospects, in the order of submission.
 
     Args:
@@ -71,10 +71,10 @@ class _Gate:
 class _Future:
     """One look ahead while it is worked out."""
 
-    def __init__(self, snapshot: Snapshot, now_s: float, planned: Plan) -> None:
+    def __init__(self, snapshot: QueueSnapshot, now_s: float, planned: Plan) -> None:
         self.snapshot, self.now_s, self.planned = snapshot, now_s, planned
         self.settings = snapshot.settings
-        self.choices = Choices(snapshot, now_s)
+        self.choices = PoolChoices(snapshot, now_s)
         self.timeline = Timeline(snapshot.layout, self.choices.pool_of, snapshot.closed, now_s)
         self.starts: dict[str, float] = {}
         self.ends: dict[str, float] = {}
@@ -93,7 +93,7 @@ class _Future:
             if job.spec.array_limit is not None:
                 self._gates.setdefault(("array", job.spec.array), _Gate(job.spec.array_limit))
 
-    def look(self, most: int | None) -> dict[str, Outlook]:
+    def look(self, most: int | None) -> dict[str, Forecast]:
         self._take_present()
         for num, job in enumerate(self.planned.order):
             if most is not None and num >= most:
@@ -213,10 +213,10 @@ class _Future:
             expected_s = min(expected_s, max(0.0, limit_s - job.held_until(self.now_s)))
         return start_s + expected_s
 
-    def _told(self, job: Job) -> Outlook:
+    def _told(self, job: Job) -> Forecast:
         end_s = self.ends.get(job.id, math.inf)
         start_s = self.starts.get(job.id) if job.state is JobState.PENDING else None
-        return Outlook(self._reason(job), start_s, end_s if end_s < math.inf else None)
+        return Forecast(self._reason(job), start_s, end_s if end_s < math.inf else None)
 
     def _reason(self, job: Job) -> str:
         known = self.planned.waits.get(job.id) or self.notes.get(job.id)

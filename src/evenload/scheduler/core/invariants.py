@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import Job
 
 
-def violations(snapshot: Snapshot) -> list[str]:
+def violations(snapshot: QueueSnapshot) -> list[str]:
     """What is wrong, in words; empty where all is well."""
     found: list[str] = []
     holder: dict[str, Job] = {}
@@ -25,7 +25,7 @@ def violations(snapshot: Snapshot) -> list[str]:
     return found
 
 
-def _of_job(snapshot: Snapshot, job: Job) -> list[str]:
+def _of_job(snapshot: QueueSnapshot, job: Job) -> list[str]:
     found = []
     if bool(job.devices) != (job.state in HOLDING):
         found.append(f"job {job.id} is {job.state} and holds {len(job.devices)} devices")
@@ -40,7 +40,7 @@ def _of_job(snapshot: Snapshot, job: Job) -> list[str]:
     return found
 
 
-def _of_gang(snapshot: Snapshot, job: Job, devices: tuple[str, ...]) -> list[str]:
+def _of_gang(snapshot: QueueSnapshot, job: Job, devices: tuple[str, ...]) -> list[str]:
     needs, layout = job.spec.needs, snapshot.layout
     if unknown := [device for device in devices if device not in layout.index]:
         return [f"job {job.id} holds {', '.join(unknown)}, which the queue doesn't know"]

@@ -12,12 +12,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from evenload.scheduler.core.availability import Stock
-from evenload.scheduler.core.fleet import Choice
+from evenload.scheduler.core.availability import Availability
+from evenload.scheduler.core.placement import PoolChoice
 from evenload.scheduler.core.values import Job
 
 
-class Mover(NamedTuple):
+class PreemptionCandidate(NamedTuple):
     """A running job that may have to leave."""
 
     job: Job
@@ -33,7 +33,7 @@ Adds = dict[object, int]
 
 @dataclass
 class _Line:
-    """Movers as gangs of one choice and class have looked at them, from the least deserving up."""
+    """PreemptionCandidates as gangs of one choice and class have looked at them, from the least deserving up."""
 
     spared: list[tuple[int, Adds]]
     """Places of those who could leave and had not to, falling; and what they have."""
@@ -41,10 +41,10 @@ class _Line:
     """From here on all were looked at."""
 
 
-class Movers:
+class PreemptionCandidates:
     """The running jobs that stand behind the place in the order at which the plan has arrived."""
 
-    def __init__(self, in_order: list[Mover], pool_of: Sequence[int], host_of: Sequence[int]) -> None:
+    def __init__(self, in_order: list[PreemptionCandidate], pool_of: Sequence[int], host_of: Sequence[int]) -> None:
         """Takes them the most deserving first."""
         self._tail = in_order
         self._pool_of, self._host_of = pool_of, host_of
@@ -52,14 +52,14 @@ class Movers:
         self._gone: set[str] = set()
         self._open: defaultdict[int, int] = defaultdict(int)
         self._young: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
-        self._failed: dict[tuple[Choice, int], int] = {}
-        self._lines: dict[tuple[Choice, int], _Line] = {}
+        self._failed: dict[tuple[PoolChoice, int], int] = {}
+        self._lines: dict[tuple[PoolChoice, int], _Line] = {}
         self._num_left = 0
-        for mover in in_order:
-            self._count(mover, 1)
+        for candidate in in_order:
+            self._count(candidate, 1)
 
-    def _count(self, mover: Mover, sign: int) -> None:
-        job, slots, is_young = mover
+    def _count(self, candidate: PreemptionCandidate, sign: int) -> None:
+        job, slots, is_young = candidate
         counts = self._young[job.spec.priority] if is_young else self._open
         pool_of = self._pool_of
         for slot in slots:
@@ -81,20 +81,20 @@ class Movers:
 
     def pass_by(self, job: Job) -> None:
         """The plan has come to this running job, which is not gone: it stays, and only those behind it may still leave."""
-        while (mover := self._tail[self._num_passed]).job.id != job.id:  # those displaced before are passed too
+        while (candidate := self._tail[self._num_passed]).job.id != job.id:  # those displaced before are passed too
             self._num_passed += 1
         self._num_passed += 1
-        self._count(mover, -1)
+        self._count(candidate, -1)
 
     def keep(self, name: str) -> None:
         """This job stays, wherever it stands: somebody has come to its device (`core.sharing`)."""
         for index in range(self._num_passed, len(self._tail)):
-            if (mover := self._tail[index]).job.id == name:
-                self._count(mover, -1)
-                self._tail[index] = mover._replace(slots=())
+            if (candidate := self._tail[index]).job.id == name:
+                self._count(candidate, -1)
+                self._tail[index] = candidate._replace(slots=())
                 return
 
-    def make_room(self, job: Job, choice: Choice, num: int, stock: Stock) -> bool:
+    def preempt_for(self, job: Job, choice: PoolChoice, num: int, availability: Availability) -> bool:
         """Displaces whom it must for `num` devices of `choice`; False, and nobody displaced, where that can't be."""
         priority, is_single = (
             job.spec.priority,
@@ -104,21 +104,21 @@ class Movers:
             return False
         if is_single:
             pools = choice.pools
-            most = stock.soon.total(pools) + sum(self._open.get(p, 0) for p in pools)
+            most = availability.soon.total(pools) + sum(self._open.get(p, 0) for p in pools)
             most += sum(c.get(p, 0) for other, c in self._young.items() if other < priority for p in pools)
-            found = self._collect(job, choice, num, stock, is_single) if most >= num else None
+            found = self._collect(job, choice, num, availability, is_single) if most >= num else None
         else:
-            found = self._collect(job, choice, num, stock, is_single)
+            found = self._collect(job, choice, num, availability, is_single)
         if found is None:
             self._failed[choice, priority] = num
             return False
-        for mover in found:
-            self._gone.add(mover.job.id)
-            self._count(mover, -1)
-            stock.comes_free(mover.slots)
+        for candidate in found:
+            self._gone.add(candidate.job.id)
+            self._count(candidate, -1)
+            availability.comes_free(candidate.slots)
         return True
 
-    def _adds_of(self, choice: Choice, is_single: bool) -> Callable[[Sequence[int]], Adds]:
+    def _adds_of(self, choice: PoolChoice, is_single: bool) -> Callable[[Sequence[int]], Adds]:
         """How many devices a gang of this choice could use of those that somebody has, by where they can serve together."""
         pools, pool_of, host_of = frozenset(choice.pools), self._pool_of, self._host_of
         if is_single:
@@ -140,18 +140,20 @@ class Movers:
 
         return by_key
 
-    def _collect(self, job: Job, choice: Choice, num: int, stock: Stock, is_single: bool) -> list[Mover] | None:
+    def _collect(
+        self, job: Job, choice: PoolChoice, num: int, availability: Availability, is_single: bool
+    ) -> list[PreemptionCandidate] | None:
         """The least deserving that together with what is free make a place."""
         adds_of = self._adds_of(choice, is_single)
         counts: defaultdict[object, int] = defaultdict(int)
         if is_single:
-            counts[_ANYWHERE] = stock.soon.total(choice.pools)
+            counts[_ANYWHERE] = availability.soon.total(choice.pools)
         else:
-            counts.update(adds_of(stock.soon.free()))
-        found: list[tuple[Mover, Adds]] = []
-        with contextlib.closing(self._candidates(choice, job.spec.priority, adds_of)) as candidates:
-            for mover, adds in candidates:
-                found.append((mover, adds))
+            counts.update(adds_of(availability.soon.free()))
+        found: list[tuple[PreemptionCandidate, Adds]] = []
+        with contextlib.closing(self._candidates(choice, job.spec.priority, adds_of)) as in_order_found:
+            for candidate, adds in in_order_found:
+                found.append((candidate, adds))
                 for key, added in adds.items():
                     counts[key] += added
                 for key in adds:
@@ -160,8 +162,8 @@ class Movers:
         return None
 
     def _candidates(
-        self, choice: Choice, priority: int, adds_of: Callable[[Sequence[int]], Adds]
-    ) -> Generator[tuple[Mover, Adds], None, None]:
+        self, choice: PoolChoice, priority: int, adds_of: Callable[[Sequence[int]], Adds]
+    ) -> Generator[tuple[PreemptionCandidate, Adds], None, None]:
         """Those who may have to leave for a gang of such a choice and class, the least deserving first, and what they have.
 
         Who was looked at for another such gang is not looked at again, unless he was spared.
@@ -176,30 +178,30 @@ class Movers:
                     del line.spared[num_seen:]
                     return
                 num_seen += 1
-                if (mover := self._tail[index]).job.id not in self._gone:
+                if (candidate := self._tail[index]).job.id not in self._gone:
                     kept.append(entry)
-                    yield mover, adds
+                    yield candidate, adds
             while line.end > self._num_passed:
                 line.end -= 1
-                mover = self._tail[line.end]
-                if mover.job.id in self._gone or (mover.is_young and mover.job.spec.priority >= priority):
+                candidate = self._tail[line.end]
+                if candidate.job.id in self._gone or (candidate.is_young and candidate.job.spec.priority >= priority):
                     continue
-                if adds := adds_of(mover.slots):
+                if adds := adds_of(candidate.slots):
                     kept.append((line.end, adds))
-                    yield mover, adds
+                    yield candidate, adds
         finally:
             line.spared[:num_seen] = kept
 
 
-def _needed(found: list[tuple[Mover, Adds]], spare: int, place: object) -> list[Mover]:
+def _needed(found: list[tuple[PreemptionCandidate, Adds]], spare: int, place: object) -> list[PreemptionCandidate]:
     """Without those that others make unnecessary; the more deserving are spared first."""
     needed = []
-    for mover, adds in reversed(found):
+    for candidate, adds in reversed(found):
         num = adds.get(place, 0)
         if num <= spare:
             spare -= num
         else:
-            needed.append(mover)
+            needed.append(candidate)
     return needed
 
 

@@ -1,6 +1,6 @@
 """The queue's state, folded from its events; the same events always fold to the same state.
 
-A `Book` is the one thing here that changes. Applying an event costs a few microseconds however many jobs there are, and
+A `QueueState` is the one thing here that changes. Applying an event costs a few microseconds however many jobs there are, and
 so does a snapshot, a tuple of the jobs apart.
 """
 
@@ -14,14 +14,14 @@ from evenload.errors import QueueError
 from evenload.scheduler.core import events, occupancy
 from evenload.scheduler.core.layout import Layout, layout_of
 from evenload.scheduler.core.refusal import refusal
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import HOLDING, JobState, Verb, next_state
 from evenload.scheduler.core.values import Device, Job, JobSpec, Reservation, Settings, User
 
 _HOUR_S = 3600.0
 
 
-class Book:
+class QueueState:
     """What is true of the queue after the events so far."""
 
     def __init__(self, past: Iterable[events.Event] = ()) -> None:
@@ -58,7 +58,7 @@ class Book:
         jobs: Iterable[Job],
         outcomes: Mapping[str, JobState],
     ) -> None:
-        """Takes over a state that was stored; the book is as if it had seen the events.
+        """Takes over a state that was stored; the queue's state is as if it had seen the events.
 
         Devices stand in the order in which they were added, jobs (those that have not ended) in that of submission.
         """
@@ -95,9 +95,9 @@ class Book:
         self.time_s = time_s
         return tuple(changed or ())
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> QueueSnapshot:
         """The state as a value."""
-        return Snapshot(
+        return QueueSnapshot(
             jobs=tuple(self.jobs.values()),
             layout=self._drawn(),
             closed=dict(self.closed),
@@ -155,7 +155,7 @@ class Book:
             raise QueueError(f"attempt {event.attempt} of job {job.id}, whose last was {job.attempt}")
         return [self._hold(job, time_s, event.devices, state=state, attempt=event.attempt, reason=event.reason)]
 
-    def _began(self, event: events.Began, time_s: float) -> list[Job]:
+    def _began(self, event: events.JobStarted, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.BEGIN)
         first_s = time_s if job.first_began_s is None else job.first_began_s
@@ -169,12 +169,12 @@ class Book:
         self.jobs[job.id] = new
         return [new]
 
-    def _measured(self, event: events.Measured, time_s: float) -> list[Job]:
+    def _measured(self, event: events.MemoryMeasured, time_s: float) -> list[Job]:
         job = self._job(event.job)
         new = self.jobs[job.id] = replace(job, peak_bytes=max(job.peak_bytes, event.peak_bytes))
         return [new]
 
-    def _resize_asked(self, event: events.ResizeAsked, time_s: float) -> list[Job]:
+    def _resize_asked(self, event: events.ResizeRequested, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.RESIZE)
         self._check_devices(job, event.devices)
@@ -182,7 +182,7 @@ class Book:
         counted = _counted(job, time_s) if event.is_forced else job.preempted_s
         return [self._put(job, time_s, state=state, target=event.devices, preempted_s=counted, reason=event.reason)]
 
-    def _stop_asked(self, event: events.StopAsked, time_s: float) -> list[Job]:
+    def _stop_asked(self, event: events.StopRequested, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.STOP)
         if event.then not in (JobState.PENDING, JobState.CANCELLED, JobState.FAILED):
@@ -234,7 +234,7 @@ class Book:
             raise QueueError(f"job {job.id} is {job.state}: ask it to stop (StopAsked) before it is cancelled")
         return self._end(job, time_s, Verb.CANCEL, event.reason)
 
-    def _held(self, event: events.Held, time_s: float) -> list[Job]:
+    def _held(self, event: events.JobHeld, time_s: float) -> list[Job]:
         job = self._job(event.job)
         if job.state is not JobState.PENDING:
             raise QueueError(f"job {job.id} is {job.state}: only a pending job can be held back")
@@ -243,7 +243,7 @@ class Book:
     def _released(self, event: events.Released, time_s: float) -> list[Job]:
         return [self._put(self._job(event.job), time_s, is_held=False)]
 
-    def _respecified(self, event: events.Respecified, time_s: float) -> list[Job]:
+    def _respecified(self, event: events.SpecChanged, time_s: float) -> list[Job]:
         job, spec = self._job(event.job), event.spec
         if spec.user != job.spec.user or spec.after != job.spec.after or spec.array != job.spec.array:
             raise QueueError(f"job {job.id}: its user, its array and what it starts after can't be changed")
@@ -394,27 +394,27 @@ def _doom(name: str, state: JobState) -> str:
     return f"it was to start after job {name}, which is {state}"
 
 
-_HANDLERS: dict[type[Any], Callable[[Book, Any, float], list[Job] | None]] = {
-    events.Submitted: Book._submitted,
-    events.Placed: Book._placed,
-    events.Began: Book._began,
-    events.Reported: Book._reported,
-    events.Measured: Book._measured,
-    events.ResizeAsked: Book._resize_asked,
-    events.StopAsked: Book._stop_asked,
-    events.Yielded: Book._yielded,
-    events.Ended: Book._ended,
-    events.Lost: Book._lost,
-    events.Cancelled: Book._cancelled,
-    events.Held: Book._held,
-    events.Released: Book._released,
-    events.Respecified: Book._respecified,
-    events.DeviceAdded: Book._device_added,
-    events.DeviceClosed: Book._device_closed,
-    events.DeviceOpened: Book._device_opened,
-    events.DeviceRemoved: Book._device_removed,
-    events.LimitsSet: Book._limits_set,
-    events.ReservationSet: Book._reservation_set,
-    events.ReservationEnded: Book._reservation_ended,
-    events.SettingsSet: Book._settings_set,
+_HANDLERS: dict[type[Any], Callable[[QueueState, Any, float], list[Job] | None]] = {
+    events.Submitted: QueueState._submitted,
+    events.Placed: QueueState._placed,
+    events.JobStarted: QueueState._began,
+    events.Reported: QueueState._reported,
+    events.MemoryMeasured: QueueState._measured,
+    events.ResizeRequested: QueueState._resize_asked,
+    events.StopRequested: QueueState._stop_asked,
+    events.Yielded: QueueState._yielded,
+    events.Ended: QueueState._ended,
+    events.Lost: QueueState._lost,
+    events.Cancelled: QueueState._cancelled,
+    events.JobHeld: QueueState._held,
+    events.Released: QueueState._released,
+    events.SpecChanged: QueueState._respecified,
+    events.DeviceAdded: QueueState._device_added,
+    events.DeviceClosed: QueueState._device_closed,
+    events.DeviceOpened: QueueState._device_opened,
+    events.DeviceRemoved: QueueState._device_removed,
+    events.LimitsSet: QueueState._limits_set,
+    events.ReservationSet: QueueState._reservation_set,
+    events.ReservationEnded: QueueState._reservation_ended,
+    events.SettingsSet: QueueState._settings_set,
 }

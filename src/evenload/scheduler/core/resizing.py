@@ -8,31 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evenload.scheduler.core.availability import Stock
+from evenload.scheduler.core.availability import Availability
 from evenload.scheduler.core.commands import Command, Preempt, Resize
-from evenload.scheduler.core.eligibility import Choices, Roster
-from evenload.scheduler.core.fleet import Fleet
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.eligibility import Eligibility, PoolChoices
+from evenload.scheduler.core.placement import FreeDevices
+from evenload.scheduler.core.policy import PolicyDecision
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.core.view import Wishes
 
 
 class Resizing:
-    """The sizes that a policy wishes, on their way to commands."""
+    """The sizes that a policy decision, on their way to commands."""
 
     def __init__(
         self,
-        snapshot: Snapshot,
-        roster: Roster,
-        stock: Stock,
-        choices: Choices,
-        wishes: Wishes,
+        snapshot: QueueSnapshot,
+        eligibility: Eligibility,
+        availability: Availability,
+        choices: PoolChoices,
+        decision: PolicyDecision,
         keeping: frozenset[str],
         within_limits: Callable[[str, int], int],
     ) -> None:
         """Takes what the plan has; ``within_limits(user, num)`` says how many of `num` more devices a user may have."""
-        self._snapshot, self._roster, self._stock, self._choices = snapshot, roster, stock, choices
-        self._sizes, self._reasons = dict(wishes.sizes or {}), dict(wishes.reasons or {})
+        self._snapshot, self._eligibility, self._availability, self._choices = (
+            snapshot,
+            eligibility,
+            availability,
+            choices,
+        )
+        self._sizes, self._reasons = dict(decision.sizes or {}), dict(decision.reasons or {})
         self._keeping, self._within_limits = keeping, within_limits
         self.commands: list[Command] = []
         self.changed: set[str] = set()
@@ -40,48 +45,53 @@ class Resizing:
 
     def shrink(self) -> None:
         """Takes devices from those that should have fewer, before anything is given out."""
-        for job in self._roster.running:
+        for job in self._eligibility.running:
             size = self._sizes.get(job.id, len(job.devices))
             if size >= len(job.devices) or job.id in self._keeping:
                 continue
-            slots = self._roster.slots[job.id]
+            slots = self._eligibility.slots[job.id]
             if size == 0:
                 self.commands.append(Preempt(job.id, self._reason(job, "its devices help other jobs more")))
-                self._stock.comes_free(self._usable(slots))
+                self._availability.comes_free(self._usable(slots))
             else:
                 kept = self._kept(job, slots, max(size, job.spec.needs.min_devices))
                 if kept is None or len(kept) == len(slots):
                     continue
                 self._resize(job, kept, is_forced=True)
-                self._stock.comes_free(self._usable([slot for slot in slots if slot not in set(kept)]))
+                self._availability.comes_free(self._usable([slot for slot in slots if slot not in set(kept)]))
             self.changed.add(job.id)
 
     def grow(self, job: Job) -> None:
         """Gives devices to a running job that should have more, in its turn."""
-        own = self._roster.slots[job.id]
+        own = self._eligibility.slots[job.id]
         wanted = self._sizes.get(job.id, 0) - len(own)
         wanted = self._within_limits(job.spec.user, wanted) if wanted > 0 else 0
         if wanted <= 0 or job.id in self.changed or not job.spec.preemptible:
             return
-        choice, stock, usable = self._choices.of(job), self._stock, self._usable(own)
+        choice, availability, usable = self._choices.of(job), self._availability, self._usable(own)
         size = len(own) + wanted
-        stock.lend(usable)
-        size = stock.soon.compact(choice, size)
-        slots = stock.take_now(choice, size) if stock.now.compact(choice, size) == size else None
-        if slots is None and stock.is_anything_coming and size > len(own) and stock.claim(choice, size) is not None:
-            stock.unlend(usable)  # what is coming is kept for it; until then it goes on as it is
+        availability.lend(usable)
+        size = availability.soon.compact(choice, size)
+        slots = availability.take_now(choice, size) if availability.now.compact(choice, size) == size else None
+        if (
+            slots is None
+            and availability.is_anything_coming
+            and size > len(own)
+            and availability.claim(choice, size) is not None
+        ):
+            availability.unlend(usable)  # what is coming is kept for it; until then it goes on as it is
             return
         if slots is None:
-            most = stock.now.compact(choice, size)
-            slots = stock.take_now(choice, most) if most >= len(own) + (wanted + 1) // 2 else None
+            most = availability.now.compact(choice, size)
+            slots = availability.take_now(choice, most) if most >= len(own) + (wanted + 1) // 2 else None
         elif len(slots) <= len(own):
-            stock.give_back(slots)
+            availability.give_back(slots)
             slots = None
-        stock.unlend([slot for slot in usable if slots is None or slot not in slots])
+        availability.unlend([slot for slot in usable if slots is None or slot not in slots])
         if slots is None:
             return
         if freed := [slot for slot in usable if slot not in slots]:
-            stock.comes_free(freed)
+            availability.comes_free(freed)
         self._resize(job, slots, is_forced=False)
         self.changed.add(job.id)
 
@@ -93,7 +103,7 @@ class Resizing:
     def _kept(self, job: Job, slots: list[int], size: int) -> tuple[int, ...] | None:
         """The part of its own devices that packs best."""
         layout = self._snapshot.layout
-        own = Fleet(layout, self._usable(slots), self._choices.pool_of, self._snapshot.settings.packing)
+        own = FreeDevices(layout, self._usable(slots), self._choices.pool_of, self._snapshot.settings.packing)
         return own.place(self._choices.of(job), size)
 
     def _usable(self, slots: list[int]) -> list[int]:

@@ -1,12 +1,12 @@
 """Small jobs on one device: who may join whom, who must leave where memory runs out, and how a plan sees them. Pure.
 
 A plan gives out whole devices. So of the jobs on one device one, the lead, stands for it: the one that is hardest to move.
-The others, its guests, are left out of what the policy orders, and follow the lead when it is displaced. A device comes
+The others, its followers, are left out of what the policy orders, and follow the lead when it is displaced. A device comes
 free only when all on it are leaving.
 
 A job may join a device while all on it share and none is leaving, and while the peaks of memory of all, the newcomer's too,
 times `Settings.share_margin`, fit into the device. Where a peak is not known the job is alone. Joining counts against the
-promise to the first in line as taking the device would (`core.hold`), unless those on it stay longer anyway.
+promise to the first in line as taking the device would (`core.backfill`), unless those on it stay longer anyway.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evenload.scheduler.core.backfill import Hold
+from evenload.scheduler.core.backfill import BackfillWindow
 from evenload.scheduler.core.commands import Command, Preempt, Start
-from evenload.scheduler.core.eligibility import Roster, is_bound, is_young
+from evenload.scheduler.core.eligibility import Eligibility, is_bound, is_young
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.occupancy import may_be_joined
-from evenload.scheduler.core.preemption import Movers
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.preemption import PreemptionCandidates
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 
@@ -38,7 +38,7 @@ def expected_bytes(job: Job) -> int | None:
     return max(job.peak_bytes, job.spec.peak_bytes) or job.spec.needs.memory_bytes or None
 
 
-def room_bytes(jobs: Collection[Job], memory_bytes: int, settings: Settings) -> int | None:
+def free_bytes(jobs: Collection[Job], memory_bytes: int, settings: Settings) -> int | None:
     """How large a peak may be that comes to these jobs on a device; None where nobody may come."""
     if len(jobs) >= settings.max_sharers or not all(map(may_be_joined, jobs)):
         return None
@@ -75,9 +75,9 @@ class _Place:
     jobs: list[Job]
     """All that hold it, the first of them first."""
     lead: Job
-    guests: list[Job] = field(default_factory=list)
+    followers: list[Job] = field(default_factory=list)
     """Those beside the lead that are not leaving; they do what it does."""
-    room_bytes: int | None = None
+    free_bytes: int | None = None
     joined_until_s: float = 0.0
     """When those that join in this plan can be sent away."""
 
@@ -85,37 +85,37 @@ class _Place:
 class Sharing:
     """Who shares which device, while a plan is made."""
 
-    def __init__(self, snapshot: Snapshot, roster: Roster, now_s: float, pool_of: Sequence[int]) -> None:
-        """Takes guests out of the roster, and commands those to leave for whom there is no memory."""
+    def __init__(self, snapshot: QueueSnapshot, eligibility: Eligibility, now_s: float, pool_of: Sequence[int]) -> None:
+        """Takes followers out of the eligible jobs, and commands those to leave for whom there is no memory."""
         self._snapshot, self._settings, self._now_s, self._pool_of = snapshot, snapshot.settings, now_s, pool_of
-        self.guests: list[Job] = []
-        """Those that hold devices and are not in the roster."""
+        self.followers: list[Job] = []
+        """Jobs that hold devices and are not in the eligibility."""
         self._places: dict[int, _Place] = {}
-        self._rooms: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._joinable: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """(Pool, number of jobs) → (room, device) of devices that may be joined, the least room first."""
         self._joins: list[tuple[Job, int]] = []
-        self._sort_out(roster)
+        self._sort_out(eligibility)
 
-    def _sort_out(self, roster: Roster) -> None:
+    def _sort_out(self, eligibility: Eligibility) -> None:
         by_slot: dict[int, list[Job]] = {}
-        for job in roster.holders:
+        for job in eligibility.holders:
             if job.spec.share_device:
-                by_slot.setdefault(roster.slots[job.id][0], []).append(job)
-        leaving = {command.job for command in roster.commands}
+                by_slot.setdefault(eligibility.slots[job.id][0], []).append(job)
+        leaving = {command.job for command in eligibility.commands}
         for slot, jobs in by_slot.items():
             staying = [job for job in jobs if job.id not in leaving and job.state is not JobState.PREEMPTING]
-            self._relieve(slot, staying, roster)
+            self._relieve(slot, staying, eligibility)
             lead = max(staying, key=self._firmness) if staying else jobs[0]
             place = self._places[slot] = _Place(slot, jobs, lead, [job for job in staying if job is not lead])
-            self.guests += [job for job in jobs if job is not lead]
+            self.followers += [job for job in jobs if job is not lead]
             if len(staying) == len(jobs) and self._snapshot.layout.devices[slot].id not in self._snapshot.closed:
                 self._open(place)
-            if len(jobs) > 1 and slot in roster.coming:
-                roster.coming = [other for other in roster.coming if other != slot] + [slot] * (not staying)
-        if self.guests:
-            out = {job.id for job in self.guests}
-            roster.running = [job for job in roster.running if job.id not in out]
-            roster.holders = [job for job in roster.holders if job.id not in out]
+            if len(jobs) > 1 and slot in eligibility.coming:
+                eligibility.coming = [other for other in eligibility.coming if other != slot] + [slot] * (not staying)
+        if self.followers:
+            out = {job.id for job in self.followers}
+            eligibility.running = [job for job in eligibility.running if job.id not in out]
+            eligibility.holders = [job for job in eligibility.holders if job.id not in out]
 
     def _firmness(self, job: Job) -> tuple[bool, bool, int, bool, float, float]:
         """How hard it is to move a job; of equals the one that ends first deserves its place most under most policies."""
@@ -129,7 +129,7 @@ class Sharing:
             -job.submitted_s,
         )
 
-    def _relieve(self, slot: int, staying: list[Job], roster: Roster) -> None:
+    def _relieve(self, slot: int, staying: list[Job], eligibility: Eligibility) -> None:
         """Has the youngest leave whose leaving is enough, where the jobs need more memory than there is."""
         memory_bytes = self._snapshot.layout.devices[slot].memory_bytes
         while len(staying) > 1 and (more_bytes := excess_bytes(staying, memory_bytes)):
@@ -141,19 +141,19 @@ class Sharing:
             one = next((job for job in able if (expected_bytes(job) or 0) >= more_bytes), able[0])
             need = (memory_bytes + more_bytes) / 2**30
             reason = f"those that share its device may need {need:.1f} GiB of its {memory_bytes / 2**30:.1f} GiB"
-            roster.commands.append(Preempt(one.id, reason))
-            roster.running = [job for job in roster.running if job is not one]
+            eligibility.commands.append(Preempt(one.id, reason))
+            eligibility.running = [job for job in eligibility.running if job is not one]
             staying.remove(one)
 
     def _open(self, place: _Place) -> None:
         """Notes how much room there is; before that a place has none."""
         memory_bytes = self._snapshot.layout.devices[place.slot].memory_bytes
-        place.room_bytes = room_bytes(place.jobs, memory_bytes, self._settings)
-        if place.room_bytes is not None:
-            insort(self._line(place.slot, len(place.jobs)), (place.room_bytes, place.slot))
+        place.free_bytes = free_bytes(place.jobs, memory_bytes, self._settings)
+        if place.free_bytes is not None:
+            insort(self._line(place.slot, len(place.jobs)), (place.free_bytes, place.slot))
 
     def _line(self, slot: int, num: int) -> list[tuple[int, int]]:
-        return self._rooms.setdefault((self._pool_of[slot], num), [])
+        return self._joinable.setdefault((self._pool_of[slot], num), [])
 
     def give(self, job: Job, slot: int) -> None:
         """The plan starts a job alone on a device; others may join it."""
@@ -165,8 +165,8 @@ class Sharing:
         job: Job,
         pools: Collection[int],
         until_s: float,
-        hold: Hold | None,
-        movers: Movers | None,
+        window: BackfillWindow | None,
+        candidates: PreemptionCandidates | None,
         changed: Collection[str],
     ) -> bool:
         """Starts a job on a device where others are; False where there is none that it may join.
@@ -175,18 +175,22 @@ class Sharing:
             job: who wants to come.
             pools: which devices it can use.
             until_s: from then on it is gone, or can be sent away by the first in line.
-            hold: what is promised to that one.
-            movers: who could be displaced; the lead of the device that is joined no more.
+            window: what is promised to that one.
+            candidates: who could be displaced; the lead of the device that is joined no more.
             changed: jobs from which this plan has taken their devices.
         """
-        gone: Collection[str] = movers.displaced() if movers is not None else ()
+        gone: Collection[str] = candidates.displaced() if candidates is not None else ()
         for place in self._fitting(job, pools):
             lead = place.lead.id
-            if lead in gone or lead in changed or (hold is not None and self._delays(place, until_s, hold, movers)):
+            if (
+                lead in gone
+                or lead in changed
+                or (window is not None and self._delays(place, until_s, window, candidates))
+            ):
                 continue
-            if movers is not None:
-                movers.keep(lead)
-            self._line(place.slot, len(place.jobs)).remove((place.room_bytes or 0, place.slot))
+            if candidates is not None:
+                candidates.keep(lead)
+            self._line(place.slot, len(place.jobs)).remove((place.free_bytes or 0, place.slot))
             place.jobs = [*place.jobs, replace(job, state=JobState.STARTING)]
             place.joined_until_s = max(place.joined_until_s, until_s)
             self._open(place)
@@ -201,36 +205,38 @@ class Sharing:
             return []
         found: list[_Place] = []
         for num in range(1, self._settings.max_sharers):
-            lines = [line for pool in pools if (line := self._rooms.get((pool, num)))]
+            lines = [line for pool in pools if (line := self._joinable.get((pool, num)))]
             fitting = [entry for line in lines for entry in line[bisect_left(line, (need, -1)) :][:_MOST_ASKED]]
             found += [self._places[slot] for _, slot in sorted(fitting)[:_MOST_ASKED]]
         return found
 
-    def _delays(self, place: _Place, until_s: float, hold: Hold, movers: Movers | None) -> bool:
+    def _delays(
+        self, place: _Place, until_s: float, window: BackfillWindow, candidates: PreemptionCandidates | None
+    ) -> bool:
         """Whether one more job on a device would break the promise to the first in line."""
-        if hold.admit((place.slot,), until_s):
+        if window.admit((place.slot,), until_s):
             return False
-        behind: Collection[str] = movers.behind() if movers is not None else ()
-        return place.lead.id in behind or max(end_s(job, self._now_s) for job in place.jobs) <= hold.start_s
+        behind: Collection[str] = candidates.behind() if candidates is not None else ()
+        return place.lead.id in behind or max(end_s(job, self._now_s) for job in place.jobs) <= window.start_s
 
     def longer_s(self, behind: Collection[str]) -> Mapping[str, float]:
         """Lead → until when others hold its device; where the lead is one of `behind`, who can be sent away, those who join."""
         found = {}
         for place in self._places.values():
             until_s = place.joined_until_s
-            if place.guests and place.lead.id not in behind:
-                until_s = max(until_s, *(end_s(job, self._now_s) for job in place.guests))
+            if place.followers and place.lead.id not in behind:
+                until_s = max(until_s, *(end_s(job, self._now_s) for job in place.followers))
             if until_s:
                 found[place.lead.id] = until_s
         return found
 
     def commands(self, given: Iterable[Command]) -> list[Command]:
-        """What follows from the plan's commands for guests, and the starts of those that join."""
+        """What follows from the plan's commands for followers, and the starts of those that join."""
         stopped = {command.job: command.reason for command in given if isinstance(command, Preempt)}
         found: list[Command] = []
         for place in self._places.values():
             if (reason := stopped.get(place.lead.id)) is not None:
-                found += [Preempt(guest.id, reason) for guest in place.guests if guest.id not in stopped]
+                found += [Preempt(follower.id, reason) for follower in place.followers if follower.id not in stopped]
         devices = self._snapshot.layout.devices
         for job, slot in self._joins:
             found.append(Start(job.id, (devices[slot].id,), job.attempt + 1))

@@ -10,7 +10,7 @@ from evenload.scheduler.core.values import Job, Reservation, Settings, User
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class QueueSnapshot:
     """Everything that a decision may depend on, besides the time. Parts are shared between snapshots, never changed."""
 
     jobs: tuple[Job, ...]

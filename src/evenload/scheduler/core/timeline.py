@@ -7,8 +7,8 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 
-from evenload.scheduler.core.fleet import Choice
 from evenload.scheduler.core.layout import Layout
+from evenload.scheduler.core.placement import PoolChoice
 
 
 class Timeline:
@@ -42,7 +42,7 @@ class Timeline:
             self._free_s[slot] = until_s
             insort(line, (until_s, slot))
 
-    def earliest(self, choice: Choice, num: int, from_s: float) -> tuple[float, tuple[int, ...]] | None:
+    def earliest(self, choice: PoolChoice, num: int, from_s: float) -> tuple[float, tuple[int, ...]] | None:
         """The first time from `from_s` on at which `num` devices of the choice are free, and which; None for never."""
         best: tuple[float, tuple[int, ...]] | None = None
         for pools in choice.groups if choice.one_kind else (choice.pools,):

@@ -80,7 +80,7 @@ class Attempts:
         for attempt in self._desk.store.attempts():
             if attempt.runner is None:
                 continue  # no program of it has begun: `launch` gives it a runner
-            job, kept = self._desk.store.book.jobs[attempt.fence.job], self._desk.program_of(attempt.fence.job)
+            job, kept = self._desk.store.queue_state.jobs[attempt.fence.job], self._desk.program_of(attempt.fence.job)
             num += self._desk.runners.adopt(
                 attempt,
                 grace_s=_GRACE_S if kept is None else kept.program.grace_s,
@@ -111,7 +111,7 @@ class Attempts:
         kept = desk.program_of(name)
         if kept is None:
             raise QueueError("what it runs isn't recorded")
-        job = desk.store.book.jobs[name]
+        job = desk.store.queue_state.jobs[name]
         shares = job.spec.share_device
         order = order_for(desk.folder, attempt, kept.program, desk.found, desk.settings.log_bytes, shares=shares)
         desk.runners.launch(attempt, order, learns=kept.learns, measures=kept.measures, done=job.done)
@@ -153,7 +153,7 @@ class Attempts:
             if attempt is None or attempt.fence != at.fence:
                 answers.append((at.connection, _STAY))
                 continue
-            job = self._desk.store.book.jobs[at.fence.job]
+            job = self._desk.store.queue_state.jobs[at.fence.job]
             if attempt.runner is not None:
                 answers.append((at.connection, _GO))
                 continue
@@ -168,14 +168,14 @@ class Attempts:
             answers.append((at.connection, _STAY if problem else _GO))
             if problem:
                 device, reason = problem
-                if device not in self._desk.store.book.closed:
+                if device not in self._desk.store.queue_state.closed:
                     record(events.DeviceClosed(time.time(), device, reason))
                 record(events.Yielded(time.time(), job.id, f"{self._label(device)} is {reason}"))
                 self._journal.say(f"job {job.id} doesn't begin: {self._label(device)}: {reason}")
             else:
                 facts = facts_of(at.identity)
                 record(RunnerStarted(time.time(), job.id, at.fence.attempt, facts), fence=at.fence)
-                record(events.Began(time.time(), job.id), fence=at.fence)
+                record(events.JobStarted(time.time(), job.id), fence=at.fence)
                 if (live := self._desk.runners.live.get(job.id)) is not None:
                     live.began_s = time.monotonic()
         self._gate = waiting
@@ -203,7 +203,7 @@ class Attempts:
 
     def _beside(self, device: str) -> list[int] | None:
         """Process ids of the runners of all jobs on a device; None where it isn't shared."""
-        names = self._desk.store.book.holder.get(device, ())
+        names = self._desk.store.queue_state.holder.get(device, ())
         if len(names) < 2:
             return None
         pids = self.runner_pids()
@@ -245,13 +245,15 @@ class Attempts:
 
     def ask(self, to_kill: set[str]) -> None:
         """Has the runners of jobs that are to stop ask their programs."""
-        book = self._desk.store.book
+        queue_state = self._desk.store.queue_state
         for name in to_kill & self._desk.runners.live.keys():
-            self._desk.runners.ask(name, Ask("kill", f"{book.jobs[name].reason if name in book.jobs else 'it ended'}"))
+            self._desk.runners.ask(
+                name, Ask("kill", f"{queue_state.jobs[name].reason if name in queue_state.jobs else 'it ended'}")
+            )
         to_kill.clear()
         self.asks_at_s = None
         for name, live in self._desk.runners.live.items():
-            job = book.jobs.get(name)
+            job = queue_state.jobs.get(name)
             if job is None or job.state not in (JobState.PREEMPTING, JobState.RESIZING) or live.asked:
                 continue
             if job.ending is None and live.told is None and time.monotonic() < live.began_s + _LEAST_RUN_S:
@@ -274,14 +276,14 @@ class Attempts:
                 live.recorded_s, live.has_speed = now_s, has_speed
 
     def _record_report(self, live: Live, record: Record) -> None:
-        job = self._desk.store.book.jobs.get(live.fence.job)
+        job = self._desk.store.queue_state.jobs.get(live.fence.job)
         reported = None if job is None else self._learning.reported(live, job)
         if job is None or reported is None:
             return
         (job,) = record(reported)
         if live.learns and not job.spec.preemptible:
             live.learns = False
-            (job,) = record(events.Respecified(time.time(), job.id, replace(job.spec, preemptible=True)))
+            (job,) = record(events.SpecChanged(time.time(), job.id, replace(job.spec, preemptible=True)))
         if live.first is not None and live.measures and (measured := self._learning.began(live, job)) is not None:
             record(measured)
         live.measures = live.measures and live.first is None
@@ -308,7 +310,7 @@ class Attempts:
             self._peaks.ended(live, gone.result, is_success, record)
             for job in record(event):
                 if job.id == live.fence.job and job.state in ENDED:
-                    for told in self._desk.alike.learn(job, self._desk.store.book.jobs, time.time()):
+                    for told in self._desk.alike.learn(job, self._desk.store.queue_state.jobs, time.time()):
                         record(told)
             self._note_release(attempt)
         for name, reason in list(self._failed.items()):
@@ -326,7 +328,7 @@ class Attempts:
         """The ends are on disk."""
         for gone in ended:
             self._desk.runners.forget(gone.live)
-            if gone.live.fence.job not in self._desk.store.book.jobs:
+            if gone.live.fence.job not in self._desk.store.queue_state.jobs:
                 self._learning.forget(gone.live.fence.job)
 
 

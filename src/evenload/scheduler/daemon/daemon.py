@@ -77,7 +77,8 @@ class Daemon:
         self._listen_to_signals()
         self._wire = Wire(folder, self._selector, shared=settings.shared)
         journal.say(
-            f"the daemon {os.getpid()} has the queue {folder}: {len(self._store.book.jobs)} jobs, epoch {self._store.epoch}"
+            f"the daemon {os.getpid()} has the queue {folder}: "
+            f"{len(self._store.queue_state.jobs)} jobs, epoch {self._store.epoch}"
         )
 
     def run(self) -> None:
@@ -188,7 +189,7 @@ class Daemon:
         self._desk.stranger_since_s = {key: since.get(key, time.time()) for key in seen}
         allowed_bytes = self._desk.settings.ghost_bytes
         for event in stranger_events(
-            self._store.book,
+            self._store.queue_state,
             self._desk.found,
             sight,
             allowed_bytes,
@@ -205,7 +206,7 @@ class Daemon:
         began_s = time.monotonic()
         if began_s < self._decide_at_s or not (self._desk.has_changed or is_tick):
             return
-        snapshot = self._store.book.snapshot()
+        snapshot = self._store.queue_state.snapshot()
         if unseen := self._attempts.unseen():
             snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being looked at"), **snapshot.closed})
         now_s = time.time()
@@ -255,8 +256,8 @@ class Daemon:
         else:
             self._desk.problems.pop("settings", None)
         self._desk.settings, self._desk.found = settings, found
-        now_s, book = time.time(), self._store.book
-        for event in (*file_events(book, settings, now_s), *device_events(book, found, now_s)):
+        now_s, queue_state = time.time(), self._store.queue_state
+        for event in (*file_events(queue_state, settings, now_s), *device_events(queue_state, found, now_s)):
             with contextlib.suppress(QueueError):
                 self._desk.record(event)
         self._start_watch(found, settings)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from evenload.scheduler.core.forecast import Outlook, outlook
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.forecast import Forecast, forecast
+from evenload.scheduler.core.snapshot import QueueSnapshot
 
 _FRESH_S = 1.0
 """A look at a queue in which nothing happened since is as good for so long."""
@@ -32,7 +32,7 @@ class _Seen:
     """The record's last event then."""
     done_s: float
     cost_s: float
-    jobs: Mapping[str, Outlook]
+    jobs: Mapping[str, Forecast]
 
 
 class Foresight:
@@ -42,7 +42,7 @@ class Foresight:
         self._seen: _Seen | None = None
         self._thread: threading.Thread | None = None
 
-    def of(self, snapshot: Snapshot, last: int) -> Mapping[str, Outlook]:
+    def of(self, snapshot: QueueSnapshot, last: int) -> Mapping[str, Forecast]:
         """Each job's prospects, as of now or a moment ago. Jobs that came since may be missing.
 
         Args:
@@ -63,7 +63,7 @@ class Foresight:
             self._thread.join(_PATIENT_S)
         return self._known()
 
-    def _known(self) -> Mapping[str, Outlook]:
+    def _known(self) -> Mapping[str, Forecast]:
         return {} if self._seen is None else self._seen.jobs
 
     def _is_fresh(self, last: int) -> bool:
@@ -72,8 +72,8 @@ class Foresight:
             return False
         return time.monotonic() - seen.done_s < (_FRESH_S if last == seen.last else 0.0) + _COST * seen.cost_s
 
-    def _look(self, snapshot: Snapshot, last: int) -> None:
+    def _look(self, snapshot: QueueSnapshot, last: int) -> None:
         began_s = time.monotonic()
-        known = outlook(snapshot, time.time(), _MOST_FORESEEN)
+        known = forecast(snapshot, time.time(), _MOST_FORESEEN)
         done_s = time.monotonic()
         self._seen = _Seen(last, done_s, done_s - began_s, known)

@@ -105,7 +105,7 @@ class Verbs:
             spec = replace(spec, preemptible=program.requeue)
         self._check_priority(caller, spec.priority)
         spec = self.desk.alike.known(spec, program.command)
-        if reason := self.desk.store.book.refusal(spec):
+        if reason := self.desk.store.queue_state.refusal(spec):
             raise QueueError(reason)
         event = events.Submitted(now_s, name, spec)
         extra = {
@@ -119,11 +119,11 @@ class Verbs:
 
     def _check_room(self, caller: Caller, num: int) -> None:
         """`Book.refusal` looks at one job; several together may be too many."""
-        book = self.desk.store.book
-        user = book.users.get(caller.name)
+        queue_state = self.desk.store.queue_state
+        user = queue_state.users.get(caller.name)
         most = None if user is None else user.limits.max_queued
         if most is not None:
-            queued = sum(1 for job in book.jobs.values() if job.spec.user == caller.name)
+            queued = sum(1 for job in queue_state.jobs.values() if job.spec.user == caller.name)
             if queued + num > most:
                 raise QueueError(
                     f"{caller.name} has {queued} jobs in the queue and may have {most}: {num} are too many"
@@ -140,10 +140,10 @@ class Verbs:
         Raises:
             QueueError: there is no such job, or it is another's.
         """
-        book = self.desk.store.book
-        if name not in book.jobs and name not in book.outcomes:
+        queue_state = self.desk.store.queue_state
+        if name not in queue_state.jobs and name not in queue_state.outcomes:
             raise QueueError(f"there is no job {name!r:.50}")
-        job = book.jobs.get(name)
+        job = queue_state.jobs.get(name)
         owner = job.spec.user if job is not None else ""
         if job is not None and not caller.is_admin and owner != caller.name:
             raise QueueError(
@@ -156,13 +156,13 @@ class Verbs:
         names = job_names(message.get("jobs", message.get("job")))
         jobs = [job for name in names if (job := self._own(caller, name)) is not None]
         if not jobs:
-            states = ", ".join(f"{name} ({self.desk.store.book.outcomes[name]})" for name in names[:10])
+            states = ", ".join(f"{name} ({self.desk.store.queue_state.outcomes[name]})" for name in names[:10])
             raise QueueError(f"nothing to do: ended already: {states}")
         return jobs
 
     def _told(self, jobs: list[Job]) -> dict[str, Any]:
-        book = self.desk.store.book
-        return {"jobs": [replies.job_row(self.desk, book.jobs.get(job.id, job)) for job in jobs]}
+        queue_state = self.desk.store.queue_state
+        return {"jobs": [replies.job_row(self.desk, queue_state.jobs.get(job.id, job)) for job in jobs]}
 
     def _cancel(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "job", "jobs", "now")
@@ -178,7 +178,7 @@ class Verbs:
                 changed[-1] = ended[0]
                 continue
             if job.ending is None:
-                self.desk.record(events.StopAsked(time.time(), job.id, JobState.CANCELLED, reason))
+                self.desk.record(events.StopRequested(time.time(), job.id, JobState.CANCELLED, reason))
             if is_now or job.ending is not None:  # asked again
                 self.to_kill.add(job.id)
         return self._told(changed)
@@ -190,7 +190,7 @@ class Verbs:
             if job.state is not JobState.PENDING:
                 raise QueueError(f"job {job.id} is {job.state}: only a pending job can be held back")
         for job in jobs:
-            self.desk.record(events.Held(time.time(), job.id))
+            self.desk.record(events.JobHeld(time.time(), job.id))
         return self._told(jobs)
 
     def _release(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
@@ -206,10 +206,12 @@ class Verbs:
         spec = requests.changed_spec(jobs[0].spec, changes)
         if spec.priority > jobs[0].spec.priority:
             self._check_priority(caller, spec.priority)
-        book = self.desk.store.book
-        if reason := refusal(replace(spec, after=()), {}, {}, book.users, layout_of(book.devices.values())):
+        queue_state = self.desk.store.queue_state
+        if reason := refusal(
+            replace(spec, after=()), {}, {}, queue_state.users, layout_of(queue_state.devices.values())
+        ):
             raise QueueError(reason)
-        changed = self.desk.record(events.Respecified(time.time(), jobs[0].id, spec))
+        changed = self.desk.record(events.SpecChanged(time.time(), jobs[0].id, spec))
         return {"job": replies.job_row(self.desk, changed[0])}
 
     def _list(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +223,7 @@ class Verbs:
             raise ConfigError(f"user={user!r:.50}: expected a name")
         states = _states(message.get("states"), bool(message.get("ended", False)))
         limit = min(limit, LARGEST_PAGE)
-        reader, book = self.desk.reader, self.desk.store.book
+        reader, queue_state = self.desk.reader, self.desk.store.queue_state
         lines = reader.jobs(
             states=states,
             user=user,
@@ -229,10 +231,10 @@ class Verbs:
             limit=limit + 1,
             newest_first=bool(message.get("newest_first", False)),
         )
-        foreseen = self.desk.outlook(book.snapshot())
+        foreseen = self.desk.outlook(queue_state.snapshot())
         found = []
         for line in lines[:limit]:
-            job = book.jobs.get(line.id)
+            job = queue_state.jobs.get(line.id)
             row = (
                 replies.ended_row(self.desk, line)
                 if job is None
@@ -245,8 +247,8 @@ class Verbs:
     def _job(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "job")
         name = message.get("job")
-        book, reader = self.desk.store.book, self.desk.reader
-        live = book.jobs.get(name) if isinstance(name, str) else None
+        queue_state, reader = self.desk.store.queue_state, self.desk.reader
+        live = queue_state.jobs.get(name) if isinstance(name, str) else None
         job = live or (reader.job(name) if isinstance(name, str) else None)
         if job is None:
             raise QueueError(f"there is no job {name!r:.50}")
@@ -255,7 +257,7 @@ class Verbs:
             program.pop(flag, None)
         if not caller.is_admin and program.get("uid") != caller.uid:
             program = {key: program[key] for key in ("command", "folder") if key in program}
-        foreseen = self.desk.outlook(book.snapshot()).get(job.id) if live is not None else None
+        foreseen = self.desk.outlook(queue_state.snapshot()).get(job.id) if live is not None else None
         spec = events.as_row(events.Submitted(0.0, "", job.spec))["spec"]
         return {
             "job": replies.job_row(self.desk, job, foreseen),
@@ -282,7 +284,7 @@ class Verbs:
             raise ConfigError(f"{', '.join(sorted(twice))}: set in the queue's own queue.toml; change it there")
         known = settings_from(given)
         changes = {name: getattr(known, name) for name in given}
-        new = replace(self.desk.store.book.settings, **changes)
+        new = replace(self.desk.store.queue_state.settings, **changes)
         self.desk.record(events.SettingsSet(time.time(), new))
         return {"settings": asdict(new)}
 
@@ -292,8 +294,8 @@ class Verbs:
         name = check_name("user", message.get("user"))
         if name in self.desk.settings.limits:
             raise ConfigError(f"the limits of {name} are set in the queue's own queue.toml; change them there")
-        book = self.desk.store.book
-        before = book.users[name].limits if name in book.users else Limits()
+        queue_state = self.desk.store.queue_state
+        before = queue_state.users[name].limits if name in queue_state.users else Limits()
         changes = {key: value for key, value in message.items() if key not in ("verb", "user", "id")}
         try:
             event = events.LimitsSet(time.time(), name, replace(before, **changes))

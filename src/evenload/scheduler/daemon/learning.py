@@ -57,7 +57,7 @@ class Learning:
         if told.steps_per_s > 0 and job.devices and job.spec.needs.min_devices < job.spec.needs.max_devices:
             known = self._of(job)
             known.speeds[len(job.devices)] = told.steps_per_s
-            most = max(len(job.devices), min(job.spec.needs.max_devices, len(self._desk.store.book.devices)))
+            most = max(len(job.devices), min(job.spec.needs.max_devices, len(self._desk.store.queue_state.devices)))
             rates = rates_from(known.speeds, most, job.spec.rates)
         total = None if told.total is None else float(told.total)
         return events.Reported(time.time(), job.id, float(told.step), total, told.steps_per_s, rates)
@@ -69,14 +69,14 @@ class Learning:
             result is None
             or not result.asked
             or live.asked_s is None
-            or live.fence.job not in self._desk.store.book.jobs
+            or live.fence.job not in self._desk.store.queue_state.jobs
         ):
             return
         steps, rate = (0.0, 0.0) if told is None else (told.step - live.asked_step, told.steps_per_s)
-        known = self._of(self._desk.store.book.jobs[live.fence.job])
+        known = self._of(self._desk.store.queue_state.jobs[live.fence.job])
         known.stop_lost_s = lost_s(result.time_s - live.asked_s, max(0.0, steps), rate)
 
-    def began(self, live: Live, job: Job) -> events.Respecified | None:
+    def began(self, live: Live, job: Job) -> events.SpecChanged | None:
         """What the first progress of an attempt tells of the cost of a restart; None where that is nothing new."""
         first = live.first
         if first is None or not live.measures:
@@ -97,7 +97,7 @@ class Learning:
             known.stop_lost_s = None
         if before is not None and abs(measured_s - before) <= _SAME * before:
             return None
-        return events.Respecified(time.time(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
+        return events.SpecChanged(time.time(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
 
     def forget(self, name: str) -> None:
         """The job has ended."""

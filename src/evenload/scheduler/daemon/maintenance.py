@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Limits, settings_from
 from evenload.scheduler.daemon.devices import Found
 from evenload.scheduler.daemon.external_processes import Sight, judge, judge_beside
@@ -21,7 +21,7 @@ _RETOLD_S = 30.0
 """A reason that only changes its numbers is recorded again so often at most."""
 
 
-def device_events(book: Book, found: Mapping[str, Found], now_s: float) -> list[events.Event]:
+def device_events(queue_state: QueueState, found: Mapping[str, Found], now_s: float) -> list[events.Event]:
     """Devices that are new, measured anew, back, or away.
 
     One that is away is removed only where something else of its kind was found: a driver that doesn't answer for a
@@ -29,36 +29,36 @@ def device_events(book: Book, found: Mapping[str, Found], now_s: float) -> list[
     """
     happened: list[events.Event] = []
     for name, one in found.items():
-        if book.devices.get(name) != one.device:
+        if queue_state.devices.get(name) != one.device:
             happened.append(events.DeviceAdded(now_s, one.device))
-        if book.closed.get(name) == _AWAY:
+        if queue_state.closed.get(name) == _AWAY:
             happened.append(events.DeviceOpened(now_s, name))
     has_gpus = any(one.is_gpu for one in found.values())
-    for name, device in book.devices.items():
+    for name, device in queue_state.devices.items():
         if name in found:
             continue
         is_sure = device.kind == "cpu" or has_gpus
-        if is_sure and name not in book.holder and not _is_reserved(book, name):
+        if is_sure and name not in queue_state.holder and not _is_reserved(queue_state, name):
             happened.append(events.DeviceRemoved(now_s, name))
-        elif name not in book.closed:
+        elif name not in queue_state.closed:
             happened.append(events.DeviceClosed(now_s, name, _AWAY))
     return happened
 
 
-def _is_reserved(book: Book, name: str) -> bool:
-    return any(name in reservation.devices for reservation in book.reservations.values())
+def _is_reserved(queue_state: QueueState, name: str) -> bool:
+    return any(name in reservation.devices for reservation in queue_state.reservations.values())
 
 
-def file_events(book: Book, settings: QueueFile, now_s: float) -> list[events.Event]:
+def file_events(queue_state: QueueState, settings: QueueFile, now_s: float) -> list[events.Event]:
     """What `queue.toml` says otherwise than the record."""
     happened: list[events.Event] = []
     if settings.settings:
         known = settings_from(settings.settings)
-        wanted = replace(book.settings, **{name: getattr(known, name) for name in settings.settings})
-        if wanted != book.settings:
+        wanted = replace(queue_state.settings, **{name: getattr(known, name) for name in settings.settings})
+        if wanted != queue_state.settings:
             happened.append(events.SettingsSet(now_s, wanted))
     for name, limits in settings.limits.items():
-        if (book.users[name].limits if name in book.users else Limits()) != limits:
+        if (queue_state.users[name].limits if name in queue_state.users else Limits()) != limits:
             happened.append(events.LimitsSet(now_s, name, limits))
     return happened
 
@@ -71,7 +71,7 @@ def _is_news(before: str, reason: str, told_since_s: float) -> bool:
 
 
 def stranger_events(
-    book: Book,
+    queue_state: QueueState,
     found: Mapping[str, Found],
     sight: Sight,
     allowed_bytes: int,
@@ -85,15 +85,15 @@ def stranger_events(
     """
     happened: list[events.DeviceClosed | events.DeviceOpened] = []
     for name, one in found.items():
-        if not one.is_gpu or name not in book.devices:
+        if not one.is_gpu or name not in queue_state.devices:
             continue
-        if (holders := book.holder.get(name)) is not None:
-            is_shared = all(book.jobs[job].spec.share_device for job in holders)
+        if (holders := queue_state.holder.get(name)) is not None:
+            is_shared = all(queue_state.jobs[job].spec.share_device for job in holders)
             pids = [runners[job] for job in holders if job in runners] if runners is not None else []
-            if name in book.closed and is_shared and not judge_beside(sight.held.get(name), allowed_bytes, pids):
+            if name in queue_state.closed and is_shared and not judge_beside(sight.held.get(name), allowed_bytes, pids):
                 happened.append(events.DeviceOpened(now_s, name))
             continue
-        reason, before = judge(sight.held.get(name), allowed_bytes), book.closed.get(name)
+        reason, before = judge(sight.held.get(name), allowed_bytes), queue_state.closed.get(name)
         if not reason and before is not None:
             happened.append(events.DeviceOpened(now_s, name))
         elif reason and (before is None or _is_news(before, reason, now_s - told_s.get(name, 0.0))):

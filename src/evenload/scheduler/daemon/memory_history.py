@@ -46,7 +46,7 @@ class Alike:
             peak_bytes = max(self._so_far.get(key, 0) for key in keys)
         return replace(spec, peak_bytes=peak_bytes) if peak_bytes else spec
 
-    def learn(self, job: Job, jobs: Mapping[str, Job], now_s: float) -> list[events.Respecified]:
+    def learn(self, job: Job, jobs: Mapping[str, Job], now_s: float) -> list[events.SpecChanged]:
         """Learns from a job that has ended or was measured; what that tells of others that have not ended."""
         if not job.spec.share_device or not job.peak_bytes:
             return []
@@ -63,7 +63,7 @@ class Alike:
             if not has_ended and (other.spec.needs.memory_bytes or other.peak_bytes):
                 continue
             if job.peak_bytes > _NEWS * other.spec.peak_bytes and not set(keys).isdisjoint(self._keys_of(other)):
-                told.append(events.Respecified(now_s, other.id, replace(other.spec, peak_bytes=job.peak_bytes)))
+                told.append(events.SpecChanged(now_s, other.id, replace(other.spec, peak_bytes=job.peak_bytes)))
         return told
 
     def _known(self) -> dict[_Key, int]:

@@ -36,30 +36,30 @@ class Peaks:
 
     def look(self, record: Record) -> None:
         """Looks at all that run and may share; once a second."""
-        book = self._desk.store.book
-        if not book.num_sharing:
+        queue_state = self._desk.store.queue_state
+        if not queue_state.num_sharing:
             return
         now_s = time.time()
         for live in self._desk.runners.live.values():
-            job = book.jobs.get(live.fence.job)
+            job = queue_state.jobs.get(live.fence.job)
             if job is None or not job.spec.share_device or not job.devices:
                 continue
             live.peak_bytes = max(live.peak_bytes, self._seen_bytes(live, job))
             if self._is_reliable(live, job, now_s):
-                (job,) = record(events.Measured(now_s, job.id, live.peak_bytes))
-                for told in self._desk.alike.learn(job, book.jobs, now_s):
+                (job,) = record(events.MemoryMeasured(now_s, job.id, live.peak_bytes))
+                for told in self._desk.alike.learn(job, queue_state.jobs, now_s):
                     record(told)
         self._warn()
 
     def ended(self, live: Live, result: Result | None, is_success: bool, record: Record) -> None:
         """An attempt is over, its end not recorded yet: what was seen of it counts if it ran to its end, or long enough."""
-        job = self._desk.store.book.jobs.get(live.fence.job)
+        job = self._desk.store.queue_state.jobs.get(live.fence.job)
         if job is None or not job.spec.share_device or not job.devices:
             return
         live.peak_bytes = max(live.peak_bytes, 0 if result is None else result.peak_bytes)
         now_s = time.time()
         if self._is_reliable(live, job, now_s) or (is_success and live.peak_bytes > job.peak_bytes * _NEWS):
-            record(events.Measured(now_s, job.id, live.peak_bytes))
+            record(events.MemoryMeasured(now_s, job.id, live.peak_bytes))
 
     def _is_reliable(self, live: Live, job: Job, now_s: float) -> bool:
         if live.peak_bytes <= job.peak_bytes * _NEWS:
@@ -67,7 +67,7 @@ class Peaks:
         expected = expected_bytes(job)
         if job.peak_bytes or (expected is not None and live.peak_bytes > expected):
             return True
-        return now_s - job.attempt_began_s >= self._desk.store.book.settings.share_after_s
+        return now_s - job.attempt_began_s >= self._desk.store.queue_state.settings.share_after_s
 
     def _seen_bytes(self, live: Live, job: Job) -> int:
         device = job.devices[0]
@@ -79,18 +79,18 @@ class Peaks:
         held, sight = self._desk.held(device), self._desk.sight
         if held is None or sight is None or sight.began_s <= live.began_s:
             return 0
-        return used_by(held, live.identity.pid, is_alone=self._desk.store.book.holder.get(device) == (job.id,))
+        return used_by(held, live.identity.pid, is_alone=self._desk.store.queue_state.holder.get(device) == (job.id,))
 
     def _warn(self) -> None:
         """Says once of each device that its jobs need more than it has, where none of them can be stopped."""
-        book, crowded = self._desk.store.book, set()
-        for device, names in book.holder.items():
+        queue_state, crowded = self._desk.store.queue_state, set()
+        for device, names in queue_state.holder.items():
             if len(names) < 2:
                 continue
-            jobs = [book.jobs[name] for name in names]
+            jobs = [queue_state.jobs[name] for name in names]
             if any(job.state is not JobState.RUNNING or job.spec.preemptible for job in jobs):
                 continue
-            if more_bytes := excess_bytes(jobs, book.devices[device].memory_bytes):
+            if more_bytes := excess_bytes(jobs, queue_state.devices[device].memory_bytes):
                 crowded.add(device)
                 if device not in self._warned:
                     self._journal.say(

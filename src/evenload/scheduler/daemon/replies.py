@@ -10,7 +10,7 @@ from typing import Any
 
 from evenload.job.protocol import Report
 from evenload.scheduler.core import events
-from evenload.scheduler.core.forecast import Outlook
+from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.sharing import excess_bytes
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
@@ -22,7 +22,7 @@ from evenload.scheduler.store.reader import JobLine
 from evenload.version import __version__
 
 
-def job_row(desk: Desk, job: Job, prospects: Outlook | None = None) -> JobRow:
+def job_row(desk: Desk, job: Job, prospects: Forecast | None = None) -> JobRow:
     """A job that has not ended, or one of which all is known."""
     live = desk.runners.live.get(job.id)
     told = live.told if live is not None else None
@@ -60,11 +60,11 @@ def job_row(desk: Desk, job: Job, prospects: Outlook | None = None) -> JobRow:
 
 
 def _beside(desk: Desk, job: Job) -> list[str]:
-    holder = desk.store.book.holder
+    holder = desk.store.queue_state.holder
     return [name for device in job.devices for name in holder.get(device, ()) if name != job.id]
 
 
-def _end_s(job: Job, told: Report | None, prospects: Outlook | None) -> float | None:
+def _end_s(job: Job, told: Report | None, prospects: Forecast | None) -> float | None:
     """By its program's own last report, which is newer than what is recorded; else as the queue foresees it."""
     if job.state is JobState.RUNNING and told is not None and told.total is not None and told.steps_per_s > 0:
         return told.time_s + max(0, told.total - told.step) / told.steps_per_s
@@ -94,18 +94,18 @@ def attempt_row(attempt: Attempt) -> AttemptRow:
 
 def status_row(desk: Desk) -> StatusRow:
     """The queue as a whole."""
-    book = desk.store.book
+    queue_state = desk.store.queue_state
     return {
         "pid": os.getpid(),
         "version": __version__,
         "uid": os.geteuid(),
         "since_s": desk.since_s,
         "folder": str(desk.folder),
-        "devices": [_device_row(desk, name) for name in book.devices],
-        "settings": asdict(book.settings),
+        "devices": [_device_row(desk, name) for name in queue_state.devices],
+        "settings": asdict(queue_state.settings),
         "counts": {str(state): num for state, num in desk.reader.counts().items()},
-        "users": [user_row(desk, name) for name in book.users],
-        "reservations": [reservation_row(desk, name) for name in book.reservations],
+        "users": [user_row(desk, name) for name in queue_state.users],
+        "reservations": [reservation_row(desk, name) for name in queue_state.reservations],
         "last": desk.store.last,
         "problems": list(desk.problems.values()),
     }
@@ -113,30 +113,30 @@ def status_row(desk: Desk) -> StatusRow:
 
 def user_row(desk: Desk, name: str) -> dict[str, Any]:
     """A user: limits and use."""
-    book = desk.store.book
-    user = book.users[name]
+    queue_state = desk.store.queue_state
+    user = queue_state.users[name]
     return {
         "user": name,
         "num_devices": user.num_devices,
-        "usage_device_s": user.usage_until(time.time(), book.settings.half_life_s),
+        "usage_device_s": user.usage_until(time.time(), queue_state.settings.half_life_s),
         **asdict(user.limits),
     }
 
 
 def reservation_row(desk: Desk, name: str) -> dict[str, Any]:
     """A reservation."""
-    row = events.as_row(events.ReservationSet(0.0, desk.store.book.reservations[name]))["reservation"]
+    row = events.as_row(events.ReservationSet(0.0, desk.store.queue_state.reservations[name]))["reservation"]
     return {"users": [], **row}
 
 
 def _device_row(desk: Desk, name: str) -> DeviceRow:
-    book = desk.store.book
-    device, found, held = book.devices[name], desk.found.get(name), desk.held(name)
-    jobs = book.holder.get(name, ())
+    queue_state = desk.store.queue_state
+    device, found, held = queue_state.devices[name], desk.found.get(name), desk.held(name)
+    jobs = queue_state.holder.get(name, ())
     strangers: list[StrangerRow] = []
     if held is not None:
         for holder in held.strangers:
-            if name in book.holder and not holder.command:
+            if name in queue_state.holder and not holder.command:
                 continue  # from inside a container the driver's process ids can't be told apart from the job's own
             strangers.append(
                 {
@@ -157,8 +157,10 @@ def _device_row(desk: Desk, name: str) -> DeviceRow:
         "power_w": device.power_w,
         "job": jobs[0] if jobs else "",
         "jobs": list(jobs),
-        "excess_bytes": excess_bytes([book.jobs[job] for job in jobs], device.memory_bytes) if len(jobs) > 1 else 0,
-        "closed": book.closed.get(name, ""),
+        "excess_bytes": excess_bytes([queue_state.jobs[job] for job in jobs], device.memory_bytes)
+        if len(jobs) > 1
+        else 0,
+        "closed": queue_state.closed.get(name, ""),
         "strangers": strangers,
         "ghost_bytes": 0 if held is None else held.ghost_bytes(desk.settings.ghost_bytes),
         "used_bytes": 0 if held is None else held.used_bytes,

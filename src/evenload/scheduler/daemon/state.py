@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evenload.scheduler.core.forecast import Outlook
-from evenload.scheduler.core.snapshot import Snapshot
+from evenload.scheduler.core.forecast import Forecast
+from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import ENDED
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.devices import Found
@@ -83,6 +83,6 @@ class Desk:
         """What the last look saw on a device."""
         return None if self.sight is None else self.sight.held.get(device)
 
-    def outlook(self, snapshot: Snapshot) -> Mapping[str, Outlook]:
+    def outlook(self, snapshot: QueueSnapshot) -> Mapping[str, Forecast]:
         """Why jobs wait and when they will be done; see `foresight`."""
         return self._foresight.of(snapshot, self.store.last)

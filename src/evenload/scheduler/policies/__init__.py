@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from evenload.errors import ConfigError
+from evenload.scheduler.core.policy import Policy
 from evenload.scheduler.core.values import POLICIES
-from evenload.scheduler.core.view import Policy
 
 
 def policy_named(name: str) -> Policy:

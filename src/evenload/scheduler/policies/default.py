@@ -11,29 +11,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from evenload.scheduler.core.view import View, Wishes
+from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.policies.elastic import spread_rest
 from evenload.scheduler.policies.shares import relative_use
 from evenload.scheduler.policies.srpt import work
 
 
-def default(view: View) -> Wishes:
+def default(inputs: PolicyInput) -> PolicyDecision:
     """The order, and sizes of elastic jobs where there are any."""
-    settings, now_s = view.settings, view.now_s
-    uses = relative_use(view) if settings.fairness > 0 else {}
+    settings, now_s = inputs.settings, inputs.now_s
+    uses = relative_use(inputs) if settings.fairness > 0 else {}
 
     factors = {name: use**settings.fairness for name, use in uses.items()}
     ageing_s = settings.ageing_s
 
-    jobs = view.jobs
+    jobs = inputs.jobs
     scores: list[float] = []
     classes: defaultdict[int, list[int]] = defaultdict(list)
     for index, job in enumerate(jobs):
-        score = work(view, job) / (1.0 + job.waited_until(now_s) / ageing_s)
+        score = work(inputs, job) / (1.0 + job.waited_until(now_s) / ageing_s)
         scores.append(score * factors[job.spec.user] if factors else score)
         classes[job.spec.priority].append(index)
     order = []
     for priority in sorted(classes, reverse=True):  # equals stay as they are: who runs first, then by submission
         order += [jobs[index] for index in sorted(classes[priority], key=scores.__getitem__)]
-    sizes = spread_rest(view, order)
-    return Wishes(order=order, preempts=True, sizes=sizes)
+    sizes = spread_rest(inputs, order)
+    return PolicyDecision(order=order, preempts=True, sizes=sizes)

@@ -16,9 +16,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from evenload.scheduler.core.estimates import PRIOR_S, restart_s, work_left
+from evenload.scheduler.core.policy import PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.core.view import View
 
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
@@ -41,7 +41,7 @@ class Bid(NamedTuple):
     """Of 0, 1, 2, … devices."""
 
 
-def speedups(view: View, job: Job) -> Sequence[float]:
+def speedups(inputs: PolicyInput, job: Job) -> Sequence[float]:
     """Speed-up over one device of 0, 1, 2, … devices; as long as the job can use more."""
     needs, rates = job.spec.needs, job.rates
     if rates and max(rates) > 0:
@@ -49,7 +49,7 @@ def speedups(view: View, job: Job) -> Sequence[float]:
         one = rates[0] if rates[0] > 0 else next(rate / (k + 1) for k, rate in enumerate(rates) if rate > 0)
         known = [0.0, *(rate / one for rate in rates[:most])]
         return known + [known[-1]] * (most + 1 - len(known))
-    most = max(min(needs.max_devices, view.host_size), needs.min_devices, len(job.devices))
+    most = max(min(needs.max_devices, inputs.host_size), needs.min_devices, len(job.devices))
     return _prior(most)
 
 
@@ -59,44 +59,44 @@ def _prior(most: int) -> tuple[float, ...]:
     return tuple(float(k) ** _PRIOR_EXPONENT for k in range(most + 1))
 
 
-def single_s(view: View, job: Job) -> float:
+def single_s(inputs: PolicyInput, job: Job) -> float:
     """Seconds the job would still need on one device; guessed from what it has done where its total is unknown."""
     if not job.rates and job.total is None:  # most jobs that wait
         estimate_s, num = job.spec.estimate_s, job.spec.needs.min_devices
-        if estimate_s is not None and (left_s := estimate_s - job.held_until(view.now_s)) > 0:
+        if estimate_s is not None and (left_s := estimate_s - job.held_until(inputs.now_s)) > 0:
             return left_s * num
-        return job.service_until(view.now_s) + PRIOR_S * num
-    left = work_left(job, view.now_s)
+        return job.service_until(inputs.now_s) + PRIOR_S * num
+    left = work_left(job, inputs.now_s)
     rate = job.rates[0] if job.rates else 0.0
     if rate > 0 and left is not None:
         return left / rate
     if left is None and job.spec.estimate_s is not None:
-        left_s = job.spec.estimate_s - job.held_until(view.now_s)
+        left_s = job.spec.estimate_s - job.held_until(inputs.now_s)
         if left_s > 0:
             return left_s * job.spec.needs.min_devices
     if rate > 0:
-        done = job.done + (job.rate_per_s * (view.now_s - job.reported_s) if job.state is JobState.RUNNING else 0.0)
+        done = job.done + (job.rate_per_s * (inputs.now_s - job.reported_s) if job.state is JobState.RUNNING else 0.0)
         return done / rate + PRIOR_S
-    return job.service_until(view.now_s) + PRIOR_S * job.spec.needs.min_devices
+    return job.service_until(inputs.now_s) + PRIOR_S * job.spec.needs.min_devices
 
 
-def bid(view: View, job: Job, weight: float, floor: int) -> Bid:
+def bid(inputs: PolicyInput, job: Job, weight: float, floor: int) -> Bid:
     """The job's values for all sizes above `floor`, a restart counted against each change."""
-    curve = speedups(view, job)
+    curve = speedups(inputs, job)
     present = len(job.devices)
     lowest = max(job.spec.needs.min_devices, floor + 1)
     sizes = [
         k for k in range(lowest, len(curve)) if k <= _ALL_SIZES or k % 4 == 0 or k == len(curve) - 1 or k == present
     ]
-    if job.id in view.keeping and not job.spec.preemptible:
+    if job.id in inputs.keeping and not job.spec.preemptible:
         sizes = []
-    one_s = single_s(view, job)
+    one_s = single_s(inputs, job)
 
     def value(k: int) -> float:
         worth = weight * curve[k]
         if present and k != present and k:
-            horizon_s = min(view.settings.horizon_s, one_s / max(curve[k], 1e-9))
-            worth *= max(0.0, 1.0 - restart_s(job, view.settings) / max(horizon_s, 1e-9))
+            horizon_s = min(inputs.settings.horizon_s, one_s / max(curve[k], 1e-9))
+            worth *= max(0.0, 1.0 - restart_s(job, inputs.settings) / max(horizon_s, 1e-9))
         return worth
 
     return Bid(job, floor, tuple(sizes), tuple(value(k) for k in sizes), value(floor) if floor else 0.0, curve)
@@ -129,27 +129,27 @@ def share_out(bids: Sequence[Bid], num_devices: int, device_cost: float) -> dict
     return sizes
 
 
-def spread_rest(view: View, order: Sequence[Job]) -> Mapping[str, int] | None:
+def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] | None:
     """Sizes of elastic jobs: everybody's minimum in the given order, and the rest where it speeds up most.
 
     None where there is no elastic job. Rigid jobs and those for which there is no room are left out.
     """
     if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
         return None
-    left = view.num_devices
+    left = inputs.num_devices
     bids = []
     for job in order:
         if left <= 0:
             break
         is_elastic = job.spec.needs.min_devices < job.spec.needs.max_devices
         least = job.spec.needs.min_devices
-        if job.devices and (not is_elastic or job.id in view.keeping):
+        if job.devices and (not is_elastic or job.id in inputs.keeping):
             least = len(job.devices)
         if least <= left:
             left -= least
             if is_elastic:
-                bids.append(bid(view, job, 1.0, least))
-    return share_out(bids, left, view.device_cost)
+                bids.append(bid(inputs, job, 1.0, least))
+    return share_out(bids, left, inputs.device_cost)
 
 
 def _hull(offer: Bid) -> list[tuple[int, int, float]]:

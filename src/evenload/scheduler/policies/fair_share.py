@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import heapq
 
+from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, User
-from evenload.scheduler.core.view import View, Wishes
 from evenload.scheduler.policies.shares import use
 
 _QUANTUM_S = 3600.0
 """A job put into the order counts as if it had run for so long: so users take turns instead of one taking all."""
 
 
-def fair_share(view: View) -> Wishes:
+def fair_share(inputs: PolicyInput) -> PolicyDecision:
     """Progressive filling: again and again the next job of the user with the least use over share.
 
     Each user's own jobs stand with those that run first, then by submission. A running job counts only half, so that
     users who are equal don't take devices from each other in turns.
     """
     order: list[Job] = []
-    for priority in sorted({job.spec.priority for job in view.jobs}, reverse=True):
-        order += _fill(view, [job for job in view.jobs if job.spec.priority == priority])
-    return Wishes(order=order, preempts=True)
+    for priority in sorted({job.spec.priority for job in inputs.jobs}, reverse=True):
+        order += _fill(inputs, [job for job in inputs.jobs if job.spec.priority == priority])
+    return PolicyDecision(order=order, preempts=True)
 
 
-def _fill(view: View, jobs: list[Job]) -> list[Job]:
+def _fill(inputs: PolicyInput, jobs: list[Job]) -> list[Job]:
     queues: dict[str, list[Job]] = {}
     for job in sorted(
         jobs, key=lambda j: (j.state is not JobState.RUNNING, j.submitted_s), reverse=True
     ):  # the next is at the end
         queues.setdefault(job.spec.user, []).append(job)
-    shares = {name: view.users.get(name, User(name)).limits.share for name in queues}
-    used = {name: use(view, name) for name in queues}
+    shares = {name: inputs.users.get(name, User(name)).limits.share for name in queues}
+    used = {name: use(inputs, name) for name in queues}
 
     def key(name: str) -> tuple[float, float, str]:
         job = queues[name][-1]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from evenload.scheduler.core.view import View, Wishes
+from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 
 
-def fifo(view: View) -> Wishes:
-    """First come, first served, with EASY backfilling where ends are known (`core.hold`). Priorities don't matter."""
-    return Wishes(order=sorted(view.jobs, key=lambda job: job.submitted_s), preempts=False)
+def fifo(inputs: PolicyInput) -> PolicyDecision:
+    """First come, first served, with EASY backfilling where ends are known (`core.backfill`). Priorities don't matter."""
+    return PolicyDecision(order=sorted(inputs.jobs, key=lambda job: job.submitted_s), preempts=False)

@@ -24,8 +24,8 @@ from functools import cache, lru_cache
 from itertools import groupby
 
 from evenload.scheduler.core.estimates import left_s, restart_s
+from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.core.view import View, Wishes
 from evenload.scheduler.policies.elastic import Bid, share_out, single_s, speedups
 from evenload.scheduler.policies.shares import relative_use
 
@@ -36,17 +36,17 @@ _LINE = 1.5
 """Jobs that wait behind others who ask for so many times all devices get none; they are not even looked at."""
 
 
-def goodput(view: View) -> Wishes:
+def goodput(inputs: PolicyInput) -> PolicyDecision:
     """Sizes class by class, a restart counted against each change."""
-    fairness = view.settings.fairness
-    uses = {name: use**fairness for name, use in relative_use(view).items()} if fairness > 0 else {}
-    everybody = [*view.jobs, *view.settled]
-    alone_s = {job.id: single_s(view, job) for job in everybody}
-    keys = {job.id: _key(view, job, alone_s[job.id], uses) for job in everybody}
+    fairness = inputs.settings.fairness
+    uses = {name: use**fairness for name, use in relative_use(inputs).items()} if fairness > 0 else {}
+    everybody = [*inputs.jobs, *inputs.settled]
+    alone_s = {job.id: single_s(inputs, job) for job in everybody}
+    keys = {job.id: _key(inputs, job, alone_s[job.id], uses) for job in everybody}
     order = sorted(everybody, key=lambda job: keys[job.id])
-    movable = {job.id for job in view.jobs}
-    kept = {job.id: len(job.devices) for job in view.jobs if _is_kept(view, job)}
-    left = view.num_devices - sum(kept.values())
+    movable = {job.id for job in inputs.jobs}
+    kept = {job.id: len(job.devices) for job in inputs.jobs if _is_kept(inputs, job)}
+    left = inputs.num_devices - sum(kept.values())
     sizes = dict.fromkeys(movable, 0)
     for _, group in groupby(order, key=lambda job: job.spec.priority):
         of_class = list(group)
@@ -58,27 +58,27 @@ def goodput(view: View) -> Wishes:
                     continue
                 num_asked += job.spec.needs.min_devices
             if job.id in movable:
-                bids.append(_bid(view, job, alone_s[job.id], kept.get(job.id, 0), rank))
-        sizes |= share_out(bids, left, view.device_cost)
+                bids.append(_bid(inputs, job, alone_s[job.id], kept.get(job.id, 0), rank))
+        sizes |= share_out(bids, left, inputs.device_cost)
         left -= sum(sizes[bid.job.id] - bid.floor for bid in bids)
-    return Wishes(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
+    return PolicyDecision(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
 
 
-def _key(view: View, job: Job, one_s: float, uses: dict[str, float]) -> tuple[int, float, float, str]:
-    score = max(one_s, 1.0) / (1.0 + job.waited_until(view.now_s) / view.settings.ageing_s)
+def _key(inputs: PolicyInput, job: Job, one_s: float, uses: dict[str, float]) -> tuple[int, float, float, str]:
+    score = max(one_s, 1.0) / (1.0 + job.waited_until(inputs.now_s) / inputs.settings.ageing_s)
     if uses:
         score *= uses.get(job.spec.user, 1.0)
     return -job.spec.priority, score, job.submitted_s, job.id
 
 
-def _is_kept(view: View, job: Job) -> bool:
+def _is_kept(inputs: PolicyInput, job: Job) -> bool:
     """Whether what it has can't be taken from it."""
-    return job.id in view.keeping or (bool(job.devices) and not job.spec.preemptible)
+    return job.id in inputs.keeping or (bool(job.devices) and not job.spec.preemptible)
 
 
-def _weight(view: View, job: Job, rank: int) -> float:
+def _weight(inputs: PolicyInput, job: Job, rank: int) -> float:
     """A job that never ran counts as known: it is taken to be short until it tells."""
-    is_known = job.first_began_s is None or job.total is not None or left_s(job, view.now_s) is not None
+    is_known = job.first_began_s is None or job.total is not None or left_s(job, inputs.now_s) is not None
     return _weight_of(rank, _Q_KNOWN if is_known else _Q_GUESSED)
 
 
@@ -87,13 +87,13 @@ def _weight_of(rank: int, q: float) -> float:
     return float((rank**q - (rank - 1) ** q) ** (1.0 / q))
 
 
-def _bid(view: View, job: Job, one_s: float, floor: int, rank: int) -> Bid:
+def _bid(inputs: PolicyInput, job: Job, one_s: float, floor: int, rank: int) -> Bid:
     """What each size is worth to the job, the `rank`-th from the end of its class."""
-    curve, present, weight = speedups(view, job), len(job.devices), _weight(view, job, rank)
+    curve, present, weight = speedups(inputs, job), len(job.devices), _weight(inputs, job, rank)
     if not present and job.spec.needs.min_devices == job.spec.needs.max_devices:
         size = job.spec.needs.min_devices
         return Bid(job, 0, (size,), (weight * curve[size],), 0.0, curve)
-    horizon_s, lost_s = view.settings.horizon_s, restart_s(job, view.settings)
+    horizon_s, lost_s = inputs.settings.horizon_s, restart_s(job, inputs.settings)
 
     def value(size: int) -> float:
         worth = weight * curve[size]

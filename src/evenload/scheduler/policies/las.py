@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.core.view import View, Wishes
 
 
-def las(view: View) -> Wishes:
+def las(inputs: PolicyInput) -> PolicyDecision:
     """As published, a job that doesn't fit is passed by those behind it."""
-    thresholds = view.settings.las_thresholds_device_s
+    thresholds = inputs.settings.las_thresholds_device_s
 
     def key(job: Job) -> tuple[int, int, float]:
-        queue = bisect_right(thresholds, job.service_until(view.now_s))
+        queue = bisect_right(thresholds, job.service_until(inputs.now_s))
         return -job.spec.priority, queue, job.submitted_s
 
-    return Wishes(order=sorted(view.jobs, key=key), preempts=True, reserves=False)
+    return PolicyDecision(order=sorted(inputs.jobs, key=key), preempts=True, reserves=False)

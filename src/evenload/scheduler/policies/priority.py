@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.view import View, Wishes
 
 
-def priority(view: View) -> Wishes:
+def priority(inputs: PolicyInput) -> PolicyDecision:
     """Jobs of one class never displace each other: those that run stand before those that wait."""
-    order = sorted(view.jobs, key=lambda job: (-job.spec.priority, job.state is not JobState.RUNNING, job.submitted_s))
-    return Wishes(order=order, preempts=True)
+    order = sorted(
+        inputs.jobs, key=lambda job: (-job.spec.priority, job.state is not JobState.RUNNING, job.submitted_s)
+    )
+    return PolicyDecision(order=order, preempts=True)

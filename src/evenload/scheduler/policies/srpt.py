@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 
 from evenload.scheduler.core.estimates import PRIOR_S, device_s_left, guessed_device_s, restart_s
+from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.core.view import View, Wishes
 
 
-def srpt(view: View) -> Wishes:
+def srpt(inputs: PolicyInput) -> PolicyDecision:
     """Smith's rule for gangs: with equal weights, least remaining device-seconds first."""
-    return Wishes(
-        order=sorted(view.jobs, key=lambda job: (-job.spec.priority, work(view, job), job.submitted_s)), preempts=True
+    return PolicyDecision(
+        order=sorted(inputs.jobs, key=lambda job: (-job.spec.priority, work(inputs, job), job.submitted_s)),
+        preempts=True,
     )
 
 
-def work(view: View, job: Job) -> float:
+def work(inputs: PolicyInput, job: Job) -> float:
     """Device-seconds left, as they count in a comparison.
 
     Two things keep jobs from displacing each other for nothing: one that waits needs a start, and its victim a restart;
@@ -26,15 +27,15 @@ def work(view: View, job: Job) -> float:
     """
     if job.total is None and not job.devices:  # most of those who wait, in short
         spec, num = job.spec, job.spec.needs.min_devices
-        restarts_s = 2 * (view.settings.restart_s if spec.restart_s is None else spec.restart_s) * num
+        restarts_s = 2 * (inputs.settings.restart_s if spec.restart_s is None else spec.restart_s) * num
         if spec.estimate_s is not None and spec.estimate_s > job.held_s:
             return (spec.estimate_s - job.held_s) * num + restarts_s
         return _power_above(job.service_device_s + PRIOR_S * num) + restarts_s
-    known = device_s_left(job, view.now_s)
+    known = device_s_left(job, inputs.now_s)
     if known is None:
-        known = _power_above(guessed_device_s(job, view.now_s))
+        known = _power_above(guessed_device_s(job, inputs.now_s))
     if job.state is not JobState.RUNNING:
-        known += 2 * restart_s(job, view.settings) * job.spec.needs.min_devices
+        known += 2 * restart_s(job, inputs.settings) * job.spec.needs.min_devices
     return known
 
 

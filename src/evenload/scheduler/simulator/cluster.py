@@ -88,7 +88,7 @@ def _own(own: tuple[Device, ...], num_more: int, facts: Mapping[str, KindFacts])
 
 
 @dataclass(frozen=True)
-class Shape:
+class DeviceShape:
     """The devices that one job has, as far as its speed depends on them."""
 
     per_host: tuple[int, ...]
@@ -103,11 +103,11 @@ class Shape:
         return len(self.kinds)
 
 
-def shape_of(devices: tuple[Device, ...]) -> Shape:
+def shape_of(devices: tuple[Device, ...]) -> DeviceShape:
     """What a program sees of its devices."""
     hosts: dict[str, int] = {}
     for device in devices:
         hosts[device.host] = hosts.get(device.host, 0) + 1
-    return Shape(
+    return DeviceShape(
         tuple(hosts.values()), tuple(device.kind for device in devices), tuple(device.speed for device in devices)
     )

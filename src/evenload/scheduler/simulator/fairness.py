@@ -13,13 +13,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from evenload.scheduler.core.values import Device, JobSpec
-from evenload.scheduler.simulator.cluster import Shape, shape_of
-from evenload.scheduler.simulator.outcome import JobOutcome, Moment
+from evenload.scheduler.simulator.cluster import DeviceShape, shape_of
+from evenload.scheduler.simulator.outcome import ClusterSample, JobOutcome
 from evenload.scheduler.simulator.programs import alone_s
-from evenload.scheduler.simulator.workloads import Arrival
+from evenload.scheduler.simulator.workloads import JobArrival
 
 
-def packed_shape(devices: Sequence[Device], spec: JobSpec, num: int) -> Shape | None:
+def packed_shape(devices: Sequence[Device], spec: JobSpec, num: int) -> DeviceShape | None:
     """The first `num` devices that the job can use, host by host; None where there aren't so many."""
     needs = spec.needs
     usable = [d for d in devices if (not needs.kinds or d.kind in needs.kinds) and d.memory_bytes >= needs.memory_bytes]
@@ -28,8 +28,8 @@ def packed_shape(devices: Sequence[Device], spec: JobSpec, num: int) -> Shape | 
 
 def with_fair_times(
     outcomes: Sequence[JobOutcome],
-    moments: Sequence[Moment],
-    arrivals: Mapping[str, Arrival],
+    moments: Sequence[ClusterSample],
+    arrivals: Mapping[str, JobArrival],
     devices: Sequence[Device],
 ) -> list[JobOutcome]:
     """The outcomes with `fair_s` filled in, in the order of submission."""

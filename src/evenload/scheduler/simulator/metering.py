@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job
-from evenload.scheduler.simulator.outcome import JobOutcome, Moment
+from evenload.scheduler.simulator.outcome import ClusterSample, JobOutcome
 
 
 class Meter:
@@ -23,14 +23,14 @@ class Meter:
         self._num_preempted: dict[str, int] = {}
         self._waiting: set[str] = set()
         self.ended: list[JobOutcome] = []
-        self.moments: list[Moment] = []
+        self.moments: list[ClusterSample] = []
 
-    def saw(self, event: events.Event, changed: tuple[Job, ...], book: Book) -> None:
-        """An event was applied to the book, and changed these jobs."""
+    def saw(self, event: events.Event, changed: tuple[Job, ...], queue_state: QueueState) -> None:
+        """An event was applied to the queue's state, and changed these jobs."""
         if isinstance(event, events.Reported):
             return
-        if (isinstance(event, events.StopAsked) and event.then is JobState.PENDING) or (
-            isinstance(event, events.ResizeAsked) and event.is_forced
+        if (isinstance(event, events.StopRequested) and event.then is JobState.PENDING) or (
+            isinstance(event, events.ResizeRequested) and event.is_forced
         ):
             self._num_preempted[event.job] = self._num_preempted.get(event.job, 0) + 1
         for job in changed:
@@ -39,10 +39,10 @@ class Meter:
                 self._waiting.add(job.id)
             else:
                 self._waiting.discard(job.id)
-            if job.id not in book.jobs:
+            if job.id not in queue_state.jobs:
                 self.ended.append(self._outcome(job))
         if changed:
-            moment = Moment(event.time_s, len(book.holder), len(self._waiting), len(book.jobs))
+            moment = ClusterSample(event.time_s, len(queue_state.holder), len(self._waiting), len(queue_state.jobs))
             if self.moments and self.moments[-1].time_s == event.time_s:
                 self.moments[-1] = moment
             else:

@@ -33,7 +33,7 @@ class JobOutcome:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ClusterSample:
     """The cluster between two changes; holds from `time_s` on."""
 
     time_s: float
@@ -46,13 +46,13 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """A whole simulation."""
 
     policy: str
     num_devices: int
     jobs: tuple[JobOutcome, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[ClusterSample, ...]
     useful_device_s: float
     """Device-seconds in which programs ran; the rest of what was held went into starts and restarts."""
     num_decisions: int

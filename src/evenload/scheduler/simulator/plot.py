@@ -8,7 +8,7 @@ from html import escape
 from itertools import pairwise
 
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.simulator.outcome import Outcome
+from evenload.scheduler.simulator.outcome import SimulationOutcome
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 900, 240, 70, 40, 80
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -16,7 +16,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 _MOST_POINTS = 1200
 
 
-def svg(outcomes: Sequence[tuple[str, Outcome]]) -> str:
+def svg(outcomes: Sequence[tuple[str, SimulationOutcome]]) -> str:
     """Two panels, a line each simulation: devices held over time, and the part of jobs done within a time."""
     height = 2 * (_HEIGHT + _GAP) + _TOP
     parts = [
@@ -33,7 +33,7 @@ def svg(outcomes: Sequence[tuple[str, Outcome]]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _use(outcome: Outcome) -> list[tuple[float, float]]:
+def _use(outcome: SimulationOutcome) -> list[tuple[float, float]]:
     """Devices held over time, as steps; thinned by means over equal times where there are too many."""
     moments = outcome.moments
     if not moments:
@@ -56,7 +56,7 @@ def _use(outcome: Outcome) -> list[tuple[float, float]]:
     return [((first_s + (i + 0.5) * width_s) / 3600, area / width_s) for i, area in enumerate(areas[:-1])]
 
 
-def _spread(outcome: Outcome) -> list[tuple[float, float]]:
+def _spread(outcome: SimulationOutcome) -> list[tuple[float, float]]:
     jcts = sorted(max(job.jct_s, 1.0) for job in outcome.jobs if job.state is JobState.SUCCEEDED)
     return [(jct_s, (index + 1) / len(jcts)) for index, jct_s in enumerate(jcts)]
 

@@ -6,9 +6,9 @@ batch after each epoch and each change of devices by what it has learnt (`learni
 
 from __future__ import annotations
 
-from evenload.scheduler.simulator.cluster import Shape
+from evenload.scheduler.simulator.cluster import DeviceShape
 from evenload.scheduler.simulator.learning import Learner, Setting, split_batch
-from evenload.scheduler.simulator.programs import Told
+from evenload.scheduler.simulator.programs import ProgramReport
 from evenload.scheduler.simulator.tables import Application
 
 
@@ -29,7 +29,7 @@ class Epochwise:
         self._is_curve_old = False
         self.is_done = False
 
-    def start(self, shape: Shape) -> None:
+    def start(self, shape: DeviceShape) -> None:
         """Takes new devices and chooses a batch for them."""
         self._shape = shape.per_host
         self._configure()
@@ -54,16 +54,16 @@ class Epochwise:
         else:
             self._configure()
 
-    def told(self) -> Told:
+    def told(self) -> ProgramReport:
         """Optimizer steps of a rigid job, which has so many in all; progress of an elastic one."""
         if self._learner is None:
-            return Told(self._steps, self._steps + self._steps_left(), 1 / self._seconds)
+            return ProgramReport(self._steps, self._steps + self._steps_left(), 1 / self._seconds)
         rates = None
         if self._is_curve_old:
             self._is_curve_old = False
             rates = self._learner.rates()
         total = self._app.progress(self._app.num_epochs)
-        return Told(self._progress, total, self._gain / self._seconds, rates)
+        return ProgramReport(self._progress, total, self._gain / self._seconds, rates)
 
     def _steps_left(self) -> float:
         app, batch = self._app, self._actual_batch()

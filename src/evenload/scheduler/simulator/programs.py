@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from evenload.errors import ConfigError
-from evenload.scheduler.simulator.cluster import Shape
+from evenload.scheduler.simulator.cluster import DeviceShape
 
 
 @dataclass(frozen=True)
-class Told:
+class ProgramReport:
     """What a job tells the queue of itself."""
 
     done: float
@@ -23,12 +23,12 @@ class Told:
     """Work a second on 1, 2, … devices as far as it can tell; None where nothing is new since the last time."""
 
 
-class Program(Protocol):
+class SimulatedProgram(Protocol):
     """A job's behaviour between events: its speed only changes at moments that it knows beforehand."""
 
     is_done: bool
 
-    def start(self, shape: Shape) -> None:
+    def start(self, shape: DeviceShape) -> None:
         """Runs from now on these devices, from where it stood."""
 
     def until_change_s(self) -> float:
@@ -37,11 +37,11 @@ class Program(Protocol):
     def advance(self, seconds: float) -> None:
         """Runs for so long, at most until the next change."""
 
-    def told(self) -> Told:
+    def told(self) -> ProgramReport:
         """What it reports now."""
 
 
-class Timed:
+class TimedProgram:
     """A program of a known duration, as in recorded traces: ``speed = mean(device speeds) · (n / n₀)^scaling``.
 
     Where its speeds on 1, 2, … devices were measured, those stand in place of the power, and it tells the queue of them.
@@ -60,13 +60,13 @@ class Timed:
         self._rate = 0.0
         self.is_done = False
 
-    def rate(self, shape: Shape) -> float:
+    def rate(self, shape: DeviceShape) -> float:
         """Seconds of its work a second."""
         num = shape.num_devices
         speedup = self._curve[min(num, len(self._curve)) - 1] if self._curve else (num / self._num) ** self._scaling
         return sum(shape.speeds) / len(shape.speeds) * float(speedup)
 
-    def start(self, shape: Shape) -> None:
+    def start(self, shape: DeviceShape) -> None:
         """Takes the speed of these devices."""
         self._rate = self.rate(shape)
 
@@ -79,14 +79,14 @@ class Timed:
         self._done = min(self._total, self._done + self._rate * seconds)
         self.is_done = self._total - self._done <= 1e-9 * self._total
 
-    def told(self) -> Told:
+    def told(self) -> ProgramReport:
         """Seconds of work, on as many devices as the trace says."""
         rates = None if self._is_curve_told else self._curve
         self._is_curve_told = True
-        return Told(self._done, self._total, self._rate, rates)
+        return ProgramReport(self._done, self._total, self._rate, rates)
 
 
-class Typed(Timed):
+class TypedProgram(TimedProgram):
     """A program of so many steps, whose speed on each kind and number of devices a table tells (Gavel)."""
 
     def __init__(self, steps: float, name: str, rates: Mapping[tuple[str, int], float]) -> None:
@@ -94,7 +94,7 @@ class Typed(Timed):
         super().__init__(steps, 1, 1.0)
         self._name, self._rates = name, rates
 
-    def rate(self, shape: Shape) -> float:
+    def rate(self, shape: DeviceShape) -> float:
         """Steps a second.
 
         Raises:
@@ -111,7 +111,7 @@ class Typed(Timed):
         return min(rate for rate in known if rate is not None)
 
 
-def alone_s(program: Program, shape: Shape) -> float:
+def alone_s(program: SimulatedProgram, shape: DeviceShape) -> float:
     """Seconds that a new program takes from its beginning to its end on such devices, undisturbed; uses it up."""
     program.start(shape)
     seconds = 0.0

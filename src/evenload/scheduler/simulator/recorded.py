@@ -19,7 +19,7 @@ from pathlib import Path
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings
 from evenload.scheduler.simulator.workloads import DEFAULT_SCALING
@@ -34,7 +34,7 @@ Row = dict[str, str]
 
 
 @dataclass
-class _Seen:
+class _RecordedJob:
     """What the record tells of one job so far."""
 
     job: Job
@@ -46,7 +46,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class Record:
+class QueueRecord:
     """What a queue's log tells; times count from the first submission of `rows`."""
 
     rows: tuple[Row, ...]
@@ -62,36 +62,36 @@ class Record:
     """All there were; one that was taken back ends then."""
 
 
-def record_of(log: Iterable[events.Event]) -> Record:
+def record_of(log: Iterable[events.Event]) -> QueueRecord:
     """Folds the log.
 
     Raises:
         QueueError: the events don't follow each other.
     """
-    book = Book()
-    seen: dict[str, _Seen] = {}
+    queue_state = QueueState()
+    seen: dict[str, _RecordedJob] = {}
     reservations: dict[str, Reservation] = {}
     for event in log:
         if isinstance(event, events.ReservationSet):
             reservations[event.reservation.id] = event.reservation
         elif isinstance(event, events.ReservationEnded) and event.reservation in reservations:
             _cut(reservations, event.reservation, event.time_s)
-        for job in book.apply(event):
-            one = seen.setdefault(job.id, _Seen(job))
+        for job in queue_state.apply(event):
+            one = seen.setdefault(job.id, _RecordedJob(job))
             if one.began_s is not None and job.state is not JobState.RUNNING:
-                one.work_s += _work_s(book, one, event.time_s)
+                one.work_s += _work_s(queue_state, one, event.time_s)
                 one.began_s = None
             if one.began_s is None and job.state is JobState.RUNNING:
                 one.began_s, one.devices = event.time_s, job.devices
             one.job = job
-    told = {name: one for name, one in seen.items() if name in book.outcomes and one.work_s > 0}
+    told = {name: one for name, one in seen.items() if name in queue_state.outcomes and one.work_s > 0}
     first_s = min((one.job.submitted_s for one in told.values()), default=0.0)
-    return Record(
+    return QueueRecord(
         rows=tuple(_row(one, first_s, set(told)) for one in told.values()),
         num_left_out=len(seen) - len(told),
-        devices=tuple(book.devices.values()),
-        settings=book.settings,
-        limits={name: user.limits for name, user in book.users.items() if user.limits != Limits()},
+        devices=tuple(queue_state.devices.values()),
+        settings=queue_state.settings,
+        limits={name: user.limits for name, user in queue_state.users.items() if user.limits != Limits()},
         reservations=tuple(
             replace(r, start_s=r.start_s - first_s, end_s=r.end_s - first_s) for r in reservations.values()
         ),
@@ -104,7 +104,7 @@ def _cut(reservations: dict[str, Reservation], name: str, time_s: float) -> None
         reservations[name] = replace(reservation, end_s=min(reservation.end_s, time_s))
 
 
-def read_log(path: Path) -> Record:
+def read_log(path: Path) -> QueueRecord:
     """The same from a file with one event a line, as `core.events.as_row` writes them.
 
     Raises:
@@ -133,8 +133,8 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
         writer.writerows(rows)
 
 
-def _work_s(book: Book, one: _Seen, now_s: float) -> float:
-    speeds = [book.devices[name].speed if name in book.devices else 1.0 for name in one.devices]
+def _work_s(queue_state: QueueState, one: _RecordedJob, now_s: float) -> float:
+    speeds = [queue_state.devices[name].speed if name in queue_state.devices else 1.0 for name in one.devices]
     num, least, rates = len(one.devices), one.job.spec.needs.min_devices, one.job.rates
     if len(rates) >= max(num, least) and rates[least - 1] > 0:
         factor = rates[num - 1] / rates[least - 1]
@@ -144,7 +144,7 @@ def _work_s(book: Book, one: _Seen, now_s: float) -> float:
     return (now_s - began_s) * sum(speeds) / len(speeds) * factor
 
 
-def _row(one: _Seen, first_s: float, told: set[str]) -> Row:
+def _row(one: _RecordedJob, first_s: float, told: set[str]) -> Row:
     job, spec, needs = one.job, one.job.spec, one.job.spec.needs
     elastic = needs.min_devices < needs.max_devices
     row = {

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.simulator.outcome import JobOutcome, Outcome
+from evenload.scheduler.simulator.outcome import JobOutcome, SimulationOutcome
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """The figures of one simulation; times in seconds, over the jobs that succeeded."""
 
     policy: str
@@ -43,7 +43,7 @@ class Report:
     num_decisions: int
 
 
-def report_of(outcome: Outcome, cluster: str = "") -> Report:
+def report_of(outcome: SimulationOutcome, cluster: str = "") -> SimulationReport:
     """The figures."""
     jobs = [job for job in outcome.jobs if job.state is JobState.SUCCEEDED]
     jcts = [job.jct_s for job in jobs]
@@ -53,7 +53,7 @@ def report_of(outcome: Outcome, cluster: str = "") -> Report:
     capacity = outcome.num_devices * makespan_s
     service = sum(job.service_device_s for job in outcome.jobs)
     num = max(1, len(outcome.jobs))
-    return Report(
+    return SimulationReport(
         policy=outcome.policy,
         cluster=cluster,
         num_devices=outcome.num_devices,
@@ -94,7 +94,7 @@ def percentile(values: Sequence[float], part: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def as_row(report: Report) -> dict[str, Any]:
+def as_row(report: SimulationReport) -> dict[str, Any]:
     """Plain values for JSON."""
     return asdict(report)
 
@@ -123,7 +123,7 @@ _COLUMNS = (
 _ONLY_WHERE_SET = ("cost", "energy_kwh")
 
 
-def table(reports: Sequence[Report]) -> str:
+def table(reports: Sequence[SimulationReport]) -> str:
     """For people: a row a simulation."""
     columns = [c for c in _COLUMNS if c[0] not in _ONLY_WHERE_SET or any(getattr(r, c[0]) for r in reports)]
     cells = [[title for _, title, _ in columns]]

@@ -12,15 +12,15 @@ from evenload.errors import ConfigError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.commands import End, Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Limits, Reservation, Settings
 from evenload.scheduler.simulator.cluster import shape_of
 from evenload.scheduler.simulator.fairness import packed_shape, with_fair_times
 from evenload.scheduler.simulator.metering import Meter
-from evenload.scheduler.simulator.outcome import Outcome
-from evenload.scheduler.simulator.programs import Program, alone_s
-from evenload.scheduler.simulator.workloads import Arrival
+from evenload.scheduler.simulator.outcome import SimulationOutcome
+from evenload.scheduler.simulator.programs import SimulatedProgram, alone_s
+from evenload.scheduler.simulator.workloads import JobArrival
 
 KNOWLEDGE = ("known", "unknown", "noisy")
 _MOST_ROUNDS = 50
@@ -62,21 +62,23 @@ class Conditions:
             raise ConfigError("a simulation without devices")
 
 
-def simulate(arrivals: Sequence[Arrival], conditions: Conditions, log: list[events.Event] | None = None) -> Outcome:
+def simulate(
+    arrivals: Sequence[JobArrival], conditions: Conditions, log: list[events.Event] | None = None
+) -> SimulationOutcome:
     """Runs a workload to its end; `log` collects the queue's events, as a daemon would record them.
 
     Raises:
         ConfigError: a job can never run on these devices.
         QueueError: a reservation is of a device that is not there.
     """
-    return _World(arrivals, conditions, log).run()
+    return _Simulation(arrivals, conditions, log).run()
 
 
 @dataclass
-class _Live:
+class _RunningProgram:
     """A job's program while it is in the queue."""
 
-    program: Program
+    program: SimulatedProgram
     factor: float
     """What its remaining work is multiplied with before the queue hears of it."""
     at_s: float = 0.0
@@ -86,17 +88,17 @@ class _Live:
     is_running: bool = False
 
 
-class _World:
+class _Simulation:
     """The clock, the heap of what comes, and the programs."""
 
-    def __init__(self, arrivals: Sequence[Arrival], conditions: Conditions, log: list[events.Event] | None) -> None:
+    def __init__(self, arrivals: Sequence[JobArrival], conditions: Conditions, log: list[events.Event] | None) -> None:
         self.conditions = conditions
-        self.book = Book()
+        self.queue_state = QueueState()
         self.log = log
         self.devices = {device.id: device for device in conditions.devices}
         self.heap: list[tuple[float, int, str, str, int]] = []
         self.num_pushed = 0
-        self.live: dict[str, _Live] = {}
+        self.live: dict[str, _RunningProgram] = {}
         self.meter = Meter(self.devices)
         self.useful_device_s = 0.0
         self.num_decisions = 0
@@ -119,7 +121,7 @@ class _World:
         for arrival in arrivals:
             self._push(arrival.time_s, "arrive", arrival.job)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Until the last job has ended."""
         while self.heap:
             now_s = self.heap[0][0]
@@ -129,19 +131,19 @@ class _World:
                 is_due |= self._happen(kind, job, version, now_s)
             if is_due:
                 self._decide(now_s)
-            if self.book.jobs and self.next_tick_s is None:
+            if self.queue_state.jobs and self.next_tick_s is None:
                 interval_s = self.conditions.interval_s
                 self.next_tick_s = math.ceil(now_s / interval_s) * interval_s
                 if self.next_tick_s <= now_s and is_due:
                     self.next_tick_s += interval_s
                 self._push(self.next_tick_s, "tick", "")
             if now_s > _ENDLESS_S:
-                waiting = ", ".join(list(self.book.jobs)[:5])
+                waiting = ", ".join(list(self.queue_state.jobs)[:5])
                 raise ConfigError(
                     f"after 20 years jobs are still waiting ({waiting}): limits may keep them out for ever"
                 )
         meter = self.meter
-        return Outcome(
+        return SimulationOutcome(
             policy=self.conditions.settings.policy,
             num_devices=len(self.devices),
             jobs=tuple(with_fair_times(meter.ended, meter.moments, self.arrivals, self.conditions.devices)),
@@ -180,7 +182,7 @@ class _World:
         self._foresee(live, name, now_s)
         return False
 
-    def _arrive(self, arrival: Arrival, now_s: float) -> None:
+    def _arrive(self, arrival: JobArrival, now_s: float) -> None:
         spec = arrival.spec
         factor = self.factors[arrival.job]
         if self.conditions.remaining == "unknown":
@@ -189,29 +191,29 @@ class _World:
             shape = packed_shape(self.conditions.devices, spec, spec.needs.min_devices)
             if shape is not None:
                 spec = replace(spec, estimate_s=factor * alone_s(arrival.make(), shape))
-        refusal = self.book.refusal(spec)
+        refusal = self.queue_state.refusal(spec)
         if refusal is not None:
             raise ConfigError(f"job {arrival.job} of the workload: {refusal}")
-        self.live[arrival.job] = _Live(arrival.make(), factor)
+        self.live[arrival.job] = _RunningProgram(arrival.make(), factor)
         self._apply(events.Submitted(now_s, arrival.job, spec))
 
-    def _begin(self, live: _Live, name: str, now_s: float) -> None:
-        job = self.book.jobs[name]
+    def _begin(self, live: _RunningProgram, name: str, now_s: float) -> None:
+        job = self.queue_state.jobs[name]
         live.program.start(shape_of(tuple(self.devices[device] for device in job.devices)))
         live.at_s, live.is_running = now_s, True
-        self._apply(events.Began(now_s, name))
+        self._apply(events.JobStarted(now_s, name))
         self._foresee(live, name, now_s)
 
-    def _foresee(self, live: _Live, name: str, now_s: float) -> None:
+    def _foresee(self, live: _RunningProgram, name: str, now_s: float) -> None:
         self._push(now_s + live.program.until_change_s(), "change", name, live.version)
 
-    def _run_to(self, live: _Live, name: str, now_s: float) -> None:
+    def _run_to(self, live: _RunningProgram, name: str, now_s: float) -> None:
         if live.is_running and now_s > live.at_s:
-            self.useful_device_s += (now_s - live.at_s) * len(self.book.jobs[name].devices)
+            self.useful_device_s += (now_s - live.at_s) * len(self.queue_state.jobs[name].devices)
             live.program.advance(now_s - live.at_s)
             live.at_s = now_s
 
-    def _report(self, live: _Live, name: str, now_s: float) -> None:
+    def _report(self, live: _RunningProgram, name: str, now_s: float) -> None:
         told = live.program.told()
         total = None
         if self.conditions.remaining != "unknown":
@@ -220,12 +222,12 @@ class _World:
 
     def _decide(self, now_s: float) -> None:
         for _ in range(_MOST_ROUNDS):
-            for name, job in list(self.book.jobs.items()):
+            for name, job in list(self.queue_state.jobs.items()):
                 if job.state is JobState.RUNNING:
                     self._run_to(self.live[name], name, now_s)
                     self._report(self.live[name], name, now_s)
             self.num_decisions += 1
-            commands = decide(self.book.snapshot(), now_s)
+            commands = decide(self.queue_state.snapshot(), now_s)
             for command in commands:
                 self._apply(recorded(command, now_s))
                 if isinstance(command, Start):
@@ -236,7 +238,7 @@ class _World:
                 return
 
     def _will_begin(self, name: str, now_s: float) -> None:
-        spec = self.book.jobs[name].spec
+        spec = self.queue_state.jobs[name].spec
         delay_s = self.conditions.settings.restart_s if spec.restart_s is None else spec.restart_s
         self._push(now_s + delay_s, "begin", name, self.live[name].version)
 
@@ -252,14 +254,14 @@ class _World:
         self._start_if_resized(name, now_s)
 
     def _start_if_resized(self, name: str, now_s: float) -> None:
-        job = self.book.jobs.get(name)
+        job = self.queue_state.jobs.get(name)
         if job is not None and job.state is JobState.STARTING:
             self._will_begin(name, now_s)
 
     def _apply(self, event: events.Event) -> None:
         if self.log is not None:
             self.log.append(event)
-        self.meter.saw(event, self.book.apply(event), self.book)
+        self.meter.saw(event, self.queue_state.apply(event), self.queue_state)
         name = getattr(event, "job", None)
-        if name in self.book.outcomes:
+        if name in self.queue_state.outcomes:
             self.live.pop(name, None)

@@ -32,7 +32,7 @@ from typing import Any
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.values import After, JobSpec, Needs
-from evenload.scheduler.simulator.programs import Program, Timed, Typed
+from evenload.scheduler.simulator.programs import SimulatedProgram, TimedProgram, TypedProgram
 
 DEFAULT_SCALING = 0.9
 _IGNORED = ("name", "state", "started_s", "ended_s")
@@ -47,13 +47,13 @@ _DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
-class Arrival:
+class JobArrival:
     """A job of a workload."""
 
     time_s: float
     job: str
     spec: JobSpec
-    make: Callable[[], Program]
+    make: Callable[[], SimulatedProgram]
     """A new program of it: a workload is simulated more than once."""
 
 
@@ -64,7 +64,7 @@ def read_workload(
     host_size: int = 4,
     tables: Path | None = None,
     speeds: Path | None = None,
-) -> list[Arrival]:
+) -> list[JobArrival]:
     """The jobs of a file, in order of their times.
 
     Args:
@@ -118,7 +118,7 @@ def read_workload(
     return sorted(arrivals, key=lambda arrival: arrival.time_s)
 
 
-def arrivals_of(rows: Sequence[Mapping[str, str]], path: Path) -> list[Arrival]:
+def arrivals_of(rows: Sequence[Mapping[str, str]], path: Path) -> list[JobArrival]:
     """The jobs of a queue's record (`recorded`), which was read from `path`.
 
     Raises:
@@ -129,14 +129,14 @@ def arrivals_of(rows: Sequence[Mapping[str, str]], path: Path) -> list[Arrival]:
     return sorted(_simple(rows, set(rows[0]), path, None), key=lambda arrival: arrival.time_s)
 
 
-def thinned(arrivals: Sequence[Arrival], every: int, offset: int = 0) -> list[Arrival]:
+def thinned(arrivals: Sequence[JobArrival], every: int, offset: int = 0) -> list[JobArrival]:
     """Each `every`-th job, beginning with the one at `offset`."""
     if every < 1 or not 0 <= offset < every:
         raise ConfigError(f"every={every}, offset={offset}: expected every >= 1 and 0 <= offset < every")
     return list(arrivals[offset::every])
 
 
-def capped(arrivals: Iterable[Arrival], num_devices: int) -> list[Arrival]:
+def capped(arrivals: Iterable[JobArrival], num_devices: int) -> list[JobArrival]:
     """Rigid jobs that ask for more than there is ask for all there is; elastic ones may use at most that."""
     fitted = []
     for arrival in arrivals:
@@ -149,7 +149,7 @@ def capped(arrivals: Iterable[Arrival], num_devices: int) -> list[Arrival]:
     return fitted
 
 
-def _philly(rows: Sequence[Mapping[str, str]]) -> list[Arrival]:
+def _philly(rows: Sequence[Mapping[str, str]]) -> list[JobArrival]:
     """The trace of Jeon et al., ATC 2019; times count from its first job, each virtual cluster is a user."""
     arrivals = []
     stamps = [datetime.datetime.fromisoformat(row["timestamp"]) for row in rows]
@@ -159,7 +159,7 @@ def _philly(rows: Sequence[Mapping[str, str]]) -> list[Arrival]:
         if num < 1 or duration_s <= 0 or first is None:
             continue
         arrivals.append(
-            Arrival(
+            JobArrival(
                 time_s=(stamp - first).total_seconds(),
                 job=f"philly-{index}",
                 spec=JobSpec(user=row.get("cluster") or "user", needs=Needs(num, num)),
@@ -169,7 +169,7 @@ def _philly(rows: Sequence[Mapping[str, str]]) -> list[Arrival]:
     return arrivals
 
 
-def _simple(rows: Sequence[Mapping[str, str]], columns: set[str], path: Path, speeds: Path | None) -> list[Arrival]:
+def _simple(rows: Sequence[Mapping[str, str]], columns: set[str], path: Path, speeds: Path | None) -> list[JobArrival]:
     if unknown := columns - {*_COLUMNS, *_IGNORED}:
         raise ConfigError(
             f"workload {path} has the unknown columns {', '.join(sorted(unknown))}; there are {', '.join(_COLUMNS)}"
@@ -199,7 +199,7 @@ def _say(error: Exception) -> str:
     return f"the column {error} is missing or empty" if isinstance(error, KeyError) else str(error)
 
 
-def _simple_row(row: Mapping[str, str], table: Mapping[str, Mapping[tuple[str, int], float]]) -> Arrival:
+def _simple_row(row: Mapping[str, str], table: Mapping[str, Mapping[tuple[str, int], float]]) -> JobArrival:
     low, _, high = row["devices"].partition(":")
     needs = Needs(
         min_devices=int(low),
@@ -246,7 +246,7 @@ def _simple_row(row: Mapping[str, str], table: Mapping[str, Mapping[tuple[str, i
         scaling = float(row.get("scaling", DEFAULT_SCALING))
         make = _timed(float(row["duration_s"]), needs.min_devices, scaling, rates_)
     make()  # what is wrong with the numbers is said with the line
-    return Arrival(time_s, row["job"], spec, make)
+    return JobArrival(time_s, row["job"], spec, make)
 
 
 def _after(text: str) -> After:
@@ -262,12 +262,14 @@ def _flag(text: str) -> bool:
     raise ValueError(f"{text!r}: expected yes or no")
 
 
-def _timed(duration_s: float, num_devices: int, scaling: float, rates: tuple[float, ...] = ()) -> Callable[[], Program]:
-    return lambda: Timed(duration_s, num_devices, scaling, rates)
+def _timed(
+    duration_s: float, num_devices: int, scaling: float, rates: tuple[float, ...] = ()
+) -> Callable[[], SimulatedProgram]:
+    return lambda: TimedProgram(duration_s, num_devices, scaling, rates)
 
 
-def _typed(steps: float, name: str, rates: Mapping[tuple[str, int], float]) -> Callable[[], Program]:
-    return lambda: Typed(steps, name, rates)
+def _typed(steps: float, name: str, rates: Mapping[tuple[str, int], float]) -> Callable[[], SimulatedProgram]:
+    return lambda: TypedProgram(steps, name, rates)
 
 
 def read_speeds(path: Path) -> dict[str, dict[tuple[str, int], float]]:

@@ -26,21 +26,21 @@ def audit(folder: Path) -> list[str]:
 
 def _parts(history: History) -> dict[str, Mapping[Any, Any]]:
     """The history as mappings; of what has an order, the order too."""
-    book, ledger = history.ledger.book, history.ledger
+    queue_state, ledger = history.ledger.queue_state, history.ledger
     ordered: dict[str, Mapping[Any, Any]] = {
-        "jobs": book.jobs,
-        "devices": book.devices,
-        "users": book.users,
-        "reservations": book.reservations,
+        "jobs": queue_state.jobs,
+        "devices": queue_state.devices,
+        "users": queue_state.users,
+        "reservations": queue_state.reservations,
     }
     return {
         **ordered,
         **{f"the order of {name}": dict(enumerate(part)) for name, part in ordered.items()},
-        "outcomes": book.outcomes,
-        "closed devices": book.closed,
-        "holders": book.holder,
+        "outcomes": queue_state.outcomes,
+        "closed devices": queue_state.closed,
+        "holders": queue_state.holder,
         "jobs that wait for another": _waiting(history),
-        "queue": {"settings": book.settings, "time": book.time_s, "last event": ledger.last},
+        "queue": {"settings": queue_state.settings, "time": queue_state.time_s, "last event": ledger.last},
         "attempts under way": ledger.open,
         "jobs ever": history.changes.jobs,
         "attempts ever": history.changes.attempts,
@@ -49,9 +49,12 @@ def _parts(history: History) -> dict[str, Mapping[Any, Any]]:
 
 
 def _waiting(history: History) -> dict[str, list[str]]:
-    """Job → those that still wait for it; the book may remember some that have ended since."""
-    book = history.ledger.book
-    waiting = {name: [other for other in others if other in book.jobs] for name, others in book.dependents.items()}
+    """Job → those that still wait for it; the queue's state may remember some that have ended since."""
+    queue_state = history.ledger.queue_state
+    waiting = {
+        name: [other for other in others if other in queue_state.jobs]
+        for name, others in queue_state.dependents.items()
+    }
     return {name: others for name, others in waiting.items() if others}
 
 

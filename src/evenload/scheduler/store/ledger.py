@@ -8,7 +8,7 @@ from typing import Any
 
 from evenload.errors import QueueError, StaleError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
 
 
@@ -60,7 +60,7 @@ class Changes:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     users: set[str] = field(default_factory=set)
     devices: dict[str, None] = field(default_factory=dict)
-    """New ones in the order in which they came: that of the book."""
+    """New ones in the order in which they came: that of the queue's state."""
     reservations: dict[str, None] = field(default_factory=dict)
     removed: set[tuple[str, str]] = field(default_factory=set)
     """("device" or "reservation", its id), even where it came again."""
@@ -68,10 +68,10 @@ class Changes:
 
 
 class Ledger:
-    """The core's book, the attempts that are under way, and the number of the last event."""
+    """The core's queue_state, the attempts that are under way, and the number of the last event."""
 
     def __init__(self) -> None:
-        self.book = Book()
+        self.queue_state = QueueState()
         self.open: dict[str, Attempt] = {}
         """By job."""
         self.last = 0
@@ -88,7 +88,7 @@ class Ledger:
             self.last += 1
             return ()
         new = self._new_names(entry)
-        changed = self.book.apply(entry)
+        changed = self.queue_state.apply(entry)
         self.last += 1
         for job in changed:
             changes.jobs[job.id] = job
@@ -110,7 +110,7 @@ class Ledger:
             case events.LimitsSet():
                 changes.users.add(entry.user)
             case events.SettingsSet():
-                changes.users |= self.book.users.keys()
+                changes.users |= self.queue_state.users.keys()
                 changes.has_settings = True
         return changed
 
@@ -130,11 +130,11 @@ class Ledger:
         )
 
     def _new_names(self, event: events.Event) -> set[str]:
-        """The device or reservation that the event brings, where the book doesn't have it."""
+        """The device or reservation that the event brings, where the queue's state doesn't have it."""
         if isinstance(event, events.DeviceAdded):
-            return {event.device.id} - self.book.devices.keys()
+            return {event.device.id} - self.queue_state.devices.keys()
         if isinstance(event, events.ReservationSet):
-            return {event.reservation.id} - self.book.reservations.keys()
+            return {event.reservation.id} - self.queue_state.reservations.keys()
         return set()
 
     def _attempt(self, job: str, number: int) -> Attempt:
@@ -148,8 +148,8 @@ class Ledger:
         before = self.open.get(job.id)
         number = job.attempt if job.devices else None
         if before is not None and before.fence.attempt != number:
-            kind, reason = type(event).__name__, getattr(event, "reason", "") or job.reason
-            self._put(replace(before, ended_s=self.book.time_s, ending=kind, reason=reason), changes)
+            kind, reason = events.stored_kind(type(event)), getattr(event, "reason", "") or job.reason
+            self._put(replace(before, ended_s=self.queue_state.time_s, ending=kind, reason=reason), changes)
             before = None
         if before is None and number is not None:
             fence = Fence(job.id, number, self.last)

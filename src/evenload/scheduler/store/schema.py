@@ -33,7 +33,7 @@ class Migration:
 
 _FIRST = Migration(
     (
-        # What there is one of: the settings, the book's clock, the writer's epoch.
+        # What there is one of: the settings, the queue's state's clock, the writer's epoch.
         "CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
         """CREATE TABLE events (
             number INTEGER PRIMARY KEY, time_s REAL NOT NULL, kind TEXT NOT NULL, job TEXT, body TEXT NOT NULL,

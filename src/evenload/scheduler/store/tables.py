@@ -51,7 +51,7 @@ def log_row(number: int, entry: Entry, extra: Mapping[str, Any] | None) -> LogRo
     return LogRow(
         number,
         entry.time_s,
-        type(entry).__name__,
+        events.stored_kind(type(entry)),
         getattr(entry, "job", None),
         rows.text_of(row, what),
         None if extra is None else rows.text_of(dict(extra), f"what comes with {what}"),
@@ -77,24 +77,24 @@ def write_current(
     connection: sqlite3.Connection, ledger: Ledger, changes: Changes, programs: Mapping[Any, str]
 ) -> None:
     """Writes what is true now of all that changed."""
-    book = ledger.book
+    queue_state = ledger.queue_state
     connection.executemany(_JOB_WRITE, [_job_row(job) for job in changes.jobs.values()])
     connection.executemany("INSERT INTO programs (job, body) VALUES (?, ?)", programs.items())
     connection.executemany(_ATTEMPT_WRITE, [_attempt_row(attempt) for attempt in changes.attempts.values()])
     for kind, name in changes.removed:
         connection.execute(f"DELETE FROM {kind}s WHERE id = ?", (name,))
     for name in changes.devices:
-        if (device := book.devices.get(name)) is not None:
-            connection.execute(_DEVICE_WRITE, (name, rows.device_text(device), book.closed.get(name)))
+        if (device := queue_state.devices.get(name)) is not None:
+            connection.execute(_DEVICE_WRITE, (name, rows.device_text(device), queue_state.closed.get(name)))
     for name in changes.reservations:
-        if (reservation := book.reservations.get(name)) is not None:
+        if (reservation := queue_state.reservations.get(name)) is not None:
             connection.execute(_RESERVATION_WRITE, (name, rows.reservation_text(reservation)))
-    # A new user's place is that in the book; known ones keep theirs.
-    known = [name for name in book.users if name in changes.users] if len(changes.users) > 1 else changes.users
-    connection.executemany(_USER_WRITE, [_user_row(book.users[name]) for name in known])
-    put_fact(connection, "time_s", book.time_s)
+    # A new user's place is that in the queue's state; known ones keep theirs.
+    known = [name for name in queue_state.users if name in changes.users] if len(changes.users) > 1 else changes.users
+    connection.executemany(_USER_WRITE, [_user_row(queue_state.users[name]) for name in known])
+    put_fact(connection, "time_s", queue_state.time_s)
     if changes.has_settings:
-        put_fact(connection, "settings", rows.settings_text(book.settings))
+        put_fact(connection, "settings", rows.settings_text(queue_state.settings))
 
 
 def read_ledger(connection: sqlite3.Connection) -> Ledger:
@@ -109,7 +109,7 @@ def read_ledger(connection: sqlite3.Connection) -> Ledger:
     outcomes = connection.execute(f"SELECT id, state FROM jobs WHERE state IN {_ENDED}")
     jobs = connection.execute(f"SELECT body FROM jobs WHERE state NOT IN {_ENDED} ORDER BY number")
     ledger = Ledger()
-    ledger.book.restore(
+    ledger.queue_state.restore(
         time_s=float(get_fact(connection, "time_s", 0.0)),
         settings=Settings() if settings is None else rows.settings_from(settings),
         devices=[rows.device_from(body) for _, body, _ in devices],

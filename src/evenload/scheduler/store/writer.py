@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from evenload.errors import ConfigError, QueueError, StaleError
-from evenload.scheduler.core.queue_state import Book
+from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.filesystem import refuse_network
@@ -69,9 +69,9 @@ class Store:
         self._forget()
 
     @property
-    def book(self) -> Book:
+    def queue_state(self) -> QueueState:
         """The queue with all that was recorded, committed or not. To look at: `record` alone changes it."""
-        return self._ledger.book
+        return self._ledger.queue_state
 
     @property
     def last(self) -> int:

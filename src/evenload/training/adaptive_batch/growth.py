@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from evenload.balance.batch import BatchChoice, Rest, choose_batch, efficiency
-from evenload.balance.cost import Point
-from evenload.balance.drift import Track
+from evenload.balance.batch import BatchChoice, StepOverhead, choose_batch, efficiency
+from evenload.balance.cost import CostSample
+from evenload.balance.drift import SpeedTracker
 from evenload.balance.noise import LEAST_MEASURED, NoiseScale
 from evenload.balance.values import StepPlan
 from evenload.errors import CheckpointError
@@ -84,8 +84,8 @@ class BatchGrowth:
         self._planner = planner
         self._tell = tell
         self._noise = NoiseScale()
-        self._tracks = [Track() for _ in range(planner.world_size)]
-        self._rests: deque[Rest] = deque(maxlen=_REMEMBERED)
+        self._tracks = [SpeedTracker() for _ in range(planner.world_size)]
+        self._rests: deque[StepOverhead] = deque(maxlen=_REMEMBERED)
         self._tried_from: int | None = None
         self._has_tried = False
         self._num_steps = 0
@@ -109,7 +109,7 @@ class BatchGrowth:
         if not all(0 < seconds < float("inf") for seconds in cost.busy_s):
             return
         for track, share, own_s in zip(self._tracks, plan.shares, cost.busy_s, strict=True):
-            track.add(Point(seen.global_step, max(share, plan.num_micro), plan.num_micro, own_s))
+            track.add(CostSample(seen.global_step, max(share, plan.num_micro), plan.num_micro, own_s))
         self._rests.append(_rest(cost))
 
     def choose(self) -> int:
@@ -186,7 +186,7 @@ class BatchGrowth:
         costs = self._costs()
         fixed_s = statistics.median(rest.fixed_s for rest in self._rests)
         per_sample_s = statistics.median(rest.per_sample_s for rest in self._rests)
-        rest = Rest(fixed_s, per_sample_s)
+        rest = StepOverhead(fixed_s, per_sample_s)
         limit = min(self.limit, self._loader.num_samples or self.limit)
         return choose_batch(
             base=self.base,
@@ -219,10 +219,10 @@ class BatchGrowth:
         self._tried_from = before if choice.kind == "trial" else None
 
 
-def _rest(cost: StepCost) -> Rest:
+def _rest(cost: StepCost) -> StepOverhead:
     """Rank 0's step, without what the slowest rank computed."""
     data_s = cost.data_s[0]
-    return Rest(max(0.0, cost.seconds - max(cost.busy_s) - data_s), data_s / cost.num_samples)
+    return StepOverhead(max(0.0, cost.seconds - max(cost.busy_s) - data_s), data_s / cost.num_samples)
 
 
 def sentence(told: Told, base: int, gains: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evenload.balance.values import Device
+from evenload.balance.values import ComputeDevice
 from evenload.errors import ConfigError
 from evenload.training.launch.environment import WorkerSpec
 
@@ -22,8 +22,8 @@ _EXPECTED = (
 class Host:
     """What one machine has for the workers."""
 
-    gpus: tuple[Device, ...]
-    cpu: Device
+    gpus: tuple[ComputeDevice, ...]
+    cpu: ComputeDevice
     cores: tuple[int, ...]
     """The cores this process may use."""
     quota_cores: float | None = None
@@ -199,7 +199,7 @@ def _describe_replicas(worker: WorkerSpec) -> list[str]:
     return lines
 
 
-def _gpu_place(gpu: Device) -> Place:
+def _gpu_place(gpu: ComputeDevice) -> Place:
     return Place(f"cuda:{gpu.index}", gpu.name)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from evenload.balance.batch import best_split
 from evenload.balance.rebalance import Balancer, Decision, Observation
-from evenload.balance.replicas import Contention, ReplicaBalancer, SideBySide
+from evenload.balance.replicas import Contention, ReplicaBalancer, ReplicaObservation
 from evenload.balance.split import Split, even_shares, micro_shares, num_micro, scale_shares, slice_sizes
 from evenload.balance.values import Cost, StepPlan
 from evenload.errors import ConfigError, DataError
@@ -133,7 +133,7 @@ class Planner:
         self._revision += 1
 
     def watch(self, own_s: Sequence[float], cpu_s: Sequence[float], together_s: float, in_turns: bool) -> None:
-        """What a backward took each replica of this process; see `SideBySide`. Asked for by `observe`."""
+        """What a backward took each replica of this process; see `ReplicaObservation`. Asked for by `observe`."""
         self._watched.append((own_s, cpu_s, together_s, in_turns))
 
     @property
@@ -170,7 +170,7 @@ class Planner:
             return None
         own_s, cpu_s, together_s, in_turns = zip(*watched, strict=True)
         decision = balancer.observe(
-            SideBySide(
+            ReplicaObservation(
                 step,
                 plan.shares,
                 plan.num_micro,

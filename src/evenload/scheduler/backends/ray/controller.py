@@ -118,19 +118,19 @@ class Controller:
         for device, until_s in list(self._shut_until_s.items()):
             if time.monotonic() > until_s:
                 del self._shut_until_s[device]
-                if device in self._queue.book.closed:
+                if device in self._queue.queue_state.closed:
                     self._queue.apply(events.DeviceOpened(time.time(), device))
 
     def _see(self, job: str, gang: Gang, news: News) -> None:
         now_s = time.time()
-        held = self._queue.book.jobs[job]
+        held = self._queue.queue_state.jobs[job]
         if news.has_begun and held.state is JobState.STARTING:
-            self._queue.apply(events.Began(now_s, job))
+            self._queue.apply(events.JobStarted(now_s, job))
         if news.report is not None:
             self._queue.see_report(job, news.report)
         if news.blocked:
             for device in held.devices:
-                if device not in self._queue.book.closed:
+                if device not in self._queue.queue_state.closed:
                     self._queue.apply(events.DeviceClosed(now_s, device, news.blocked))
                     self._shut_until_s[device] = time.monotonic() + _SHUT_S
         if not (news.outcome or news.lost or news.blocked):
@@ -142,7 +142,7 @@ class Controller:
         elif news.outcome is None or news.outcome.verb is Verb.YIELD:
             reason = news.blocked or (news.outcome.reason if news.outcome else "")
             self._queue.apply(events.Yielded(now_s, job, reason))
-            if (again := self._queue.book.jobs.get(job)) is not None and again.state is JobState.STARTING:
+            if (again := self._queue.queue_state.jobs.get(job)) is not None and again.state is JobState.STARTING:
                 self._start(job)  # it was resized
         else:
             is_success = news.outcome.verb is Verb.SUCCEED
@@ -158,7 +158,7 @@ class Controller:
             gang.stop(command.reason or "asked by the queue")
 
     def _start(self, name: str) -> None:
-        job = self._queue.book.jobs[name]
+        job = self._queue.queue_state.jobs[name]
         file, index = self._queue.files[name]
         environment = dict(file.environment) | ({} if index is None else {INDEX_VARIABLE: str(index)})
         work = Work(
@@ -171,7 +171,7 @@ class Controller:
             goes_on=bool(file.saves) or file.requeue or job.done > 0,
             root=self._root,
         )
-        devices = [self._queue.book.devices[device] for device in job.devices]
+        devices = [self._queue.queue_state.devices[device] for device in job.devices]
         try:
             self._gangs[name] = Gang(work, bundles_of(devices))
         except (ValueError, self._ray.exceptions.RayError) as error:

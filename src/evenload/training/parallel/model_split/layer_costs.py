@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from evenload.balance.values import Link
+from evenload.balance.values import LinkSpeed
 from evenload.errors import ConfigError
 from evenload.training.compute import randomness
 from evenload.training.compute.buffers import BufferGuard
@@ -119,22 +119,22 @@ def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example,), {}
 
 
-def measure_links(devices: Sequence[torch.device]) -> tuple[tuple[Link, ...], ...]:
+def measure_links(devices: Sequence[torch.device]) -> tuple[tuple[LinkSpeed, ...], ...]:
     """The way from each device to each other: time of a small copy, and bandwidth of a large one."""
-    found: dict[tuple[torch.device, torch.device], Link] = {}
+    found: dict[tuple[torch.device, torch.device], LinkSpeed] = {}
     for a in devices:
         for b in devices:
             if a == b:
-                found[a, b] = Link(0.0, math.inf)
+                found[a, b] = LinkSpeed(0.0, math.inf)
             elif (a, b) not in found:
                 small_s, large_s = (_copy_s(num_bytes, a, b) for num_bytes in (4, _PROBE_BYTES))
-                found[a, b] = Link(small_s, _PROBE_BYTES / max(large_s - small_s, 1e-9))
+                found[a, b] = LinkSpeed(small_s, _PROBE_BYTES / max(large_s - small_s, 1e-9))
     return tuple(tuple(found[a, b] for b in devices) for a in devices)
 
 
-def no_links(num_devices: int) -> tuple[tuple[Link, ...], ...]:
+def no_links(num_devices: int) -> tuple[tuple[LinkSpeed, ...], ...]:
     """Ways that cost nothing: for a model whose activations are unknown."""
-    return ((Link(0.0, math.inf),) * num_devices,) * num_devices
+    return ((LinkSpeed(0.0, math.inf),) * num_devices,) * num_devices
 
 
 class _Watch:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenload.balance.stages import Cut, Layer, cut_chain
+from evenload.balance.stages import Cut, LayerCost, cut_chain
 from evenload.errors import ConfigError
 from evenload.training.launch import worker
 from evenload.training.launch.environment import detect
@@ -49,7 +49,7 @@ class _Chain:
     """Indices of the units in the order they run."""
     groups: list[layer_units.Layer]
     costs: Costs
-    layers: list[Layer]
+    layers: list[LayerCost]
     """The groups as the mathematics sees them."""
 
 
@@ -207,7 +207,7 @@ def _layers(
     groups: Sequence[layer_units.Layer],
     costs: Costs,
     optimizer_states: int,
-) -> list[Layer]:
+) -> list[LayerCost]:
     """The layers as the mathematics sees them; what belongs to no unit counts to the first."""
     owners = layer_units.owners_of(units, order)
     held = [0] * len(units)
@@ -219,7 +219,7 @@ def _layers(
     for index, group in enumerate(groups):
         members = [costs.units[unit] for unit in group.units]
         layers.append(
-            Layer(
+            LayerCost(
                 held_bytes=sum(held[unit] for unit in group.units) + (0 if index else loose),
                 activation_bytes=sum(cost.activation_bytes for cost in members),
                 input_bytes=members[0].input_bytes,

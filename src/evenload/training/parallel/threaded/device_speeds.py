@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from evenload.balance.cost import Point, fit_cost
+from evenload.balance.cost import CostSample, fit_cost
 from evenload.balance.split import even_shares, split_batch
 
 _FIRST_CALLS = 4
@@ -43,7 +43,7 @@ class Speeds:
     """What each device needed for its parts in the last calls with one module."""
 
     def __init__(self, num_devices: int) -> None:
-        self._points: list[deque[Point]] = [deque(maxlen=_KEPT_CALLS) for _ in range(num_devices)]
+        self._points: list[deque[CostSample]] = [deque(maxlen=_KEPT_CALLS) for _ in range(num_devices)]
         self._is_warm = [False] * num_devices
         self._is_known = False
         self._returning: set[int] = set()
@@ -83,5 +83,5 @@ class Speeds:
                 self._returning.discard(index)
                 self._points[index].clear()  # what it was before says nothing
             if self._is_warm[index] and time_s > 0:
-                self._points[index].append(Point(self._calls, num_samples, 1, time_s))
+                self._points[index].append(CostSample(self._calls, num_samples, 1, time_s))
             self._is_warm[index] = True  # a first call loads kernels and memory

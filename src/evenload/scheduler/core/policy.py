@@ -9,7 +9,7 @@ from evenload.scheduler.core.values import Job, Settings, User
 
 
 @dataclass(frozen=True)
-class View:
+class PolicyInput:
     """The jobs that only devices keep from running, those that run, and what there is to share."""
 
     now_s: float
@@ -30,7 +30,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PolicyDecision:
     """What a policy wants. `decide` gives it as far as limits, devices and protections allow."""
 
     order: Sequence[Job]
@@ -46,5 +46,5 @@ class Wishes:
     """Why a job's size changes, for people."""
 
 
-Policy = Callable[[View], Wishes]
+Policy = Callable[[PolicyInput], PolicyDecision]
 """A pure function: the same view gives the same wishes."""

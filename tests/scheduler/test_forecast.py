@@ -7,13 +7,13 @@ import time
 import pytest
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.forecast import Outlook, outlook
+from evenload.scheduler.core.forecast import Forecast, forecast
 from evenload.scheduler.core.values import POLICIES, After, Limits, Reservation
 from tests.scheduler.queue import Queue, box, spec
 
 
-def look(queue: Queue, most: int | None = None) -> dict[str, Outlook]:
-    return dict(outlook(queue.book.snapshot(), queue.now_s, most))
+def look(queue: Queue, most: int | None = None) -> dict[str, Forecast]:
+    return dict(forecast(queue.queue_state.snapshot(), queue.now_s, most))
 
 
 def test_a_line_of_known_jobs_is_played_through() -> None:
@@ -23,7 +23,7 @@ def test_a_line_of_known_jobs_is_played_through() -> None:
     second = queue.submit(1, estimate_s=50.0)
     third = queue.submit(1, estimate_s=20.0)
     told = look(queue)
-    assert told[first] == Outlook("", None, 100.0)
+    assert told[first] == Forecast("", None, 100.0)
     assert (told[second].start_s, told[second].end_s) == (100.0, 160.0)
     assert (told[third].start_s, told[third].end_s) == (160.0, 190.0)
     assert "are taken" in told[second].reason and told[third].reason
@@ -94,7 +94,7 @@ def test_nobody_is_promised_what_is_closed_or_held_back() -> None:
     queue.apply(events.DeviceClosed(0.0, "gpu0.1", "a stranger holds it"))
     queue.submit(2, name="wide", estimate_s=10.0)
     queue.submit(1, name="held", estimate_s=10.0)
-    queue.apply(events.Held(0.0, "held"))
+    queue.apply(events.JobHeld(0.0, "held"))
     told = look(queue)
     assert told["wide"].start_s is None and told["held"].start_s is None
     assert told["held"].reason == "its owner holds it back" and "closed" in told["wide"].reason
@@ -129,8 +129,8 @@ def test_every_job_is_told_something_under_every_policy(policy: str) -> None:
         queue.now_s += 20.0
         queue.settle()
     told = look(queue)
-    assert list(told) == list(queue.book.jobs)
-    for name, job in queue.book.jobs.items():
+    assert list(told) == list(queue.queue_state.jobs)
+    for name, job in queue.queue_state.jobs.items():
         if not job.devices:
             one = told[name]
             assert one.reason and one.start_s is not None and one.end_s is not None
@@ -140,15 +140,15 @@ def test_every_job_is_told_something_under_every_policy(policy: str) -> None:
 def test_a_thousand_jobs_cost_little() -> None:
     queue = Queue([], policy="default")
     for device in box(8, 125):
-        queue.book.apply(events.DeviceAdded(0.0, device))
+        queue.queue_state.apply(events.DeviceAdded(0.0, device))
     for num in range(1000):
         one_host = num % 5 == 0
         what = spec((1, 2, 4, 8)[num % 4], user=f"u{num % 30}", estimate_s=100.0 + num, one_host=one_host)
-        queue.book.apply(events.Submitted(0.0, f"j{num}", what))
-    snapshot = queue.book.snapshot()
+        queue.queue_state.apply(events.Submitted(0.0, f"j{num}", what))
+    snapshot = queue.queue_state.snapshot()
     took_s = []
     for _ in range(3):
         began_s = time.process_time()
-        assert len(outlook(snapshot, 0.0)) == 1000
+        assert len(forecast(snapshot, 0.0)) == 1000
         took_s.append(time.process_time() - began_s)
     assert min(took_s) < 0.5  # a tenth of that where nothing else runs

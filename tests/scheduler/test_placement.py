@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.fleet import Choice, Fleet
 from evenload.scheduler.core.layout import layout_of
+from evenload.scheduler.core.placement import FreeDevices, PoolChoice
 from evenload.scheduler.core.values import Device
 from tests.scheduler.queue import GIB, Queue, box, spec
 
@@ -15,7 +15,7 @@ from tests.scheduler.queue import GIB, Queue, box, spec
 def hosts_of(queue: Queue, job: str) -> list[int]:
     counts: dict[str, int] = {}
     for device in queue.devices(job):
-        host = queue.book.devices[device].host
+        host = queue.queue_state.devices[device].host
         counts[host] = counts.get(host, 0) + 1
     return sorted(counts.values())
 
@@ -26,7 +26,7 @@ def test_a_gang_goes_into_the_host_that_it_fills_best() -> None:
     queue.settle()
     queue.submit(1, name="one")
     queue.settle()
-    assert {queue.book.devices[d].host for j in ("three", "one") for d in queue.devices(j)} == {"gpu-host0"}
+    assert {queue.queue_state.devices[d].host for j in ("three", "one") for d in queue.devices(j)} == {"gpu-host0"}
 
 
 def test_small_jobs_leave_whole_hosts_whole() -> None:
@@ -46,8 +46,8 @@ def test_a_gang_larger_than_a_host_takes_whole_hosts_and_packs_the_rest() -> Non
     queue.submit(10, name="big")
     queue.settle()
     assert hosts_of(queue, "big") == [2, 4, 4]
-    assert {queue.book.devices[d].host for d in queue.devices("small")} < {
-        queue.book.devices[d].host for d in queue.devices("big")
+    assert {queue.queue_state.devices[d].host for d in queue.devices("small")} < {
+        queue.queue_state.devices[d].host for d in queue.devices("big")
     }
 
 
@@ -56,7 +56,7 @@ def test_spread_takes_the_emptiest_hosts() -> None:
     for _ in range(3):
         queue.submit(1)
     queue.settle()
-    assert len({queue.book.devices[queue.devices(j)[0]].host for j in queue.running}) == 3
+    assert len({queue.queue_state.devices[queue.devices(j)[0]].host for j in queue.running}) == 3
 
 
 def test_an_elastic_job_rather_takes_fewer_devices_than_some_of_a_further_host() -> None:
@@ -114,12 +114,12 @@ def test_a_fleet_counts_right_and_finds_a_place_exactly_where_there_is_one(
 ) -> None:
     devices = [Device(f"{h}.{d}", f"h{h}", kind="ab"[h % 2]) for h, size in enumerate(sizes) for d in range(size)]
     layout = layout_of(devices)
-    fleet = Fleet(layout, range(len(devices)), layout.pool_of, "spread" if spread else "pack")
+    fleet = FreeDevices(layout, range(len(devices)), layout.pool_of, "spread" if spread else "pack")
     free = set(range(len(devices)))
     held: list[tuple[int, ...]] = []
     groups = tuple((pool,) for pool in range(len(layout.pools)))
     for num, one_host, one_kind in moves:
-        choice = Choice(groups, one_host, one_kind)
+        choice = PoolChoice(groups, one_host, one_kind)
         sets: dict[tuple[int, int], int] = {}
         for slot in free:
             key = (layout.host_of[slot] if one_host else -1, layout.pool_of[slot] if one_kind else -1)

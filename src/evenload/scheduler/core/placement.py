@@ -18,10 +18,10 @@ from evenload.scheduler.core.layout import Layout
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Choice:
+class PoolChoice:
     """The pools a job may use, as groups of one kind each, the best first.
 
-    One object for all jobs that may use the same (`core.roster.Choices`), so it is looked up as itself.
+    One object for all jobs that may use the same (`core.eligibility.Choices`), so it is looked up as itself.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -74,7 +74,7 @@ class _Buckets:
         return None
 
 
-class Fleet:
+class FreeDevices:
     """Free devices, changed as a plan gives them out."""
 
     def __init__(self, layout: Layout, free: Iterable[int], pool_of: Sequence[int], packing: str) -> None:
@@ -85,7 +85,7 @@ class Fleet:
         self._free: dict[int, dict[int, list[int]]] = {}
         self._buckets: dict[tuple[int, ...], _Buckets] = {}
         self._by_pool: dict[int, list[_Buckets]] = {}
-        self._failed: dict[Choice, int] = {}
+        self._failed: dict[PoolChoice, int] = {}
         self.num_free = 0
         host_of, by_host = layout.host_of, self._free
         for device in free:
@@ -103,11 +103,11 @@ class Fleet:
         """How many devices are free in these pools."""
         return self._buckets_of(pools).total
 
-    def is_hopeless(self, choice: Choice, num: int) -> bool:
+    def is_hopeless(self, choice: PoolChoice, num: int) -> bool:
         """Whether it is known already that there is no place for such a gang."""
         return num > self.num_free or self._failed.get(choice, num + 1) <= num
 
-    def place(self, choice: Choice, num: int) -> tuple[int, ...] | None:
+    def place(self, choice: PoolChoice, num: int) -> tuple[int, ...] | None:
         """Finds the best place for a gang and takes it; None where there is none."""
         if self.is_hopeless(choice, num):
             return None
@@ -140,7 +140,7 @@ class Fleet:
         """The indices of all free devices."""
         return sorted(d for pools in self._free.values() for devices in pools.values() for d in devices)
 
-    def largest(self, choice: Choice) -> int:
+    def largest(self, choice: PoolChoice) -> int:
         """The most devices that a gang of this choice could get."""
         if choice.one_host:
             sets = choice.groups if choice.one_kind else (choice.pools,)
@@ -149,7 +149,7 @@ class Fleet:
             return max((self.total(group) for group in choice.groups), default=0)
         return self.total(choice.pools)
 
-    def compact(self, choice: Choice, most: int) -> int:
+    def compact(self, choice: PoolChoice, most: int) -> int:
         """The most devices up to `most`, or a power of two below it, in as few hosts as can hold so many; 0 for none."""
         size = min(most, self.largest(choice))
         if self._spread:
@@ -177,7 +177,7 @@ class Fleet:
                 self._by_pool.setdefault(pool, []).append(buckets)
         return buckets
 
-    def _find(self, choice: Choice, num: int) -> tuple[tuple[int, ...], Shares] | None:
+    def _find(self, choice: PoolChoice, num: int) -> tuple[tuple[int, ...], Shares] | None:
         groups = choice.groups
         if self._spread and not choice.one_host:
             sets = groups if choice.one_kind or len(groups) == 1 else (*groups, choice.pools)
