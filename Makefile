@@ -46,4 +46,4 @@ clean:
 	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 map: $(STAMP)
-	$(BIN)/python -m tests.house.map
+	$(BIN)/python -m tests.unit.project.map
