@@ -99,9 +99,9 @@ class Preemption:
     saved_s: float | None
     """What the save took, as told."""
     steps: int
-    """Done in this sitting."""
+    """Done in this session."""
     lost: int
-    """Done in this sitting, and done again in a later one."""
+    """Done in this session, and done again in a later one."""
 
 
 class Runner:
@@ -173,7 +173,7 @@ class Runner:
 
     @property
     def redone(self) -> int:
-        """Loop bodies that ran more than once, over all sittings."""
+        """Loop bodies that ran more than once, over all sessions."""
         steps = self._steps()
         return len(steps) - len(set(steps))
 

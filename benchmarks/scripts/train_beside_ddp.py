@@ -48,7 +48,7 @@ torch.manual_seed(0)
 model, data = build(size)
 ours, loader = run.prepare(model, DataLoader(data, batch_size=size.batch_size, shuffle=True))
 optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-4, fused=True)
-clock, loop = run._job.clock, run._job.loop
+clock, loop = run._context.clock, run._context.loop
 
 
 def plain(seed: int) -> Callable[[], None]:
@@ -170,5 +170,5 @@ if run.is_main:
         "dearest": dict(sorted(own_s.items(), key=lambda item: -item[1])[:12]),
         "shares": list(loader.planner.shares),
     }
-    Path(run._job.folder, "overhead.json").write_text(json.dumps(result))
+    Path(run._context.folder, "overhead.json").write_text(json.dumps(result))
 run.any(False)

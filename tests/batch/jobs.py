@@ -83,7 +83,7 @@ def train(
             scheduler.step()
             optimizer.zero_grad()
             if overhead_s:  # as a slow network would take
-                with run._job.clock.segment("comm"):
+                with run._context.clock.segment("comm"):
                     time.sleep(overhead_s)
             rates.append(optimizer.param_groups[0]["lr"])
             sizes.append((step.epoch, step.num_samples))
@@ -93,7 +93,7 @@ def train(
                 break
         if stopped:
             break
-    growing = run._saver.growing
+    growing = run._saver.adaptive_batch
     seen = {
         "resumed": resumed,
         "sizes": sizes,

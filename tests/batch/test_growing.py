@@ -12,8 +12,8 @@ import torch
 from evenload.testing import run_ranks
 from evenload.training.comm.clock import SEGMENTS
 from evenload.training.comm.control import CAPACITY
-from evenload.training.step.report import Report, read_rows
-from evenload.training.step.stats import Tally
+from evenload.training.step.report import RankReport, read_rows
+from evenload.training.step.stats import StepStats
 from tests.batch.jobs import BASE, NUM_SAMPLES, chosen, plain, train, train_all
 
 GROWS: dict[str, Any] = {"noise": 400.0, "settings": {"batch_max": 64}, "overhead_s": 0.005}
@@ -121,21 +121,21 @@ def test_schedulers_and_users_see_the_rate_that_was_set(seen):
 
 
 def test_off_nothing_is_measured_and_the_exchange_carries_what_it_did(seen):
-    assert not told(seen["off"]) and seen["off"]["noise"] is None and Tally().norms is None
+    assert not told(seen["off"]) and seen["off"]["noise"] is None and StepStats().norms is None
     plain_row, measured = report(None).row(), report(5.0).row()
     assert len(plain_row) == len(measured) == CAPACITY and plain_row[:-1] == measured[:-1] and plain_row[-1] == 0.0
     (back,), (bare,) = read_rows([measured], ["m"], measured=True), read_rows([plain_row], ["m"])
-    assert back.square == 5.0 and bare.square is None and back.metrics == bare.metrics == {"m": 2.0}
+    assert back.squared_norm == 5.0 and bare.squared_norm is None and back.metrics == bare.metrics == {"m": 2.0}
 
 
-def report(square: float | None) -> Report:
-    return Report(
+def report(squared_norm: float | None) -> RankReport:
+    return RankReport(
         status=0,
         weighted=False,
         units=1.0,
         loss_sum=1.0,
         touched_key=0.0,
-        has_news=False,
+        has_decision=False,
         elapsed_s=0.0,
         memory_bytes=0.0,
         state_key=0.0,
@@ -143,7 +143,7 @@ def report(square: float | None) -> Report:
         asked=False,
         seconds=dict.fromkeys(SEGMENTS, 0.0),
         metrics={"m": 2.0},
-        square=square,
+        squared_norm=squared_norm,
     )
 
 

@@ -109,7 +109,7 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
     if wrong is not None:
         wrong(run)
     record = Recorder(task)
-    precision = run._job.engine.precision
+    precision = run._context.engine.precision
     try:
         while loader.epoch * len(loader) < task.num_steps:
             for step in loader:
@@ -123,7 +123,7 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
                 task.body(backward, record)
                 record.end_of_step(step.metrics)
                 record.num_micro.append(step.batch.plan.num_micro)
-                record.redone.append(step.tally.redone)
+                record.redone.append(step.stats.redone)
                 if step.index + 1 == task.num_steps:
                     break
             else:

@@ -72,7 +72,7 @@ def test_two_ranks_with_other_cuts(tmp_path: Path) -> None:
 
 
 def sit(folder: str, cut: bool, until: int) -> dict[str, Any]:
-    """One sitting to a step, in the middle of an epoch."""
+    """One session to a step, in the middle of an epoch."""
     torch.set_num_threads(1)
     run = evenload.init(project_dir=folder, seed=0, balance="even")
     task = TASKS["Normed"]()

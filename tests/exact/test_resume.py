@@ -20,7 +20,7 @@ STEPS = 10  # 3 steps an epoch: 32, 32, 7
 
 
 def sit(folder: str, balance: Any, micro_batch: Any, until: int, strategy: str) -> dict[str, Any]:
-    """One sitting of a run, to the step `until`, in the middle of an epoch."""
+    """One session of a run, to the step `until`, in the middle of an epoch."""
     torch.set_num_threads(1)
     run = evenload.init(project_dir=folder, seed=0, balance=balance, micro_batch=micro_batch, strategy=strategy)
     task = TASKS["Ragged"]()
@@ -90,7 +90,7 @@ def test_from_replicas_of_one_process_to_ranks_and_back(tmp_path: Path) -> None:
 
 
 def _compare(whole: dict[str, Any], parts: list[list[dict[str, Any]]]) -> None:
-    """The sittings of `parts` together are the one of `whole`."""
+    """The sessions of `parts` together are the one of `whole`."""
     assert whole["steps"] == [step for part in parts for step in part[0]["steps"]] == list(range(STEPS))
     assert [part[0]["resumed"] for part in parts] == [False, True, True]
     for part in parts:

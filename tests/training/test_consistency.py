@@ -262,7 +262,7 @@ def switched_off(folder: str) -> tuple[bool, Any]:
         model.zero_grad()
         if step.index == 12:
             break
-    return True, run._job.engine.consistency._last_step
+    return True, run._context.engine.consistency._last_step
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:

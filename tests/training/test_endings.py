@@ -18,7 +18,7 @@ from evenload.training.compute.weighting import read_result
 from evenload.training.step.planner import Planner
 
 
-def _sitting(folder: Path, *, stop_after: int | None = None, every: int = 2) -> tuple[list[int], int]:
+def _session(folder: Path, *, stop_after: int | None = None, every: int = 2) -> tuple[list[int], int]:
     """Two loaders one after the other, one epoch each, with checkpoints in the loop; the indices, and where it began."""
     run = evenload.init(project_dir=folder)
     try:
@@ -26,7 +26,7 @@ def _sitting(folder: Path, *, stop_after: int | None = None, every: int = 2) -> 
         model, first, second = run.prepare(nn.Linear(2, 1), DataLoader(data, 2), DataLoader(data, 3))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         run.resume(model=model, optimizer=optimizer)
-        began, indices = run._job.loop.steps_done, []
+        began, indices = run._context.loop.steps_done, []
         for loader in (first, second):
             for _ in range(loader.epoch, 1):
                 for step in loader:
@@ -49,27 +49,27 @@ def _is_finished(folder: Path) -> bool:
 
 
 def test_steps_are_counted_over_all_loaders(tmp_path: Path) -> None:
-    assert _sitting(tmp_path, stop_after=8) == ([0, 1, 2, 3, 4, 5, 6, 7], 0)
+    assert _session(tmp_path, stop_after=8) == ([0, 1, 2, 3, 4, 5, 6, 7], 0)
     newest = files.newest(tmp_path)
     assert newest is not None and files.step_of(newest) == 8
     assert not _is_finished(tmp_path)
-    assert _sitting(tmp_path) == ([8, 9], 8)
+    assert _session(tmp_path) == ([8, 9], 8)
     assert _is_finished(tmp_path)
-    assert _sitting(tmp_path) == ([], 10)
+    assert _session(tmp_path) == ([], 10)
 
 
 @pytest.mark.parametrize("every", [1, 5, 100])
 def test_a_run_is_marked_finished_wherever_its_last_checkpoint_was(
     tmp_path: Path, every: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _sitting(tmp_path, every=every)
+    _session(tmp_path, every=every)
     assert _is_finished(tmp_path)
-    _sitting(tmp_path)
+    _session(tmp_path)
     assert "this run is finished at step 10" in capsys.readouterr().out
 
 
 def test_a_copy_beside_the_checkpoints_is_not_taken_for_one(tmp_path: Path) -> None:
-    _sitting(tmp_path)
+    _session(tmp_path)
     newest = files.newest(tmp_path)
     assert newest is not None
     (newest.parent / f"{newest.name}.bak").mkdir()
@@ -88,8 +88,8 @@ def _run(planner: Planner, num_steps: int, num_samples: int) -> StepPlan:
     for step in range(num_steps):
         plan = planner.plan(0, step, step, step * num_samples, num_samples)
         planner.observe(step, plan, [plan.shares[0] * 0.01, plan.shares[1] * 0.03], False)
-        if planner.has_news:
-            planner.hear(step)
+        if planner.has_decision:
+            planner.sync_decision(step)
     return planner.plan(0, num_steps, num_steps, 0, num_samples)
 
 
@@ -110,7 +110,7 @@ def test_memory_that_runs_out_moves_the_shares_where_costs_are_known() -> None:
     assert plan.shares == (24, 8)
     again = planner.lower_caps(plan, [True, False])
     assert again.shares == plan.shares and again.num_micro == 2
-    assert planner.has_news
+    assert planner.has_decision
 
 
 def test_a_models_output_counts_only_scalars_whatever_the_share() -> None:

@@ -41,7 +41,7 @@ class Job:
 
     def cursor(self) -> tuple[int, int]:
         """Samples used in this epoch, and steps done in all."""
-        return self.loader.loader.cursor().position, self.run._job.loop.steps_done
+        return self.loader.loader.cursor().position, self.run._context.loop.steps_done
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_samples_of_a_step_left_before_its_update_are_not_used(job: Callable[[],
         second.optimizer.step()
         second.optimizer.zero_grad()
     assert first.seen == [0, 1, 2] and second.seen == [2, 3, 4, 5], "step 2 was lost, or used twice"
-    assert second.run._job.loop.steps_done == NUM_STEPS
+    assert second.run._context.loop.steps_done == NUM_STEPS
 
 
 def test_records_hold_committed_steps_only(job: Callable[[], Job], tmp_path: Path) -> None:

@@ -43,21 +43,21 @@ def test_fixed_shares_and_a_ragged_batch_keep_their_proportions() -> None:
 def test_a_decision_holds_two_steps_after_it_is_told_and_plans_ahead_change() -> None:
     planner, announced = _planner(world_size=2)
     step = 0
-    while not planner.has_news and step < 20:
+    while not planner.has_decision and step < 20:
         plan = planner.plan(0, step, step, 32 * step, 32)
         planner.observe(step, plan, [0.01 * plan.shares[0], 0.03 * plan.shares[1]], left_out=step == 0)
         step += 1
-    assert planner.has_news
+    assert planner.has_decision
     before, revision = planner.plan(0, step + 5, step + 5, 0, 32).shares, planner.revision()
     assert before == (16, 16)
-    planner.hear(step)
+    planner.sync_decision(step)
     assert planner.revision() > revision
     assert planner.plan(0, 0, step + LEAD_STEPS - 1, 0, 32).shares == (16, 16)
     assert planner.plan(0, 0, step + LEAD_STEPS, 0, 32).shares == (24, 8)
     ((decision, from_step),) = announced
     assert from_step == step + LEAD_STEPS
     assert decision.shares == (24, 8)
-    assert not planner.has_news
+    assert not planner.has_decision
 
 
 def test_out_of_memory_halves_the_cap_of_the_rank_that_failed() -> None:
@@ -97,8 +97,8 @@ def test_a_compiled_model_gets_shares_in_larger_pieces() -> None:
     for step in range(20):
         plan = planner.plan(0, step, step, 1000 * step, 1000)
         planner.observe(step, plan, [0.01 * plan.shares[0], 0.0217 * plan.shares[1]], left_out=step == 0)
-        if planner.has_news:
-            planner.hear(step)
+        if planner.has_decision:
+            planner.sync_decision(step)
     shares = planner.plan(0, 0, 30, 0, 1000).shares
     assert sum(shares) == 1000
     assert sum(share % 15 != 0 for share in shares) <= 1

@@ -59,7 +59,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 def sit(folder: str, ask: Ask | None, strategy: str, workers: int, micro_batch: Any) -> dict[str, Any]:
-    """One sitting; what it did, and how it was left."""
+    """One session; what it did, and how it was left."""
     os.chdir(folder)
     if ask is not None and ask.own_handler:
         signal.signal(signal.SIGTERM, lambda *_: Path("handled").touch())
@@ -91,7 +91,7 @@ def sit(folder: str, ask: Ask | None, strategy: str, workers: int, micro_batch: 
     began = 0
     try:
         run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
-        began = run._job.loop.steps_done
+        began = run._context.loop.steps_done
         for epoch in range(loader.epoch, EPOCHS):
             for step in loader:
                 step.backward(loss_fn)
@@ -130,14 +130,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-def _check(whole: dict[str, Any], *sittings: list[dict[str, Any]]) -> None:
+def _check(whole: dict[str, Any], *sessions: list[dict[str, Any]]) -> None:
     """Together they are the whole: each step once, on all ranks alike, the same weights."""
-    for ranks in sittings:
+    for ranks in sessions:
         assert all(rank["steps"] == ranks[0]["steps"] for rank in ranks), [rank["steps"] for rank in ranks]
-        assert all(rank["code"] == (0 if ranks is sittings[-1] else 75) for rank in ranks)
-    assert [step for ranks in sittings for step in ranks[0]["steps"]] == whole["steps"]
-    assert [value for ranks in sittings for value in ranks[0]["drawn"]] == whole["drawn"]
-    last = sittings[-1][0]
+        assert all(rank["code"] == (0 if ranks is sessions[-1] else 75) for rank in ranks)
+    assert [step for ranks in sessions for step in ranks[0]["steps"]] == whole["steps"]
+    assert [value for ranks in sessions for value in ranks[0]["drawn"]] == whole["drawn"]
+    last = sessions[-1][0]
     assert last["lr"] == whole["lr"] and relative(last["params"], whole["params"]) <= 1e-12
 
 

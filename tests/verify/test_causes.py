@@ -106,7 +106,7 @@ def test_low_precision(tmp_path, precision):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "found", "mend"),
+    ("name", "kind", "found", "fix"),
     [
         ("sum_loss", "sum", "add up to the loss of the whole", "reduction='mean'"),
         (
@@ -129,17 +129,17 @@ def test_low_precision(tmp_path, precision):
         ("nothing_counts", "not_finite", "the loss is nan", "first batch"),
     ],
 )
-def test_the_fault_is_found(tmp_path, name, kind, found, mend):
+def test_the_fault_is_found(tmp_path, name, kind, found, fix):
     report = verify(tmp_path, name)
     assert not report["equal"] and kinds(report) == [kind]
     (cause,) = report["calls"][0]["causes"]
-    assert found in cause["finding"] and mend in cause["mend"]
+    assert found in cause["finding"] and fix in cause["fix"]
 
 
 def test_local_batch_norm_is_found(tmp_path):
     report = verify(tmp_path, "batch_norm", batch_norm="local")
     assert not report["equal"] and kinds(report) == ["batch_norm"]
-    assert 'batch_norm="global"' in report["calls"][0]["causes"][0]["mend"]
+    assert 'batch_norm="global"' in report["calls"][0]["causes"][0]["fix"]
     assert report["calls"][0]["comparisons"][1]["difference"] < 1e-13
 
 

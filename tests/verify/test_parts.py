@@ -129,7 +129,7 @@ def test_a_comparison_counts_prepared_parameters_and_lists_the_others():
     comparison = compare("as it is", tracked, split, one)
     assert comparison.difference == pytest.approx(4 / 3) and comparison.norm == 3.0
     assert [worst.name for worst in comparison.worst] == ["ours"]
-    assert [(worst.name, worst.difference) for worst in comparison.strangers] == [("theirs", 0.5)]
+    assert [(worst.name, worst.difference) for worst in comparison.unprepared] == [("theirs", 0.5)]
 
 
 def test_a_gradient_that_one_side_lacks_counts_whole():

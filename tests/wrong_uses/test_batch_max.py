@@ -35,7 +35,7 @@ def _batches():
             "init(batch_max=32) has no effect on an iterable dataset, which makes its batches itself",
         ),
         ({}, _batches(), "init(batch_max=32) has no effect on a loader with a batch_sampler"),
-        ({"strategy": "dp"}, {}, "init(batch_max=32): under strategy='dp' the noise of gradients isn't measured; use"),
+        ({"strategy": "dp"}, {}, "init(batch_max=32): under strategy='dp' the gradient noise is not measured; use"),
         (
             {"micro_batch": 16},
             {},
@@ -71,7 +71,7 @@ def test_batch_norm_over_ranks_where_memory_is_not_known(tmp_path):
 def _stop_in_a_grown_epoch(init, folder):
     run = init(project_dir=folder, batch_max=32)
     job = Job(run)
-    growth = run._saver.growing.growth
+    growth = run._saver.adaptive_batch.growth
     growth._decide = lambda: None
     run.resume(model=job.model, optimizer=job.optimizer)
     growth._planner.resize(32, None)

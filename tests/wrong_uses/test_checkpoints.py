@@ -17,7 +17,7 @@ def _raises(kind, text):
 
 
 def _saved(init, folder, *, stop_at=2, **job):
-    """A finished sitting that left one checkpoint, in mid-epoch."""
+    """A finished session that left one checkpoint, in mid-epoch."""
     run = init(project_dir=folder)
     job = Job(run, **job)
     run.resume(model=job.model, optimizer=job.optimizer)

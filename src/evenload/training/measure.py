@@ -44,7 +44,7 @@ from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.planner import Ruling, Shares
+from evenload.training.step.planner import ShareAssignment, Shares
 from evenload.training.step.step import Step, StepLoader
 
 _RECENT_STEPS = 8
@@ -52,7 +52,7 @@ _MOST_STEPS = 10_000
 
 
 @dataclass(frozen=True)
-class WindowOptions:
+class MeasurementOptions:
     """What to measure, and for how long."""
 
     after_steps: int = 24
@@ -63,18 +63,18 @@ class WindowOptions:
     arms: tuple[str, ...] = (measurement.EVEN, measurement.EVENLOAD, measurement.SOLO)
 
 
-def read_options(raw: Mapping[str, Any]) -> WindowOptions:
+def read_options(raw: Mapping[str, Any]) -> MeasurementOptions:
     """Reads `WorkerSpec.options`.
 
     Raises:
         ConfigError: an unknown option or arm, or a number that makes no sense.
     """
-    known = WindowOptions.__dataclass_fields__
+    known = MeasurementOptions.__dataclass_fields__
     if unknown := raw.keys() - known.keys():
         raise ConfigError(
             f"windows: there is no option {', '.join(sorted(unknown))}; the options are {', '.join(known)}"
         )
-    options = WindowOptions(**{**raw, "arms": tuple(raw.get("arms", WindowOptions.arms))})
+    options = MeasurementOptions(**{**raw, "arms": tuple(raw.get("arms", MeasurementOptions.arms))})
     if options.after_steps < 1 or options.num_rounds < 1 or not 0 < options.block_s < float("inf"):
         raise ConfigError(
             f"windows: after_steps={options.after_steps}, num_rounds={options.num_rounds}, block_s={options.block_s}: "
@@ -88,19 +88,19 @@ def read_options(raw: Mapping[str, Any]) -> WindowOptions:
     return options
 
 
-class Windows:
-    """One measurement in one sitting; the `Interlude` of a StepLoop."""
+class Measurement:
+    """One measurement in one session; the `Interlude` of a StepLoop."""
 
-    def __init__(self, job: TrainingContext, options: WindowOptions) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, options: MeasurementOptions) -> None:
+        self._context = context
         self._options = options
         self._done = False
         self._ends_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._blocks: list[measurement.Block] = []
         self._num_steps = 1
         self._number = 0
-        self._alone_rulings: tuple[Ruling, ...] | None = None
-        self._kept: _Kept | None = None
+        self._alone_assignments: tuple[ShareAssignment, ...] | None = None
+        self._saved: _SavedRun | None = None
 
     def is_due(self, num_steps: int) -> bool:
         """After enough steps of training; once."""
@@ -115,35 +115,35 @@ class Windows:
         """
         self._done = True
         self._check(loader)
-        job, planner = self._job, loader.planner
-        if job.control.exchange(Operation.WINDOW, [float(planner.has_news)])[0][0]:
-            planner.hear(loader.loader.cursor().global_step)
-        self._number = job.loop.steps_done
+        context, planner = self._context, loader.planner
+        if context.control.exchange(Operation.WINDOW, [float(planner.has_decision)])[0][0]:
+            planner.sync_decision(loader.loader.cursor().global_step)
+        self._number = context.loop.steps_done
         self._num_steps = self._agree_steps()
-        kept = self._kept = _Kept(job, loader)
-        job.journal.event(
+        saved = self._saved = _SavedRun(context, loader)
+        context.recorder.event(
             "windows_begin",
-            f"training pauses at step {job.loop.steps_done}: {self._options.num_rounds} rounds of "
+            f"training pauses at step {context.loop.steps_done}: {self._options.num_rounds} rounds of "
             f"{', '.join(self._options.arms)}, about {self._options.block_s:g} s each",
-            step=job.loop.steps_done,
+            step=context.loop.steps_done,
         )
         try:
             for index in range(self._options.num_rounds):
                 for arm in self._options.arms[:: 1 if index % 2 == 0 else -1]:
-                    kept.put_back()
+                    saved.put_back()
                     if arm == measurement.SOLO:
                         yield from self._solo_block(loader, index)
                     else:
                         yield from self._shared_block(loader, arm, index)
         finally:
-            kept.put_back()
-            planner.forced, self._kept = None, None
+            saved.put_back()
+            planner.forced, self._saved = None, None
             planner.touch()
         self._tell()
 
     def _check(self, loader: StepLoader) -> None:
-        job, options = self._job, self._options
-        if not job.registry.names:
+        context, options = self._context, self._options
+        if not context.registry.names:
             raise ConfigError(
                 "windows put the script's state back afterwards: call run.resume(model=model, optimizer=optimizer, ...) "
                 "before the loop, so that they know it"
@@ -164,14 +164,16 @@ class Windows:
         ends = list(self._ends_s)
         lengths = [end - start for start, end in itertools.pairwise(ends)]
         count = round(self._options.block_s / median(lengths)) if lengths else 1
-        (steps,) = self._job.control.agree([min(max(1, count), _MOST_STEPS)] if self._job.groups.rank == 0 else None)
+        (steps,) = self._context.control.agree(
+            [min(max(1, count), _MOST_STEPS)] if self._context.groups.rank == 0 else None
+        )
         return steps
 
     # -- blocks ---------------------------------------------------------------------------------------------------------
 
     def _shared_block(self, loader: StepLoader, arm: str, index: int) -> Iterator[Step]:
         """All ranks together, with the arm's shares."""
-        job, planner = self._job, loader.planner
+        context, planner = self._context, loader.planner
         base = {measurement.EVEN: None, measurement.EVENLOAD: planner.shares}.get(arm, _static_shares(arm))
 
         def forced(_: int, num_samples: int) -> Shares:
@@ -185,7 +187,7 @@ class Windows:
             began_s, num_samples = time.perf_counter(), 0
             for count in range(self._num_steps):
                 if count:
-                    job.clock.switch("data")
+                    context.clock.switch("data")
                     batch = next(batches)
                 yield from self._step(loader, batch, arm)
                 num_samples += batch.num_samples
@@ -195,10 +197,10 @@ class Windows:
 
     def _solo_block(self, loader: StepLoader, index: int) -> Iterator[Step]:
         """Every rank alone, at the same time; see Note [Solo]."""
-        job, planner = self._job, loader.planner
-        rulings = planner.rulings
-        if self._alone_rulings is not None:
-            planner.rulings = self._alone_rulings  # the caps that a full global batch needs on this rank
+        context, planner = self._context, loader.planner
+        assignments = planner.assignments
+        if self._alone_assignments is not None:
+            planner.assignments = self._alone_assignments  # the caps that a full global batch needs on this rank
         planner.forced = lambda _, num_samples: tuple(
             num_samples * (rank == planner.rank) for rank in range(planner.world_size)
         )
@@ -209,7 +211,7 @@ class Windows:
             arrival = None
             # The loader is asked for this epoch's batches only: to begin another may take all ranks.
             num_left = len(loader) - batch.epoch_step - 1
-            with job.groups.alone():
+            with context.groups.alone():
                 while arrival is None or not arrival.done:
                     yield from self._step(loader, batch, measurement.SOLO)
                     if arrival is None:
@@ -217,14 +219,14 @@ class Windows:
                         self._synchronize()
                         seconds = time.perf_counter() - began_s
                         if seconds >= self._options.block_s:
-                            arrival = job.groups.arrive()
-                    job.clock.switch("data")
+                            arrival = context.groups.arrive()
+                    context.clock.switch("data")
                     batch = next(batches) if num_left > 0 else first
                     num_left -= 1
-                job.clock.switch("other")
-        self._alone_rulings, planner.rulings = planner.rulings, rulings
+                context.clock.switch("other")
+        self._alone_assignments, planner.assignments = planner.assignments, assignments
         self._barrier(loader)
-        rows = job.control.exchange(Operation.WINDOW, [float(num_samples), seconds])
+        rows = context.control.exchange(Operation.WINDOW, [float(num_samples), seconds])
         self._blocks.append(
             measurement.Block(
                 measurement.SOLO, index, tuple(int(row[0]) for row in rows), tuple(row[1] for row in rows)
@@ -232,13 +234,13 @@ class Windows:
         )
 
     def _step(self, loader: StepLoader, batch: GlobalBatch, arm: str) -> Iterator[Step]:
-        loop = self._job.loop
+        loop = self._context.loop
         step = Step(loop, loader.loader, loader.planner, batch)
         step.arm, step.number = arm, self._number
         step.committed = True  # never counted: training does these samples later
         self._number += 1
-        if self._kept is not None:
-            self._kept.rewind_schedules()
+        if self._saved is not None:
+            self._saved.rewind_schedules()
         loop.begin(step)
         try:
             yield step
@@ -247,50 +249,51 @@ class Windows:
 
     def _barrier(self, loader: StepLoader) -> None:
         self._synchronize()
-        self._job.clock.switch("other")
-        self._job.control.place = (loader.loader.epoch, -1)
-        self._job.control.barrier(Operation.WINDOW)
+        self._context.clock.switch("other")
+        self._context.control.place = (loader.loader.epoch, -1)
+        self._context.control.barrier(Operation.WINDOW)
 
     def _synchronize(self) -> None:
-        if self._job.device.type == "cuda":
-            torch.cuda.synchronize(self._job.device)
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)
 
     def _tell(self) -> None:
-        job = self._job
+        context = self._context
         speeds = [
-            row[0] for row in job.control.exchange(Operation.WINDOW, [float(job.spec.throttle.get("factor", 1.0))])
+            row[0]
+            for row in context.control.exchange(Operation.WINDOW, [float(context.spec.throttle.get("factor", 1.0))])
         ]
-        if job.groups.rank != 0:
+        if context.groups.rank != 0:
             return  # the others wait for it in the next step; a slowed one would take its time
         found = measurement.evaluate(self._blocks)
         if found.solo:
-            job.journal.event("solo_speeds", "", speeds_per_s=[speed.value for speed in found.solo])
-        table = arms_table(found, device_names(job), speeds).replace("\n", "\n  ")
-        job.journal.event(
+            context.recorder.event("solo_speeds", "", speeds_per_s=[speed.value for speed in found.solo])
+        table = arms_table(found, device_names(context), speeds).replace("\n", "\n  ")
+        context.recorder.event(
             "windows",
             f"measured in {found.num_rounds} rounds of short blocks:\n  {table}\n  training goes on",
-            step=job.loop.steps_done,
+            step=context.loop.steps_done,
             blocks=measurement.as_rows(self._blocks),
             throttle=speeds,
         )
 
 
-class _Kept:
+class _SavedRun:
     """The state of a run at one moment, to be put back any number of times."""
 
-    def __init__(self, job: TrainingContext, loader: StepLoader) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, loader: StepLoader) -> None:
+        self._context = context
         self._loader = loader
         self._cursor: Cursor = loader.loader.cursor()
-        self._steps_done = job.loop.steps_done
-        self._rulings = loader.planner.rulings
-        self._generators = randomness.capture(job.device)
-        self._learnt = job.engine.learnt()
-        self._precision = clone_state(job.engine.precision.state_dict())
-        # Evenload's own part of the registry holds what is kept here beside it.
+        self._steps_done = context.loop.steps_done
+        self._assignments = loader.planner.assignments
+        self._generators = randomness.capture(context.device)
+        self._engine_state = context.engine.state_dict()
+        self._precision = clone_state(context.engine.precision.state_dict())
+        # Evenload's own part of the registry holds what is saved here beside it.
         self._objects = [
             (value, clone_state(value.state_dict()))
-            for name, value in zip(job.registry.names, job.registry.values(), strict=True)
+            for name, value in zip(context.registry.names, context.registry.values(), strict=True)
             if name != "evenload"
         ]
         self._schedules = [(value, state) for value, state in self._objects if isinstance(value, LRScheduler)]
@@ -302,15 +305,15 @@ class _Kept:
 
     def put_back(self) -> None:
         """Everything is as it was."""
-        with self._job.clock.segment("other"):
+        with self._context.clock.segment("other"):
             for value, state in self._objects:
                 value.load_state_dict(clone_state(state))
-            self._job.engine.precision.load_state_dict(clone_state(self._precision))
-            self._job.engine.relearn(self._learnt)
-            self._job.loop.steps_done = self._steps_done
-            self._loader.planner.rulings = self._rulings
+            self._context.engine.precision.load_state_dict(clone_state(self._precision))
+            self._context.engine.load_state_dict(self._engine_state)
+            self._context.loop.steps_done = self._steps_done
+            self._loader.planner.assignments = self._assignments
             self._loader.loader.load(self._cursor)
-            randomness.restore(self._generators, self._job.device)
+            randomness.restore(self._generators, self._context.device)
 
 
 def _batches(loader: StepLoader) -> Generator[GlobalBatch, None, None]:

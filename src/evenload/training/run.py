@@ -17,12 +17,12 @@ from evenload.errors import ConfigError
 from evenload.training.checkpoint.export import pick_model, write_weights
 from evenload.training.comm import collect
 from evenload.training.comm.control import Control, Operation
-from evenload.training.comm.subgroups import Seat, subset_of, user_group
+from evenload.training.comm.subgroups import RankLocation, subset_of, user_group
 from evenload.training.data.evaluate import evaluation_batches
 from evenload.training.launch import worker
 from evenload.training.parallel.threaded.replica_threads import here
 from evenload.training.session.open import open_context
-from evenload.training.session.session import Sitting
+from evenload.training.session.session import Session
 from evenload.training.session.state import Saver
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import StepLoader
@@ -77,12 +77,12 @@ def init(
 class Run:
     """One training job on this rank. Made by `init`."""
 
-    def __init__(self, job: TrainingContext) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
         self._models: list[nn.Module] = []
         self._loaders: list[StepLoader] = []
-        self._saver = Saver(job, self._loaders)
-        self._sitting = Sitting(job, self._saver, self._models, self._loaders)
+        self._saver = Saver(context, self._loaders)
+        self._session = Session(context, self._saver, self._models, self._loaders)
         self._closed = False
         worker.at_exit(self.close)
 
@@ -90,18 +90,18 @@ class Run:
     def device(self) -> torch.device:
         """Where this rank computes; inside loss_fn under strategy ``dp`` where this replica does."""
         lane = here()
-        return self._job.device if lane is None else lane.device
+        return self._context.device if lane is None else lane.device
 
     @property
     def rank(self) -> int:
         """This rank's index now; 0 to world_size - 1. Inside loss_fn under strategy ``dp`` the replica's."""
         lane = here()
-        return self._job.groups.rank if lane is None else lane.index
+        return self._context.groups.rank if lane is None else lane.index
 
     @property
     def world_size(self) -> int:
         """Ranks that take part now; inside loss_fn under strategy ``dp`` replicas."""
-        return self._job.groups.world_size if here() is None else self._job.num_sharing
+        return self._context.groups.world_size if here() is None else self._context.num_sharing
 
     @property
     def is_main(self) -> bool:
@@ -119,8 +119,8 @@ class Run:
         """
         if not objects:
             raise ConfigError("run.prepare got nothing; write: model, loader = run.prepare(model, loader)")
-        prepared = [self._sitting.prepare(value) for value in objects]
-        self._sitting.attach()
+        prepared = [self._session.prepare(value) for value in objects]
+        self._session.attach()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def resume(self, **state: Any) -> bool:
@@ -136,7 +136,7 @@ class Run:
         Raises:
             CheckpointError: the checkpoint doesn't fit what is registered.
         """
-        return self._sitting.resume(state)
+        return self._session.resume(state)
 
     def checkpoint(self, every: str | int | None = None) -> bool:
         """Writes a checkpoint at the end of the loop body; loads on any other set of devices.
@@ -156,7 +156,7 @@ class Run:
             ConfigError: several models are prepared and none is named, or a package is missing.
         """
         chosen = pick_model(model, self._models)
-        if self.is_main and self._job.spec.mode != "verify":
+        if self.is_main and self._context.spec.mode != "verify":
             write_weights(path, chosen)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -164,15 +164,15 @@ class Run:
 
         Sum over the samples and call `reduce`: means of batches of different sizes are no mean.
         """
-        return self._sitting.evaluate(loader, evaluation_batches)
+        return self._session.evaluate(loader, evaluation_batches)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Writes numbers to the run's records and loggers, at the current step. Every rank may call it."""
-        self._sitting.log(metrics)
+        self._session.log(metrics)
 
     def any(self, flag: Any) -> bool:
         """Whether the flag is true on any rank; the way to leave a loop together."""
-        return collect.any_flag(flag, self._job.control)
+        return collect.any_flag(flag, self._context.control)
 
     def reduce(self, value: Any, op: str = "sum", group: dist.ProcessGroup | None = None) -> Any:
         """A number, a tensor, or a dict or list of them, over all ranks: ``sum``, ``mean``, ``min`` or ``max``.
@@ -180,8 +180,8 @@ class Run:
         With a `group` (see `group`) over its ranks alone; a rank outside gets its own value back.
         """
         if group is None:
-            return collect.reduce_value(value, op, self._job.groups, self._job.control)
-        subset = subset_of(group, self._job.groups)
+            return collect.reduce_value(value, op, self._context.groups, self._context.control)
+        subset = subset_of(group, self._context.groups)
         return value if subset is None else collect.reduce_value(value, op, subset, Control(subset))
 
     def group(self, ranks: Sequence[int] | str) -> dist.ProcessGroup:
@@ -198,18 +198,18 @@ class Run:
             ConfigError: a rank that is not there, or none.
             DesyncError: the ranks ask for different groups; all of them are told who asks for what.
         """
-        seat = Seat(self._job.device.type, self._job.spec.node_rank)
-        return user_group(ranks, seat, self._job.groups, self._job.control)
+        location = RankLocation(self._context.device.type, self._context.spec.node_rank)
+        return user_group(ranks, location, self._context.groups, self._context.control)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """The body runs on rank 0 first, then on one rank of each other machine, then on all others: a download, a cache."""
-        turn = 0 if self.is_main else 1 if self._job.spec.local_rank == 0 else 2
+        turn = 0 if self.is_main else 1 if self._context.spec.local_rank == 0 else 2
         for _ in range(turn):
-            self._job.control.barrier(Operation.BARRIER)
+            self._context.control.barrier(Operation.BARRIER)
         yield
         for _ in range(2 - turn):
-            self._job.control.barrier(Operation.BARRIER)
+            self._context.control.barrier(Operation.BARRIER)
 
     def close(self) -> None:
         """Ends the run: last checkpoint, records, workers, groups. Called by itself when the script ends."""
@@ -218,4 +218,4 @@ class Run:
             return
         self._closed = True
         _open = None
-        self._sitting.close()
+        self._session.close()

@@ -23,14 +23,14 @@ from evenload.training.compute.grad_norms import MEASURE_EVERY
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.tuning import StepCost
 from evenload.training.step.planner import Planner
-from evenload.training.step.stats import Tally
+from evenload.training.step.stats import StepStats
 
 _REMEMBERED = 64
 _PARTS = 1000
 """The noise scale travels as an integer, in thousandths of a sample."""
 
 
-class Seen(Protocol):
+class ObservedStep(Protocol):
     """What is shown of a step: its place in the loader's steps, and its plan."""
 
     global_step: int
@@ -38,7 +38,7 @@ class Seen(Protocol):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class EpochBatch:
     """The batch of an epoch, the same on all ranks."""
 
     batch_size: int
@@ -47,12 +47,12 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Told:
+class BatchReport:
     """What there is to say of a choice; on rank 0."""
 
     epoch: int
     before: int
-    chosen: Chosen
+    chosen: EpochBatch
     choice: BatchChoice | None
     """None where not enough was measured."""
     measured: float | None
@@ -68,7 +68,7 @@ class BatchGrowth:
     """The global batch of one loader, and what it is chosen by."""
 
     def __init__(
-        self, loader: GlobalLoader, planner: Planner, *, base: int, limit: int, tell: Callable[[Told], None]
+        self, loader: GlobalLoader, planner: Planner, *, base: int, limit: int, tell: Callable[[BatchReport], None]
     ) -> None:
         """Args:
         loader: whose epochs are cut.
@@ -79,7 +79,7 @@ class BatchGrowth:
         """
         self.base = base
         self.limit = limit
-        self.now = Chosen(base, 0.0)
+        self.now = EpochBatch(base, 0.0)
         self._loader = loader
         self._planner = planner
         self._tell = tell
@@ -90,22 +90,22 @@ class BatchGrowth:
         self._has_tried = False
         self._num_steps = 0
         self._said: set[str] = set()
-        self._news: Told | None = None
+        self._news: BatchReport | None = None
         loader.choose = self.choose
 
-    def observe(self, seen: Seen, tally: Tally, usual: bool) -> None:
+    def observe(self, seen: ObservedStep, stats: StepStats, usual: bool) -> None:
         """All ranks: what a step of training showed; its times only count where it was a usual one."""
         if self._news is not None:
             # Not before: there may be no further epoch, and who draws progress still draws the last one.
             self._tell(self._news)
             self._news = None
         self._num_steps += 1
-        if tally.norms is not None:
-            self._noise.add(tally.norms)
+        if stats.norms is not None:
+            self._noise.add(stats.norms)
         if self._planner.rank != 0 or not usual:
             return
         plan = seen.plan
-        cost = tally.cost(plan.num_samples)
+        cost = stats.cost(plan.num_samples)
         if not all(0 < seconds < float("inf") for seconds in cost.busy_s):
             return
         for track, share, own_s in zip(self._tracks, plan.shares, cost.busy_s, strict=True):
@@ -123,12 +123,12 @@ class BatchGrowth:
             shares = () if size == before.batch_size else self._planner.split(size, self._costs()).shares
             integers = [size, round(noise * _PARTS), *shares]
         size, noise_parts, *told = self._planner.agree(integers)
-        self.now = Chosen(size, noise_parts / _PARTS)
+        self.now = EpochBatch(size, noise_parts / _PARTS)
         if told:
             self._planner.resize(size, tuple(told))
         if self._planner.rank == 0:
             self._remember(before.batch_size, choice)
-            self._news = Told(
+            self._news = BatchReport(
                 self._loader.epoch,
                 before.batch_size,
                 self.now,
@@ -174,7 +174,7 @@ class BatchGrowth:
                 f"now it is {self.base}: set it as it was, or start anew with --fresh"
             )
         self._tried_from, self._has_tried = state["tried_from"], bool(state["has_tried"])
-        self.now = Chosen(int(state["batch_size"]), int(state["noise_parts"]) / _PARTS)
+        self.now = EpochBatch(int(state["batch_size"]), int(state["noise_parts"]) / _PARTS)
         if self.now.batch_size != self.base:
             self._planner.resize(self.now.batch_size, None)
             self._loader.resize(self.now.batch_size)
@@ -225,7 +225,7 @@ def _rest(cost: StepCost) -> StepOverhead:
     return StepOverhead(max(0.0, cost.seconds - max(cost.busy_s) - data_s), data_s / cost.num_samples)
 
 
-def sentence(told: Told, base: int, gains: Mapping[str, float]) -> str:
+def sentence(told: BatchReport, base: int, gains: Mapping[str, float]) -> str:
     """What a person reads of a choice; empty where there is nothing new."""
     choice, size = told.choice, told.chosen.batch_size
     if choice is None:

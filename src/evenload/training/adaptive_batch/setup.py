@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from evenload.errors import ConfigError
-from evenload.training.adaptive_batch.growth import BatchGrowth, Told, sentence
+from evenload.training.adaptive_batch.growth import BatchGrowth, BatchReport, sentence
 from evenload.training.adaptive_batch.learning_rate import RateFollower
 from evenload.training.data import checks
 from evenload.training.data.loader import GlobalLoader
@@ -18,33 +18,35 @@ from evenload.training.step.planner import Planner
 
 
 @dataclass(frozen=True)
-class Growing:
+class AdaptiveBatch:
     """A batch that grows, and the learning rate that follows it."""
 
     growth: BatchGrowth
     rates: RateFollower
 
 
-def open_growing(job: TrainingContext, loader: GlobalLoader, planner: Planner, index: int) -> Growing | None:
+def open_adaptive_batch(
+    context: TrainingContext, loader: GlobalLoader, planner: Planner, index: int
+) -> AdaptiveBatch | None:
     """What lets the batch of the `index`-th loader grow; None where that isn't asked for, or nothing is trained.
 
     Raises:
         ConfigError: it is asked for where it can't be.
     """
-    limit = job.config.batch_max
+    limit = context.config.batch_max
     if limit is None:
         return None
-    base = _check(job, loader.user_loader, limit, index)
-    if job.spec.mode != "train":
+    base = _check(context, loader.user_loader, limit, index)
+    if context.spec.mode != "train":
         return None  # verify and windows look at steps of the user's batch
 
-    def tell(told: Told) -> None:
+    def tell(told: BatchReport) -> None:
         now, choice = told.chosen, told.choice
         gains = rates.expected()
-        job.journal.event(
+        context.recorder.event(
             "batch",
             sentence(told, base, gains),
-            step=job.loop.steps_done,
+            step=context.loop.steps_done,
             epoch=told.epoch,
             before=told.before,
             batch_size=now.batch_size,
@@ -59,28 +61,28 @@ def open_growing(job: TrainingContext, loader: GlobalLoader, planner: Planner, i
         )
 
     growth = BatchGrowth(loader, planner, base=base, limit=limit, tell=tell)
-    rates = RateFollower(growth, job.config.batch_lr)
-    job.loop.on_record = growth.observe
-    return Growing(growth, rates)
+    rates = RateFollower(growth, context.config.batch_lr)
+    context.loop.on_record = growth.observe
+    return AdaptiveBatch(growth, rates)
 
 
-def check_growing(job: TrainingContext, growing: Growing | None) -> None:
+def check_adaptive_batch(context: TrainingContext, adaptive_batch: AdaptiveBatch | None) -> None:
     """Raises ConfigError, with the models known, where a step that doesn't fit the memory could not be done again."""
-    if growing is None or job.config.micro_batch != "auto" or not job.engine.statistics.in_use:
+    if adaptive_batch is None or context.config.micro_batch != "auto" or not context.engine.statistics.in_use:
         return
     raise ConfigError(
-        f"{_spelled(job)} with BatchNorm over all ranks: a larger batch that doesn't fit the memory could not be done again in "
+        f"{_spelled(context)} with BatchNorm over all ranks: a larger batch that doesn't fit in memory could not be repeated in "
         "smaller micro-batches; set --micro-batch (or init(micro_batch=...)) to what fits, or batch_norm='local'"
     )
 
 
-def _check(job: TrainingContext, loader: DataLoader[Any], limit: int, index: int) -> int:
+def _check(context: TrainingContext, loader: DataLoader[Any], limit: int, index: int) -> int:
     """The user's batch_size."""
-    spelled = _spelled(job)
-    if job.config.strategy != "ddp":
+    spelled = _spelled(context)
+    if context.config.strategy != "ddp":
         raise ConfigError(
-            f"{spelled}: under strategy={job.config.strategy!r} the noise of gradients isn't measured; use strategy='ddp', or "
-            "leave it out"
+            f"{spelled}: under strategy={context.config.strategy!r} the gradient noise is not measured; use strategy='ddp', "
+            "or leave it out"
         )
     if index > 0:
         raise ConfigError(
@@ -102,8 +104,8 @@ def _check(job: TrainingContext, loader: DataLoader[Any], limit: int, index: int
         raise ConfigError(
             f"{spelled} has no effect: the loader's batch_size is {base} already; set it higher, or leave it out"
         )
-    cap = job.config.micro_batch
-    if job.num_sharing == 1 and isinstance(cap, int) and cap >= base:
+    cap = context.config.micro_batch
+    if context.num_sharing == 1 and isinstance(cap, int) and cap >= base:
         raise ConfigError(
             f"{spelled}: one rank that computes a batch of {base} at once (micro_batch={cap}) doesn't tell how noisy its "
             f"gradients are; set micro_batch to {max(1, base // 2)} or less, or use two ranks"
@@ -111,5 +113,5 @@ def _check(job: TrainingContext, loader: DataLoader[Any], limit: int, index: int
     return base
 
 
-def _spelled(job: TrainingContext) -> str:
-    return job.config.sources.get("batch_max", f"batch_max={job.config.batch_max}")
+def _spelled(context: TrainingContext) -> str:
+    return context.config.sources.get("batch_max", f"batch_max={context.config.batch_max}")

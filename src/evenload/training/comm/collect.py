@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, DesyncError, PeerLostError
-from evenload.training.comm.control import Circle, Control, Operation
+from evenload.training.comm.control import Control, Operation, RankGroup
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -27,7 +27,7 @@ _FIRST_DTYPE = 2
 _INTEGERS = (int, np.integer, np.bool_)
 
 
-def reduce_value(value: Any, op: str, circle: Circle, control: Control) -> Any:
+def reduce_value(value: Any, op: str, circle: RankGroup, control: Control) -> Any:
     """A number, a tensor, an array, or a dict, list or tuple of them, over the ranks of a circle; of the same kind as it came.
 
     Integers are summed exactly as int64, floats in float64, tensors in their own dtype (on the CPU). A number that is an
@@ -83,7 +83,7 @@ def _check_tensor(tensor: torch.Tensor, op: str) -> None:
         raise ConfigError(f"run.reduce(op={op!r}) got complex numbers, which have no order; take sum or mean")
 
 
-def _reduce_parts(value: Any, op: str, circle: Circle, control: Control) -> Any:
+def _reduce_parts(value: Any, op: str, circle: RankGroup, control: Control) -> Any:
     if isinstance(value, dict):
         reduced = {key: _reduce_parts(value[key], op, circle, control) for key in sorted(value, key=repr)}
         return {key: reduced[key] for key in value}
@@ -109,7 +109,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
         ) from error
 
 
-def _reduce(tensor: torch.Tensor, kind: int, op: str, circle: Circle, control: Control) -> torch.Tensor:
+def _reduce(tensor: torch.Tensor, kind: int, op: str, circle: RankGroup, control: Control) -> torch.Tensor:
     result = tensor.detach().cpu().clone()
     if op == "mean" and not (result.is_floating_point() or result.is_complex()):
         result = result.double()

@@ -57,7 +57,7 @@ _DOING = {
 }
 
 
-class Circle(Protocol):
+class RankGroup(Protocol):
     """Who takes part in an exchange: all ranks (`Groups`), or those of one of the user's groups."""
 
     @property
@@ -92,7 +92,7 @@ class Circle(Protocol):
 class Control:
     """Exchanges of small vectors of float64 (exact for integers below 2^53) between all ranks."""
 
-    def __init__(self, groups: Circle) -> None:
+    def __init__(self, groups: RankGroup) -> None:
         self._groups = groups
         self.place: tuple[int, int] = (0, -1)
         """(epoch, step in the epoch) of this rank, checked at each exchange; -1 outside of a step."""

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from evenload.errors import LaunchError, PeerLostError
 
 # A store outlives the groups that met in it: each `init` of a process meets under keys of its own.
-_sittings = itertools.count()
+_sessions = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Groups:
         self._adopted = dist.is_initialized()
         self._made = False
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._sitting = next(_sittings)
+        self._session = next(_sessions)
         self._store: Store | None = None
         self._pending: list[Pending] = []
         self._all: dist.ProcessGroup | None = None
@@ -244,7 +244,7 @@ class Groups:
                     self._store = self._connect()
                 dist.init_process_group(
                     backend="cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo",
-                    store=PrefixStore(f"evenload/{self._sitting}/{self.membership.generation}", self._store),
+                    store=PrefixStore(f"evenload/{self._session}/{self.membership.generation}", self._store),
                     rank=self.rank,
                     world_size=world_size,
                     timeout=self._timeout,

@@ -19,7 +19,7 @@ _WORD_BITS = 48
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankLocation:
     """Where a rank computes, as far as groups are named after it."""
 
     device_type: str
@@ -28,7 +28,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _GroupRequest:
     """What one rank asks for, and where it is: one row of the exchange."""
 
     wrong: bool
@@ -46,7 +46,7 @@ class _Asked:
         return [float(self.wrong), float(kind), float(KINDS.index(self.device_type)), *self.machine, *map(float, words)]
 
     @classmethod
-    def read(cls, row: list[float]) -> _Asked:
+    def read(cls, row: list[float]) -> _GroupRequest:
         wrong, kind, device_type, node, machine, *words = row
         ranks = tuple(
             index * _WORD_BITS + bit
@@ -61,7 +61,7 @@ class _Asked:
         return "a wrong list" if self.wrong else repr(self.kind) if self.kind else str(list(self.ranks))
 
 
-def user_group(ranks: object, seat: Seat, groups: Groups, control: Control) -> dist.ProcessGroup:
+def user_group(ranks: object, location: RankLocation, groups: Groups, control: Control) -> dist.ProcessGroup:
     """The process group that this rank asks for; see `Run.group`. All ranks call it alike.
 
     Raises:
@@ -76,14 +76,14 @@ def user_group(ranks: object, seat: Seat, groups: Groups, control: Control) -> d
             "run.group in the loop of a measured window, where each rank is alone; make groups before the loop"
         )
     wrong = _what_is_wrong(ranks, num_ranks)
-    own = _Asked(
+    own = _GroupRequest(
         wrong=bool(wrong),
         kind=ranks if isinstance(ranks, str) and not wrong else "",
         ranks=() if wrong or isinstance(ranks, str) else tuple(sorted(ranks)),  # type: ignore[call-overload]
-        device_type=seat.device_type,
-        machine=(float(seat.node_rank), float(zlib.crc32(socket.gethostname().encode()))),
+        device_type=location.device_type,
+        machine=(float(location.node_rank), float(zlib.crc32(socket.gethostname().encode()))),
     )
-    everyone = [_Asked.read(row) for row in control.exchange(Operation.GROUP, own.row(num_ranks))]
+    everyone = [_GroupRequest.read(row) for row in control.exchange(Operation.GROUP, own.row(num_ranks))]
     if wrong:
         raise ConfigError(wrong)
     if len({str(asked) for asked in everyone}) > 1:
@@ -110,7 +110,7 @@ def _what_is_wrong(ranks: object, num_ranks: int) -> str:
     return f"{expected}; a rank is named twice" if len(set(ranks)) != len(ranks) else ""
 
 
-def _make(own: _Asked, everyone: list[_Asked], groups: Groups) -> dist.ProcessGroup:
+def _make(own: _GroupRequest, everyone: list[_GroupRequest], groups: Groups) -> dist.ProcessGroup:
     if not own.kind:
         return groups.subset(own.ranks)
     if own.kind != "node":

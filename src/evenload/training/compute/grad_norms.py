@@ -1,6 +1,6 @@
 """Squared norms of gradients in measured steps: of this rank's own part before it is summed, and of the sum.
 
-What they are for: `balance/noise.py`. Only where `batch_max` is set is there a `Squares` at all. A bucket's own norm must be
+What they are for: `balance/noise.py`. Only where `batch_max` is set is there a `GradNorms` at all. A bucket's own norm must be
 taken in the moment before it leaves, since the sum is made in its place.
 """
 
@@ -16,7 +16,7 @@ MEASURE_EVERY = 4
 """Steps from one measured to the next."""
 
 
-class Squares:
+class GradNorms:
     """Collects the norms of one attempt."""
 
     def __init__(self) -> None:

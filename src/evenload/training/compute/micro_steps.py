@@ -10,9 +10,9 @@ import torch
 
 from evenload.errors import StepError
 from evenload.training.compute import batchnorm, randomness
-from evenload.training.compute.grad_norms import Squares
+from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
-from evenload.training.compute.weighting import Result, nominal_units, read_result
+from evenload.training.compute.weighting import LossResult, nominal_units, read_result
 from evenload.training.data.global_batch import GlobalBatch
 
 LossFn = Callable[[Any], Any]
@@ -26,7 +26,7 @@ class BackwardPass(Protocol):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class StepContext:
     """What micro-batches run in: the same for all steps of a job."""
 
     rank: int
@@ -45,7 +45,7 @@ class Surroundings:
     """Seeds what loss_fn draws from, by a key; None: all generators of the process."""
     check: Callable[[], None] = lambda: None
     """Called before each micro-batch; raises where it is not wanted any more."""
-    squares: Squares | None = None
+    grad_norms: GradNorms | None = None
     """Where the norms of gradients are measured."""
 
 
@@ -62,12 +62,12 @@ class Sums:
 
 
 def run_micro_steps(
-    around: Surroundings, batch: GlobalBatch, loss_fn: LossFn, call_index: int, last_units: float | None, sums: Sums
+    context: StepContext, batch: GlobalBatch, loss_fn: LossFn, call_index: int, last_units: float | None, sums: Sums
 ) -> None:
     """Runs all micro-batches of `batch`, adding up in `sums`.
 
     Args:
-        around: see `Surroundings`.
+        context: see `StepContext`.
         batch: the global batch with its plan.
         loss_fn: the user's.
         call_index: which backward of the step this is.
@@ -75,40 +75,40 @@ def run_micro_steps(
         sums: filled as far as it went, if this raises.
     """
     plan = batch.plan
-    own = [m for m in range(plan.num_micro) if around.computes_idle or plan.micro[m][around.rank]]
+    own = [m for m in range(plan.num_micro) if context.computes_idle or plan.micro[m][context.rank]]
     for m in own:
-        around.check()
-        micro = batch.micro(m, around.rank, around.device)
-        around.statistics.begin(m, idle=micro.idle)
-        key = (around.seed, batch.global_step, call_index, m, around.rank)
-        if around.reseed is not None:
-            around.reseed(*key)
+        context.check()
+        micro = batch.micro(m, context.rank, context.device)
+        context.statistics.begin(m, idle=micro.idle)
+        key = (context.seed, batch.global_step, call_index, m, context.rank)
+        if context.reseed is not None:
+            context.reseed(*key)
         else:
-            randomness.seed_all(around.device, *key, others=around.other_gpus)
+            randomness.seed_all(context.device, *key, others=context.other_gpus)
         with torch.enable_grad():
-            with around.precision.autocast():
+            with context.precision.autocast():
                 result = read_result(loss_fn(micro.data))
             if result.weight is None and not micro.idle:
-                around.check_unweighted(micro.data)
+                context.check_unweighted(micro.data)
             weight = 0.0 if micro.idle else float(micro.num_samples if result.weight is None else result.weight)
             if m != own[0] and sums.weighted != (result.weight is not None):
                 raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
             sums.nominal = nominal_units(plan.num_samples, result.weight is not None, last_units)
             _add(sums, result, weight)
-            factor = weight * around.precision.scale / sums.nominal
+            factor = weight * context.precision.scale / sums.nominal
             # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
             # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
             # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step, which is told.)
-            without = micro.idle or (weight == 0.0 and not around.statistics.in_use)
-            around.strategy.backward(
+            without = micro.idle or (weight == 0.0 and not context.statistics.in_use)
+            context.strategy.backward(
                 result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without
             )
-        around.statistics.end(m)
-        if around.squares is not None and m == own[0] != own[-1]:
-            around.squares.first_micro(sums.units)
+        context.statistics.end(m)
+        if context.grad_norms is not None and m == own[0] != own[-1]:
+            context.grad_norms.first_micro(sums.units)
 
 
-def _add(sums: Sums, result: Result, weight: float) -> None:
+def _add(sums: Sums, result: LossResult, weight: float) -> None:
     sums.weighted = result.weight is not None
     if result.loss.dtype == torch.float64:
         sums.dtype = torch.float64

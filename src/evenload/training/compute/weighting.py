@@ -23,7 +23,7 @@ IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Result:
+class LossResult:
     """What a loss_fn returned for one micro-batch, read."""
 
     loss: torch.Tensor
@@ -48,20 +48,20 @@ def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
     return (labels != IGNORED_LABEL).sum()
 
 
-def read_result(returned: Any) -> Result:
+def read_result(returned: Any) -> LossResult:
     """Reads what a loss_fn returned: a loss, ``(loss, weight)``, or a mapping with ``loss``.
 
     Raises:
         StepError: it is something else, not a scalar, or doesn't depend on a trainable parameter.
     """
     if isinstance(returned, torch.Tensor):
-        return Result(_scalar_loss(returned), None)
+        return LossResult(_scalar_loss(returned), None)
     if isinstance(returned, tuple) and not hasattr(returned, "_fields"):
         if len(returned) != 2:
             raise StepError(
                 f"loss_fn returned {len(returned)} values; return a loss, (loss, weight), or a dict with 'loss'"
             )
-        return Result(_scalar_loss(returned[0]), _weight(returned[1]))
+        return LossResult(_scalar_loss(returned[0]), _weight(returned[1]))
     if isinstance(returned, Mapping):
         if returned.get("loss") is None:
             raise StepError(
@@ -84,7 +84,7 @@ def read_result(returned: Any) -> Result:
                     f"loss_fn's dict holds {name!r}, which is {_kind(value)}; beside 'loss' and 'weight' it may hold "
                     "scalars, which are averaged into step.metrics"
                 )
-        return Result(_scalar_loss(returned["loss"]), None if weight is None else _weight(weight), metrics)
+        return LossResult(_scalar_loss(returned["loss"]), None if weight is None else _weight(weight), metrics)
     raise StepError(f"loss_fn returned {_kind(returned)}; return a loss, (loss, weight), or a dict with 'loss'")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from evenload.errors import PeerLostError
 from evenload.training.comm.groups import Groups
-from evenload.training.compute.grad_norms import Squares
+from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.parallel.model_split.buckets import Neighbours
 from evenload.training.parallel.reducer import BucketReducer, Expectation
 
@@ -25,8 +25,8 @@ _SENT_AS_THEY_ARE = frozenset(
 class ReplicaStrategy:
     """Replicated data parallelism; see reducer.py for how and why."""
 
-    def __init__(self, squares: Squares | None = None) -> None:
-        self._squares = squares
+    def __init__(self, grad_norms: GradNorms | None = None) -> None:
+        self._grad_norms = grad_norms
         self._groups: Groups | None = None
         self._neighbours = Neighbours()
         self._models: list[nn.Module] = []
@@ -93,30 +93,30 @@ class ReplicaStrategy:
             self._expectations[self._call_index] = learnt
         return finite
 
-    def retreat(self) -> None:
+    def rollback(self) -> None:
         """Gradients are as they were before the attempt."""
-        self._of().retreat()
+        self._of().rollback()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Gradients are as they were before the attempt; sums under way are left to themselves."""
         if self._reducer is not None:
-            self._reducer.abandon()
+            self._reducer.abort()
 
     def clear(self) -> None:
         """No gradient is left where the last call gave one."""
         self._of().clear(self._touched)
 
-    def forgive(self) -> None:
+    def clear_skip(self) -> None:
         """A new update begins."""
-        self._of().forgive()
+        self._of().clear_skip()
 
-    def learnt(self) -> Mapping[int, Expectation]:
+    def state_dict(self) -> Mapping[int, Expectation]:
         """Which gradients each call expects."""
         return dict(self._expectations)
 
-    def relearn(self, learnt: Mapping[int, Expectation]) -> None:
-        """Puts back what `learnt` gave."""
-        self._expectations = dict(learnt)
+    def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
+        """Puts back what `state_dict` returned."""
+        self._expectations = dict(state)
 
     def covers(self, param: torch.Tensor) -> bool:
         """Whether the parameter is in a bucket."""
@@ -127,7 +127,7 @@ class ReplicaStrategy:
         return self._of().leftovers()
 
     def _build(self, groups: Groups) -> None:
-        self._reducer = BucketReducer(self._models, groups, self._neighbours, squares=self._squares)
+        self._reducer = BucketReducer(self._models, groups, self._neighbours, grad_norms=self._grad_norms)
         self._signature = self._sign()
         self._expectations.clear()
 

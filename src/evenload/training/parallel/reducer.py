@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from evenload.errors import StepError
-from evenload.training.compute.grad_norms import Squares
+from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.parallel.model_split.buckets import Neighbours
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class Summing(Protocol):
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("arrivals", "filled", "handle", "index", "name", "param", "spoiled", "stash", "touched", "view")
+    __slots__ = ("arrivals", "filled", "handle", "index", "name", "param", "skipped", "stash", "touched", "view")
 
     def __init__(self, index: int, name: str, param: nn.Parameter, view: torch.Tensor) -> None:
         self.index = index
@@ -73,7 +73,7 @@ class Slot:
         self.arrivals = 0  # in the last micro-batch
         self.touched = False  # by any micro-batch of this call, idle or not
         self.filled = False  # the view holds this call's gradient
-        self.spoiled = False  # a call of this update was skipped, so all of it is
+        self.skipped = False  # a call of this update was skipped, so all of it is
         self.stash: torch.Tensor | None = None  # a gradient that was there before this call
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
@@ -101,7 +101,7 @@ class BucketReducer:
         check: Callable[[], None] = lambda: None,
         pins: bool = False,
         strategy: str = "ddp",
-        squares: Squares | None = None,
+        grad_norms: GradNorms | None = None,
     ) -> None:
         """Args:
         models: whose parameters.
@@ -110,16 +110,16 @@ class BucketReducer:
         check: called at each gradient that comes, in the thread it comes in.
         pins: buckets lie in pinned memory, to be copied to a GPU.
         strategy: what a person calls this, for messages.
-        squares: told what leaves and what comes back, where norms are measured.
+        grad_norms: told what leaves and what comes back, where norms are measured.
         """
         self._groups = groups
         self._neighbours = neighbours or Neighbours()
         self._check = check
         self._pins = pins
         self._strategy = strategy
-        self._squares = squares
-        if squares is not None:
-            squares.follow(self._held)
+        self._grad_norms = grad_norms
+        if grad_norms is not None:
+            grad_norms.follow(self._held)
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
@@ -231,8 +231,8 @@ class BucketReducer:
                 bucket.pending.wait()
                 if correction != 1.0:
                     bucket.flat.mul_(correction)
-                if self._squares is not None:
-                    self._squares.summed(bucket.flat)
+                if self._grad_norms is not None:
+                    self._grad_norms.summed(bucket.flat)
                 sums.append(bucket.flat.sum().double().to(self.buckets[0].flat.device))
             for slot in self.slots:
                 slot.param.grad = self._final(slot, bool(touched[slot.index]))
@@ -242,7 +242,7 @@ class BucketReducer:
         # A large but finite gradient may overflow the sum: look at each value.
         return all(bool(torch.isfinite(bucket.flat).all()) for bucket in self.buckets if bucket.pending is not None)
 
-    def retreat(self) -> None:
+    def rollback(self) -> None:
         """Ends an attempt that all ranks will do again: sends what the others wait for, restores what was there before."""
         self._live = False
         self._launch_queue()
@@ -254,7 +254,7 @@ class BucketReducer:
             slot.param.grad = slot.stash
             slot.stash = None
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Ends an attempt that failed on this rank: restores what was there before, and waits for nobody."""
         if not self._live:
             return
@@ -272,17 +272,17 @@ class BucketReducer:
         """Takes the gradients of a call away, so that an optimizer's step changes nothing.
 
         Another call of the same step may add to the same parameters: its part alone would be half an update, so they stay
-        without gradient until `forgive`.
+        without gradient until `clear_skip`.
         """
         for slot in self.slots:
             if touched[slot.index]:
                 slot.param.grad = None
-                slot.spoiled = True
+                slot.skipped = True
 
-    def forgive(self) -> None:
+    def clear_skip(self) -> None:
         """An optimizer has stepped, or a new step began: gradients count again."""
         for slot in self.slots:
-            slot.spoiled = False
+            slot.skipped = False
 
     def covers(self, param: torch.Tensor) -> bool:
         """Whether a parameter has a place in a bucket."""
@@ -392,8 +392,8 @@ class BucketReducer:
         for slot in bucket.slots:
             if not slot.filled:
                 slot.view.zero_()
-        if self._squares is not None:
-            self._squares.leaves(bucket.flat)
+        if self._grad_norms is not None:
+            self._grad_norms.leaves(bucket.flat)
         bucket.pending = self._groups.sum_async(bucket.flat)
 
     def _held(self) -> list[torch.Tensor]:
@@ -401,7 +401,7 @@ class BucketReducer:
         return [slot.view for b in self.buckets if b.pending is None for slot in b.slots if slot.filled]
 
     def _final(self, slot: Slot, touched: bool) -> torch.Tensor | None:
-        if slot.spoiled:
+        if slot.skipped:
             return None
         if not touched:
             return slot.stash

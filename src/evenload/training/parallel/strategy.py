@@ -35,23 +35,23 @@ class Strategy(Protocol):
     def finish(self, correction: float) -> bool:
         """Ends the reduction; `.grad` is final. Returns whether it is finite."""
 
-    def retreat(self) -> None:
+    def rollback(self) -> None:
         """All ranks agreed to do the attempt again: gradients are as they were before it."""
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """This rank's attempt ended with an error; gradients are as they were before it. Waits for nobody."""
 
     def clear(self) -> None:
-        """Takes the gradients of the last call away (a skipped step), and those of later calls until `forgive`."""
+        """Takes the gradients of the last call away (a skipped step), and those of later calls until `clear_skip`."""
 
-    def forgive(self) -> None:
+    def clear_skip(self) -> None:
         """A new update begins: what was skipped before has no part in it."""
 
-    def learnt(self) -> Mapping[int, Any]:
+    def state_dict(self) -> Mapping[int, Any]:
         """What earlier calls taught, by index of the call; equal on all ranks."""
 
-    def relearn(self, learnt: Mapping[int, Any]) -> None:
-        """Puts back what `learnt` gave, after steps that ranks did alone."""
+    def load_state_dict(self, state: Mapping[int, Any]) -> None:
+        """Puts back what `state_dict` returned, after steps that ranks did alone."""
 
     def covers(self, param: torch.Tensor) -> bool:
         """Whether this parameter's gradient is made that of the global batch."""

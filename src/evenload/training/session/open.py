@@ -25,7 +25,7 @@ from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.groups import Groups, Membership
 from evenload.training.compute import randomness
 from evenload.training.compute.batchnorm import Statistics
-from evenload.training.compute.grad_norms import Squares
+from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
@@ -36,10 +36,10 @@ from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
-from evenload.training.step.executor import Crew
-from evenload.training.step.stats import Journal
+from evenload.training.step.executor import Executor
+from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
-from evenload.training.step.threaded_executor import open_crew
+from evenload.training.step.threaded_executor import open_threaded_executor
 
 RANK_0_ALONE = ("project_dir", "loggers", "logger_options", "log_every_s", "fresh", "sources")
 """Settings that the other ranks have no use for."""
@@ -91,7 +91,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         _move_aside(folder)
         _note_fresh(folder)
     control.barrier(Operation.INIT)
-    recorder = Recorder(
+    records = Recorder(
         folder if writes else None,
         loggers=config.loggers,
         logger_options=config.logger_options,
@@ -100,20 +100,20 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         log_every_s=config.log_every_s,
     )
     if writes:
-        recorder.settings(as_table(config))
+        records.settings(as_table(config))
         if spec.launch_dir:
             _tell_launcher(Path(spec.launch_dir), folder)
     clock = StepClock(device)
-    journal = Journal(recorder, writes)
+    recorder = StepRecorder(records, writes)
     precision = Precision(config.precision, device)
-    squares = Squares() if config.batch_max is not None and spec.mode == "train" else None
-    strategy: Strategy = ReplicaStrategy(squares)
+    grad_norms = GradNorms() if config.batch_max is not None and spec.mode == "train" else None
+    strategy: Strategy = ReplicaStrategy(grad_norms)
     statistics = Statistics(groups, clock)
-    crew: Crew | None = None
+    executor: Executor | None = None
     if len(places) > 1:
-        strategy, statistics, crew = open_crew(places, spec, precision, clock, config.seed)
+        strategy, statistics, executor = open_threaded_executor(places, spec, precision, clock, config.seed)
     elif places:
-        journal.event("replicas", _one_device(places[0].device))
+        recorder.event("replicas", _one_device(places[0].device))
     engine = Engine(
         rank=spec.rank,
         device=device,
@@ -123,18 +123,16 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         statistics=statistics,
         precision=precision,
         clock=clock,
-        journal=journal,
-        burner=Burner(spec if crew is None else replace(spec, throttle={})),
+        recorder=recorder,
+        burner=Burner(spec if executor is None else replace(spec, throttle={})),
         check_every=0 if config.check_every == "off" else int(config.check_every),
-        crew=crew,
-        squares=squares,
+        executor=executor,
+        grad_norms=grad_norms,
     )
     loop = StepLoop(engine)
     registry = Registry(lambda: loop.steps_done)
     worker.progress.initialised = True
-    return TrainingContext(
-        spec, config, folder, device, groups, control, clock, recorder, journal, engine, loop, registry
-    )
+    return TrainingContext(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry)
 
 
 def _replica_places(config: Config, spec: WorkerSpec) -> tuple[ReplicaPlace, ...]:

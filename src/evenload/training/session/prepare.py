@@ -33,7 +33,7 @@ _TOLD_GAIN = 1.05
 """Separate processes are named where they would be so many times as fast."""
 
 
-def prepare_model(job: TrainingContext, model: nn.Module) -> nn.Module:
+def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
     """Moves the model to the device (unless it was cut over several) and converts its BatchNorm; the same object.
 
     Raises:
@@ -56,17 +56,17 @@ def prepare_model(job: TrainingContext, model: nn.Module) -> nn.Module:
             f"{name} has no trainable parameter ({len(parameters)} parameters, all frozen or none at all); a frozen model "
             "needs no run.prepare: move it with model.to(run.device)"
         )
-    _put(job, model)
-    if job.config.batch_norm == "global" and job.num_sharing > 1:
+    _put(context, model)
+    if context.config.batch_norm == "global" and context.num_sharing > 1:
         converted, left = batchnorm.convert(model)
         if converted:
-            job.journal.event(
+            context.recorder.event(
                 "batch_norm",
                 f"{converted} BatchNorm modules of {name} take their statistics over all ranks "
                 '(batch_norm="local" leaves them alone)',
             )
         if left:
-            job.journal.event(
+            context.recorder.event(
                 "batch_norm",
                 f"{name}: {', '.join(left)} are subclasses of BatchNorm with their own forward and keep statistics of their "
                 "rank alone",
@@ -74,7 +74,7 @@ def prepare_model(job: TrainingContext, model: nn.Module) -> nn.Module:
     return model
 
 
-def _put(job: TrainingContext, model: nn.Module) -> None:
+def _put(context: TrainingContext, model: nn.Module) -> None:
     """Moves the model to this rank's device; one that `evenload.place` has cut stays where it is, and that is recorded.
 
     Raises:
@@ -88,22 +88,22 @@ def _put(job: TrainingContext, model: nn.Module) -> None:
                 raise ConfigError(
                     f"{name}.{key} was cut by evenload.place, {name} itself wasn't: give place the model that run.prepare gets"
                 )
-        model.to(job.device)
+        model.to(context.device)
         return
-    if job.config.strategy != "ddp":
+    if context.config.strategy != "ddp":
         raise ConfigError(
-            f"strategy={job.config.strategy!r} spreads whole models, and {name} was cut by evenload.place; use strategy='ddp'"
+            f"strategy={context.config.strategy!r} spreads whole models, and {name} was cut by evenload.place; use strategy='ddp'"
         )
-    gradients = job.groups.gradients
+    gradients = context.groups.gradients
     if gradients is not None and dist.get_backend(gradients) == "nccl" and "cpu" in placement.devices:
         raise ConfigError(
             f"{name} lies on {', '.join(placement.devices)}, and the ranks sum gradients over NCCL, which takes no CPU tensors; "
             "start with `evenload run -d 0+cpu,1+cpu`, which sums over gloo"
         )
-    job.journal.event("place", placement.sentence(), pieces=[asdict(piece) for piece in placement.pieces])
+    context.recorder.event("place", placement.sentence(), pieces=[asdict(piece) for piece in placement.pieces])
 
 
-def attach_models(job: TrainingContext, models: Sequence[nn.Module]) -> None:
+def attach_models(context: TrainingContext, models: Sequence[nn.Module]) -> None:
     """Makes all models' gradients the job's.
 
     Raises:
@@ -111,26 +111,26 @@ def attach_models(job: TrainingContext, models: Sequence[nn.Module]) -> None:
     """
     shapes = [(name, tuple(p.shape), p.requires_grad) for model in models for name, p in model.named_parameters()]
     key = float(zlib.crc32(repr(shapes).encode()))
-    rows = job.control.exchange(Operation.PREPARE, [float(len(models)), key])
+    rows = context.control.exchange(Operation.PREPARE, [float(len(models)), key])
     different = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if different:
         raise DesyncError(
             f"run.prepare got other models on ranks {', '.join(map(str, different))} than on rank 0 (number, names, shapes "
             "or frozen parameters differ); build the same model on all ranks"
         )
-    job.engine.strategy.attach(models, job.groups)
-    job.engine.attach(models)
+    context.engine.strategy.attach(models, context.groups)
+    context.engine.attach(models)
 
 
-def prepare_loader(job: TrainingContext, loader: DataLoader[Any], index: int) -> StepLoader:
+def prepare_loader(context: TrainingContext, loader: DataLoader[Any], index: int) -> StepLoader:
     """Wraps a DataLoader whose batch_size is the global batch; the `index`-th of the job has an order of its own."""
 
     def announce(decision: Decision, _: int) -> None:
-        job.journal.event(
+        context.recorder.event(
             "balance",
             decision.reason and decision.reason + _outlook(planner.outlook()),
             # Plans count the steps of their own loader, records those of all loaders.
-            step=job.loop.steps_done + LEAD_STEPS,
+            step=context.loop.steps_done + LEAD_STEPS,
             decision=decision.kind,
             shares=list(decision.shares),
             num_micro=decision.num_micro,
@@ -142,31 +142,31 @@ def prepare_loader(job: TrainingContext, loader: DataLoader[Any], index: int) ->
         )
 
     checks.check_loader(loader)
-    check_same_loader(job, loader, Operation.PREPARE)
-    usual, is_guess = _usual_batch(loader, job.config.balance)
+    check_same_loader(context, loader, Operation.PREPARE)
+    usual, is_guess = _usual_batch(loader, context.config.balance)
     planner = Planner(
-        job.control,
-        rank=job.groups.rank,
-        world_size=job.num_sharing,
+        context.control,
+        rank=context.groups.rank,
+        world_size=context.num_sharing,
         batch_size=usual,
-        balance=job.config.balance,
-        micro_batch=job.config.micro_batch,
+        balance=context.config.balance,
+        micro_batch=context.config.micro_batch,
         announce=announce,
         is_guess=is_guess,
-        tell=functools.partial(_tell_contention, job) if job.num_sharing > job.groups.world_size else None,
+        tell=functools.partial(_tell_contention, context) if context.num_sharing > context.groups.world_size else None,
     )
     global_loader = GlobalLoader(
         loader,
         planner,
-        seed=job.config.seed if index == 0 else mix(job.config.seed, index),
-        device=job.device,
-        keyed_rng=job.config.dataset_rng == "keyed",
-        clock=job.clock,
-        most_workers=_most_workers(job),
-        ranks=range(job.num_sharing) if job.num_sharing > job.groups.world_size else None,
+        seed=context.config.seed if index == 0 else mix(context.config.seed, index),
+        device=context.device,
+        keyed_rng=context.config.dataset_rng == "keyed",
+        clock=context.clock,
+        most_workers=_most_workers(context),
+        ranks=range(context.num_sharing) if context.num_sharing > context.groups.world_size else None,
     )
-    prepared = StepLoader(global_loader, planner, job.loop)
-    _describe(job, prepared, planner, usual)
+    prepared = StepLoader(global_loader, planner, context.loop)
+    _describe(context, prepared, planner, usual)
     return prepared
 
 
@@ -187,9 +187,9 @@ def refuse(value: Any) -> None:
     raise ConfigError(f"run.prepare takes models and DataLoaders; it got {got}")
 
 
-def check_optimizer(job: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(context: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
     """Raises StepError before a step of parameters whose gradients are this rank's alone: the ranks would drift apart."""
-    covers = job.engine.strategy.covers
+    covers = context.engine.strategy.covers
     strays = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not covers(p)]
     if not strays:
         return
@@ -200,15 +200,15 @@ def check_optimizer(job: TrainingContext, optimizer: torch.optim.Optimizer) -> N
     )
 
 
-def check_models_prepared(job: TrainingContext, models: Sequence[nn.Module]) -> None:
+def check_models_prepared(context: TrainingContext, models: Sequence[nn.Module]) -> None:
     """Raises where steps are asked for without a model, or with devices that no model uses."""
     if not models:
         raise StepError("no model was given to run.prepare; write: model, loader = run.prepare(model, loader)")
-    if len(job.spec.devices) > 1 and not any(placement_of(model) for model in models):
-        raise ConfigError(devices_without_effect(job.spec))
+    if len(context.spec.devices) > 1 and not any(placement_of(model) for model in models):
+        raise ConfigError(devices_without_effect(context.spec))
 
 
-def _tell_contention(job: TrainingContext, found: Contention) -> None:
+def _tell_contention(context: TrainingContext, found: Contention) -> None:
     """Says where separate processes would be faster than replicas in one; otherwise only writes it down."""
     message = ""
     if found.gain >= _TOLD_GAIN:
@@ -218,7 +218,7 @@ def _tell_contention(job: TrainingContext, found: Contention) -> None:
             f"{', '.join(f'{s * 1e3:.3g}' for s in found.alone_s if s)} ms); separate processes (strategy='ddp') would take "
             f"about {found.separate_s * 1e3:.3g} ms, {found.gain:.2f}× as fast"
         )
-    job.journal.event("contention", message, step=job.loop.steps_done, gain=found.gain, **asdict(found))
+    context.recorder.event("contention", message, step=context.loop.steps_done, gain=found.gain, **asdict(found))
 
 
 def _outlook(outlook: Mapping[str, float]) -> str:
@@ -228,21 +228,21 @@ def _outlook(outlook: Mapping[str, float]) -> str:
     return f" (expected {outlook['over_equal']:.2f}× equal shares, {outlook['over_best_alone']:.2f}× the best device alone)"
 
 
-def check_same_loader(job: TrainingContext, loader: DataLoader[Any], operation: Operation) -> None:
+def check_same_loader(context: TrainingContext, loader: DataLoader[Any], operation: Operation) -> None:
     """Raises DesyncError, on all ranks, where one has other data: its part of a batch would be of other samples."""
-    told = fingerprint.difference(job.control.exchange(operation, fingerprint.traits(loader)))
+    told = fingerprint.difference(context.control.exchange(operation, fingerprint.traits(loader)))
     if told:
         raise DesyncError(told)
 
 
-def _most_workers(job: TrainingContext) -> int | None:
+def _most_workers(context: TrainingContext) -> int | None:
     """How many loader workers a rank may have where they are chosen by measurement: two for each of its cores, four at least.
 
     More than cores, for workers mostly wait where the data is far away.
     """
-    if job.config.num_workers != "auto":
+    if context.config.num_workers != "auto":
         return None
-    spec = job.spec
+    spec = context.spec
     num_cores = len(spec.cores) or len(usable_cores()) // max(1, spec.world_size // max(1, spec.num_nodes))
     return min(16, max(4, 2 * num_cores))
 
@@ -260,25 +260,25 @@ def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tup
         return 32, True
 
 
-def _describe(job: TrainingContext, loader: StepLoader, planner: Planner, batch_size: int) -> None:
+def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, batch_size: int) -> None:
     try:
         epoch_steps: int | None = len(loader)
     except TypeError:
         epoch_steps = None
-    names = device_names(job)
+    names = device_names(context)
     lines = [
         f"rank {rank}: {name}, share {share} of {batch_size}, micro-batch {-(-share // planner.num_micro)}"
         for rank, (name, share) in enumerate(zip(names, planner.shares, strict=True))
     ]
     epoch = f"{epoch_steps} steps an epoch" if epoch_steps is not None else "epochs of unknown length"
-    job.journal.event(
+    context.recorder.event(
         "loader",
         f"global batch {batch_size}, {epoch}\n  " + "\n  ".join(lines),
         epoch_steps=epoch_steps,
         devices=names,
     )
     how = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
-        str(job.config.balance), "shares as set"
+        str(context.config.balance), "shares as set"
     )
-    if job.num_sharing > 1:
-        job.journal.event("shares", how, shares=list(planner.shares))
+    if context.num_sharing > 1:
+        context.recorder.event("shares", how, shares=list(planner.shares))

@@ -1,4 +1,4 @@
-"""One sitting of a run, from `init` to the end of the script: what is prepared, what is looked at once, how it ends."""
+"""One session of a run, from `init` to the end of the script: what is prepared, what is looked at once, how it ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from evenload.config import as_table
 from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.job import EXIT_CODE
-from evenload.training.adaptive_batch.setup import check_growing, open_growing
+from evenload.training.adaptive_batch.setup import check_adaptive_batch, open_adaptive_batch
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_kept_workers
 from evenload.training.launch import worker
-from evenload.training.measure import Windows, read_options
+from evenload.training.measure import Measurement, read_options
 from evenload.training.session import prepare
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
@@ -29,21 +29,23 @@ from evenload.training.step.step import Step, StepLoader
 from evenload.training.verify.verifier import Verifier
 
 
-class Sitting:
+class Session:
     """What happens around the steps of one job in this process."""
 
-    def __init__(self, job: TrainingContext, saver: Saver, models: list[nn.Module], loaders: list[StepLoader]) -> None:
-        self._job = job
+    def __init__(
+        self, context: TrainingContext, saver: Saver, models: list[nn.Module], loaders: list[StepLoader]
+    ) -> None:
+        self._context = context
         self._saver = saver
         self._models = models
         self._loaders = loaders
-        self._stopper = Stopper(job, saver)
+        self._stopper = Stopper(context, saver)
         self._attached = 0
         self._looked = False
-        job.loop.on_begin = self._at_step
-        if job.spec.mode == "windows":
-            job.loop.interlude = Windows(job, read_options(job.spec.options))
-        self._verifier = Verifier(job, models) if job.spec.mode == "verify" else None
+        context.loop.on_begin = self._at_step
+        if context.spec.mode == "windows":
+            context.loop.interlude = Measurement(context, read_options(context.spec.options))
+        self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -53,15 +55,17 @@ class Sitting:
         """Prepares one object; see `Run.prepare`."""
         if isinstance(value, nn.Module):
             if not any(value is model for model in self._models):
-                self._models.append(prepare.prepare_model(self._job, value))
+                self._models.append(prepare.prepare_model(self._context, value))
             return value
         if isinstance(value, DataLoader):
             if self._saver.resumed:
                 raise ConfigError(
                     "run.prepare got a loader after run.resume, which restores the loaders' place; prepare first"
                 )
-            loader = prepare.prepare_loader(self._job, value, len(self._loaders))
-            self._saver.growing = open_growing(self._job, loader.loader, loader.planner, len(self._loaders))
+            loader = prepare.prepare_loader(self._context, value, len(self._loaders))
+            self._saver.adaptive_batch = open_adaptive_batch(
+                self._context, loader.loader, loader.planner, len(self._loaders)
+            )
             if self._verifier is not None:
                 self._verifier.split(loader)
             self._loaders.append(loader)
@@ -71,7 +75,7 @@ class Sitting:
     def attach(self) -> None:
         """After a call of prepare: all models' gradients are the job's."""
         if len(self._models) != self._attached:
-            prepare.attach_models(self._job, self._models)
+            prepare.attach_models(self._context, self._models)
             self._attached = len(self._models)
 
     def resume(self, state: Mapping[str, Any]) -> bool:
@@ -92,8 +96,8 @@ class Sitting:
             raise ConfigError(
                 "run.batches got a loader that was given to run.prepare, which is for training; give it a plain one"
             )
-        job = self._job
-        world_size = job.groups.world_size
+        context = self._context
+        world_size = context.groups.world_size
         speeds = self._loaders[0].planner.speeds() if self._loaders else (1.0,)
         if len(speeds) != world_size:
             speeds = (1.0 / world_size,) * world_size
@@ -101,68 +105,68 @@ class Sitting:
             loader,
             batches(
                 loader,
-                rank=job.groups.rank if world_size > 1 else 0,
+                rank=context.groups.rank if world_size > 1 else 0,
                 world_size=world_size,
                 weights=speeds,
-                agree=job.control.agree,
-                seed=job.config.seed,
+                agree=context.control.agree,
+                seed=context.config.seed,
                 epoch=0,
-                device=job.device,
-                keyed_rng=job.config.dataset_rng == "keyed",
+                device=context.device,
+                keyed_rng=context.config.dataset_rng == "keyed",
             ),
         )
 
     def _evaluate(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
-        prepare.check_same_loader(self._job, loader, Operation.EVALUATE)
-        with self._job.clock.segment("other"):
+        prepare.check_same_loader(self._context, loader, Operation.EVALUATE)
+        with self._context.clock.segment("other"):
             yield from batches
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """See `Run.log`."""
-        step = self._job.loop.step
+        step = self._context.loop.step
         if step is not None and step.arm:
             return  # a window's step is no training
-        index = step.index if step is not None else max(0, self._job.loop.steps_done - 1)
-        self._job.journal.log(metrics, index)
+        index = step.index if step is not None else max(0, self._context.loop.steps_done - 1)
+        self._context.recorder.log(metrics, index)
 
     def close(self) -> None:
-        """Ends the sitting; what needs the other ranks only where this one ended well."""
-        job = self._job
+        """Ends the session; what needs the other ranks only where this one ended well."""
+        context = self._context
         # Whoever left a step by an error has no place where the others would meet it.
-        well = _ended_well(job.loop.stopped) and not (job.loop.failed and job.groups.world_size > 1)
+        well = _ended_well(context.loop.stopped) and not (context.loop.failed and context.groups.world_size > 1)
         try:
             if well:
-                job.control.place = (0, -1)
+                context.control.place = (0, -1)
                 self._saver.close()
-                if not job.groups.gone:
-                    job.control.exchange(Operation.CLOSE)
+                if not context.groups.gone:
+                    context.control.exchange(Operation.CLOSE)
         finally:
             for hook in self._hooks:
                 hook.remove()
             for loader in self._loaders:
                 loader.loader.close()
             close_kept_workers()
-            job.loop.step = None  # an exception may hold a loop that ends after this
-            job.engine.strategy.detach()
+            context.loop.step = None  # an exception may hold a loop that ends after this
+            context.engine.strategy.detach()
             for model in self._models:
                 batchnorm.restore(model)
             try:
-                job.recorder.close(well)
+                context.recorder.close(well)
             finally:
                 self._stopper.close(well)
                 with contextlib.suppress(EvenloadError):
-                    job.groups.close()
+                    context.groups.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._verifier is None and self._job.num_sharing > 1 and self._job.loop.step is not None:
-            prepare.check_optimizer(self._job, optimizer)
-        if (growing := self._saver.growing) is not None and self._job.loop.awaits_optimizer:
-            growing.rates.before(optimizer)
+        if self._verifier is None and self._context.num_sharing > 1 and self._context.loop.step is not None:
+            prepare.check_optimizer(self._context, optimizer)
+        if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
+            adaptive_batch.rates.before(optimizer)
 
     def _after_optimizer(self, *_: Any) -> None:
-        if (growing := self._saver.growing) is not None:
-            growing.rates.after()
-        self._job.loop.optimizer_done()
+        if (adaptive_batch := self._saver.adaptive_batch) is not None:
+            adaptive_batch.rates.after()
+        self._context.loop.optimizer_done()
 
     def _at_step(self, step: Step) -> None:
         worker.progress.step = step.index
@@ -172,26 +176,26 @@ class Sitting:
             return
         self._looked = True
         self._stopper.begin()
-        prepare.check_models_prepared(self._job, self._models)
-        check_growing(self._job, self._saver.growing)
-        if self._job.config.dry_run:
+        prepare.check_models_prepared(self._context, self._models)
+        check_adaptive_batch(self._context, self._saver.adaptive_batch)
+        if self._context.config.dry_run:
             self._print_dry_run(step)
             raise SystemExit(0)
         forgotten = self._saver.unregistered()
         if forgotten:
-            self._job.journal.event(
+            self._context.recorder.event(
                 "unregistered",
                 f"NOT IN CHECKPOINTS: {', '.join(forgotten)} is alive but was not given to run.resume; after a resume it would "
                 "start anew",
             )
 
     def _print_dry_run(self, step: Step) -> None:
-        job = self._job
-        if job.groups.rank != 0:
+        context = self._context
+        if context.groups.rank != 0:
             return
-        sources = job.config.sources
+        sources = context.config.sources
         lines = ["settings:"]
-        for key, value in as_table(job.config).items():
+        for key, value in as_table(context.config).items():
             if key != "sources":
                 lines.append(f"  {key} = {value!r}  ({sources.get(key, 'default')})")
         plan = step.batch.plan

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from evenload.errors import CheckpointError, ConfigError
-from evenload.training.adaptive_batch.setup import Growing
+from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import files, handover
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
@@ -23,31 +23,31 @@ _EVERY = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|step|steps)\s*$")
 _UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
-class Own:
+class RunState:
     """Evenload's own part of the state: cursors, randomness, the loss scale, the shares."""
 
-    def __init__(self, job: TrainingContext, loaders: list[StepLoader]) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, loaders: list[StepLoader]) -> None:
+        self._context = context
         self._loaders = loaders
         self.finished = False
-        self.growing: Growing | None = None
+        self.adaptive_batch: AdaptiveBatch | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and generator states."""
-        generators = randomness.capture(self._job.device)
+        generators = randomness.capture(self._context.device)
         if generators["numpy"] is not None:
             kind, keys, *rest = generators["numpy"]
             generators["numpy"] = [kind, keys.tolist(), *rest]
         return {
             "finished": self.finished,
-            "steps_done": self._job.loop.steps_done,
+            "steps_done": self._context.loop.steps_done,
             "loaders": [
                 {"cursor": loader.loader.cursor().state_dict(), "planner": loader.planner.state_dict()}
                 for loader in self._loaders
             ],
-            "precision": self._job.engine.precision.state_dict(),
+            "precision": self._context.engine.precision.state_dict(),
             "generators": generators,
-            **({} if self.growing is None else {"batch": self.growing.growth.state_dict()}),
+            **({} if self.adaptive_batch is None else {"batch": self.adaptive_batch.growth.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -57,21 +57,21 @@ class Own:
                 f"the checkpoint was made with {len(state['loaders'])} prepared loaders, now there are {len(self._loaders)}"
             )
         self.finished = bool(state["finished"])
-        self._job.loop.steps_done = int(state["steps_done"])
+        self._context.loop.steps_done = int(state["steps_done"])
         for loader, saved in zip(self._loaders, state["loaders"], strict=True):
             cursor = Cursor.from_state_dict(saved["cursor"])
             loader.loader.load(cursor)
             self._load_batch(state.get("batch"), in_epoch=cursor.position > 0)
             loader.planner.load_state_dict(saved["planner"], cursor.global_step)
-        self._job.engine.precision.load_state_dict(state["precision"])
+        self._context.engine.precision.load_state_dict(state["precision"])
         generators = dict(state["generators"])
         if generators["numpy"] is not None:
             generators["numpy"] = tuple(generators["numpy"])
-        randomness.restore(generators, self._job.device)
+        randomness.restore(generators, self._context.device)
 
     def _load_batch(self, state: dict[str, Any] | None, *, in_epoch: bool) -> None:
-        if self.growing is not None:
-            self.growing.growth.load_state_dict(state, in_epoch=in_epoch)
+        if self.adaptive_batch is not None:
+            self.adaptive_batch.growth.load_state_dict(state, in_epoch=in_epoch)
         elif state is not None and in_epoch and state["batch_size"] != state["base"]:
             raise CheckpointError(
                 f"the checkpoint stands inside an epoch in batches of {state['batch_size']}, which batch_max let grow from "
@@ -82,9 +82,9 @@ class Own:
 class Saver:
     """Writes and reads the checkpoints of one job."""
 
-    def __init__(self, job: TrainingContext, loaders: list[StepLoader]) -> None:
-        self._job = job
-        self._own = Own(job, loaders)
+    def __init__(self, context: TrainingContext, loaders: list[StepLoader]) -> None:
+        self._context = context
+        self._run_state = RunState(context, loaders)
         self._last_s = 0.0
         self._last_step = -1
         self._asked = False
@@ -93,40 +93,40 @@ class Saver:
         self.resumed = False
 
     @property
-    def growing(self) -> Growing | None:
+    def adaptive_batch(self) -> AdaptiveBatch | None:
         """What lets the global batch grow; it is part of a checkpoint."""
-        return self._own.growing
+        return self._run_state.adaptive_batch
 
-    @growing.setter
-    def growing(self, growing: Growing | None) -> None:
-        self._own.growing = growing
+    @adaptive_batch.setter
+    def adaptive_batch(self, adaptive_batch: AdaptiveBatch | None) -> None:
+        self._run_state.adaptive_batch = adaptive_batch
 
     def resume(self, named: dict[str, Any]) -> bool:
         """Registers the state and loads the newest checkpoint, if there is one."""
-        job = self._job
+        context = self._context
         if self.resumed:
             raise CheckpointError("run.resume was called twice; give it all state at once")
         for name, value in named.items():
             if name == "evenload":
                 raise CheckpointError("the name 'evenload' is Evenload's own; give this state another name")
-            job.registry.register(name, value)
-        job.registry.register("evenload", self._own)
+            context.registry.register(name, value)
+        context.registry.register("evenload", self._run_state)
         self.resumed = True
-        found = None if job.config.fresh else files.newest(job.folder)
-        rows = job.control.exchange(Operation.RESUME, handover.identity(found))
+        found = None if context.config.fresh else files.newest(context.folder)
+        rows = context.control.exchange(Operation.RESUME, handover.identity(found))
         # Rank 0 writes them, so its newest one counts, whatever lies in a folder of that name on another machine.
-        strangers = handover.strangers(rows, job.folder)
+        strangers = handover.strangers(rows, context.folder)
         if rows[0][0] < 0:
             return False
-        state = files.read(found) if found is not None and (job.groups.rank == 0 or not strangers) else None
+        state = files.read(found) if found is not None and (context.groups.rank == 0 or not strangers) else None
         if strangers:
-            state = handover.hand_over(state, job.groups)
-        job.registry.load(state or {})
+            state = handover.hand_over(state, context.groups)
+        context.registry.load(state or {})
         self._loaded = True
-        step_index, finished = job.loop.steps_done, self._own.finished
-        self._last_step, self._own.finished = step_index, False
-        epochs = ", ".join(str(loader.epoch) for loader in self._own._loaders)
-        job.journal.event(
+        step_index, finished = context.loop.steps_done, self._run_state.finished
+        self._last_step, self._run_state.finished = step_index, False
+        epochs = ", ".join(str(loader.epoch) for loader in self._run_state._loaders)
+        context.recorder.event(
             "resumed",
             f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts anew"
             if finished
@@ -138,19 +138,19 @@ class Saver:
 
     def checkpoint(self, every: str | int | None) -> bool:
         """Writes a checkpoint now, or when it is time; returns whether it did."""
-        job = self._job
+        context = self._context
         if not self.resumed:
             raise CheckpointError(
                 "run.checkpoint doesn't know what to save: call run.resume(model=model, optimizer=optimizer, ...) once "
                 "before the loop; it also loads the newest checkpoint"
             )
-        if job.loop.step is not None and job.loop.step.arm:
+        if context.loop.step is not None and context.loop.step.arm:
             return False  # a window's step is no training
-        if job.spec.mode == "verify":
+        if context.spec.mode == "verify":
             return False  # nothing is changed on the disk
         self._asked = True
         step = self._step_after_body()
-        job.loop.check_between_steps("run.checkpoint")
+        context.loop.check_between_steps("run.checkpoint")
         if every is not None and not self._is_time(every, step):
             return False
         self._write(step)
@@ -164,75 +164,79 @@ class Saver:
         Raises:
             CheckpointError: it can't be written; on all ranks.
         """
-        self._write(self._job.loop.steps_done)
+        self._write(self._context.loop.steps_done)
         return self._took_s
 
     @property
     def took_s(self) -> float:
-        """How long the last checkpoint of this sitting took; 0 before the first."""
+        """How long the last checkpoint of this session took; 0 before the first."""
         return self._took_s
 
     def close(self) -> None:
         """The script ended well: the last steps are saved too, and where its loop ran to the end the run is marked finished."""
-        job, loop = self._job, self._job.loop
+        context, loop = self._context, self._context.loop
         if not self.resumed or loop.is_half_done:
             return
-        # Nobody called run.checkpoint in this sitting, but it went on from one, which a request to stop may have written: the
+        # Nobody called run.checkpoint in this session, but it went on from one, which a request to stop may have written: the
         # next start must not begin there again.
         went_on = self._loaded and (loop.ran_out or loop.steps_done > self._last_step)
         if not self._asked and not went_on:
             return
         # A script that leaves its loop early (the time is over, somebody asked it to stop) may go on later.
-        self._own.finished = loop.step is None and not loop.left_early
+        self._run_state.finished = loop.step is None and not loop.left_early
         step = self._step_after_body()
         if step > self._last_step:
             self._write(step)
-        elif not self._own.finished:
+        elif not self._run_state.finished:
             return
-        elif job.groups.rank == 0 and not job.config.dry_run and (newest := files.newest(job.folder)) is not None:
+        elif (
+            context.groups.rank == 0
+            and not context.config.dry_run
+            and (newest := files.newest(context.folder)) is not None
+        ):
             # The last steps are saved already: only told that they were the last. What the script did to its objects since
             # then (averaged weights put in place) is none of the checkpoint's.
             files.amend(newest, "evenload", {"finished": True})
 
     def _step_after_body(self) -> int:
-        step = self._job.loop.step
-        return step.index + 1 if step is not None and step.tally.calls else self._job.loop.steps_done
+        step = self._context.loop.step
+        return step.index + 1 if step is not None and step.stats.calls else self._context.loop.steps_done
 
     def _is_time(self, every: str | int, step: int) -> bool:
         amount, unit = _parse_every(every)
         if unit == "steps":
             return step > 0 and step % int(amount) == 0 and step != self._last_step
         # The clock is rank 0's, as of the last exchange: the same number everywhere, so the same answer.
-        return self._job.engine.elapsed_s - self._last_s >= amount * _UNIT_S[unit]
+        return self._context.engine.elapsed_s - self._last_s >= amount * _UNIT_S[unit]
 
     def _write(self, step: int) -> None:
-        job = self._job
+        context = self._context
         began_s = time.monotonic()
-        self._last_s, self._last_step = job.engine.elapsed_s, step
-        if job.loop.step is not None and job.loop.step.tally.calls:
-            job.loop.step.commit()
+        self._last_s, self._last_step = context.engine.elapsed_s, step
+        if context.loop.step is not None and context.loop.step.stats.calls:
+            context.loop.step.commit()
         failure: CheckpointError | None = None
-        with job.clock.segment("other"):
-            state = job.registry.capture()
-            if job.groups.rank == 0 and not job.config.dry_run:
+        with context.clock.segment("other"):
+            state = context.registry.capture()
+            if context.groups.rank == 0 and not context.config.dry_run:
                 try:
-                    files.write(job.folder, step, state)
+                    files.write(context.folder, step, state)
                 except CheckpointError as error:
                     failure = error
-            rows = job.control.exchange(Operation.CHECKPOINT, [float(failure is not None)])
+            rows = context.control.exchange(Operation.CHECKPOINT, [float(failure is not None)])
         if failure is not None:
             raise failure
         if rows[0][0]:
             raise CheckpointError("rank 0 could not write the checkpoint")
         self._took_s = time.monotonic() - began_s
-        job.journal.event("checkpoint", f"checkpoint at step {step}", step=step)
+        context.recorder.event("checkpoint", f"checkpoint at step {step}", step=step)
 
     def unregistered(self) -> list[str]:
         """Kinds of schedulers and averaged models that are alive but were not given to `run.resume`."""
         if not self.resumed:
             return []
-        held = {id(value) for value in self._job.registry.values()} | {
-            id(part) for value in self._job.registry.values() for part in getattr(value, "_schedulers", [])
+        held = {id(value) for value in self._context.registry.values()} | {
+            id(part) for value in self._context.registry.values() for part in getattr(value, "_schedulers", [])
         }
         found = []
         for value in gc.get_objects():

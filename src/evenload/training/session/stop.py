@@ -43,19 +43,19 @@ _LARGE_PART = 0.5
 class Stopper:
     """Looks, between two steps, whether the run is to stop; tells the queue how far it is."""
 
-    def __init__(self, job: TrainingContext, saver: Saver) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, saver: Saver) -> None:
+        self._context = context
         self._saver = saver
         self._caught = contextlib.ExitStack()
-        self._is_main = job.groups.rank == 0
+        self._is_main = context.groups.rank == 0
         self._saves = False
         self._told_why_not = False
         self._num_samples = 0
         # The modes that measure have nothing to go on with.
-        self._acts = job.spec.mode == "train" and not stop_status.is_interactive()
+        self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
         if self._acts:
             stop_requested()  # a queue's variable that names no terms is told at init, not in the first step
-            job.loop.on_boundary = self._at_boundary
+            context.loop.on_boundary = self._at_boundary
 
     def listen(self) -> None:
         """The script has said what a checkpoint holds: from now on it can be stopped and gone on with.
@@ -65,36 +65,36 @@ class Stopper:
         """
         if not self._acts:
             return
-        job = self._job
+        context = self._context
         numbers = _free_signals()
         if numbers:
             self._caught.enter_context(listening(numbers, stays=self._repeated(), is_end=self._end_if_told))
         self._saves = signal.SIGTERM in numbers
         if self._saves:
-            stop_status.tell(job.spec.launch_dir, job.spec.rank, Stop.SAVES)
-        rows = job.control.exchange(Operation.RESUME, [float(stop_requested())])
+            stop_status.tell(context.spec.launch_dir, context.spec.rank, Stop.SAVES)
+        rows = context.control.exchange(Operation.RESUME, [float(stop_requested())])
         if any(row[0] for row in rows):
-            self._leave(f"stopped before step {job.loop.steps_done + 1} ({_reason()}); {go_on_text(self._go_on())}")
+            self._leave(f"stopped before step {context.loop.steps_done + 1} ({_reason()}); {go_on_text(self._go_on())}")
 
     def begin(self) -> None:
-        """The first step of this sitting begins."""
+        """The first step of this session begins."""
         if self._acts and not self._saves:
-            stop_status.tell(self._job.spec.launch_dir, self._job.spec.rank, Stop.LOSES)
+            stop_status.tell(self._context.spec.launch_dir, self._context.spec.rank, Stop.LOSES)
 
     def close(self, well: bool) -> None:
         """The run ends; signals do again what they did before."""
         if not self._acts:
             return
-        if well and self._is_main and not self._job.loop.stopped:
+        if well and self._is_main and not self._context.loop.stopped:
             self._report("finished")
         is_leaving = worker.progress.exit_code == 0
-        stop_status.tell(self._job.spec.launch_dir, self._job.spec.rank, Stop.ENDS if is_leaving else Stop.OVER)
+        stop_status.tell(self._context.spec.launch_dir, self._context.spec.rank, Stop.ENDS if is_leaving else Stop.OVER)
         self._caught.close()
         if is_leaving and self._saves:  # the work is done: who asks for its end now is too late
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _at_boundary(self, step: Step) -> None:
-        loop = self._job.loop
+        loop = self._context.loop
         if self._is_main:
             self._num_samples = step.num_samples
             self._report("running")
@@ -104,7 +104,7 @@ class Stopper:
             self._stop()
         elif not self._told_why_not:
             self._told_why_not = True
-            self._job.journal.event(
+            self._context.recorder.event(
                 "not_stoppable",
                 f"asked to stop ({_reason()}), but there is nothing to go on with: call run.resume(model=model, "
                 "optimizer=optimizer, ...) before the loop, which says what to save",
@@ -117,7 +117,7 @@ class Stopper:
         if left_s is not None and self._saver.took_s > left_s:
             self._tell(
                 f"the last checkpoint took {self._saver.took_s:.1f} s, and {left_s:.1f} s of the grace are left: this one may "
-                "not be done when the queue kills the job, which then goes on from the last; give it a longer --grace"
+                "not be done when the queue kills the context, which then goes on from the last; give it a longer --grace"
             )
         took_s = self._saver.save()
         after_s = grace_left_s()
@@ -125,20 +125,20 @@ class Stopper:
             self._tell(
                 f"the save took {took_s:.1f} s, with {after_s:.1f} s of the grace left: give the job a longer --grace"
             )
-        self._leave(stopped_text(self._job.loop.steps_done, None, took_s, _reason(), self._go_on()))
+        self._leave(stopped_text(self._context.loop.steps_done, None, took_s, _reason(), self._go_on()))
 
     def _repeated(self) -> tuple[int, ...]:
         """The signals that come to this rank from several sides: by the second one its launcher ends it, not it itself."""
-        if self._job.spec.launch_dir:
+        if self._context.spec.launch_dir:
             return (signal.SIGTERM, signal.SIGINT)
-        return (signal.SIGTERM,) if self._job.spec.origin in ("torchrun", "slurm") else ()
+        return (signal.SIGTERM,) if self._context.spec.origin in ("torchrun", "slurm") else ()
 
     def _end_if_told(self, number: int, frame: FrameType | None) -> None:
-        if self._job.spec.launch_dir and stop_status.is_end(self._job.spec.launch_dir):
+        if self._context.spec.launch_dir and stop_status.is_end(self._context.spec.launch_dir):
             worker.leave_on_signal(number, frame)
 
     def _leave(self, text: str) -> None:
-        loop = self._job.loop
+        loop = self._context.loop
         loop.left_early = loop.stopped = True
         self._tell(text, "stopped")
         if self._is_main:
@@ -146,17 +146,17 @@ class Stopper:
         raise SystemExit(EXIT_CODE)
 
     def _tell(self, text: str, kind: str = "stopping") -> None:
-        self._job.journal.event(kind, text, step=self._job.loop.steps_done)
+        self._context.recorder.event(kind, text, step=self._context.loop.steps_done)
 
     def _report(self, state: str) -> None:
-        step, num_samples = self._job.loop.steps_done, self._num_samples
-        if self._saver.growing is not None:
+        step, num_samples = self._context.loop.steps_done, self._num_samples
+        if self._saver.adaptive_batch is not None:
             # Steps of a grown batch are fewer and longer: counted as such they would look like a slower job.
-            step, num_samples = self._saver.growing.growth.progress()
+            step, num_samples = self._saver.adaptive_batch.growth.progress()
         report(step, None, samples_per_step=num_samples, state=state)
 
     def _go_on(self) -> str:
-        spec = self._job.spec
+        spec = self._context.spec
         if spec.num_nodes > 1 and spec.origin == "evenload":
             return "start the same command again on all machines"
         if spec.origin in ("torchrun", "slurm", "group"):

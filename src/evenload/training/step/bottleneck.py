@@ -26,7 +26,7 @@ LEAST_DATA_S = 0.002
 
 
 @dataclass(frozen=True)
-class Told:
+class LoadingEvent:
     """One event to write."""
 
     kind: str
@@ -55,11 +55,11 @@ class Bottleneck:
     def __init__(self) -> None:
         self._window: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
         self._readers: list[_Reader] = []
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         """Ranks that are told to wait, until it is over; where all do, now one is the busiest and now another."""
         self._num_steps = 0
 
-    def take(self, record: StepRecord, readings: Sequence[Reading]) -> list[Told]:
+    def take(self, record: StepRecord, readings: Sequence[Reading]) -> list[LoadingEvent]:
         """Looks at one committed step of training.
 
         Args:
@@ -67,41 +67,48 @@ class Bottleneck:
             readings: how each rank read its samples in it.
         """
         if len(readings) != len(self._readers):
-            # The first step of a sitting, or of another set of ranks: workers start in it.
+            # The first step of a session, or of another set of ranks: workers start in it.
             self._readers = [_Reader(reading) for reading in readings]
             self._window.clear()
-            self._told.clear()
+            self._reported.clear()
             return []
-        told: list[Told] = []
+        events: list[LoadingEvent] = []
         for rank, (reader, reading) in enumerate(zip(self._readers, readings, strict=True)):
             # Replicas of one process read together: the first tells it.
             together = rank > 0 and record.ranks[rank].data_s == record.ranks[0].data_s and reading == readings[0]
             if reading != reader.reading:
                 changed = _change(rank, reader, reading)
-                told += [] if together else changed
+                events += [] if together else changed
             reader.waited.append(record.ranks[rank].data_s / record.seconds if record.seconds > 0 else 0.0)
             reader.sample_s.append(record.seconds / max(1, record.num_samples))
         if any(reading.how is How.TRIED for reading in readings):
             self._window.clear()  # a search goes on: what it tries is not what the run is like
-            return told
+            return events
         self._window.append(record)
         self._num_steps += 1
-        return told + self._judge() if self._num_steps % _EVERY_STEPS == 0 else told
+        return events + self._judge() if self._num_steps % _EVERY_STEPS == 0 else events
 
-    def _judge(self) -> list[Told]:
+    def _judge(self) -> list[LoadingEvent]:
         if len(self._window) < LEAST_STEPS:
             return []
-        over = [rank for rank in sorted(self._told) if self._usual(rank) < DATA_BOUND / 2]
-        self._told.difference_update(over)
-        told = [Told("data_bound_over", f"rank {rank} no longer waits for samples", {"rank": rank}) for rank in over]
+        over = [rank for rank in sorted(self._reported) if self._usual(rank) < DATA_BOUND / 2]
+        self._reported.difference_update(over)
+        events = [
+            LoadingEvent("data_bound_over", f"rank {rank} no longer waits for samples", {"rank": rank}) for rank in over
+        ]
         verdict = summarise(self._window).verdict
-        if verdict is None or verdict.kind != "data" or verdict.rank in self._told or not self._is_steady(verdict.rank):
-            return told
-        self._told.add(verdict.rank)
+        if (
+            verdict is None
+            or verdict.kind != "data"
+            or verdict.rank in self._reported
+            or not self._is_steady(verdict.rank)
+        ):
+            return events
+        self._reported.add(verdict.rank)
         reading = self._readers[verdict.rank].reading
         message = f"{format_verdict(verdict)} goes by waiting for samples ({reading}); {_advice(reading)}"
         fields = {"rank": verdict.rank, "fraction": verdict.fraction, "num_workers": reading.num_workers}
-        return [*told, Told("data_bound", message, fields)]
+        return [*events, LoadingEvent("data_bound", message, fields)]
 
     def _is_steady(self, rank: int) -> bool:
         """Whether it is so in most steps; one in which workers start, or a cache is filled, says nothing."""
@@ -112,7 +119,7 @@ class Bottleneck:
         return median(step.ranks[rank].data_s / max(step.seconds, 1e-9) for step in self._window)
 
 
-def _change(rank: int, reader: _Reader, reading: Reading) -> list[Told]:
+def _change(rank: int, reader: _Reader, reading: Reading) -> list[LoadingEvent]:
     """A rank reads otherwise from this step on, or has ended its search."""
     before, reader.reading = reader.reading, reading
     if reading.how is How.GIVEN:
@@ -143,7 +150,7 @@ def _change(rank: int, reader: _Reader, reading: Reading) -> list[Told]:
         "pinned": reading.pinned,
         "chosen": reading.how is How.CHOSEN,
     }
-    return [Told("workers", message, fields)]
+    return [LoadingEvent("workers", message, fields)]
 
 
 def _usual(waited: Sequence[float]) -> float:

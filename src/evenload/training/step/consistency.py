@@ -91,7 +91,7 @@ class Consistency:
         """
         self._queued, self._key = None, 0.0
         wanted = self.every > 0 and world_size > 1 and first_call
-        # The first step of a sitting too: what was loaded may differ.
+        # The first step of a session too: what was loaded may differ.
         if wanted and step != self._last_step and (self._last_step < 0 or step % self.every == 0):
             self._last_step = step
             self._queued = queue_checksums(state_of(self._models).values())

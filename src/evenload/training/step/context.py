@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from evenload.config import Config
-from evenload.records.recorder import Recorder
 from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control
@@ -16,7 +15,7 @@ from evenload.training.comm.groups import Groups
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.parallel.threaded.dp import LaneStrategy
 from evenload.training.step.engine import Engine
-from evenload.training.step.stats import Journal
+from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
 
 
@@ -31,8 +30,7 @@ class TrainingContext:
     groups: Groups
     control: Control
     clock: StepClock
-    recorder: Recorder
-    journal: Journal
+    recorder: StepRecorder
     engine: Engine
     loop: StepLoop
     registry: Registry
@@ -44,8 +42,10 @@ class TrainingContext:
         return len(strategy.lanes) if isinstance(strategy, LaneStrategy) else self.groups.world_size
 
 
-def device_names(job: TrainingContext) -> list[str]:
+def device_names(context: TrainingContext) -> list[str]:
     """What a person calls the device of each rank."""
-    if job.spec.device_names:
-        return list(job.spec.device_names)
-    return [str(job.device) if job.groups.world_size == 1 else f"rank {r}" for r in range(job.groups.world_size)]
+    if context.spec.device_names:
+        return list(context.spec.device_names)
+    return [
+        str(context.device) if context.groups.world_size == 1 else f"rank {r}" for r in range(context.groups.world_size)
+    ]

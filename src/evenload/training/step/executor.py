@@ -19,41 +19,41 @@ from evenload.job import stop_requested
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.compute import batchnorm, randomness
-from evenload.training.compute.micro_steps import LossFn, Sums, Surroundings, run_micro_steps
+from evenload.training.compute.micro_steps import LossFn, StepContext, Sums, run_micro_steps
 from evenload.training.compute.weighting import ignores_labels
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import Burner
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.planner import Planner
-from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, Report, read_rows
-from evenload.training.step.stats import Tally
+from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, RankReport, read_rows
+from evenload.training.step.stats import StepStats
 
 
 @dataclass(frozen=True)
-class Attempt:
+class BackwardAttempt:
     """What is to be computed."""
 
     batch: GlobalBatch
     planner: Planner
-    tally: Tally
+    stats: StepStats
     loss_fn: LossFn
     last_units: float | None
     """N of the same call in the last step, where there was one."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptResult:
     """What all who share the step told; the same on all ranks."""
 
-    reports: list[Report]
+    reports: list[RankReport]
     nominal: float
     """The divisor that the backwards ran with."""
     dtype: torch.dtype
     """Of the loss."""
 
 
-class Crew(Protocol):
+class Executor(Protocol):
     """Who computes an attempt: this rank beside others, or the replicas of this process (replicas.py)."""
 
     def attach(self, models: Sequence[nn.Module]) -> None:
@@ -63,7 +63,7 @@ class Crew(Protocol):
     def num_ranks(self) -> int:
         """Processes that take part."""
 
-    def attempt(self, attempt: Attempt) -> Outcome:
+    def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
         """Computes all of the global batch, each its part, and tells what came of it."""
 
 
@@ -92,19 +92,19 @@ class LabelWatch:
         )
 
 
-class RankCrew:
+class RankExecutor:
     """One rank: computes its part of the batch, and exchanges one row of numbers with the others."""
 
     def __init__(
         self,
-        around: Surroundings,
+        context: StepContext,
         strategy: Strategy,
         control: Control,
         clock: StepClock,
         burner: Burner,
         consistency: Consistency,
     ) -> None:
-        self._around = around
+        self._context = context
         self._strategy = strategy
         self._control = control
         self._clock = clock
@@ -116,14 +116,14 @@ class RankCrew:
     def attach(self, models: Sequence[nn.Module]) -> None:
         """Takes the models of the job."""
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
-        self._around = replace(self._around, other_gpus=randomness.other_gpus(models, self._around.device))
+        self._context = replace(self._context, other_gpus=randomness.other_gpus(models, self._context.device))
 
     @property
     def num_ranks(self) -> int:
         """Processes that take part."""
-        return self._around.statistics.world_size
+        return self._context.statistics.world_size
 
-    def attempt(self, attempt: Attempt) -> Outcome:
+    def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
         """Computes this rank's part and tells the others; what a device can fail with becomes a status that all hear."""
         if self._meets_in_forward:
             # A rank that does something else would leave the others inside a collective of the forward.
@@ -131,58 +131,58 @@ class RankCrew:
                 self._control.exchange(Operation.BEGIN)
         sums = Sums()
         status = self._compute(attempt, sums)
-        return Outcome(self._exchange(attempt, sums, status), sums.nominal, sums.dtype)
+        return AttemptResult(self._exchange(attempt, sums, status), sums.nominal, sums.dtype)
 
     @property
     def _meets_in_forward(self) -> bool:
-        return self._has_statistics and self._around.statistics.world_size > 1
+        return self._has_statistics and self._context.statistics.world_size > 1
 
-    def _compute(self, attempt: Attempt, sums: Sums) -> int:
+    def _compute(self, attempt: BackwardAttempt, sums: Sums) -> int:
         graphs = compiled_graphs()
         started_s = time.perf_counter()
-        tally = attempt.tally
+        stats = attempt.stats
         try:
-            run_micro_steps(self._around, attempt.batch, attempt.loss_fn, tally.calls, attempt.last_units, sums)
+            run_micro_steps(self._context, attempt.batch, attempt.loss_fn, stats.calls, attempt.last_units, sums)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             if self._meets_in_forward:
                 raise StepError(
-                    f"rank {self._around.rank} ran out of memory in a model whose BatchNorm takes its statistics over all "
+                    f"rank {self._context.rank} ran out of memory in a model whose BatchNorm takes its statistics over all "
                     "ranks, where a step can't be done again by one rank alone; set --micro-batch (or "
                     "init(micro_batch=...)) lower"
                 ) from error
             return OUT_OF_MEMORY
-        pay(self._burner, self._around.device, started_s)
+        pay(self._burner, self._context.device, started_s)
         if compiled_graphs() != graphs:
-            tally.compiled = True
+            stats.compiled = True
         return LATE_GRADIENT if self._strategy.report()[1] else OK
 
-    def _exchange(self, attempt: Attempt, sums: Sums, status: int) -> list[Report]:
-        squares = self._around.squares
+    def _exchange(self, attempt: BackwardAttempt, sums: Sums, status: int) -> list[RankReport]:
+        grad_norms = self._context.grad_norms
         seconds = dict(self._clock.take())
-        if attempt.tally.compiled:
+        if attempt.stats.compiled:
             attempt.planner.coarsen()
             seconds["compile"], seconds["compute"] = seconds["compile"] + seconds["compute"], 0.0
-        own = Report(
+        own = RankReport(
             status=status,
             weighted=sums.weighted,
             units=sums.units,
             loss_sum=float(sums.loss_sum),
             touched_key=self._strategy.report()[0],
-            has_news=attempt.planner.has_news,
+            has_decision=attempt.planner.has_decision,
             elapsed_s=time.monotonic() - self._started,
-            memory_bytes=float(memory_bytes(self._around.device)),
+            memory_bytes=float(memory_bytes(self._context.device)),
             state_key=self._consistency.key(),
             reading=attempt.batch.reading.code(),
             asked=stop_requested(),
             seconds=seconds,
             metrics={name: float(value) for name, value in sums.metrics.items()} if status == OK else {},
-            square=squares.own() if squares is not None and squares.on else None,
+            squared_norm=grad_norms.own() if grad_norms is not None and grad_norms.on else None,
         )
         self._clock.switch("wait")
         rows = self._control.exchange(Operation.BACKWARD, own.row())
-        return read_rows(rows, sorted(own.metrics), measured=own.square is not None)
+        return read_rows(rows, sorted(own.metrics), measured=own.squared_norm is not None)
 
 
 def pay(burner: Burner, device: torch.device, since_s: float) -> None:

@@ -1,6 +1,6 @@
 """Which rank computes what in the next steps: decided on rank 0, known to all as integers.
 
-A ruling is a set of shares, caps and the step from which they hold. Every rank keeps the same list of rulings and turns
+An assignment is a set of shares, caps and the step from which they hold. Every rank keeps the same list of assignments and turns
 them into plans with the same integer arithmetic, so plans for steps that have not come yet can be made ahead, by the
 loader's prefetch, without asking anyone.
 """
@@ -30,7 +30,7 @@ Caps = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class Ruling:
+class ShareAssignment:
     """Shares and caps from a step on."""
 
     from_step: int
@@ -77,25 +77,25 @@ class Planner:
         self._adapts = balance == "auto" and world_size > 1
         shares = even_shares(batch_size, world_size) if isinstance(balance, str) else tuple(balance)
         check_shares(shares, batch_size, world_size)
-        self._rulings = [Ruling(0, shares, 1, caps)]
+        self._assignments = [ShareAssignment(0, shares, 1, caps)]
         self._revision = 0
         self._pending: Decision | None = None
         self.forced: Callable[[int, int], Shares] | None = None
-        """(global_step, num_samples) -> shares, in place of the rulings: the windows of a measurement."""
+        """(global_step, num_samples) -> shares, in place of the assignments: the windows of a measurement."""
         self._balancer = self._new_balancer(shares)
         self._cache: dict[tuple[Shares, int, int, Caps], tuple[tuple[int, ...], ...]] = {}
 
     # -- plans ----------------------------------------------------------------------------------------------------------
 
     def plan(self, epoch: int, epoch_step: int, global_step: int, start: int, num_samples: int) -> StepPlan:
-        """The plan of a step under the rulings known now."""
-        ruling = self._at(global_step)
-        shares = ruling.shares
+        """The plan of a step under the assignments known now."""
+        assignment = self._at(global_step)
+        shares = assignment.shares
         if self.forced is not None:
             shares = self.forced(global_step, num_samples)
         elif num_samples != sum(shares):
             shares = scale_shares(shares, num_samples)
-        micro = self._cut(shares, num_samples, ruling.min_num_micro, ruling.caps)
+        micro = self._cut(shares, num_samples, assignment.min_num_micro, assignment.caps)
         return StepPlan(self.generation, epoch, epoch_step, 0, start, micro)
 
     def revision(self) -> int:
@@ -112,24 +112,24 @@ class Planner:
 
     @property
     def shares(self) -> Shares:
-        """The newest ruling's shares."""
-        return self._rulings[-1].shares
+        """The newest assignment's shares."""
+        return self._assignments[-1].shares
 
     def speeds(self) -> tuple[float, ...]:
         """Relative speeds of the ranks, for work outside of steps; equal on all ranks. No rank is left out."""
-        shares = self._rulings[-1].shares
+        shares = self._assignments[-1].shares
         return tuple(max(share, 0.25) / sum(shares) for share in shares)
 
     # -- decisions ------------------------------------------------------------------------------------------------------
 
     @property
-    def rulings(self) -> tuple[Ruling, ...]:
+    def assignments(self) -> tuple[ShareAssignment, ...]:
         """What is ruled; equal on all ranks. Set by who forces shares, to leave no trace."""
-        return tuple(self._rulings)
+        return tuple(self._assignments)
 
-    @rulings.setter
-    def rulings(self, rulings: Sequence[Ruling]) -> None:
-        self._rulings = list(rulings)
+    @assignments.setter
+    def assignments(self, assignments: Sequence[ShareAssignment]) -> None:
+        self._assignments = list(assignments)
         self._revision += 1
 
     def watch(self, own_s: Sequence[float], cpu_s: Sequence[float], together_s: float, in_turns: bool) -> None:
@@ -191,17 +191,17 @@ class Planner:
             self._balancer.quantum = max(1, self._batch_size // QUANTA_IN_A_BATCH)
 
     @property
-    def has_news(self) -> bool:
+    def has_decision(self) -> bool:
         """Whether this rank (rank 0) has a decision to tell."""
         return self._pending is not None
 
-    def hear(self, step: int) -> None:
+    def sync_decision(self, step: int) -> None:
         """All ranks: rank 0 tells its decision during `step`; it holds `LEAD_STEPS` later."""
         decision = self._pending
         told = None if decision is None else [decision.num_micro, *decision.shares]
         integers = self._control.agree(told)
         from_step = step + LEAD_STEPS
-        self._rule(Ruling(from_step, tuple(integers[1:]), integers[0], self._rulings[-1].caps))
+        self._assign(ShareAssignment(from_step, tuple(integers[1:]), integers[0], self._assignments[-1].caps))
         if decision is not None:
             self._announce(decision, from_step)
             self._pending = None
@@ -212,7 +212,7 @@ class Planner:
         Raises:
             DataError: a rank can't hold a single sample.
         """
-        caps = list(self._rulings[-1].caps)
+        caps = list(self._assignments[-1].caps)
         for rank, out in enumerate(failed):
             if out:
                 largest = max(max(row[rank], 1) for row in plan.micro)
@@ -227,7 +227,7 @@ class Planner:
             self._pending = self._balancer.set_caps(new) or self._pending
         shares = plan.shares
         micro = self._cut(shares, plan.num_samples, 1, new)
-        self._rule(Ruling(0, self._rulings[-1].shares, 1, new))
+        self._assign(ShareAssignment(0, self._assignments[-1].shares, 1, new))
         return StepPlan(plan.generation, plan.epoch, plan.step, plan.attempt + 1, plan.start, micro)
 
     def outlook(self) -> dict[str, float]:
@@ -246,19 +246,19 @@ class Planner:
     @property
     def num_micro(self) -> int:
         """K of a usual step, as ruled now."""
-        ruling = self._rulings[-1]
-        return max(ruling.min_num_micro, num_micro(ruling.shares, ruling.caps))
+        assignment = self._assignments[-1]
+        return max(assignment.min_num_micro, num_micro(assignment.shares, assignment.caps))
 
     def state_dict(self) -> dict[str, object]:
-        """The newest ruling: a start for a run on the same ranks."""
-        ruling = self._rulings[-1]
-        shares = ruling.shares
+        """The newest assignment: a start for a run on the same ranks."""
+        assignment = self._assignments[-1]
+        shares = assignment.shares
         if self._adapts and isinstance(self._balancer, ReplicaBalancer):
-            shares = self._balancer.shares  # the ruling may be a trial
-        return {"shares": list(shares), "num_micro": ruling.min_num_micro, "world_size": self.world_size}
+            shares = self._balancer.shares  # the assignment may be a trial
+        return {"shares": list(shares), "num_micro": assignment.min_num_micro, "world_size": self.world_size}
 
     def load_state_dict(self, state: dict[str, object], step: int) -> None:
-        """Starts from a saved ruling where it fits this job; otherwise measures anew."""
+        """Starts from a saved assignment where it fits this job; otherwise measures anew."""
         shares = state["shares"]
         if not self._adapts or state["world_size"] != self.world_size or not isinstance(shares, list):
             return
@@ -266,23 +266,23 @@ class Planner:
             self._settle(sum(shares))
         if sum(shares) == self._batch_size:
             least = state["num_micro"]
-            caps = self._rulings[-1].caps
-            self._rule(Ruling(step, tuple(shares), least if isinstance(least, int) else 1, caps))
+            caps = self._assignments[-1].caps
+            self._assign(ShareAssignment(step, tuple(shares), least if isinstance(least, int) else 1, caps))
             # Else it would wait some thirty steps for the equal shares that it thinks were decided.
             self._balancer = self._new_balancer(tuple(shares), self.num_micro)
 
     def split(self, batch_size: int, costs: Sequence[Cost]) -> Split:
         """How a global batch of another size would be split, as things are set."""
-        caps = self._rulings[-1].caps
+        caps = self._assignments[-1].caps
         quantum = 1 if self._balancer is None else self._balancer.quantum
-        return best_split(batch_size, costs, caps, None if self._adapts else self._rulings[-1].shares, quantum)
+        return best_split(batch_size, costs, caps, None if self._adapts else self._assignments[-1].shares, quantum)
 
     def resize(self, batch_size: int, shares: Shares | None) -> None:
         """All ranks, between two epochs: another global batch, in these shares; without any in the proportions of now."""
-        last, old = self._rulings[-1], self._balancer
+        last, old = self._assignments[-1], self._balancer
         shares = shares or scale_shares(last.shares, batch_size)
         self._batch_size, self._pending = batch_size, None
-        self.rulings = (Ruling(0, shares, 1, last.caps),)
+        self.assignments = (ShareAssignment(0, shares, 1, last.caps),)
         self._balancer = self._new_balancer(shares)
         if old is not None and old.quantum > 1:
             self.coarsen()
@@ -291,7 +291,7 @@ class Planner:
 
     def _new_balancer(self, shares: Shares, count: int | None = None) -> Balancer | ReplicaBalancer | None:
         """What decides from now on, beginning with these shares; None where nobody decides here."""
-        caps = self._rulings[-1].caps
+        caps = self._assignments[-1].caps
         if self._tell is not None and self.world_size > 1:
             return ReplicaBalancer(
                 self._batch_size, self.world_size, caps, shares=shares, num_micro_batches=count, adapts=self._adapts
@@ -306,19 +306,19 @@ class Planner:
         if batch_size == self._batch_size:
             return
         self._batch_size = batch_size
-        caps = self._rulings[-1].caps
-        self.rulings = (Ruling(0, even_shares(batch_size, self.world_size), 1, caps),)
-        self._balancer = self._new_balancer(self._rulings[-1].shares)
+        caps = self._assignments[-1].caps
+        self.assignments = (ShareAssignment(0, even_shares(batch_size, self.world_size), 1, caps),)
+        self._balancer = self._new_balancer(self._assignments[-1].shares)
 
-    def _at(self, step: int) -> Ruling:
-        for ruling in reversed(self._rulings):
-            if ruling.from_step <= step:
-                return ruling
-        return self._rulings[0]
+    def _at(self, step: int) -> ShareAssignment:
+        for assignment in reversed(self._assignments):
+            if assignment.from_step <= step:
+                return assignment
+        return self._assignments[0]
 
-    def _rule(self, ruling: Ruling) -> None:
-        # Later rulings replace earlier ones from their step on; two are enough: the one in force and the one to come.
-        self._rulings = [*self._rulings[-1:], ruling]
+    def _assign(self, assignment: ShareAssignment) -> None:
+        # Later assignments replace earlier ones from their step on; two are enough: the one in force and the one to come.
+        self._assignments = [*self._assignments[-1:], assignment]
         self._revision += 1
 
     def _cut(self, shares: Shares, num_samples: int, least: int, caps: Caps) -> tuple[tuple[int, ...], ...]:

@@ -18,7 +18,7 @@ MAX_METRICS = CAPACITY - _TIMES_END
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """One rank's row."""
 
     status: int
@@ -28,7 +28,7 @@ class Report:
     loss_sum: float
     """Sum of weight x mean loss over this rank's micro-batches."""
     touched_key: float
-    has_news: bool
+    has_decision: bool
     """Rank 0 has a decision to tell."""
     elapsed_s: float
     """Since the start of the run; rank 0's counts."""
@@ -43,7 +43,7 @@ class Report:
     """Of each segment since the last report."""
     metrics: Mapping[str, float]
     """Name -> sum of weight x value; nothing in an attempt that failed here."""
-    square: float | None = None
+    squared_norm: float | None = None
     """The squared norm of this rank's own gradient, in the units of its backwards; None in a step that measures none."""
 
     def row(self) -> list[float]:
@@ -53,7 +53,7 @@ class Report:
             StepError: more metrics than a row holds.
         """
         names = sorted(self.metrics)
-        room = MAX_METRICS - (self.square is not None)
+        room = MAX_METRICS - (self.squared_norm is not None)
         if len(names) > room:
             raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {room} are averaged")
         values = [
@@ -62,7 +62,7 @@ class Report:
             self.units,
             self.loss_sum,
             self.touched_key,
-            float(self.has_news),
+            float(self.has_decision),
             self.elapsed_s,
             self.memory_bytes,
             float(zlib.crc32("\0".join(names).encode())),
@@ -73,12 +73,12 @@ class Report:
             *(self.metrics[name] for name in names),
         ]
         values += [0.0] * (CAPACITY - len(values))
-        if self.square is not None:
-            values[-1] = self.square
+        if self.squared_norm is not None:
+            values[-1] = self.squared_norm
         return values
 
 
-def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured: bool = False) -> list[Report]:
+def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured: bool = False) -> list[RankReport]:
     """All ranks' rows as reports; `names` are this rank's own metrics, sorted; `measured`: with norms.
 
     Raises:
@@ -88,13 +88,13 @@ def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured
     if len(good) == len(rows) and len({row[8] for row in good}) > 1:
         raise StepError(f"loss_fn returned other metrics on other ranks (here: {', '.join(names) or 'none'})")
     return [
-        Report(
+        RankReport(
             status=int(row[0]),
             weighted=bool(row[1]),
             units=row[2],
             loss_sum=row[3],
             touched_key=row[4],
-            has_news=bool(row[5]),
+            has_decision=bool(row[5]),
             elapsed_s=row[6],
             memory_bytes=row[7],
             state_key=row[9],
@@ -102,7 +102,7 @@ def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured
             asked=bool(row[11]),
             seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
             metrics=dict(zip(names, row[_TIMES_END : _TIMES_END + len(names)], strict=True)),
-            square=row[CAPACITY - 1] if measured else None,
+            squared_norm=row[CAPACITY - 1] if measured else None,
         )
         for row in rows
     ]

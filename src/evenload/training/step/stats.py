@@ -14,10 +14,10 @@ from evenload.records.values import RankTimes, StepRecord
 from evenload.training.comm.clock import Segment
 from evenload.training.data.tuning import Reading, StepCost, read_code
 from evenload.training.step.bottleneck import Bottleneck
-from evenload.training.step.report import Report
+from evenload.training.step.report import RankReport
 
 
-class Tally:
+class StepStats:
     """One step so far: its backwards, loss, metrics, and what each rank spent."""
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Tally:
         self._memory: list[int] = []
         self._readings: list[float] = []
 
-    def add(self, reports: Sequence[Report]) -> None:
-        """Adds what each rank told and spent since its last report."""
+    def add(self, reports: Sequence[RankReport]) -> None:
+        """Adds what each rank reported and spent since its last report."""
         if not self._times:
             self._times = [dict(report.seconds) for report in reports]
         else:
@@ -82,7 +82,7 @@ class Tally:
         )
 
 
-class Journal:
+class StepRecorder:
     """Writes steps and events through the recorder; on ranks that write nothing it costs nothing."""
 
     def __init__(self, recorder: Recorder, writes: bool) -> None:
@@ -96,33 +96,37 @@ class Journal:
         if self._writes:
             self._recorder.event(kind, message, step=step, **fields)
 
-    def step(self, index: int, plan: StepPlan, tally: Tally, arm: str = "") -> None:
+    def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
         """A committed step."""
         now = time.perf_counter()
-        since = tally.begun_s if self._last_s is None else self._last_s
+        since = stats.begun_s if self._last_s is None else self._last_s
         self._last_s = now
-        if not self._writes or not tally.calls:
+        if not self._writes or not stats.calls:
             return
-        ranks = tally.rank_times()
+        ranks = stats.rank_times()
         record = StepRecord(
             step=index,
             epoch=plan.epoch,
             epoch_step=plan.step,
             num_samples=plan.num_samples,
-            loss=tally.loss,
+            loss=stats.loss,
             # A rank alone (measure.py) knows of no other.
             shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),
             num_micro=plan.num_micro,
             seconds=max(0.0, now - since - ranks[0].other_s),
             ranks=ranks,
-            metrics=dict(tally.metrics),
+            metrics=dict(stats.metrics),
             arm=arm,
         )
         self._recorder.step(record)
-        for told in () if arm else self._bottleneck.take(record, tally.readings()):
-            self._recorder.event(told.kind, told.message, step=index, **told.fields)
+        for event in () if arm else self._bottleneck.take(record, stats.readings()):
+            self._recorder.event(event.kind, event.message, step=index, **event.fields)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """The user's own numbers."""
         if self._writes:
             self._recorder.log(metrics, step)
+
+    def close(self, ended_well: bool) -> None:
+        """Write the last event and close the files and loggers."""
+        self._recorder.close(ended_well)

@@ -14,7 +14,7 @@ from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
-from evenload.training.step.stats import Tally
+from evenload.training.step.stats import StepStats
 
 _NUM_WATCHED = 16
 """Parameters of each model whose changes are looked at: an update by hand changes all of them, or nearly."""
@@ -34,7 +34,7 @@ class Step:
         self._loader = loader
         self.batch = batch
         self.planner = planner
-        self.tally = Tally()
+        self.stats = StepStats()
         self.index = loop.steps_done
         self.number = self.index
         """What the records count it as: the index, except in a window."""
@@ -66,7 +66,7 @@ class Step:
             self._loop.inspect(self, loss_fn)
         self._loop.failed = True
         loss = self._loop.engine.backward(
-            self.batch, self.planner, self.tally, loss_fn, stepped=self._loop.optimizer_stepped
+            self.batch, self.planner, self.stats, loss_fn, stepped=self._loop.optimizer_stepped
         )
         self._loop.backward_done()
         return loss
@@ -74,7 +74,7 @@ class Step:
     @property
     def metrics(self) -> dict[str, float]:
         """Averages over the global batch of the further scalars that loss_fn returned."""
-        return self.tally.metrics
+        return self.stats.metrics
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class Interlude(Protocol):
     """Takes over the loader between two steps of training, and leaves everything as it was."""
 
     def is_due(self, num_steps: int) -> bool:
-        """Whether it begins after so many steps of this sitting."""
+        """Whether it begins after so many steps of this session."""
         ...
 
     def steps(self, loader: StepLoader) -> Iterator[Step]:
@@ -111,7 +111,7 @@ class StepLoop:
         self.engine = engine
         self.step: Step | None = None
         self.steps_done = 0
-        """Global index of the next step to run, over all epochs and sittings."""
+        """Global index of the next step to run, over all epochs and sessions."""
         self.optimizer_stepped = False
         """Whether an optimizer of torch stepped after the last backward of the running step."""
         self.failed = False
@@ -119,14 +119,14 @@ class StepLoop:
         self.left_early = False
         """Whether the last loop over a loader was left before the end of its epoch."""
         self.ran_out = False
-        """Whether a loop over a loader came to the end of its epoch in this sitting."""
+        """Whether a loop over a loader came to the end of its epoch in this session."""
         self.inspect: Callable[[Step, LossFn], None] | None = None
         """Called before a backward by `evenload verify`."""
         self.on_begin: Callable[[Step], None] | None = None
-        """Told that a loop body begins (the first step of a sitting looks around)."""
+        """Told that a loop body begins (the first step of a session looks around)."""
         self.on_end: Callable[[Step], None] | None = None
         """Told that a loop body with a backward has ended, by `evenload verify`."""
-        self.on_record: Callable[[GlobalBatch, Tally, bool], None] | None = None
+        self.on_record: Callable[[GlobalBatch, StepStats, bool], None] | None = None
         """Told of each step of training, and whether its times are those of a usual one (growth.py)."""
         self.on_boundary: Callable[[Step], None] | None = None
         """Told that a step is committed and the next has not begun; it may end the script (stop.py). Not told of one
@@ -137,7 +137,7 @@ class StepLoop:
         """Whether the script is being ended on request, saved, on all ranks alike."""
         self.interlude: Interlude | None = None
         """What yields further steps between two steps of training (measure.py)."""
-        self._sitting_steps = 0
+        self._session_steps = 0
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._dropped: Step | None = None
 
@@ -178,13 +178,13 @@ class StepLoop:
         One that is `dropped`, left with its gradients unused, is no step of training.
         """
         engine = self.engine
-        if step.tally.calls:
-            engine.pay(step.tally.body_since_s)
+        if step.stats.calls:
+            engine.pay(step.stats.body_since_s)
         engine.clock.switch("other")
         self.step = None
         engine.control.place = (step.epoch, -1)
         self._dropped = step if dropped else None
-        if not step.tally.calls:
+        if not step.stats.calls:
             return
         if not dropped:
             self._record(step)
@@ -194,21 +194,21 @@ class StepLoop:
     def _record(self, step: Step) -> None:
         """What a step of training did: the planner learns from it, and it is written down."""
         engine = self.engine
-        first = self._sitting_steps == 0
-        self._sitting_steps += 1
+        first = self._session_steps == 0
+        self._session_steps += 1
         step.planner.observe(
-            step.batch.global_step, step.batch.plan, step.tally.own_seconds(), first or step.tally.unusual
+            step.batch.global_step, step.batch.plan, step.stats.own_seconds(), first or step.stats.unusual
         )
-        usual = not (first or step.arm or step.tally.unusual)
+        usual = not (first or step.arm or step.stats.unusual)
         if usual:
-            step._loader.observe(step.tally.cost(step.batch.plan.num_samples))
+            step._loader.observe(step.stats.cost(step.batch.plan.num_samples))
         if self.on_record is not None and not step.arm:
-            self.on_record(step.batch, step.tally, usual)
-        engine.journal.step(step.number, step.batch.plan, step.tally, step.arm)
+            self.on_record(step.batch, step.stats, usual)
+        engine.recorder.step(step.number, step.batch.plan, step.stats, step.arm)
 
     def is_due(self) -> bool:
         """Whether the interlude begins now, after a committed step."""
-        return self.interlude is not None and self.interlude.is_due(self._sitting_steps)
+        return self.interlude is not None and self.interlude.is_due(self._session_steps)
 
     @property
     def is_half_done(self) -> bool:
@@ -218,7 +218,7 @@ class StepLoop:
         gradients it took away; one through ``.data`` that leaves its gradients can't be seen.
         """
         step = self.step
-        if step is None or not step.tally.calls or step.tally.skipped or self.optimizer_stepped:
+        if step is None or not step.stats.calls or step.stats.skipped or self.optimizer_stepped:
             return False
         if any(parameter._version != version for parameter, version in self._watched):
             return False
@@ -286,11 +286,11 @@ class StepLoader:
             finally:
                 # A `break` ends the generator here: samples count as used where their gradients were.
                 dropped = not finished and not step.committed and loop.is_half_done
-                loop.asked = loop.asked or step.tally.asked
+                loop.asked = loop.asked or step.stats.asked
                 complete = finished and not (loop.asked and loop.is_half_done)
                 loop.left_early = not finished
                 loop.end(step, dropped=dropped)
-                if finished or (step.tally.calls and not dropped):
+                if finished or (step.stats.calls and not dropped):
                     step.commit()
             if complete and loop.on_boundary is not None:
                 loop.on_boundary(step)

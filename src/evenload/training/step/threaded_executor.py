@@ -24,7 +24,7 @@ from evenload.errors import ConfigError, StepError
 from evenload.job import stop_requested
 from evenload.training.comm.clock import Segment, StepClock
 from evenload.training.compute import batchnorm
-from evenload.training.compute.micro_steps import Sums, Surroundings, run_micro_steps
+from evenload.training.compute.micro_steps import StepContext, Sums, run_micro_steps
 from evenload.training.compute.precision import Precision
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.replicas import ReplicaPlace
@@ -32,8 +32,15 @@ from evenload.training.launch.throttle import Burner
 from evenload.training.parallel.threaded.dp import LaneStrategy
 from evenload.training.parallel.threaded.random_draws import Draws, seed_lane
 from evenload.training.parallel.threaded.replica_threads import Lane, Lanes, LaneStoppedError, Meeting, Turn, here
-from evenload.training.step.executor import Attempt, LabelWatch, Outcome, is_out_of_memory, memory_bytes, pay
-from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, UNWANTED, Report
+from evenload.training.step.executor import (
+    AttemptResult,
+    BackwardAttempt,
+    LabelWatch,
+    is_out_of_memory,
+    memory_bytes,
+    pay,
+)
+from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, UNWANTED, RankReport
 
 
 class LaneStatistics(batchnorm.Statistics):
@@ -112,7 +119,7 @@ class _Part:
     ended_s: float = 0.0
 
 
-class ReplicaCrew:
+class ThreadedExecutor:
     """All replicas of this process: each computes its part of the batch in its lane."""
 
     def __init__(
@@ -145,8 +152,8 @@ class ReplicaCrew:
         self._precisions = [Precision(precision.name, lane.device) for lane in lanes.all]
         self._started = time.monotonic()
         watch = LabelWatch()
-        self._around = [
-            Surroundings(
+        self._context = [
+            StepContext(
                 lane.index,
                 lane.device,
                 seed,
@@ -169,7 +176,7 @@ class ReplicaCrew:
         """This process alone takes part."""
         return 1
 
-    def attempt(self, attempt: Attempt) -> Outcome:
+    def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
         """Computes all parts side by side; in turns where the planner asks for it."""
         batch, plan = attempt.batch, attempt.batch.plan
         batch.read_all()
@@ -186,16 +193,16 @@ class ReplicaCrew:
         reports = self._reports(attempt, parts, process_s, together_s)
         first = parts[active[0]]
         wide = any(part.sums.dtype == torch.float64 for part in parts.values())
-        return Outcome(reports, first.sums.nominal, torch.float64 if wide else first.sums.dtype)
+        return AttemptResult(reports, first.sums.nominal, torch.float64 if wide else first.sums.dtype)
 
-    def _side_by_side(self, attempt: Attempt, active: Sequence[int], turn: Turn | None) -> dict[int, _Part]:
+    def _side_by_side(self, attempt: BackwardAttempt, active: Sequence[int], turn: Turn | None) -> dict[int, _Part]:
         plan = attempt.batch.plan
         parts = {index: _Part() for index in active}
         for index in active:
             self._precisions[index].scale = self._precision.scale
             self._lanes.all[index].turn = turn
         self._statistics.meet(plan.micro)
-        self._draws.begin(self._seed, attempt.batch.global_step, attempt.tally.calls)
+        self._draws.begin(self._seed, attempt.batch.global_step, attempt.stats.calls)
         works = {index: functools.partial(self._work, index, attempt, part) for index, part in parts.items()}
         keeper = max(active, key=lambda index: (plan.shares[index], -index))
         with self._strategy.taking_part(active, keeper), self._draws.active(), _uncompiled():
@@ -205,7 +212,7 @@ class ReplicaCrew:
                 part.status = UNWANTED
         return parts
 
-    def _work(self, index: int, attempt: Attempt, part: _Part) -> None:
+    def _work(self, index: int, attempt: BackwardAttempt, part: _Part) -> None:
         """One replica's part, in its own thread."""
         lane = self._lanes.all[index]
         part.began_s = time.perf_counter()
@@ -216,10 +223,10 @@ class ReplicaCrew:
             try:
                 with self._draws.of(lane):
                     run_micro_steps(
-                        self._around[index],
+                        self._context[index],
                         attempt.batch,
                         attempt.loss_fn,
-                        attempt.tally.calls,
+                        attempt.stats.calls,
                         attempt.last_units,
                         part.sums,
                     )
@@ -242,15 +249,21 @@ class ReplicaCrew:
         part.seconds = clock.take()
         part.ended_s = time.perf_counter()
 
-    def _tell_planner(self, attempt: Attempt, parts: Mapping[int, _Part], together_s: float, in_turns: bool) -> None:
+    def _tell_planner(
+        self, attempt: BackwardAttempt, parts: Mapping[int, _Part], together_s: float, in_turns: bool
+    ) -> None:
         own_s, cpu_s = [0.0] * len(self._lanes), [0.0] * len(self._lanes)
         for index, part in parts.items():
             own_s[index], cpu_s[index] = part.seconds["compute"], part.cpu_s
         attempt.planner.watch(own_s, cpu_s, together_s, in_turns)
 
     def _reports(
-        self, attempt: Attempt, parts: Mapping[int, _Part], process_s: Mapping[Segment, float], together_s: float
-    ) -> list[Report]:
+        self,
+        attempt: BackwardAttempt,
+        parts: Mapping[int, _Part],
+        process_s: Mapping[Segment, float],
+        together_s: float,
+    ) -> list[RankReport]:
         done = [part for part in parts.values() if part.status == OK]
         names = {tuple(sorted(part.sums.metrics)) for part in done}
         if len(names) > 1:
@@ -265,13 +278,13 @@ class ReplicaCrew:
             sums = part.sums if part is not None else Sums(weighted=pattern.sums.weighted)
             own = dict(part.seconds) if part is not None else dict.fromkeys(process_s, 0.0)
             reports.append(
-                Report(
+                RankReport(
                     status=part.status if part is not None else OK,
                     weighted=sums.weighted,
                     units=sums.units,
                     loss_sum=float(sums.loss_sum),
                     touched_key=part.touched_key if part is not None else pattern.touched_key,
-                    has_news=attempt.planner.has_news,
+                    has_decision=attempt.planner.has_decision,
                     elapsed_s=time.monotonic() - self._started,
                     memory_bytes=float(memory_bytes(lane.device)),
                     state_key=0.0,
@@ -338,9 +351,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def open_crew(
+def open_threaded_executor(
     places: Sequence[ReplicaPlace], spec: WorkerSpec, precision: Precision, clock: StepClock, seed: int
-) -> tuple[LaneStrategy, LaneStatistics, ReplicaCrew]:
+) -> tuple[LaneStrategy, LaneStatistics, ThreadedExecutor]:
     """The replicas of this process, one a place: their strategy, their statistics, and who computes.
 
     Raises:
@@ -367,4 +380,4 @@ def open_crew(
         for index, place in enumerate(places)
     ]
     strategy, statistics = LaneStrategy(lanes), LaneStatistics(lanes)
-    return strategy, statistics, ReplicaCrew(lanes, strategy, statistics, precision, clock, seed, burners)
+    return strategy, statistics, ThreadedExecutor(lanes, strategy, statistics, precision, clock, seed, burners)

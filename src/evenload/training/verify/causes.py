@@ -16,18 +16,18 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from evenload.training.compute.weighting import IGNORED_LABEL, count_tokens
-from evenload.training.verify.findings import Cause, distance
-from evenload.training.verify.sides import Gradient, Scene, Span, Variant, same_data
+from evenload.training.verify.findings import DifferenceCause, distance
+from evenload.training.verify.sides import Gradient, Span, Variant, VerifyCall, same_data
 
 MAX_SLICES = 4
 """So many micro-batches are taken apart, at most, to find one that differs."""
 
 
-def data_cause(scene: Scene) -> Cause | None:
+def data_cause(call: VerifyCall) -> DifferenceCause | None:
     """Whether reading the same samples twice gives the same batch, whole and in parts."""
-    for span in scene.slices():
-        if not same_data(scene.read(span), scene.read_anew(span)):
-            return Cause(
+    for span in call.slices():
+        if not same_data(call.read(span), call.read_anew(span)):
+            return DifferenceCause(
                 "data",
                 "the same samples, read twice, gave different batches: random numbers outside of the dataset's __getitem__ "
                 "(in collate_fn, or from a generator of the dataset's own), or init(dataset_rng='off')",
@@ -36,12 +36,12 @@ def data_cause(scene: Scene) -> Cause | None:
     return None
 
 
-def repeat_cause(scene: Scene, one: Gradient, variant: Variant, tolerance: float) -> Cause | None:
+def repeat_cause(call: VerifyCall, one: Gradient, variant: Variant, tolerance: float) -> DifferenceCause | None:
     """Whether one process gives the same gradient twice."""
-    again = distance(scene.one_process(scene.slices(), variant), one)
+    again = distance(call.one_process(call.slices(), variant), one)
     if again <= tolerance:
         return None
-    return Cause(
+    return DifferenceCause(
         "nondeterminism",
         f"one process, run twice with the same seed, differs from itself by {again:.1e}: an operator that isn't "
         "deterministic, a generator of the script's own, or state that loss_fn changes",
@@ -49,15 +49,15 @@ def repeat_cause(scene: Scene, one: Gradient, variant: Variant, tolerance: float
     )
 
 
-def is_random(scene: Scene, one: Gradient, variant: Variant, tolerance: float) -> float:
+def is_random(call: VerifyCall, one: Gradient, variant: Variant, tolerance: float) -> float:
     """The distance between two seeds in one process, where it is more than rounding; else 0."""
-    other = distance(scene.one_process(scene.slices(), variant, shift=1), one)
+    other = distance(call.one_process(call.slices(), variant, shift=1), one)
     return other if other > tolerance else 0.0
 
 
-def loss_cause(scene: Scene, variant: Variant, tolerance: float) -> Cause | None:
+def loss_cause(call: VerifyCall, variant: Variant, tolerance: float) -> DifferenceCause | None:
     """Takes micro-batches apart in one process, and tells what kind of loss it is if the parts don't make up the whole."""
-    plan = scene.batch.plan
+    plan = call.batch.plan
     candidates = [m for m in range(plan.num_micro) if sum(plan.micro[m]) > 1]
     for m in candidates[:MAX_SLICES]:
         whole_span = plan.slice_of(m)
@@ -66,17 +66,17 @@ def loss_cause(scene: Scene, variant: Variant, tolerance: float) -> Cause | None
             low, high = whole_span
             cut = low + max(1, 3 * (high - low) // 4)
             spans = [(low, cut), (cut, high)]
-        whole = scene.one_process([whole_span], variant)
-        parts = [scene.one_process([span], variant, within=[whole_span]) for span in spans]
-        cause = _judge_parts(scene, spans, whole, parts, tolerance)
+        whole = call.one_process([whole_span], variant)
+        parts = [call.one_process([span], variant, within=[whole_span]) for span in spans]
+        cause = _judge_parts(call, spans, whole, parts, tolerance)
         if cause is not None:
             return cause
     return None
 
 
 def _judge_parts(
-    scene: Scene, spans: Sequence[Span], whole: Gradient, parts: Sequence[Gradient], tolerance: float
-) -> Cause | None:
+    call: VerifyCall, spans: Sequence[Span], whole: Gradient, parts: Sequence[Gradient], tolerance: float
+) -> DifferenceCause | None:
     finite = [part for part in parts if math.isfinite(part.loss) and part.units]
     units = math.fsum(p.units for p in parts)
     used = [p.units / units for p in finite] if units else []
@@ -86,9 +86,9 @@ def _judge_parts(
     # The fit solves normal equations: half of the digits.
     rest = _misfit(whole, finite, alphas)
     if rest > max(math.sqrt(tolerance) / 10, tolerance):
-        return _coupled(scene, spans, _misfit(whole, finite, used), rest)
+        return _coupled(call, spans, _misfit(whole, finite, used), rest)
     if all(abs(alpha - 1.0) < 1e-2 for alpha in alphas) and len(finite) > 1:
-        return Cause(
+        return DifferenceCause(
             "sum",
             f"the losses of {len(parts)} parts of a micro-batch add up to the loss of the whole: it is a sum over samples, "
             "or divided by a fixed number, and grows with the number of samples",
@@ -100,8 +100,8 @@ def _judge_parts(
             return None  # rounding: the parts do make up the whole
     if abs(math.fsum(alphas) - 1.0) < 1e-2:
         kept = [span for span, part in zip(spans, parts, strict=True) if math.isfinite(part.loss) and part.units]
-        return _weights(scene, kept, alphas, used, weighted=whole.weighted, num_parts=len(parts))
-    return Cause(
+        return _weights(call, kept, alphas, used, weighted=whole.weighted, num_parts=len(parts))
+    return DifferenceCause(
         "sum",
         "the loss is no mean: the parts of a micro-batch enter the whole with "
         f"{', '.join(f'{alpha:.3g}' for alpha in alphas)}, which doesn't add up to 1",
@@ -138,15 +138,15 @@ def _misfit(whole: Gradient, parts: Sequence[Gradient], alphas: Sequence[float])
     return misfit if misfit != misfit else max(misfit, gap)
 
 
-def _coupled(scene: Scene, spans: Sequence[Span], used: float, rest: float) -> Cause:
+def _coupled(call: VerifyCall, spans: Sequence[Span], used: float, rest: float) -> DifferenceCause:
     finding = (
         f"in one process, the weighted mean over {len(spans)} parts of a micro-batch differs from the whole by {used:.1e}, "
         f"and no weights make up for it ({rest:.1e} is left): the loss of a sample depends on the others beside it "
         "(contrastive, in-batch negatives, a statistic of the batch, a normalisation written by hand)"
     )
-    if _padded(scene, spans):
+    if _padded(call, spans):
         finding += "; the parts are also padded to other lengths than the whole, which an unmasked model feels"
-    return Cause(
+    return DifferenceCause(
         "coupled",
         finding,
         "no split can give such a loss: train it on one device (-d 0, -d cpu), or write it as a mean over samples",
@@ -154,14 +154,14 @@ def _coupled(scene: Scene, spans: Sequence[Span], used: float, rest: float) -> C
 
 
 def _weights(
-    scene: Scene,
+    call: VerifyCall,
     spans: Sequence[Span],
     alphas: Sequence[float],
     used: Sequence[float],
     *,
     weighted: bool,
     num_parts: int,
-) -> Cause:
+) -> DifferenceCause:
     finding = (
         f"the loss is a mean over other units than {'the returned weights' if weighted else 'samples'}: the parts of a "
         f"micro-batch count {', '.join(f'{alpha:.4f}' for alpha in alphas)} in the whole, but enter with "
@@ -169,20 +169,20 @@ def _weights(
     )
     if len(spans) < num_parts:
         finding += f"; the loss of {num_parts - len(spans)} parts is not finite, as where all labels are ignored"
-    found = _counts_like(scene, spans, alphas)
+    found = _counts_like(call, spans, alphas)
     if found is None:
-        return Cause(
+        return DifferenceCause(
             "weights", finding, "return (loss, units): as many units as the mean is over (tokens, pixels, ...)"
         )
-    place, call = found
-    return Cause(
-        "weights", f"{finding}; {place} hold -100, and counting the others explains it", f"return loss, {call}"
+    labels, counting = found
+    return DifferenceCause(
+        "weights", f"{finding}; {labels} hold -100, and counting the others explains it", f"return loss, {counting}"
     )
 
 
-def _counts_like(scene: Scene, spans: Sequence[Span], alphas: Sequence[float]) -> tuple[str, str] | None:
+def _counts_like(call: VerifyCall, spans: Sequence[Span], alphas: Sequence[float]) -> tuple[str, str] | None:
     """The labels whose count gives the shares that fit, and the call that counts them."""
-    readings = [_labels(scene.read(span)) for span in spans]
+    readings = [_labels(call.read(span)) for span in spans]
     for name in set().union(*readings):
         ignored = [name in reading and bool((reading[name] == IGNORED_LABEL).any()) for reading in readings]
         if not any(ignored) or not all(name in reading for reading in readings):
@@ -209,38 +209,38 @@ def _labels(data: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _padded(scene: Scene, spans: Sequence[Span]) -> bool:
+def _padded(call: VerifyCall, spans: Sequence[Span]) -> bool:
     shapes = []
     for span in spans:
-        leaves = [x for x in tree_leaves(scene.read(span)) if isinstance(x, torch.Tensor)]
+        leaves = [x for x in tree_leaves(call.read(span)) if isinstance(x, torch.Tensor)]
         shapes.append([tuple(leaf.shape[1:]) for leaf in leaves])
     return any(shape != shapes[0] for shape in shapes)
 
 
-def batch_norm_cause(names: Sequence[str], kinds: Sequence[str], without: float) -> Cause:
+def batch_norm_cause(names: Sequence[str], kinds: Sequence[str], without: float) -> DifferenceCause:
     """BatchNorm of its rank alone, after a comparison without it was good."""
     few = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     subclassed = sorted(
         {kind for kind in kinds if kind not in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")}
     )
-    mend = (
+    fix = (
         f"use torch.nn.BatchNorm2d and its like themselves in place of {', '.join(subclassed)}, which keep their own forward"
         if subclassed
         else 'evenload.init(batch_norm="global"), the default'
     )
-    return Cause(
+    return DifferenceCause(
         "batch_norm",
         f"{len(names)} BatchNorm modules take their statistics of their rank alone ({few}); with them as in evaluation the "
         f"difference is {without:.1e}",
-        mend,
+        fix,
     )
 
 
-def unprepared_cause(names: Sequence[str], differences: Sequence[float]) -> Cause:
+def unprepared_cause(names: Sequence[str], differences: Sequence[float]) -> DifferenceCause:
     """Parameters that loss_fn trains, but nobody sums."""
     listed = ", ".join(f"{name} ({gap:.1e})" for name, gap in zip(names[:4], differences, strict=False))
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return Cause(
+    return DifferenceCause(
         "unprepared",
         f"an optimizer steps parameters of no prepared model; their gradients are each rank's own: {listed}{more}",
         "model, head, loader = run.prepare(model, head, loader)   # every module that is trained",

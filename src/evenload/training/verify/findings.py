@@ -20,7 +20,7 @@ NARROW_INSIDE = 1e-5
 
 
 @dataclass(frozen=True)
-class Worst:
+class ParameterDifference:
     """A parameter whose gradient differs."""
 
     name: str
@@ -42,13 +42,13 @@ class Comparison:
     """‖g‖ in one process."""
     loss_split: float
     loss_one_process: float
-    worst: tuple[Worst, ...]
-    strangers: tuple[Worst, ...] = ()
+    worst: tuple[ParameterDifference, ...]
+    unprepared: tuple[ParameterDifference, ...] = ()
     """Parameters of no prepared model that have a gradient and differ."""
 
 
 @dataclass(frozen=True)
-class Cause:
+class DifferenceCause:
     """Why the two differ, found by a test."""
 
     kind: str
@@ -56,7 +56,7 @@ class Cause:
     ``ranks``, ``not_finite``, ``unknown``."""
     finding: str
     """What the test saw."""
-    mend: str
+    fix: str
     """The line to write."""
 
 
@@ -73,12 +73,12 @@ class CallReport:
     tolerance: float
     equal: bool
     comparisons: tuple[Comparison, ...]
-    causes: tuple[Cause, ...]
+    causes: tuple[DifferenceCause, ...]
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """One step of a script."""
 
     equal: bool
@@ -100,9 +100,11 @@ def compare(what: str, tracked: Sequence[Tracked], split: Gradient, one: Gradien
     ours = [index for index, t in enumerate(tracked) if t.prepared]
     norm = math.hypot(*(norms[index] for index in ours))
 
-    def worst(indices: Sequence[int]) -> tuple[Worst, ...]:
+    def worst(indices: Sequence[int]) -> tuple[ParameterDifference, ...]:
         differing = sorted((i for i in indices if gaps[i] != 0.0), key=lambda i: (math.isfinite(gaps[i]), -gaps[i]))
-        return tuple(Worst(tracked[i].name, _ratio(gaps[i], norms[i]), _ratio(gaps[i], norm)) for i in differing)
+        return tuple(
+            ParameterDifference(tracked[i].name, _ratio(gaps[i], norms[i]), _ratio(gaps[i], norm)) for i in differing
+        )
 
     return Comparison(
         what,

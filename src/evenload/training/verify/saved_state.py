@@ -34,15 +34,15 @@ def tracked_parameters(models: Sequence[nn.Module]) -> list[Tracked]:
             if param.requires_grad and id(param) not in seen:
                 seen.add(id(param))
                 found.append(Tracked(prefix + name, param, prepared=True))
-    strangers: list[nn.Parameter] = []
+    unprepared: list[nn.Parameter] = []
     for value in _living(torch.optim.Optimizer):
         for group in value.param_groups:
             for param in group["params"]:
                 if param.requires_grad and param.is_leaf and id(param) not in seen:
                     seen.add(id(param))
-                    strangers.append(param)
-    names = _names_of(strangers) if strangers else {}
-    found += [Tracked(names.get(id(p), f"a tensor of shape {tuple(p.shape)}"), p, prepared=False) for p in strangers]
+                    unprepared.append(param)
+    names = _names_of(unprepared) if unprepared else {}
+    found += [Tracked(names.get(id(p), f"a tensor of shape {tuple(p.shape)}"), p, prepared=False) for p in unprepared]
     return found
 
 

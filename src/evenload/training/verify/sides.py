@@ -27,7 +27,7 @@ from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
-from evenload.training.step.stats import Journal, Tally
+from evenload.training.step.stats import StepRecorder, StepStats
 from evenload.training.verify.double import in_double
 from evenload.training.verify.random_draws import SharedDraws
 from evenload.training.verify.saved_state import Tracked, batch_norms, is_global, no_dropout, switched_off
@@ -91,10 +91,10 @@ class Gradient:
 
 
 @dataclass
-class Scene:
+class VerifyCall:
     """One call of `step.backward` and what it is looked at with."""
 
-    job: TrainingContext
+    context: TrainingContext
     models: Sequence[nn.Module]
     tracked: Sequence[Tracked]
     batch: GlobalBatch
@@ -117,7 +117,7 @@ class Scene:
         """The samples of a span; read once, in containers of their own."""
         if span not in self._data:
             self._data[span] = self.read_anew(span)
-        return move(self._data[span], self.job.device)
+        return move(self._data[span], self.context.device)
 
     def read_anew(self, span: Span) -> Any:
         """The samples of a span, as the dataset gives them in training."""
@@ -131,42 +131,42 @@ class Scene:
 
     def key(self, micro_index: int, shift: int = 0) -> tuple[int, ...]:
         """The seeds of a micro-batch in one process: those of rank 0 in the split."""
-        return self.job.config.seed + shift, self.batch.global_step, self.call_index, micro_index, 0
+        return self.context.config.seed + shift, self.batch.global_step, self.call_index, micro_index, 0
 
     # -- the real split -------------------------------------------------------------------------------------------------
 
     def split(self, variant: Variant) -> Gradient:
         """The step on the real split; all ranks call it together."""
-        job = self.job
+        context = self.context
         strategy = ReplicaStrategy()
-        strategy.attach(self.models, job.groups)
+        strategy.attach(self.models, context.groups)
         try:
             with self._varied(variant), self._buffers_kept(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the script's own backward comes afterwards, and warns
                 for _ in range(20):
                     engine = self._engine(strategy)
-                    tally = Tally()
-                    tally.calls = self.call_index
-                    loss = engine.backward(self.batch, self.planner, tally, self._split_loss_fn(variant))
-                    if not tally.skipped or not self.precision.scaled or self.precision.exhausted:
+                    stats = StepStats()
+                    stats.calls = self.call_index
+                    loss = engine.backward(self.batch, self.planner, stats, self._split_loss_fn(variant))
+                    if not stats.skipped or not self.precision.scaled or self.precision.exhausted:
                         break
         finally:
             strategy.detach()
         return self._take(float(loss), 1.0)
 
     def _engine(self, strategy: ReplicaStrategy) -> Engine:
-        job = self.job
+        context = self.context
         engine = Engine(
-            rank=job.groups.rank,
-            device=job.device,
-            seed=job.config.seed,
-            control=job.control,
+            rank=context.groups.rank,
+            device=context.device,
+            seed=context.config.seed,
+            control=context.control,
             strategy=strategy,
-            statistics=job.engine.statistics,
+            statistics=context.engine.statistics,
             precision=self.precision,
-            clock=StepClock(job.device),
-            journal=Journal(Recorder(None), writes=False),
-            burner=job.engine.burner,
+            clock=StepClock(context.device),
+            recorder=StepRecorder(Recorder(None), writes=False),
+            burner=context.engine.burner,
         )
         engine.attach(self.models)
         return engine
@@ -201,7 +201,7 @@ class Scene:
         num_samples = sum(high - low for low, high in spans)
         units, loss_sum, weighted = 0.0, 0.0, False
         loss_fn = self._outer(variant)
-        device = self.job.device
+        device = self.context.device
         with (
             randomness.set_aside(device),
             self._varied(variant),
@@ -246,7 +246,7 @@ class Scene:
         return _without_dropout(loss_fn) if variant.no_dropout else loss_fn
 
     def _shared(self, loss_fn: LossFn, data: Any, span: Span, whole: Span, key: tuple[int, ...]) -> Any:
-        randomness.seed_all(self.job.device, *key)
+        randomness.seed_all(self.context.device, *key)
         with SharedDraws(span[0] - whole[0], span[1] - span[0], whole[1] - whole[0]):
             return loss_fn(data)
 

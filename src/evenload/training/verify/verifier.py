@@ -30,9 +30,9 @@ from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import read_result
 from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.step import Step, StepLoader
+from evenload.training.verify.diagnosis import Diagnosis
 from evenload.training.verify.double import float64, in_double
-from evenload.training.verify.findings import NARROW_INSIDE, TOLERANCES, CallReport, Cause, Report
-from evenload.training.verify.judge import Judge
+from evenload.training.verify.findings import NARROW_INSIDE, TOLERANCES, CallReport, DifferenceCause, VerifyReport
 from evenload.training.verify.saved_state import (
     Tracked,
     batch_norms,
@@ -42,7 +42,7 @@ from evenload.training.verify.saved_state import (
     switched_off,
     tracked_parameters,
 )
-from evenload.training.verify.sides import Scene, Variant
+from evenload.training.verify.sides import Variant, VerifyCall
 
 _STOP = -1
 
@@ -50,18 +50,18 @@ _STOP = -1
 class Verifier:
     """Watches the first step of a script that calls `step.backward`, and reports on it."""
 
-    def __init__(self, job: TrainingContext, models: Sequence[nn.Module]) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
+        self._context = context
         self._models = models
         self._calls: list[CallReport] = []
         self._done = False
-        job.loop.inspect = self.inspect
-        job.loop.on_end = self.end
+        context.loop.inspect = self.inspect
+        context.loop.on_end = self.end
 
     def split(self, loader: StepLoader) -> None:
         """Gives a loader uneven shares, unless the user asked for some: equal ones hide forgotten weights."""
-        world_size = self._job.groups.world_size
-        if self._job.config.balance != "auto" or world_size == 1:
+        world_size = self._context.groups.world_size
+        if self._context.config.balance != "auto" or world_size == 1:
             return
         proportions = tuple(range(2 * world_size - 1, 0, -2))
         loader.planner.forced = lambda step, num_samples: scale_shares(proportions, num_samples)
@@ -73,11 +73,11 @@ class Verifier:
 
     def inspect(self, step: Step, loss_fn: LossFn) -> None:
         """Verifies one call of `step.backward`, before it runs."""
-        job, models = self._job, self._models
-        keys = job.control.exchange(Operation.BACKWARD, params_key(models))
+        context, models = self._context, self._models
+        keys = context.control.exchange(Operation.BACKWARD, params_key(models))
         tracked = tracked_parameters(models)
-        job.engine.strategy.detach()
-        with randomness.set_aside(job.device), _uncompiled(models):
+        context.engine.strategy.detach()
+        with randomness.set_aside(context.device), _uncompiled(models):
             why_not = self._try_float64(step, loss_fn, tracked)
             report = self._verify(step, loss_fn, tracked, why_not)
             (again,) = self._agree(int(_looks_narrow(report)) if report is not None else 0)
@@ -86,7 +86,7 @@ class Verifier:
                 why_not = f"something inside computes in less than float64: {gap:.1e} was left there"
                 report = self._verify(step, loss_fn, tracked, why_not)
         # Not where it failed: attaching asks the other ranks, which may be gone.
-        job.engine.strategy.attach(models, job.groups)
+        context.engine.strategy.attach(models, context.groups)
         if report is not None:
             self._calls.append(_with_ranks(report, keys))
 
@@ -95,14 +95,14 @@ class Verifier:
         if self._done:
             return
         self._done = True
-        job = self._job
-        path = job.spec.options.get("report")
-        if job.groups.rank == 0 and path:
-            report = Report(
+        context = self._context
+        path = context.spec.options.get("report")
+        if context.groups.rank == 0 and path:
+            report = VerifyReport(
                 equal=all(call.equal for call in self._calls),
                 step=step.index,
-                devices=tuple(device_names(job)),
-                precision=job.config.precision,
+                devices=tuple(device_names(context)),
+                precision=context.config.precision,
                 calls=tuple(self._calls),
             )
             Path(path).write_text(json.dumps(report.table()))
@@ -113,7 +113,7 @@ class Verifier:
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def _agree(self, own: int) -> list[int]:
-        return self._job.control.agree([own] if self._job.groups.rank == 0 else None)
+        return self._context.control.agree([own] if self._context.groups.rank == 0 else None)
 
     def _try_float64(self, step: Step, loss_fn: LossFn, tracked: Sequence[Tracked]) -> str:
         """Why the step can't be computed in float64 by all ranks; empty where it can."""
@@ -130,7 +130,7 @@ class Verifier:
                     loss.backward()  # type: ignore[no-untyped-call]
             except Exception as error:  # whatever the script's code raises in a dtype it wasn't written for
                 why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        rows = self._job.control.exchange(Operation.BACKWARD, [float(bool(why_not))])
+        rows = self._context.control.exchange(Operation.BACKWARD, [float(bool(why_not))])
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed and not why_not:
             why_not = f"rank {', '.join(map(str, failed))} can't"
@@ -140,56 +140,56 @@ class Verifier:
         self, step: Step, loss_fn: LossFn, tracked: Sequence[Tracked], why_not_float64: str
     ) -> CallReport | None:
         """Both sides, in float64 unless told why not; the report on rank 0."""
-        job = self._job
+        context = self._context
         wide = not why_not_float64
-        precision = Precision("no" if wide else job.config.precision, job.device)
-        precision.load_state_dict(job.engine.precision.state_dict())
+        precision = Precision("no" if wide else context.config.precision, context.device)
+        precision.load_state_dict(context.engine.precision.state_dict())
         batch = step.batch
         for m in range(batch.plan.num_micro):
             batch.micro(m)  # read before torch's default dtype is another one, and kept
-        scene = Scene(
-            job=job,
+        call = VerifyCall(
+            context=context,
             models=self._models,
             tracked=tracked,
             batch=batch,
             planner=step.planner,
             loss_fn=loss_fn,
-            call_index=step.tally.calls,
+            call_index=step.stats.calls,
             wide=wide,
             precision=precision,
             default_dtype=torch.get_default_dtype(),
         )
-        dtype = "float64" if wide else _dtype_name(job.config.precision, tracked)
-        judge = Judge(scene, TOLERANCES[dtype])
+        dtype = "float64" if wide else _dtype_name(context.config.precision, tracked)
+        diagnosis = Diagnosis(call, TOLERANCES[dtype])
         with put_back(self._models, tracked), float64(self._models, tracked) if wide else contextlib.nullcontext():
             variant = Variant()
             while True:
-                split = scene.split(variant)
+                split = call.split(variant)
                 code = _STOP
-                if job.groups.rank == 0:
-                    with _explained_memory(scene):
-                        one = scene.one_process(scene.slices(), variant)
-                        following = judge.look(variant, split, one)
+                if context.groups.rank == 0:
+                    with _explained_memory(call):
+                        one = call.one_process(call.slices(), variant)
+                        following = diagnosis.look(variant, split, one)
                     code = _STOP if following is None else following.code()
                 (code,) = self._agree(code)
                 if code == _STOP:
                     break
                 variant = Variant.of(code)
-        if job.groups.rank != 0:
+        if context.groups.rank != 0:
             return None
         plan = batch.plan
         return CallReport(
-            call=step.tally.calls,
+            call=step.stats.calls,
             shares=plan.shares,
             num_micro=plan.num_micro,
             num_samples=plan.num_samples,
             dtype=dtype,
             why_not_float64=why_not_float64,
-            tolerance=judge.tolerance,
-            equal=judge.equal,
-            comparisons=tuple(judge.comparisons),
-            causes=tuple(judge.causes),
-            notes=tuple(_notes(self._models, plan.shares, judge.comparisons[-1].norm)),
+            tolerance=diagnosis.tolerance,
+            equal=diagnosis.equal,
+            comparisons=tuple(diagnosis.comparisons),
+            causes=tuple(diagnosis.causes),
+            notes=tuple(_notes(self._models, plan.shares, diagnosis.comparisons[-1].norm)),
         )
 
 
@@ -208,7 +208,7 @@ def _with_ranks(report: CallReport, keys: Sequence[Sequence[float]]) -> CallRepo
     different = [rank for rank, row in enumerate(keys) if list(row) != list(keys[0])]
     if not different:
         return report
-    cause = Cause(
+    cause = DifferenceCause(
         "ranks",
         f"before this call the parameters of rank {', '.join(map(str, different))} were others than rank 0's: something "
         "after run.prepare changed them on some ranks only (weights loaded by rank 0, an update outside of the gradients)",
@@ -261,11 +261,11 @@ def _uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained_memory(scene: Scene) -> Iterator[None]:
+def _explained_memory(call: VerifyCall) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        largest = max(high - low for low, high in scene.slices())
+        largest = max(high - low for low, high in call.slices())
         raise StepError(
             f"one process computes micro-batches of {largest} samples whole, and rank 0 ran out of memory; set "
             "--micro-batch lower"

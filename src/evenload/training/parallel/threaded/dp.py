@@ -136,17 +136,17 @@ class LaneStrategy:
         self._give()
         return finite
 
-    def retreat(self) -> None:
+    def rollback(self) -> None:
         """Gradients are as they were before the attempt."""
-        self.abandon()
+        self.abort()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Gradients are as they were before the attempt, if one had begun."""
         if not self._taking_part:
             return
         self._sums.settle()
         for index in self._taking_part:
-            self._reducers[index].abandon()
+            self._reducers[index].abort()
         self._give()
         self._taking_part = ()
 
@@ -155,18 +155,18 @@ class LaneStrategy:
         self._reducers[0].clear(self._touched)
         self._give()
 
-    def forgive(self) -> None:
+    def clear_skip(self) -> None:
         """A new update begins."""
         if self._reducers:
-            self._reducers[0].forgive()
+            self._reducers[0].clear_skip()
 
-    def learnt(self) -> Mapping[int, Expectation]:
+    def state_dict(self) -> Mapping[int, Expectation]:
         """Which gradients each call expects."""
         return dict(self._expectations)
 
-    def relearn(self, learnt: Mapping[int, Expectation]) -> None:
-        """Puts back what `learnt` gave."""
-        self._expectations = dict(learnt)
+    def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
+        """Puts back what `state_dict` returned."""
+        self._expectations = dict(state)
 
     def covers(self, param: torch.Tensor) -> bool:
         """Whether the parameter is one of the models'."""

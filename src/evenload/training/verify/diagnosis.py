@@ -6,29 +6,29 @@ import math
 from dataclasses import replace
 
 from evenload.training.verify import causes
-from evenload.training.verify.findings import NARROW_INSIDE, Cause, Comparison, compare
+from evenload.training.verify.findings import NARROW_INSIDE, Comparison, DifferenceCause, compare
 from evenload.training.verify.saved_state import batch_norms, is_global
-from evenload.training.verify.sides import Gradient, Scene, Variant
+from evenload.training.verify.sides import Gradient, Variant, VerifyCall
 
 
-class Judge:
+class Diagnosis:
     """The comparisons of one call so far, and what they mean.
 
     The order of the tests: data, repetition, randomness (each would spoil those after it), the loss, BatchNorm.
     """
 
-    def __init__(self, scene: Scene, tolerance: float) -> None:
+    def __init__(self, call: VerifyCall, tolerance: float) -> None:
         self.tolerance = tolerance
         self.comparisons: list[Comparison] = []
-        self.causes: list[Cause] = []
+        self.causes: list[DifferenceCause] = []
         self.equal = False
-        self._scene = scene
+        self._call = call
         self._seeds_gap = 0.0
 
     def look(self, variant: Variant, split: Gradient, one: Gradient) -> Variant | None:
         """Takes a comparison; the next one to make, or None."""
-        scene = self._scene
-        self.comparisons.append(compare(_name(variant), scene.tracked, split, one))
+        call = self._call
+        self.comparisons.append(compare(_name(variant), call.tracked, split, one))
         following = self._following(variant, one)
         if isinstance(following, Variant):
             return following
@@ -36,17 +36,19 @@ class Judge:
             self.causes.append(self._randomness(variant))
         if following is not None:
             self.causes.append(following)
-        strangers = [worst for worst in self.comparisons[-1].strangers if worst.difference > self.tolerance]
-        if strangers:
+        unprepared = [worst for worst in self.comparisons[-1].unprepared if worst.difference > self.tolerance]
+        if unprepared:
             self.equal = False
-            self.causes.append(causes.unprepared_cause([w.name for w in strangers], [w.difference for w in strangers]))
+            self.causes.append(
+                causes.unprepared_cause([w.name for w in unprepared], [w.difference for w in unprepared])
+            )
         return None
 
-    def _following(self, variant: Variant, one: Gradient) -> Variant | Cause | None:
+    def _following(self, variant: Variant, one: Gradient) -> Variant | DifferenceCause | None:
         """What to compare next, or why they differ, or None where no more is to be said."""
-        scene, tolerance = self._scene, self.tolerance
+        call, tolerance = self._call, self.tolerance
         good = self.comparisons[-1].difference <= tolerance
-        own = [(name, module) for name, module in batch_norms(scene.models) if not is_global(module)]
+        own = [(name, module) for name, module in batch_norms(call.models) if not is_global(module)]
         if not math.isfinite(one.norm()) or not math.isfinite(one.loss):
             return _not_finite(one)
         if good and not variant.no_own_batch_norm:
@@ -58,39 +60,39 @@ class Judge:
         if variant.no_own_batch_norm:
             return _unknown(self.comparisons[0])
         if variant == Variant():
-            early = causes.data_cause(scene) or causes.repeat_cause(scene, one, variant, tolerance)
+            early = causes.data_cause(call) or causes.repeat_cause(call, one, variant, tolerance)
             if early is not None:
                 return early
-        if not variant.shared_draws and (gap := causes.is_random(scene, one, variant, tolerance)):
+        if not variant.shared_draws and (gap := causes.is_random(call, one, variant, tolerance)):
             self._seeds_gap = self._seeds_gap or gap
             return Variant(no_dropout=True, shared_draws=variant.no_dropout)
         if tolerance < self.comparisons[-1].difference <= NARROW_INSIDE:
             return _unknown(self.comparisons[-1])  # rounding, most likely, in which no test could see anything
         # BatchNorm apart: over a part of the batch its statistics are others, also where the split shares them.
-        cause = causes.loss_cause(scene, replace(variant, no_batch_norm=True), tolerance)
+        cause = causes.loss_cause(call, replace(variant, no_batch_norm=True), tolerance)
         if variant.shared_draws and cause is not None and cause.kind == "coupled":
             return None  # noise that could not be matched looks the same; `_randomness` says so
         if cause is not None:
             return cause
-        if own and scene.job.groups.world_size > 1:
+        if own and call.context.groups.world_size > 1:
             return replace(variant, no_own_batch_norm=True)
         return _unknown(self.comparisons[-1])
 
-    def _randomness(self, variant: Variant) -> Cause:
+    def _randomness(self, variant: Variant) -> DifferenceCause:
         finding = f"two seeds in one process differ by {self._seeds_gap:.1e}: "
         if not variant.shared_draws:
-            return Cause(
+            return DifferenceCause(
                 "randomness",
                 finding + "dropout, drawn on each rank for itself, equal in distribution only",
                 "nothing to do; the comparison without dropout decides",
             )
         if self.equal:
-            return Cause(
+            return DifferenceCause(
                 "randomness",
                 finding + "loss_fn draws random numbers, each rank for itself, equal in distribution only",
                 "nothing to do; the comparison where each sample had the same numbers decides",
             )
-        return Cause(
+        return DifferenceCause(
             "randomness",
             finding
             + "loss_fn draws random numbers that could not be made the same on both sides, so the rest was not tested",
@@ -111,8 +113,8 @@ def _name(variant: Variant) -> str:
     return ", ".join(parts)
 
 
-def _unknown(comparison: Comparison) -> Cause:
-    return Cause(
+def _unknown(comparison: Comparison) -> DifferenceCause:
+    return DifferenceCause(
         "unknown",
         f"{comparison.difference:.1e} is left, and none of the usual causes explains it: the data, repetition, randomness, "
         "the loss taken apart, and BatchNorm were tested",
@@ -120,8 +122,8 @@ def _unknown(comparison: Comparison) -> Cause:
     )
 
 
-def _not_finite(one: Gradient) -> Cause:
-    return Cause(
+def _not_finite(one: Gradient) -> DifferenceCause:
+    return DifferenceCause(
         "not_finite",
         f"in one process the loss is {one.loss:g}, and the norm of its gradient {one.norm():g}: there is nothing to compare",
         "look at log, sqrt and division in the loss, and at the first batch",
