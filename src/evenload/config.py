@@ -1,7 +1,7 @@
-"""What a user sets, and where each value came from.
+"""User settings: each is declared once, as a field of `Config`; init, the command line and docs/settings.md derive from it.
 
-A key is set in the script (`evenload.init(seed=1)`) or on the command line (`evenload run --seed 1`). The same key set
-differently in both is an error that shows both; nothing is read from the environment or from hidden files.
+A setting comes from the script (`evenload.init(seed=1)`), from the command line (`evenload run --seed 1`) or from a file given
+by ``-c``. Different values for one setting are an error that shows both. No environment variable and no hidden file is read.
 """
 
 from __future__ import annotations
@@ -13,287 +13,360 @@ from typing import Any
 
 from evenload.errors import ConfigError
 
-PRECISIONS = ("no", "bf16", "fp16")
-STRATEGIES = ("ddp", "dp")
-WORKERS = ("loader", "auto")
-BATCH_LR = ("auto", "adascale", "sqrt", "none")
-
 COMMAND_LINE = "command line"
 SPAWN = "call of evenload.spawn"
-"""Where settings come from beside the script."""
+"""Sources of settings other than the script."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that a setting accepts."""
+
+    values: str
+    """The accepted values, for the documentation."""
+    check: Callable[[Any], Any]
+    """Returns the value in its normal form; raises ValueError with what was expected."""
+    parse: Callable[[Any], Any] = str
+    """Converts the text of a command-line option; leaves what it cannot read to `check`."""
+    metavar: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The description of one setting."""
+
+    kind: Kind
+    help: str
+    option: str
+    """Its command-line option."""
+    commands: tuple[str, ...]
+    """The commands that have this option; a file given by ``-c`` may hold any setting."""
+    in_script: bool
+    """`evenload.init` takes it."""
+    rank_0_only: bool
+    """Only rank 0 uses it, so the ranks may differ."""
+
+
+def _setting(
+    default: Any,
+    kind: Kind,
+    help: str,
+    *,
+    option: str = "",
+    commands: tuple[str, ...] = ("run",),
+    in_script: bool = True,
+    rank_0_only: bool = False,
+) -> Any:
+    metadata = {"setting": Setting(kind, help, option, commands, in_script, rank_0_only)}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _one_of(*choices: str) -> Kind:
+    def check(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return value
+
+    return Kind(" ".join(f"`{choice}`" for choice in choices), check, metavar="|".join(choices))
+
+
+def _integer(expected: str, metavar: str, *, least: int, word: str = "") -> Kind:
+    """An integer of at least ``least``, or one word in its place."""
+
+    def check(value: Any) -> Any:
+        if word and value == word:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+            raise ValueError(f"expected {expected}")
+        return value
+
+    def parse(text: str) -> int | str:
+        try:
+            return int(text)
+        except ValueError:
+            return text
+
+    return Kind(expected, check, parse, f"{word}|{metavar}" if word else metavar)
+
+
+def _check_seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError("expected seconds, more than 0")
+    return float(value)
+
+
+def _parse_seconds(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _check_flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
+def _check_folder(value: Any) -> str:
+    if not isinstance(value, str | PathLike) or not str(value):
+        raise ValueError("expected a folder")
+    return str(value)
+
+
+def _check_balance(value: Any) -> Any:
+    if value in ("auto", "even"):
+        return value
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise ValueError("expected auto, even, or one integer share for each rank, such as 24,6,2")
+    shares = tuple(value)
+    if not shares or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shares) or not sum(shares):
+        raise ValueError("shares are integers of at least 0, and not all of them 0")
+    return shares
+
+
+def _parse_balance(text: str) -> str | tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        return text
+
+
+def _check_num_workers(value: Any) -> str:
+    if value in ("loader", "auto"):
+        return str(value)
+    hint = f"; set a number on the loader itself: DataLoader(num_workers={value})" if str(value).isdecimal() else ""
+    raise ValueError(f"expected auto (chosen by measurement) or loader (as each DataLoader says){hint}")
+
+
+def _check_loggers(value: Any) -> tuple[str, ...]:
+    # records/loggers/catalogue.py knows which loggers exist: other packages bring some.
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
+    if not all(isinstance(name, str) and name for name in names) or (not names and value not in ((), [])):
+        raise ValueError("expected the names of loggers, such as tensorboard, wandb or mlflow")
+    return names
+
+
+def _parse_loggers(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _check_logger_options(value: Any) -> dict[str, dict[str, Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(options, Mapping) for options in value.values()):
+        raise ValueError("expected options by logger, such as {'wandb': {'project': 'gpt'}}")
+    return {
+        str(name): {str(key): list(item) if isinstance(item, tuple) else item for key, item in options.items()}
+        for name, options in value.items()
+    }
+
+
+def parse_logger_options(texts: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Parse options of loggers such as ``wandb.project=gpt``, one per use of the command-line option."""
+    options: dict[str, dict[str, str]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        logger, dot, key = name.partition(".")
+        if not (equals and dot and logger and key and value):
+            raise ConfigError(f"--logger-option {text}: expected LOGGER.OPTION=VALUE, such as wandb.project=gpt")
+        if options.setdefault(logger, {}).setdefault(key, value) != value:
+            raise ConfigError(f"--logger-option {text}: {name} is already {options[logger][key]!r}; give it once")
+    return options
+
+
+_FLAG = Kind("true or false", _check_flag)
+_SECONDS = Kind("seconds, more than 0", _check_seconds, _parse_seconds, "SECONDS")
+_BOTH = ("run", "verify")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The resolved settings of one run; `sources` tells where each came from."""
+    """The resolved settings of one run (described in docs/settings.md), and where each was set."""
 
-    project_dir: str = "runs/default"
-    """The run folder: settings, events, steps and checkpoints."""
-    seed: int = 0
-    """Fixes the order of samples and all randomness that Evenload keys."""
-    precision: str = "no"
-    """``no`` computes in the model's own dtype; ``bf16`` and ``fp16`` autocast, fp16 with dynamic loss scaling."""
-    strategy: str = "ddp"
-    """How a model is spread: ``ddp`` keeps a replica on each rank, ``dp`` several in one process, one for each device."""
-    micro_batch: int | str = "auto"
-    """Most samples a rank computes at once; ``auto`` finds what fits the memory."""
-    balance: str | tuple[int, ...] = "auto"
-    """``auto`` measures and splits, ``even`` gives equal shares, ``24,6,2`` fixes the shares."""
-    batch_max: int | None = None
-    """The global batch may grow up to so many samples where measured goodput is higher; None: it is the loader's."""
-    batch_lr: str = "auto"
-    """How the learning rate follows a grown batch: ``adascale``, ``sqrt``, ``none``; ``auto``: the first for SGD, else sqrt."""
-    batch_norm: str = "global"
-    """``global`` takes BatchNorm's statistics over all ranks; ``local`` leaves the model's BatchNorm alone."""
-    dataset_rng: str = "keyed"
-    """``keyed`` seeds the randomness inside a dataset by (seed, epoch, position); ``off`` leaves it alone."""
-    num_workers: str = "loader"
-    """Loader workers: ``loader`` takes what each DataLoader says, ``auto`` chooses them by measurement while it trains."""
-    check_every: int | str = 10
-    """Steps between two comparisons of all ranks' parameters and buffers; ``off`` compares nothing."""
-    loggers: tuple[str, ...] = ()
-    """Extra places for `run.log`: ``tensorboard``, ``wandb``, ``mlflow``, and those of other packages."""
-    logger_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """For each logger by name what it is told, such as ``{"wandb": {"project": "gpt"}}`` (docs/loggers.md)."""
-    log_every_s: float = 10.0
-    """Seconds between two plain progress lines, where there is no terminal."""
-    timeout_s: float = 600.0
-    """How long a collective may take before it is an error."""
-    fresh: bool = False
-    """Start anew: what the run folder holds is moved aside."""
-    dry_run: bool = False
-    """Print what is decided, and why; train nothing."""
+    project_dir: str = _setting(
+        "runs/default",
+        Kind("a folder", _check_folder, metavar="DIR"),
+        "Run folder for settings, events, steps and checkpoints; runs/SCRIPT unless set.",
+        commands=_BOTH,
+        rank_0_only=True,
+    )
+    seed: int = _setting(
+        0,
+        _integer("an integer from 0 to 2^63 - 1", "INTEGER", least=0),
+        "Seed of the sample order and of all randomness that Evenload controls.",
+        commands=_BOTH,
+    )
+    precision: str = _setting(
+        "no",
+        _one_of("no", "bf16", "fp16"),
+        "Autocast precision. no: the model's own dtype; fp16: with dynamic loss scaling.",
+        commands=_BOTH,
+    )
+    strategy: str = _setting(
+        "ddp",
+        _one_of("ddp", "dp"),
+        "Where replicas of the model live. ddp: one process per device; dp: one process for all devices.",
+        commands=_BOTH,
+    )
+    micro_batch: int | str = _setting(
+        "auto",
+        _integer("auto or a number of samples, at least 1", "SAMPLES", least=1, word="auto"),
+        "Largest number of samples a rank computes at once. auto: what fits in memory.",
+        commands=_BOTH,
+    )
+    balance: str | tuple[int, ...] = _setting(
+        "auto",
+        Kind("`auto` `even`, or one share per rank: `24,6,2`", _check_balance, _parse_balance, "auto|even|SHARES"),
+        "Split of the global batch. auto: by measured speed; even: equal shares; 24,6,2: fixed shares.",
+        commands=_BOTH,
+    )
+    batch_max: int | None = _setting(
+        None,
+        _integer("a number of samples, more than the loader's batch_size", "SAMPLES", least=2),
+        "Let the global batch grow up to this size where the measured goodput is higher.",
+    )
+    batch_lr: str = _setting(
+        "auto",
+        _one_of("auto", "adascale", "sqrt", "none"),
+        "Learning-rate rule for a grown batch. auto: adascale for SGD, sqrt for other optimizers.",
+    )
+    batch_norm: str = _setting(
+        "global",
+        _one_of("global", "local"),
+        "BatchNorm statistics. global: over all ranks; local: the model's BatchNorm unchanged.",
+        commands=(),
+    )
+    dataset_rng: str = _setting(
+        "keyed",
+        _one_of("keyed", "off"),
+        "Randomness inside a dataset. keyed: seeded by (seed, epoch, position); off: unchanged.",
+        commands=(),
+    )
+    num_workers: str = _setting(
+        "loader",
+        Kind("`loader` `auto`", _check_num_workers, metavar="loader|auto"),
+        "Loader workers. loader: as each DataLoader says; auto: chosen by measurement while training.",
+    )
+    check_every: int | str = _setting(
+        10,
+        _integer("off or a number of steps, at least 1, such as 10", "STEPS", least=1, word="off"),
+        "Steps between two comparisons of all ranks' parameters and buffers. off: never compare.",
+    )
+    loggers: tuple[str, ...] = _setting(
+        (),
+        Kind("names of loggers", _check_loggers, _parse_loggers, "NAME,..."),
+        "Further destinations of metrics: tensorboard, wandb, mlflow, and loggers of other packages.",
+        rank_0_only=True,
+    )
+    logger_options: Mapping[str, Mapping[str, Any]] = _setting(
+        {},
+        Kind("options by logger", _check_logger_options, parse_logger_options, "LOGGER.OPTION=VALUE"),
+        "Options of the loggers, such as wandb.project=gpt; the command-line option may be repeated.",
+        option="--logger-option",
+        rank_0_only=True,
+    )
+    log_every_s: float = _setting(
+        10.0,
+        _SECONDS,
+        "Time between two progress lines when the output is not a terminal.",
+        option="--log-every",
+        rank_0_only=True,
+    )
+    timeout_s: float = _setting(
+        600.0, _SECONDS, "Time after which a collective that has not completed is an error.", commands=()
+    )
+    fresh: bool = _setting(
+        False,
+        _FLAG,
+        "Start over instead of resuming; run moves the old contents of the run folder aside.",
+        commands=_BOTH,
+        in_script=False,
+        rank_0_only=True,
+    )
+    dry_run: bool = _setting(False, _FLAG, "Print every decision and its reason; train nothing.", in_script=False)
     sources: Mapping[str, str] = field(default_factory=dict)
-    """For each key not left at its default, where it was set."""
+    """For each setting that was set, where."""
+
+
+SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Config) if f.metadata}
+"""The settings by name."""
 
 
 def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any], caller: str = COMMAND_LINE) -> Config:
-    """Joins what the script and the command line set, checked.
+    """Merge and check the settings of the script and of the command line.
 
     Args:
         script: keyword arguments of `evenload.init`; None means not set.
-        command_line: options of the command by key; None means not set.
-        caller: who gave these: `COMMAND_LINE`, or `SPAWN`.
+        command_line: options of the command by setting; None means not set.
+        caller: source of ``command_line``: `COMMAND_LINE` or `SPAWN`.
 
     Raises:
-        ConfigError: an unknown key, a bad value, or a key set differently in both places.
+        ConfigError: an unknown setting, a wrong value, or a setting with different values in both.
     """
-    known = {f.name for f in fields(Config)} - {"sources"}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for where, given, spell in (
-        ("script", script, _spell_script),
-        (caller, command_line, _spell_option if caller == COMMAND_LINE else _spell_spawn),
-    ):
-        for key, raw in given.items():
+    for source, given in (("script", script), (caller, command_line)):
+        for name, raw in given.items():
             if raw is None:
                 continue
-            if key not in known:
+            spelled = spell_option(name, raw) if source == COMMAND_LINE else _spell_argument(source, name, raw)
+            if name not in SETTINGS:
                 raise ConfigError(
-                    f"{spell(key, raw)} in the {where}: there is no setting {key!r}; the settings are "
-                    f"{', '.join(sorted(known))}"
+                    f"{spelled} in the {source}: there is no setting {name!r}; the settings are {', '.join(sorted(SETTINGS))}"
                 )
-            value = _CHECKS[key](key, raw, spell(key, raw)) if key in _CHECKS else raw
-            if key in values and values[key] != value:
+            value = check_setting(name, raw, spelled)
+            if name in values and values[name] != value:
                 raise ConfigError(
-                    f"{key} is set twice, differently: {sources[key]} in the script and {spell(key, raw)} "
-                    f"{'on' if where == COMMAND_LINE else 'in'} the {where}; remove one of them"
+                    f"{name} is set twice, differently: {sources[name]} in the script and {spelled} "
+                    f"{'on' if source == COMMAND_LINE else 'in'} the {source}; remove one of them"
                 )
-            values[key] = value
-            sources.setdefault(key, spell(key, raw))
+            values[name] = value
+            sources.setdefault(name, spelled)
     return Config(**values, sources=sources)
 
 
+def check_setting(name: str, value: Any, spelled: str) -> Any:
+    """Return the value of a setting in its normal form.
+
+    Raises:
+        ConfigError: the setting does not accept it; the message starts with ``spelled``.
+    """
+    try:
+        return SETTINGS[name].kind.check(value)
+    except ValueError as error:
+        raise ConfigError(f"{spelled}: {error}") from None
+
+
 def as_table(config: Config) -> dict[str, Any]:
-    """The settings and their sources as plain values, for `config.toml`."""
+    """Return the settings and their sources as plain values, for `config.toml`."""
     table: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
         table[f.name] = list(value) if isinstance(value, tuple) else value
-    table["logger_options"] = {name: dict(own) for name, own in config.logger_options.items()}
+    table["logger_options"] = {name: dict(options) for name, options in config.logger_options.items()}
     table["sources"] = dict(config.sources)
     return table
 
 
-def parse_balance(text: str) -> str | tuple[int, ...]:
-    """Reads ``auto``, ``even`` or ``24,6,2`` as the command line gives it."""
-    if text in ("auto", "even"):
-        return text
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--balance {text}: expected auto, even, or one integer share for each rank, such as 24,6,2"
-        ) from None
+def option_of(name: str) -> str:
+    """Return the command-line option of a setting."""
+    return (SETTINGS[name].option if name in SETTINGS else "") or "--" + name.replace("_", "-")
 
 
-def parse_check_every(text: str) -> str | int:
-    """Reads ``off`` or a number of steps as the command line gives it."""
-    if text == "off":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"--check-every {text}: expected off or a number of steps, such as 10") from None
-
-
-def parse_loggers(text: str) -> tuple[str, ...]:
-    """Reads ``tensorboard,wandb`` as the command line gives it."""
-    return tuple(name.strip() for name in text.split(","))
-
-
-def parse_logger_options(texts: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Reads ``wandb.project=gpt``, one a use of the option, as the command line gives them."""
-    options: dict[str, dict[str, str]] = {}
-    for text in texts:
-        place, equals, value = text.partition("=")
-        logger, dot, key = place.partition(".")
-        if not (equals and dot and logger and key and value):
-            raise ConfigError(f"--logger-option {text}: expected LOGGER.OPTION=VALUE, such as wandb.project=gpt")
-        if options.setdefault(logger, {}).setdefault(key, value) != value:
-            raise ConfigError(f"--logger-option {text}: {place} is {options[logger][key]!r} already; give it once")
-    return options
-
-
-def parse_micro_batch(text: str) -> str | int:
-    """Reads ``auto`` or a number of samples as the command line gives it."""
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"--micro-batch {text}: expected auto or a number of samples, such as 8") from None
-
-
-def _spell_script(key: str, value: Any) -> str:
-    return f"init({key}={value!r})"
-
-
-def _spell_spawn(key: str, value: Any) -> str:
-    return f"spawn({key}={value!r})"
-
-
-def _spell_option(key: str, value: Any) -> str:
-    option = "--" + key.replace("_", "-")
+def spell_option(name: str, value: Any) -> str:
+    """Return a setting as it is written on the command line."""
+    option = option_of(name)
     if value is True:
         return option
-    if key == "logger_options" and isinstance(value, Mapping):
-        return spell_logger_options(value)
-    if isinstance(value, tuple | list):
-        value = ",".join(str(part) for part in value)
-    return f"{option} {value}"
+    if name == "logger_options" and isinstance(value, Mapping):
+        return " ".join(
+            f"{option} {logger}.{key}={item}"
+            for logger, options in value.items()
+            for key, item in (options.items() if isinstance(options, Mapping) else ())
+        )
+    return f"{option} {','.join(map(str, value)) if isinstance(value, tuple | list) else value}"
 
 
-def _check_choice(*choices: str) -> Callable[[str, Any, str], Any]:
-    def check(key: str, value: Any, spelled: str) -> Any:
-        if value not in choices:
-            raise ConfigError(f"{spelled}: expected one of {', '.join(choices)}")
-        return value
-
-    return check
-
-
-def _check_seed(key: str, value: Any, spelled: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ConfigError(f"{spelled}: expected an integer from 0 to 2^63 - 1")
-    return value
-
-
-def _check_micro_batch(key: str, value: Any, spelled: str) -> Any:
-    if value == "auto":
-        return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{spelled}: expected auto or a number of samples, at least 1")
-    return value
-
-
-def _check_batch_max(key: str, value: Any, spelled: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-        raise ConfigError(f"{spelled}: expected a number of samples, more than the loader's batch_size")
-    return value
-
-
-def _check_workers(key: str, value: Any, spelled: str) -> Any:
-    if value in WORKERS:
-        return value
-    hint = (
-        f"; a number is set where the loader is made: DataLoader(num_workers={value})" if str(value).isdecimal() else ""
-    )
-    raise ConfigError(f"{spelled}: expected auto (chosen by measurement) or loader (as each DataLoader says){hint}")
-
-
-def _check_check_every(key: str, value: Any, spelled: str) -> Any:
-    if value == "off":
-        return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{spelled}: expected off or a number of steps, at least 1")
-    return value
-
-
-def _check_balance(key: str, value: Any, spelled: str) -> Any:
-    if value in ("auto", "even"):
-        return value
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{spelled}: expected auto, even, or one integer share for each rank, such as 24,6,2")
-    shares = tuple(value)
-    if not shares or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shares) or not sum(shares):
-        raise ConfigError(f"{spelled}: shares are integers of at least 0, and not all of them 0")
-    return shares
-
-
-def _check_positive_s(key: str, value: Any, spelled: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{spelled}: expected seconds, more than 0")
-    return float(value)
-
-
-def spell_logger_options(options: Mapping[str, Any]) -> str:
-    """The options of loggers as the command line has them."""
-    return " ".join(
-        f"--logger-option {name}.{key}={value}"
-        for name, own in options.items()
-        for key, value in (own.items() if isinstance(own, Mapping) else ())
-    )
-
-
-def _check_loggers(key: str, value: Any, spelled: str) -> tuple[str, ...]:
-    # Which there are is known to records/loggers/catalogue.py: other packages bring some.
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
-    if not all(isinstance(name, str) and name for name in names) or (not names and value not in ((), [])):
-        raise ConfigError(f"{spelled}: expected the names of loggers, such as tensorboard, wandb or mlflow")
-    return names
-
-
-def _check_logger_options(key: str, value: Any, spelled: str) -> dict[str, dict[str, Any]]:
-    if not isinstance(value, Mapping) or not all(isinstance(own, Mapping) for own in value.values()):
-        raise ConfigError(f"{spelled}: expected options by logger, such as {{'wandb': {{'project': 'gpt'}}}}")
-    return {
-        str(name): {str(option): list(v) if isinstance(v, tuple) else v for option, v in own.items()}
-        for name, own in value.items()
-    }
-
-
-def _check_path(key: str, value: Any, spelled: str) -> str:
-    if not isinstance(value, str | PathLike) or not str(value):
-        raise ConfigError(f"{spelled}: expected a folder")
-    return str(value)
-
-
-_CHECKS: dict[str, Callable[[str, Any, str], Any]] = {
-    "project_dir": _check_path,
-    "seed": _check_seed,
-    "precision": _check_choice(*PRECISIONS),
-    "strategy": _check_choice(*STRATEGIES),
-    "micro_batch": _check_micro_batch,
-    "balance": _check_balance,
-    "batch_max": _check_batch_max,
-    "batch_lr": _check_choice(*BATCH_LR),
-    "batch_norm": _check_choice("global", "local"),
-    "dataset_rng": _check_choice("keyed", "off"),
-    "num_workers": _check_workers,
-    "check_every": _check_check_every,
-    "loggers": _check_loggers,
-    "logger_options": _check_logger_options,
-    "log_every_s": _check_positive_s,
-    "timeout_s": _check_positive_s,
-}
+def _spell_argument(source: str, name: str, value: Any) -> str:
+    return f"{'spawn' if source == SPAWN else 'init'}({name}={value!r})"

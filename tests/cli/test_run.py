@@ -62,7 +62,7 @@ def test_wrong_uses_are_refused_with_a_reason(script, capfd, arguments, told):
     [
         ("seed = 2", "seed is set twice, differently: --seed 1 and seed = 2 in run.toml"),
         ("sed = 2", "there is no setting 'sed'"),
-        ("seed = ", "this is no TOML"),
+        ("seed = ", "invalid TOML"),
         ("port = 'a'", "expected a number from 0 to 65535"),
         ("precision = 'fp8'", "fp8"),
     ],

@@ -34,7 +34,7 @@ from tests.wrong_uses.jobs import IMPORTS, command, evenload_run, script, told_b
         ({"dataset_rng": True}, r"init\(dataset_rng=True\): expected one of keyed, off"),
         (
             {"num_workers": 4},
-            r"init\(num_workers=4\): expected auto .* a number is set where .*DataLoader\(num_workers=4\)",
+            r"init\(num_workers=4\): expected auto .* set a number on the loader itself: DataLoader\(num_workers=4\)",
         ),
         ({"num_workers": "many"}, r"init\(num_workers=.many.\): expected auto \(chosen by measurement\) or loader"),
         ({"check_every": 0}, r"init\(check_every=0\): expected off or a number of steps, at least 1"),
@@ -107,7 +107,7 @@ def test_settings_that_differ_between_ranks(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     told = run_ranks(_seed_by_rank, 2)
-    assert told == ["seed is set otherwise on rank 1 than on rank 0; every rank must give init the same settings"] * 2
+    assert told == ["seed differs: rank 1 has another value than rank 0; give init the same settings on every rank"] * 2
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_no_one_else_comes_to_the_meeting(tmp_path):
         (["-d", "cpu:2", "--throttle", "1,0", "train.py"], "a speed is more than 0 and at most 1"),
         (["-d", "cpu:2", "--throttle", "1,1.5", "train.py"], "a speed is more than 0 and at most 1"),
         (["-d", "cpu:2", "--throttle", "1,fast", "train.py"], "--throttle 1,fast: expected one speed for each rank"),
-        (["--check-every", "often", "train.py"], "--check-every often: expected off or a number of steps, such as 10"),
+        (["--check-every", "often", "train.py"], "--check-every often: expected off or a number of steps, at least 1"),
         (["-d", "cpu:2", "--num-workers", "4", "train.py"], "--num-workers 4: expected auto"),
         (["--sed", "1", "train.py"], "No such option: --sed"),
     ],

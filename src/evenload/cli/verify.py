@@ -13,80 +13,50 @@ from typing import Annotated, Any
 
 import typer
 
-from evenload.cli.script import CONTEXT_SETTINGS as CONTEXT_SETTINGS
-from evenload.cli.script import ScriptCommand
-from evenload.cli.settings import devices_of, merge
-from evenload.config import parse_balance, parse_micro_batch
-from evenload.errors import ConfigError
+from evenload.cli.settings import CONTEXT_SETTINGS as CONTEXT_SETTINGS
+from evenload.cli.settings import (
+    ConfigFile,
+    Module,
+    NprocPerNode,
+    Port,
+    Script,
+    ScriptCommand,
+    merge,
+    takes_settings,
+)
 
 COMMAND_CLASS = ScriptCommand
 
 EQUAL, DIFFERENT, NOT_VERIFIED = 0, 1, 2
 _SIGNALLED = (130, 143)
-_NO_EFFECT = ("throttle", "log_every_s", "dry_run")
-"""Settings of a run that say nothing about a gradient."""
+_WITHOUT_EFFECT = ("throttle", "log_every_s", "dry_run")
+"""Keys of a file that do not concern gradients."""
 
 
+@takes_settings("verify")
 def verify(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
-    ] = None,
-    module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, as python -m does.")] = None,
+    arguments: Script = None,
+    module: Module = None,
     devices: Annotated[
         str | None,
-        typer.Option("-d", "--devices", help="As for run; without it, two ranks where there is one device only."),
+        typer.Option("-d", "--devices", metavar="DEVICES", help="As for run, but two ranks on a single device."),
     ] = None,
-    balance: Annotated[
-        str | None, typer.Option(help="even, or one share for each rank: 24,6,2. Without it the shares are uneven.")
-    ] = None,
-    micro_batch: Annotated[str | None, typer.Option(help="auto, or most samples a rank computes at once.")] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="no, bf16 or fp16; counts where float64 is not possible.")
-    ] = None,
-    strategy: Annotated[str | None, typer.Option(help="How the model is spread: ddp.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the order of samples and all keyed randomness.")] = None,
-    project_dir: Annotated[str | None, typer.Option(help="The run folder; nothing in it is changed.")] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="With the script's own weights, whatever checkpoint there is.")
-    ] = False,
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", metavar="FILE", help="A TOML file of settings, by the same keys.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Of the ranks' meeting point; 0: a free one.")
-    ] = None,
-    nproc_per_node: Annotated[
-        str | None, typer.Option("--nproc-per-node", "--nproc_per_node", help="As torchrun spells it: so many ranks.")
-    ] = None,
+    config: ConfigFile = None,
+    port: Port = None,
+    nproc_per_node: NprocPerNode = None,
     json_: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON on stdout; what the script prints goes to stderr.")
+        bool, typer.Option("--json", help="Print the report as JSON to stdout, and the script's output to stderr.")
     ] = False,
+    **settings: Any,
 ) -> None:
     """Run the first step of a script on the real split and in one process, and compare the gradients.
 
-    The script is not changed, and nothing is written into its run folder. Exit code: 0 the gradients are equal up to
-    rounding, 1 they differ, 2 it could not be verified.
+    Shares are uneven unless --balance is given. The script is not changed, and nothing is written into its run folder.
+    Exit code: 0 the gradients are equal up to rounding, 1 they differ, 2 the script could not be verified.
     """
-    given: dict[str, Any] = {
-        "devices": devices,
-        "port": port,
-        "balance": parse_balance(balance) if balance is not None else None,
-        "micro_batch": parse_micro_batch(micro_batch) if micro_batch is not None else None,
-        "precision": precision,
-        "strategy": strategy,
-        "seed": seed,
-        "project_dir": project_dir,
-        "fresh": fresh or None,
-    }
-    values, sources = merge(given, config)
-    if nproc_per_node is not None:
-        if "devices" in values:
-            raise ConfigError(
-                f"--nproc-per-node {nproc_per_node} and {sources['devices']} both say which ranks to start"
-            )
-        values["devices"] = devices_of(nproc_per_node)
+    values, _ = merge({"devices": devices, "port": port}, settings, config, nproc_per_node)
     target = ("-m", module, *(arguments or ())) if module is not None else tuple(arguments or ())
-    values = {key: value for key, value in values.items() if key not in _NO_EFFECT}
+    values = {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
     values.setdefault("devices", _default_devices())
     # Under --json stdout holds the report alone.
     with contextlib.redirect_stdout(sys.stderr) if json_ else contextlib.nullcontext():

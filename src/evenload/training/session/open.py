@@ -7,14 +7,14 @@ import socket
 import sys
 import time
 import zlib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from evenload.config import COMMAND_LINE, SPAWN, Config, as_table, resolve
+from evenload.config import COMMAND_LINE, SETTINGS, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
 from evenload.job import attempt
 from evenload.records.recorder import Recorder
@@ -41,8 +41,6 @@ from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
 from evenload.training.step.threaded_executor import open_threaded_executor
 
-RANK_0_ALONE = ("project_dir", "loggers", "logger_options", "log_every_s", "fresh", "sources")
-"""Settings that the other ranks have no use for."""
 _FRESH_FOR = "fresh_for_job"
 """In the run folder: the queue's job that began anew there."""
 
@@ -207,13 +205,13 @@ def _check_same_settings(config: Config, control: Control) -> None:
     Raises:
         ConfigError: on all ranks, if one has another setting; ``seed=rank`` would give each rank its own order of samples.
     """
-    keys = [f.name for f in fields(config) if f.name not in RANK_0_ALONE]
+    keys = [name for name, setting in SETTINGS.items() if not setting.rank_0_only]
     rows = control.exchange(Operation.INIT, [float(zlib.crc32(repr(getattr(config, key)).encode())) for key in keys])
     for rank, row in enumerate(rows):
         for key, own, first in zip(keys, row, rows[0], strict=True):
             if own != first:
                 raise ConfigError(
-                    f"{key} is set otherwise on rank {rank} than on rank 0; every rank must give init the same settings"
+                    f"{key} differs: rank {rank} has another value than rank 0; give init the same settings on every rank"
                 )
 
 
