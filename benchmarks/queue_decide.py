@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks.report import rows
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import Start, recorded
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import HOLDING, JobState
@@ -148,8 +147,8 @@ class _Full:
         took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - cpu_began_s
         self.num_commands += len(commands)
         for command in commands:
-            self.apply(recorded(command, self.now_s))
-            if isinstance(command, Start):
+            self.apply(command)
+            if isinstance(command, events.Placed):
                 self.apply(events.JobStarted(self.now_s, command.job))
             elif command.job in self.queue_state.jobs:
                 self.apply(events.Yielded(self.now_s, command.job))

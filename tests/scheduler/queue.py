@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import Command, End, Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide, plan
+from evenload.scheduler.core.events import Command
 from evenload.scheduler.core.invariants import violations
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
@@ -25,6 +25,10 @@ def spec(num: int | tuple[int, int] = 1, user: str = "ann", **rest: Any) -> JobS
     low, high = num if isinstance(num, tuple) else (num, num)
     inner = {name: rest.pop(name) for name in ("kinds", "memory_bytes", "one_host", "one_kind") if name in rest}
     return JobSpec(user=user, needs=Needs(low, high, **inner), **rest)
+
+
+def is_preemption(command: Command) -> bool:
+    return isinstance(command, events.StopRequested) and command.is_preemption
 
 
 class Queue:
@@ -55,7 +59,7 @@ class Queue:
         """Decides and records the commands; nothing is carried out."""
         commands = decide(self.queue_state.snapshot(), self.now_s)
         for command in commands:
-            self.apply(recorded(command, self.now_s))
+            self.apply(command)
         return commands
 
     def settle(self) -> list[Command]:
@@ -67,9 +71,9 @@ class Queue:
                 return done
             done += commands
             for command in commands:
-                if isinstance(command, Start):
+                if isinstance(command, events.Placed):
                     self.began(command.job)
-                elif isinstance(command, Preempt | Resize) or (isinstance(command, End) and command.has_devices):
+                elif not isinstance(command, events.Cancelled):
                     self.yielded(command.job)
         raise AssertionError(f"never settles: {commands}")
 

@@ -6,10 +6,9 @@ import pytest
 
 from evenload.errors import QueueError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import End, Preempt, Start
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import After, Device, Limits, Reservation, Settings
-from tests.scheduler.queue import Queue, box, spec
+from tests.scheduler.queue import Queue, box, is_preemption, spec
 
 
 def test_an_empty_queue_decides_nothing() -> None:
@@ -21,7 +20,7 @@ def test_a_job_starts_once_and_on_devices_that_are_free() -> None:
     queue = Queue(box(2))
     job = queue.submit(2)
     (start,) = queue.decide()
-    assert isinstance(start, Start) and start.attempt == 1 and set(start.devices) == {"gpu0.0", "gpu0.1"}
+    assert isinstance(start, events.Placed) and start.attempt == 1 and set(start.devices) == {"gpu0.0", "gpu0.1"}
     assert queue.decide() == ()
     other = queue.submit(1)
     assert queue.decide() == () and other in queue.waits()
@@ -124,7 +123,7 @@ class TestPreemption:
         queue.settle()
         queue.submit(2, name="urgent", priority=1)
         commands = queue.decide()
-        assert [c.job for c in commands] == ["three", "four"] and all(isinstance(c, Preempt) for c in commands)
+        assert [c.job for c in commands] == ["three", "four"] and all(is_preemption(c) for c in commands)
         assert queue.decide() == ()
         queue.yielded("four")
         assert queue.decide() == () and queue.waits()["urgent"].startswith(
@@ -163,7 +162,7 @@ class TestPreemption:
             queue.now_s = step * 60.0
             queue.submit(1, estimate_s=10.0)
             commands = queue.settle()
-            times += [queue.now_s for c in commands if isinstance(c, Preempt) and c.job == "long"]
+            times += [queue.now_s for c in commands if is_preemption(c) and c.job == "long"]
             while short := queue.running - {"long"}:
                 queue.now_s += 1.0
                 queue.ended(*short)
@@ -221,7 +220,11 @@ def test_over_the_hard_limit_a_job_is_ended() -> None:
     assert queue.decide() == ()
     queue.now_s = 100.0
     (end,) = queue.decide()
-    assert isinstance(end, End) and end.reason == "its time limit of 100 s is over"
+    assert (
+        isinstance(end, events.StopRequested)
+        and end.then is JobState.FAILED
+        and end.reason == "its time limit of 100 s is over"
+    )
     queue.yielded(job)
     assert queue.state(job) is JobState.FAILED
 
@@ -339,7 +342,7 @@ class TestReservations:
         assert queue.decide() == ()
         queue.now_s = 1000.0
         (preempt,) = queue.decide()
-        assert isinstance(preempt, Preempt) and "reservation r" in preempt.reason
+        assert is_preemption(preempt) and "reservation r" in preempt.reason
 
 
 def test_held_and_not_before() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.invariants import violations
@@ -19,8 +18,10 @@ from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.sharing import expected_bytes, free_bytes
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import POLICIES, After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings
+from tests.scheduler.queue import is_preemption
 
 USERS = ("ann", "bob", "cyd")
+
 KINDS = ("a", "b")
 STATES = st.sampled_from
 
@@ -138,7 +139,7 @@ class QueueMachine(RuleBasedStateMachine):
         before = dict(self.queue_state.jobs)
         for command in commands:
             job = before[command.job]
-            if isinstance(command, Preempt) or (isinstance(command, Resize) and command.is_forced):
+            if is_preemption(command) or (isinstance(command, events.ResizeRequested) and command.is_forced):
                 is_reserved = any(
                     r.start_s <= self.now_s < r.end_s and job.spec.user not in r.users and r.devices & set(job.devices)
                     for r in snapshot.reservations
@@ -147,15 +148,15 @@ class QueueMachine(RuleBasedStateMachine):
                 recent = sum(t > self.now_s - 3600 for t in job.preempted_s)
                 if not is_reserved and job.spec.priority >= 0:
                     assert recent < settings_.max_preemptions_per_hour
-            if isinstance(command, Start):
+            if isinstance(command, events.Placed):
                 self.check_room(job, command.devices[0])
-            self.apply(recorded(command, self.now_s))
-        given = {c.job for c in commands if isinstance(c, Start | Resize)}
+            self.apply(command)
+        given = {c.job for c in commands if isinstance(c, events.Placed | events.ResizeRequested)}
         for user in {before[name].spec.user for name in given}:
             limits = self.queue_state.users[user].limits
             held = [j for j in self.queue_state.jobs.values() if j.spec.user == user and j.state in HOLDING]
             if limits.max_running is not None and any(
-                isinstance(c, Start) and before[c.job].spec.user == user for c in commands
+                isinstance(c, events.Placed) and before[c.job].spec.user == user for c in commands
             ):
                 assert len(held) <= limits.max_running
             if limits.max_devices is not None:

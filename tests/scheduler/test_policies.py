@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import Preempt, Resize
 from evenload.scheduler.core.values import POLICIES, Limits
 from evenload.scheduler.policies import policy_named
 from evenload.scheduler.policies.elastic import Bid, share_out
-from tests.scheduler.queue import Queue, box, spec
+from tests.scheduler.queue import Queue, box, is_preemption, spec
 
 LINEAR = tuple(float(k) for k in range(1, 17))
 FLAT = (1.0, 1.05, 1.06, 1.06)
@@ -91,7 +90,7 @@ class TestFairShare:
         swaps = 0
         for step in range(60):
             queue.now_s = 60.0 * step
-            swaps += sum(isinstance(c, Preempt) for c in queue.settle())
+            swaps += sum(is_preemption(c) for c in queue.settle())
         assert swaps <= 3
 
 
@@ -135,7 +134,7 @@ def test_equals_of_unknown_length_swap_only_when_one_has_doubled() -> None:
     swaps = 0
     for step in range(600):
         queue.now_s = 60.0 * step
-        swaps += sum(isinstance(c, Preempt) for c in queue.settle())
+        swaps += sum(is_preemption(c) for c in queue.settle())
     assert 1 <= swaps <= 8
 
 
@@ -180,7 +179,7 @@ class TestDefault:
         queue.now_s = 1000.0
         queue.submit(4, name="rigid", estimate_s=100.0)
         commands = queue.settle()
-        assert any(isinstance(c, Resize) and c.is_forced for c in commands)
+        assert any(isinstance(c, events.ResizeRequested) and c.is_forced for c in commands)
         assert len(queue.devices("rigid")) == 4 and 1 <= len(queue.devices("linear")) <= 4
 
 

@@ -8,12 +8,11 @@ import pytest
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import Preempt, Start
 from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import JobSpec, Limits, Needs, Reservation
-from tests.scheduler.queue import GIB, Queue, box, spec
+from tests.scheduler.queue import GIB, Queue, box, is_preemption, spec
 
 
 def queue_of(num: int = 1, **settings: float | str | bool) -> Queue:
@@ -124,7 +123,7 @@ def test_peaks_that_grow_too_large_send_the_youngest_away_whose_leaving_is_enoug
     assert queue.decide() == ()  # 21 of 24 GiB: it isn't let in any more, but it fits
     queue.apply(events.MemoryMeasured(queue.now_s, second, 12 * GIB))
     (stop,) = queue.decide()
-    assert isinstance(stop, Preempt) and stop.job == second  # the third is younger, but its leaving isn't enough
+    assert is_preemption(stop) and stop.job == second  # the third is younger, but its leaving isn't enough
     assert "27.0 GiB of its 24.0 GiB" in stop.reason
     queue.yielded(second)
     assert queue.decide() == () and queue.queue_state.jobs[second].peak_bytes == 12 * GIB
@@ -150,7 +149,7 @@ def test_who_needs_the_whole_device_has_all_of_them_stopped() -> None:
     queue.now_s += 1000
     boss = queue.submit()
     commands = queue.decide()
-    assert {c.job for c in commands if isinstance(c, Preempt)} == set(guests)
+    assert {c.job for c in commands if is_preemption(c)} == set(guests)
     queue.yielded(guests[0])
     queue.yielded(guests[1])
     assert queue.decide() == ()  # not before the last has left
@@ -187,7 +186,7 @@ def test_a_short_job_joins_a_long_one_instead_of_displacing_it() -> None:
     queue.settle()
     queue.now_s += 1000
     short = small(queue, estimate_s=10.0)
-    assert queue.settle() == [Start(short, ("gpu0.0",), 1)]
+    assert queue.settle() == [events.Placed(queue.now_s, short, ("gpu0.0",), 1)]
     assert queue.running == {long, short}
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from evenload.scheduler.core.availability import Availability
 from evenload.scheduler.core.backfill import BackfillWindow, Release, backfill_window
-from evenload.scheduler.core.commands import Command, Preempt, Start
 from evenload.scheduler.core.eligibility import (
     Eligibility,
     PoolChoices,
@@ -31,6 +30,7 @@ from evenload.scheduler.core.eligibility import (
     limits_of,
 )
 from evenload.scheduler.core.estimates import end_s
+from evenload.scheduler.core.events import Command, Placed, StopRequested
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
 from evenload.scheduler.core.refusal import most_together
@@ -134,6 +134,7 @@ class _Planning:
                 decision,
                 keeping,
                 self._most_within_limits,
+                now_s=self.now_s,
             )
             sizing.shrink()
         candidates = self._candidates(order, bound, young, sizing) if decision.preempts else None
@@ -427,11 +428,15 @@ class _Planning:
             gone = candidates.displaced()
             for job in self.eligibility.running:
                 if job.id in gone:
-                    self.commands.append(Preempt(job.id, "a job that goes first needs its devices"))
+                    self.commands.append(
+                        StopRequested(self.now_s, job.id, reason="a job that goes first needs its devices")
+                    )
         if sizing is not None:
             self.commands += sizing.commands
         for job, slots in self.starts.values():
-            self.commands.append(Start(job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1))
+            self.commands.append(
+                Placed(self.now_s, job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1)
+            )
         if self.sharing is not None:
             self.commands += self.sharing.commands(self.commands)
 

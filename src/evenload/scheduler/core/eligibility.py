@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from evenload.scheduler.core.commands import Command, End, Preempt
+from evenload.scheduler.core.events import Cancelled, Command, StopRequested
 from evenload.scheduler.core.placement import PoolChoice
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
@@ -88,7 +88,7 @@ def _sort_holder(job: Job, slots: list[int], now_s: float, eligibility: Eligibil
         eligibility.coming += slots
     elif limit_s is not None and job.held_until(now_s) >= limit_s:
         reason = f"its time limit of {limit_s:g} s is over"
-        eligibility.commands.append(End(job.id, JobState.FAILED, reason, has_devices=True))
+        eligibility.commands.append(StopRequested(now_s, job.id, JobState.FAILED, reason))
         eligibility.coming += slots
     elif job.state is JobState.RUNNING:
         eligibility.running.append(job)
@@ -99,7 +99,7 @@ def _sort_holder(job: Job, slots: list[int], now_s: float, eligibility: Eligibil
 
 def _sort_pending(job: Job, now_s: float, eligibility: Eligibility) -> None:
     if job.doomed:
-        eligibility.commands.append(End(job.id, JobState.CANCELLED, job.doomed, has_devices=False))
+        eligibility.commands.append(Cancelled(now_s, job.id, job.doomed))
     elif job.is_held:
         eligibility.waits[job.id] = "its owner holds it back"
     elif job.unmet:
@@ -123,7 +123,7 @@ def clear_reserved(snapshot: QueueSnapshot, eligibility: Eligibility, now_s: flo
         if of_others is None or not job.spec.preemptible:
             staying.append(job)
             continue
-        eligibility.commands.append(Preempt(job.id, f"reservation {of_others.id} has begun"))
+        eligibility.commands.append(StopRequested(now_s, job.id, reason=f"reservation {of_others.id} has begun"))
         eligibility.coming += [
             slot for slot in eligibility.slots[job.id] if snapshot.layout.devices[slot].id not in snapshot.closed
         ]

@@ -91,6 +91,11 @@ class StopRequested:
     """PENDING: it is preempted and goes on later. CANCELLED or FAILED: it ends for good."""
     reason: str = ""
 
+    @property
+    def is_preemption(self) -> bool:
+        """True if the job goes on later."""
+        return self.then is JobState.PENDING
+
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
@@ -244,6 +249,10 @@ Event = (
     | ReservationEnded
     | SettingsSet
 )
+
+
+Command = Placed | ResizeRequested | StopRequested | Cancelled
+"""What `decide` returns: events that a shell records first and then carries out."""
 
 
 def stored_kind(kind: type[Any]) -> str:

@@ -13,10 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evenload.scheduler.core.commands import End, Preempt, Resize, Start
 from evenload.scheduler.core.decide import Plan, plan
 from evenload.scheduler.core.eligibility import PoolChoices, is_bound, is_young, limits_of
 from evenload.scheduler.core.estimates import left_s, restart_s
+from evenload.scheduler.core.events import Placed, ResizeRequested, StopRequested
 from evenload.scheduler.core.sharing import shared_devices
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
@@ -110,11 +110,11 @@ class _Future:
         stopping: dict[str, str] = {}
         resized: dict[str, tuple[str, ...]] = {}
         for command in self.planned.commands:
-            if isinstance(command, Preempt) or (isinstance(command, End) and command.has_devices):
+            if isinstance(command, StopRequested):
                 stopping[command.job] = command.reason
-            elif isinstance(command, Resize):
+            elif isinstance(command, ResizeRequested):
                 resized[command.job] = command.devices
-            elif isinstance(command, Start):
+            elif isinstance(command, Placed):
                 self._granted[command.job] = command.devices
                 self.starts[command.job] = self.now_s
                 self.notes[command.job] = "gets its devices now"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evenload.scheduler.core.availability import Availability
-from evenload.scheduler.core.commands import Command, Preempt, Resize
 from evenload.scheduler.core.eligibility import Eligibility, PoolChoices
+from evenload.scheduler.core.events import Command, ResizeRequested, StopRequested
 from evenload.scheduler.core.placement import FreeDevices
 from evenload.scheduler.core.policy import PolicyDecision
 from evenload.scheduler.core.snapshot import QueueSnapshot
@@ -29,6 +29,7 @@ class Resizing:
         decision: PolicyDecision,
         keeping: frozenset[str],
         within_limits: Callable[[str, int], int],
+        now_s: float,
     ) -> None:
         """Takes what the plan has; ``within_limits(user, num)`` says how many of `num` more devices a user may have."""
         self._snapshot, self._eligibility, self._availability, self._choices = (
@@ -38,7 +39,7 @@ class Resizing:
             choices,
         )
         self._sizes, self._reasons = dict(decision.sizes or {}), dict(decision.reasons or {})
-        self._keeping, self._within_limits = keeping, within_limits
+        self._keeping, self._within_limits, self._now_s = keeping, within_limits, now_s
         self.commands: list[Command] = []
         self.changed: set[str] = set()
         """Jobs that this takes devices from, or gives some to."""
@@ -51,7 +52,9 @@ class Resizing:
                 continue
             slots = self._eligibility.slots[job.id]
             if size == 0:
-                self.commands.append(Preempt(job.id, self._reason(job, "its devices help other jobs more")))
+                self.commands.append(
+                    StopRequested(self._now_s, job.id, reason=self._reason(job, "its devices help other jobs more"))
+                )
                 self._availability.comes_free(self._usable(slots))
             else:
                 kept = self._kept(job, slots, max(size, job.spec.needs.min_devices))
@@ -98,7 +101,9 @@ class Resizing:
     def _resize(self, job: Job, slots: tuple[int, ...], is_forced: bool) -> None:
         devices = self._snapshot.layout.devices
         reason = self._reason(job, f"{len(job.devices)} → {len(slots)} devices")
-        self.commands.append(Resize(job.id, tuple([devices[slot].id for slot in slots]), reason, is_forced))
+        self.commands.append(
+            ResizeRequested(self._now_s, job.id, tuple([devices[slot].id for slot in slots]), reason, is_forced)
+        )
 
     def _kept(self, job: Job, slots: list[int], size: int) -> tuple[int, ...] | None:
         """The part of its own devices that packs best."""

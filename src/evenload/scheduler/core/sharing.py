@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from evenload.scheduler.core.backfill import BackfillWindow
-from evenload.scheduler.core.commands import Command, Preempt, Start
 from evenload.scheduler.core.eligibility import Eligibility, is_bound, is_young
 from evenload.scheduler.core.estimates import end_s
+from evenload.scheduler.core.events import Command, Placed, StopRequested
 from evenload.scheduler.core.occupancy import may_be_joined
 from evenload.scheduler.core.preemption import PreemptionCandidates
 from evenload.scheduler.core.snapshot import QueueSnapshot
@@ -60,7 +60,7 @@ def shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> fro
     """Devices on which several jobs are, or will be by these commands."""
     once: set[str] = set()
     several = set()
-    given = [command.devices for command in commands if isinstance(command, Start)]
+    given = [command.devices for command in commands if isinstance(command, Placed)]
     for devices in (*(job.devices for job in jobs if job.devices), *given):
         several.update(once.intersection(devices))
         once.update(devices)
@@ -141,7 +141,7 @@ class Sharing:
             one = next((job for job in able if (expected_bytes(job) or 0) >= more_bytes), able[0])
             need = (memory_bytes + more_bytes) / 2**30
             reason = f"those that share its device may need {need:.1f} GiB of its {memory_bytes / 2**30:.1f} GiB"
-            eligibility.commands.append(Preempt(one.id, reason))
+            eligibility.commands.append(StopRequested(self._now_s, one.id, reason=reason))
             eligibility.running = [job for job in eligibility.running if job is not one]
             staying.remove(one)
 
@@ -232,12 +232,20 @@ class Sharing:
 
     def commands(self, given: Iterable[Command]) -> list[Command]:
         """What follows from the plan's commands for followers, and the starts of those that join."""
-        stopped = {command.job: command.reason for command in given if isinstance(command, Preempt)}
+        stopped = {
+            command.job: command.reason
+            for command in given
+            if isinstance(command, StopRequested) and command.is_preemption
+        }
         found: list[Command] = []
         for place in self._places.values():
             if (reason := stopped.get(place.lead.id)) is not None:
-                found += [Preempt(follower.id, reason) for follower in place.followers if follower.id not in stopped]
+                found += [
+                    StopRequested(self._now_s, follower.id, reason=reason)
+                    for follower in place.followers
+                    if follower.id not in stopped
+                ]
         devices = self._snapshot.layout.devices
         for job, slot in self._joins:
-            found.append(Start(job.id, (devices[slot].id,), job.attempt + 1))
+            found.append(Placed(self._now_s, job.id, (devices[slot].id,), job.attempt + 1))
         return found

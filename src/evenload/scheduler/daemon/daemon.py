@@ -17,7 +17,6 @@ from typing import Any
 from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
 from evenload.scheduler import messages, paths
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import recorded
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.daemon.attempts import Attempts
 from evenload.scheduler.daemon.devices import Found, find_devices
@@ -211,7 +210,7 @@ class Daemon:
             snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being looked at"), **snapshot.closed})
         now_s = time.time()
         for command in decide(snapshot, now_s):
-            self._desk.record(recorded(command, now_s))
+            self._desk.record(command)
         self._desk.has_changed = False
         took_s = time.monotonic() - began_s
         self._decide_at_s = began_s + took_s + min(2.0, 2 * took_s)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import End, Preempt, Resize, Start, recorded
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
@@ -229,10 +228,10 @@ class _Simulation:
             self.num_decisions += 1
             commands = decide(self.queue_state.snapshot(), now_s)
             for command in commands:
-                self._apply(recorded(command, now_s))
-                if isinstance(command, Start):
+                self._apply(command)
+                if isinstance(command, events.Placed):
                     self._will_begin(command.job, now_s)
-                elif isinstance(command, Preempt | Resize) or (isinstance(command, End) and command.has_devices):
+                elif not isinstance(command, events.Cancelled):
                     self._will_stop(command.job, now_s)
             if not commands or self.conditions.save_s > 0:
                 return

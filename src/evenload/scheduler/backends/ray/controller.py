@@ -22,7 +22,6 @@ from evenload.scheduler.backends.ray.devices import bundles_of, devices_of
 from evenload.scheduler.backends.ray.gang import GROUPS, Gang, News, Work, log_file
 from evenload.scheduler.backends.ray.queue import RayQueue
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import Command, End, Preempt, Resize, Start
 from evenload.scheduler.core.states import JobState, Verb
 from evenload.scheduler.core.values import settings_from
 from evenload.scheduler.job_file import INDEX_VARIABLE, job_from
@@ -148,13 +147,12 @@ class Controller:
             is_success = news.outcome.verb is Verb.SUCCEED
             self._queue.apply(events.Ended(now_s, job, is_success, news.outcome.reason))
 
-    def _carry_out(self, command: Command) -> None:
-        if isinstance(command, Start):
+    def _carry_out(self, command: events.Command) -> None:
+        if isinstance(command, events.Placed):
             self._start(command.job)
             return
         gang = self._gangs.get(command.job)
-        is_stop = isinstance(command, Preempt | Resize) or (isinstance(command, End) and command.has_devices)
-        if is_stop and gang is not None:
+        if gang is not None and not isinstance(command, events.Cancelled):
             gang.stop(command.reason or "asked by the queue")
 
     def _start(self, name: str) -> None:

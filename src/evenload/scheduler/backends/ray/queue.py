@@ -15,7 +15,6 @@ from evenload.errors import QueueError
 from evenload.job.protocol import Report
 from evenload.scheduler.backends.interface import Described
 from evenload.scheduler.core import events
-from evenload.scheduler.core.commands import Command, recorded
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import HOLDING, JobState
@@ -90,11 +89,11 @@ class RayQueue:
                 running.append(name)
         return running
 
-    def decide(self) -> tuple[Command, ...]:
+    def decide(self) -> tuple[events.Command, ...]:
         """What to do now, written down already."""
         commands = decide(self.queue_state.snapshot(), self._clock())
         for command in commands:
-            self.apply(recorded(command, self._clock()))
+            self.apply(command)
         return commands
 
     def see_devices(self, devices: Sequence[Device]) -> None:
