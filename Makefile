@@ -3,27 +3,45 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test retest long check docs bench format map clean
+.PHONY: demo test test-all failed retest long gpu check docs bench format map clean install-all
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	touch $(STAMP)
+
+# With Ray, for the system tests of its backend; where Ray can't be installed those tests are skipped.
+install-all: $(STAMP)
+	$(INSTALL) -e '.[dev,ray]' || echo "make install-all: no Ray for this Python: its tests are skipped"
 
 demo: $(STAMP)
 	$(BIN)/evenload demo
 
+# Tests without daemons, network namespaces, Slurm or Ray.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) tests/unit tests/ranks $(PYTEST_ARGS)
 
-# The tests that failed in the last run, once more.
+# All tests. Slurm, Ray, Fashion-MNIST and recorded workloads (EVENLOAD_TRACES) are used where they are installed.
+test-all: $(STAMP)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# The tests that failed in the last run: their names, and once more.
+failed: $(STAMP)
+	$(PYTEST) --last-failed --last-failed-no-failures none --collect-only -q
 retest: $(STAMP)
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
+	$(PYTEST) --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
 
-# What takes half a minute and more each, and is tested in parts by `make test`.
+# Tests of half a minute and more each, whose parts `make test-all` has.
 long: $(STAMP)
-	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+	$(PYTEST) -m long $(PYTEST_ARGS)
+
+# On a machine with a GPU: the tests marked gpu, and the fifteen experiments of benchmarks/gpu.
+gpu: $(STAMP)
+	$(PYTEST) -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m benchmarks gpu
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -42,8 +60,9 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
-clean:
-	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-
+# Redraws docs/map.md from the first sentence of each source file.
 map: $(STAMP)
 	$(BIN)/python -m tests.unit.project.map
+
+clean:
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

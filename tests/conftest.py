@@ -26,7 +26,9 @@ _GRACE_S = 2.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--traces", default=None, help="a folder of recorded workloads, for tests/scheduler/test_traces.py"
+        "--traces",
+        default=os.environ.get("EVENLOAD_TRACES"),
+        help="a folder of recorded workloads, for the tests of the simulator on them (default: EVENLOAD_TRACES)",
     )
 
 
