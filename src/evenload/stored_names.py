@@ -15,3 +15,11 @@ STORED_EVENTS = {
     "StopRequested": "StopAsked",
 }
 """Queue events (`scheduler.core.events`): class → kind in a queue's log. The others are stored under their own names."""
+
+SPEC_FILE = "order.json"
+"""An attempt's `AttemptSpec`; read by scheduler.runner.files, like the next four."""
+REQUEST_FILE = "ask.json"
+MARKERS_FILE = "marks.json"
+REPORT_FOLDER = "told"
+RESULT_FIELDS = {"requested": "asked"}
+"""Fields of `RunnerResult` and their keys in result.json."""

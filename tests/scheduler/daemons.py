@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from evenload.job.processes import all_stats
 from evenload.scheduler import paths
 from evenload.scheduler.client import Client, connect
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.runner.files import read_marks
-from evenload.scheduler.runner.processes import all_stats, remove_cgroup
+from evenload.scheduler.runner.files import read_markers
+from evenload.scheduler.runner.processes import remove_cgroup
 from evenload.scheduler.store.reader import Reader
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 _START = """
 import sys
 from pathlib import Path
-from evenload.scheduler.runner import processes
+from evenload.job import processes
 if sys.argv[2]:
     processes.BOOT_ID = Path(sys.argv[2])
 from evenload.scheduler.daemon.__main__ import main
@@ -141,7 +142,7 @@ class Box:
             self.daemon.wait()
         until(lambda: not kill(self.processes()), lambda: f"there still are {self.processes()}")
         for folder in (self.folder / paths.ATTEMPTS).glob("*"):
-            remove_cgroup(read_marks(folder).cgroup)
+            remove_cgroup(read_markers(folder).cgroup)
 
     def runners(self) -> dict[int, tuple[str, int]]:
         """The runners of this queue that run, by process id: job and attempt."""

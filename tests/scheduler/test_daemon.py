@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError, QueueError
+from evenload.job.processes import all_stats, descendants
 from evenload.scheduler import paths
 from evenload.scheduler.client import connect
-from evenload.scheduler.runner.files import read_marks
-from evenload.scheduler.runner.processes import all_stats, below
+from evenload.scheduler.runner.files import read_markers
 from tests.scheduler.daemons import Box, box, kill, until
 
 STEPS = """
@@ -102,15 +102,15 @@ def test_a_second_cancel_ends_a_deaf_tree(queue: Box) -> None:
     runner = next(iter(queue.runners()))
     queue.call("cancel", jobs=[job])
     assert queue.state(job)["state"] == "PREEMPTING"
-    tree = _below(runner)
+    tree = _descendants(runner)
     assert len(tree) == 2
     queue.call("cancel", jobs=[job], now=True)
     assert queue.wait_for(job, "CANCELLED", "FAILED")["state"] == "CANCELLED"
     assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()]
 
 
-def _below(pid: int) -> set[int]:
-    return below([pid], all_stats())
+def _descendants(pid: int) -> set[int]:
+    return descendants([pid], all_stats())
 
 
 def test_a_higher_priority_takes_the_devices_and_gives_them_back(queue: Box) -> None:
@@ -186,16 +186,16 @@ def test_what_hid_from_a_killed_runner_ends_too(queue: Box) -> None:
     )
     job = queue.submit(sys.executable, "-c", script, spec={"needs": {"min_devices": 2, "max_devices": 2}})
     until(lambda: "ready" in queue.output(job), queue.log)
-    marks = read_marks(paths.attempt_folder(queue.folder, job, 1))
-    if not marks.cgroup:
+    markers = read_markers(paths.attempt_folder(queue.folder, job, 1))
+    if not markers.cgroup:
         pytest.skip("no control group of the unified hierarchy can be made here")
     runner = next(iter(queue.runners()))
-    tree = _below(runner)
+    tree = _descendants(runner)
     kill([runner])
     queue.call("cancel", jobs=[job])
     queue.wait_for(job, "CANCELLED")
     assert len(tree) == 2 and not tree & all_stats().keys()
-    assert not Path(marks.cgroup).exists()
+    assert not Path(markers.cgroup).exists()
 
 
 def test_arrays_order_hold_and_change(queue: Box) -> None:

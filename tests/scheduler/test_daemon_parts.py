@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError
+from evenload.job.processes import identity_of, is_alive
 from evenload.job.protocol import Report
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
@@ -19,8 +20,7 @@ from evenload.scheduler.daemon.external_processes import Held, Sight
 from evenload.scheduler.daemon.maintenance import device_events, file_events, stranger_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.paths import SETTINGS_FILE, socket_address
-from evenload.scheduler.runner.files import Result
-from evenload.scheduler.runner.processes import identity_of, is_alive
+from evenload.scheduler.runner.files import RunnerResult
 
 GIB = 2**30
 
@@ -32,26 +32,26 @@ def _report(state: str, step: int = 9) -> Report:
 @pytest.mark.parametrize(
     ("result", "told", "kind", "reason"),
     [
-        (Result(1, 0), None, "ok", ""),
-        (Result(1, 3), None, "failed", "exit code 3"),
-        (Result(1, -signal.SIGSEGV), None, "failed", "killed by SIGSEGV"),
-        (Result(1, None, problem="no such file"), None, "failed", "no such file"),
-        (Result(1, None, asked="stop", problem="the daemon was away"), None, "Yielded", "away"),
-        (Result(1, 75, asked="stop"), _report("stopped"), "Yielded", ""),
-        (Result(1, 75, asked="stop"), None, "Yielded", ""),
-        (Result(1, 0, asked="stop"), _report("stopped"), "Yielded", ""),
-        (Result(1, 0, asked="stop"), _report("finished", 10), "ok", ""),
-        (Result(1, -signal.SIGTERM, asked="stop"), _report("stopped"), "Yielded", ""),  # a shell around it
-        (Result(1, -signal.SIGTERM, asked="stop"), None, "Yielded", "without saving"),
-        (Result(1, 143, asked="stop"), None, "Yielded", "without saving"),
-        (Result(1, -signal.SIGKILL, asked="stop", was_killed=True), _report("running"), "Yielded", "grace"),
-        (Result(1, 1, asked="stop"), _report("running"), "failed", "asked to stop"),
-        (Result(1, 75), _report("stopped"), "Yielded", "saved at step 9"),
-        (Result(1, 75), _report("stopped", 4), "failed", "came no further"),
-        (Result(1, 75), None, "failed", "came no further"),
+        (RunnerResult(1, 0), None, "ok", ""),
+        (RunnerResult(1, 3), None, "failed", "exit code 3"),
+        (RunnerResult(1, -signal.SIGSEGV), None, "failed", "killed by SIGSEGV"),
+        (RunnerResult(1, None, problem="no such file"), None, "failed", "no such file"),
+        (RunnerResult(1, None, requested="stop", problem="the daemon was away"), None, "Yielded", "away"),
+        (RunnerResult(1, 75, requested="stop"), _report("stopped"), "Yielded", ""),
+        (RunnerResult(1, 75, requested="stop"), None, "Yielded", ""),
+        (RunnerResult(1, 0, requested="stop"), _report("stopped"), "Yielded", ""),
+        (RunnerResult(1, 0, requested="stop"), _report("finished", 10), "ok", ""),
+        (RunnerResult(1, -signal.SIGTERM, requested="stop"), _report("stopped"), "Yielded", ""),  # a shell around it
+        (RunnerResult(1, -signal.SIGTERM, requested="stop"), None, "Yielded", "without saving"),
+        (RunnerResult(1, 143, requested="stop"), None, "Yielded", "without saving"),
+        (RunnerResult(1, -signal.SIGKILL, requested="stop", was_killed=True), _report("running"), "Yielded", "grace"),
+        (RunnerResult(1, 1, requested="stop"), _report("running"), "failed", "asked to stop"),
+        (RunnerResult(1, 75), _report("stopped"), "Yielded", "saved at step 9"),
+        (RunnerResult(1, 75), _report("stopped", 4), "failed", "came no further"),
+        (RunnerResult(1, 75), None, "failed", "came no further"),
     ],
 )
-def test_what_an_end_means(result: Result, told: Report | None, kind: str, reason: str) -> None:
+def test_what_an_end_means(result: RunnerResult, told: Report | None, kind: str, reason: str) -> None:
     event = ending("1", 5.0, result, told, done_before=4.0)
     found = type(event).__name__
     if isinstance(event, events.Ended):

@@ -23,6 +23,7 @@ from evenload.errors import EvenloadError
 from evenload.scheduler import messages, paths
 from evenload.scheduler.client import connect
 from evenload.scheduler.store.writer import DATABASE, LOCK
+from evenload.stored_names import REPORT_FOLDER, REQUEST_FILE, SPEC_FILE
 from tests.scheduler.daemons import Box, box, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users, which root alone can")
@@ -163,7 +164,7 @@ def test_anothers_environment_log_and_files_cannot_be_read(queue: Box, ann: str)
         tried = []
         folder = paths.attempt_folder(queue.folder, ann, 1)
         files = [queue.folder / DATABASE, queue.folder / f"{DATABASE}-wal", paths.log_path(queue.folder, ann)]
-        for path in (*files, folder / "order.json", folder / "told" / "report.json", folder / "ask.json"):
+        for path in (*files, folder / SPEC_FILE, folder / REPORT_FOLDER / "report.json", folder / REQUEST_FILE):
             try:
                 path.read_bytes()
                 tried.append(str(path))

@@ -7,16 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from evenload.job.processes import all_stats
 from evenload.scheduler.core import events
 from evenload.scheduler.core.values import Device
 from evenload.scheduler.daemon.devices import Found
-from evenload.scheduler.daemon.external_processes import Held, Holder, Sight, judge_beside
+from evenload.scheduler.daemon.external_processes import Held, Holder, Sight, judge_beside, runner_of
 from evenload.scheduler.daemon.maintenance import stranger_events
 from evenload.scheduler.daemon.memory_history import Alike
 from evenload.scheduler.daemon.peaks import used_by
 from evenload.scheduler.runner import files
 from evenload.scheduler.runner.memory import resident_bytes
-from evenload.scheduler.runner.processes import all_stats, runner_of
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import Store
 from tests.scheduler.queue import GIB, Queue, box, spec

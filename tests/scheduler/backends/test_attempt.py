@@ -16,7 +16,7 @@ import pytest
 from evenload.errors import QueueError
 from evenload.job import EXIT_CODE
 from evenload.job.protocol import Terms, write_terms
-from evenload.scheduler.backends.attempt import Attempt, Outcome, outcome_of
+from evenload.scheduler.backends.attempt import AttemptOutcome, BackendAttempt, outcome_of
 from evenload.scheduler.core.states import Verb
 from tests.scheduler.backends.programs import COUNTING, steps_done
 from tests.scheduler.backends.slurm_cluster import wait_until
@@ -30,9 +30,9 @@ def terms_in(folder: Path, grace_s: float = 30.0) -> tuple[Terms, Path]:
     return terms, folder / "terms.json"
 
 
-def start(folder: Path, *command: str, grace_s: float = 30.0, goes_on: bool = False) -> Attempt:
+def start(folder: Path, *command: str, grace_s: float = 30.0, goes_on: bool = False) -> BackendAttempt:
     terms, terms_file = terms_in(folder, grace_s)
-    return Attempt(terms, terms_file, command, folder=str(folder), goes_on=goes_on)
+    return BackendAttempt(terms, terms_file, command, folder=str(folder), goes_on=goes_on)
 
 
 def counting(folder: Path, total: int = 100_000) -> tuple[str, ...]:
@@ -40,9 +40,9 @@ def counting(folder: Path, total: int = 100_000) -> tuple[str, ...]:
     return sys.executable, "count.py", "out", str(total), "0.02"
 
 
-def wait(attempt: Attempt) -> Outcome:
+def wait(attempt: BackendAttempt) -> AttemptOutcome:
     end_s = time.monotonic() + LIMIT_S
-    while (outcome := attempt.look()) is None:
+    while (outcome := attempt.poll()) is None:
         assert time.monotonic() < end_s, "the program doesn't end"
         time.sleep(0.05)
     attempt.close()
@@ -54,7 +54,7 @@ def test_asked_by_the_file_although_signalled_too(tmp_path: Path) -> None:
     attempt = start(tmp_path, *counting(tmp_path))
     wait_until(lambda: len(steps_done(tmp_path / "out")) > 2, "steps")
     os.kill(attempt.pid, signal.SIGTERM)
-    attempt.ask("the nodes are needed")
+    attempt.request_stop("the nodes are needed")
     outcome = wait(attempt)
     assert (outcome.verb, outcome.code) == (Verb.YIELD, EXIT_CODE)
     state = json.loads((tmp_path / "out" / "state.json").read_text())
@@ -65,9 +65,9 @@ def test_asked_by_the_file_although_signalled_too(tmp_path: Path) -> None:
 
 def test_one_that_knows_no_file_gets_the_signal(tmp_path: Path) -> None:
     attempt = start(tmp_path, "sleep", "100", grace_s=4.0)
-    attempt.ask("enough")
+    attempt.request_stop("enough")
     outcome = wait(attempt)
-    assert outcome == Outcome(Verb.FAIL, -signal.SIGTERM, "ended by SIGTERM")
+    assert outcome == AttemptOutcome(Verb.FAIL, -signal.SIGTERM, "ended by SIGTERM")
 
 
 def test_the_grace_ends(tmp_path: Path) -> None:
@@ -76,15 +76,15 @@ def test_the_grace_ends(tmp_path: Path) -> None:
     )
     attempt = start(tmp_path, sys.executable, "-c", script, grace_s=1.0, goes_on=True)
     time.sleep(0.5)
-    attempt.ask("enough")
+    attempt.request_stop("enough")
     outcome = wait(attempt)
     assert outcome.verb is Verb.YIELD and "it goes on from its last save" in outcome.reason
 
 
 def test_asked_twice_ends_at_once(tmp_path: Path) -> None:
     attempt = start(tmp_path, "sleep", "100")
-    attempt.ask("enough")
-    attempt.ask("now")
+    attempt.request_stop("enough")
+    attempt.request_stop("now")
     began_s = time.monotonic()
     assert wait(attempt).verb is Verb.FAIL
     assert time.monotonic() - began_s < 20.0
@@ -92,7 +92,7 @@ def test_asked_twice_ends_at_once(tmp_path: Path) -> None:
 
 def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
     attempt = start(tmp_path, "bash", "-c", "sleep 1000 & echo $! > pid; exit 3")
-    assert wait(attempt) == Outcome(Verb.FAIL, 3, "exit code 3")
+    assert wait(attempt) == AttemptOutcome(Verb.FAIL, 3, "exit code 3")
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the child's end")
 

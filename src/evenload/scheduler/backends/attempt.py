@@ -1,15 +1,15 @@
-"""One attempt of a job's program inside somebody else's scheduler: started, watched, asked to stop, and how it ended.
+"""One attempt of a job's program inside another scheduler: started, polled, requested to stop, and its outcome.
 
-Slurm's batch script, Ray's runner and a pod all need the same: the program gets its terms, a request to stop reaches it
-once although the scheduler may have signalled it already, it has its grace, and nothing of it is left. The shell around it
-calls `Attempt.look` now and then; nothing here waits.
+Slurm's batch script, Ray's runner and a pod need the same: the program gets its terms, a stop request reaches it once although
+the scheduler may have signalled it already, it has its grace, and nothing of it is left. The caller runs
+`BackendAttempt.poll` several times a second; nothing here waits.
 
 A request goes through the stop file, because it can't come twice. Slurm signals every process of a job when it takes
 nodes back, and a program that gets SIGTERM from both sides would take the second as "end at once". A program that has
-never reported doesn't know of the file: it gets SIGTERM a little later.
+never reported doesn't know the file: it gets SIGTERM a little later.
 
-``python -m evenload.scheduler.backends.attempt --terms FILE -- COMMAND`` is the same as a process of its own, for a
-parent that must not fork (Ray's workers hold threads): it reads ``stop REASON`` lines, and ends the program where the
+``python -m evenload.scheduler.backends.attempt --terms FILE -- COMMAND`` runs the same in a process of its own, for a
+parent that must not fork (Ray's workers hold threads): it reads ``stop REASON`` lines, and ends the program when the
 parent is gone.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -30,18 +29,18 @@ from pathlib import Path
 
 from evenload.errors import EvenloadError, QueueError
 from evenload.job import EXIT_CODE
+from evenload.job.processes import SessionProcess
 from evenload.job.protocol import VARIABLE, Report, Terms, ask_to_stop, read_report, read_terms
 from evenload.scheduler.core.states import Verb
 
 POLL_S = 0.2
 _HINT_S = 2.0
-"""What a program that may not know of the stop file gets, at most, before the signal."""
-_ASKED_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
-_PR_SET_PDEATHSIG = 1
+"""Longest time before a program that may not know the stop file gets the signal."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt ended."""
 
     verb: Verb
@@ -51,29 +50,31 @@ class Outcome:
     reason: str = ""
 
 
-def outcome_of(code: int, asked: str, can_go_on: bool) -> Outcome:
-    """What an exit code means, given whether (and why) the program was asked to stop.
+def outcome_of(code: int, stop_reason: str, can_go_on: bool) -> AttemptOutcome:
+    """Interpret an exit code.
 
-    A program that was asked and didn't exit by itself with `EXIT_CODE` (it took the signal's default, or the grace was
-    over) goes on from its last save where it says it can: `can_go_on`.
+    Args:
+        code: the exit code; negative for a signal.
+        stop_reason: why the program was requested to stop; empty without a request.
+        can_go_on: it goes on from its last save even if it ended after the request without exiting with `EXIT_CODE`
+            (it took the signal's default, or the grace was over).
     """
     if code == 0:
-        return Outcome(Verb.SUCCEED, code)
+        return AttemptOutcome(Verb.SUCCEED, code)
     if code == EXIT_CODE:
-        return Outcome(Verb.YIELD, code, f"saved and stopped{f': {asked}' if asked else ''}")
-    by = next((s for s in _ASKED_SIGNALS if code in (-s, 128 + s)), None)
-    if asked and by is not None and can_go_on:
-        return Outcome(
-            Verb.YIELD, code, f"ended by {by.name} after it was asked to stop: {asked}; it goes on from its last save"
-        )
+        return AttemptOutcome(Verb.YIELD, code, f"saved and stopped{f': {stop_reason}' if stop_reason else ''}")
+    by = next((s for s in _STOP_SIGNALS if code in (-s, 128 + s)), None)
+    if stop_reason and by is not None and can_go_on:
+        reason = f"ended by {by.name} after the stop request ({stop_reason}); it goes on from its last save"
+        return AttemptOutcome(Verb.YIELD, code, reason)
     if code < 0:
         with contextlib.suppress(ValueError):
-            return Outcome(Verb.FAIL, code, f"ended by {signal.Signals(-code).name}")
-    return Outcome(Verb.FAIL, code, f"exit code {code}")
+            return AttemptOutcome(Verb.FAIL, code, f"ended by {signal.Signals(-code).name}")
+    return AttemptOutcome(Verb.FAIL, code, f"exit code {code}")
 
 
-class Attempt:
-    """The program's process, and who has asked it to stop since when."""
+class BackendAttempt:
+    """The program's process, and the request to stop it."""
 
     def __init__(
         self,
@@ -86,124 +87,100 @@ class Attempt:
         goes_on: bool = False,
         send: Callable[[int], object] | None = None,
     ) -> None:
-        """Starts the program. `folder` is where, `environment` comes on top of this process's.
+        """Start the program.
 
-        `goes_on`: it may be started again whatever ended it after a request; one that has reported may in any case.
-        `send` brings a signal to the program where the process that is started here only stands for it (srun).
+        Args:
+            terms: the program's terms, which `terms_file` holds.
+            terms_file: the path that the program gets.
+            command: the program and its arguments.
+            folder: its working directory.
+            environment: variables on top of this process's.
+            goes_on: it may be started again whatever ended it after a request; a program that has reported always may.
+            send: sends a signal to the program where the process started here only stands for it (srun).
 
         Raises:
             QueueError: it can't be started.
         """
         self.terms = terms
-        self.asked = ""
-        """Why it is to stop; empty while nobody asked."""
+        self.stop_reason = ""
+        """Why the program has to stop; empty without a request."""
         self._goes_on = goes_on
-        self._asked_s = 0.0
-        self._has_signalled = False
-        self._killed_s: float | None = None
+        self._requested_s = 0.0
+        self._has_signalled = self._is_killed = False
         self._send = send
         variables = {**os.environ, **(environment or {}), VARIABLE: str(terms_file)}
-        libc = _libc()
         try:
-            self._process = subprocess.Popen(
-                list(command),
-                cwd=folder,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=None if libc is None else lambda: _die_with_parent(libc),
+            self._process = SessionProcess(
+                command, ends_with_parent=True, cwd=folder, env=variables, stdin=subprocess.DEVNULL
             )
         except (OSError, ValueError) as error:
             raise QueueError(f"{command[0]} can't be started in {folder or Path.cwd()}: {error}") from error
 
     @property
     def pid(self) -> int:
-        """Of the program; also its process group."""
+        """Process id of the program, and its process group."""
         return self._process.pid
 
-    def ask(self, reason: str) -> None:
-        """Asks the program to save and stop; a second time it is ended at once."""
-        if self.asked:
+    def request_stop(self, reason: str) -> None:
+        """Request a save and a stop; a second request ends the program at once."""
+        if self.stop_reason:
             self.kill()
             return
-        self.asked, self._asked_s = reason, time.monotonic()
+        self.stop_reason, self._requested_s = reason, time.monotonic()
         try:
             ask_to_stop(self.terms, reason)
         except OSError as error:
-            _say(f"the stop file {self.terms.stop_file} can't be written ({error}); the program gets SIGTERM")
+            _print(f"the stop file {self.terms.stop_file} can't be written ({error}); the program gets SIGTERM")
             self._signal()
 
-    def look(self) -> Outcome | None:
-        """How it ended, None while it runs. What a request needs next is done here, so call it several times a second."""
+    def poll(self) -> AttemptOutcome | None:
+        """Return the outcome, None while the program runs; also signals and kills it when that is due after a request."""
         code = self._process.poll()
         if code is not None:
-            self._end_group()  # what the program started and left
-            return outcome_of(code, self.asked, self._goes_on or self.report() is not None)
-        if self._killed_s is not None:
-            if time.monotonic() - self._killed_s > _HINT_S:
-                self._end_group()
-        elif self.asked:
-            waited_s = time.monotonic() - self._asked_s
-            if waited_s > self.terms.grace_s:
+            return outcome_of(code, self.stop_reason, self._goes_on or self.report() is not None)
+        if self.stop_reason and not self._is_killed:
+            waited_s, grace_s = time.monotonic() - self._requested_s, self.terms.grace_s
+            if waited_s > grace_s:
                 self.kill()
-            elif not self._has_signalled and waited_s > min(_HINT_S, self.terms.grace_s / 4) and self.report() is None:
+            elif not self._has_signalled and waited_s > min(_HINT_S, grace_s / 4) and self.report() is None:
                 self._signal()
         return None
 
     def report(self) -> Report | None:
-        """What the program last told; None where it told nothing that can be believed."""
+        """Return the program's last report; None without a valid one."""
         try:
             return read_report(self.terms)
         except QueueError:
             return None
 
     def close(self) -> None:
-        """Leaves nothing running."""
+        """Leave nothing running."""
         if self._process.poll() is None:
             self.kill()
-        self._end_group()
-        self._process.wait()
+        self._process.kill()
 
     def _signal(self) -> None:
         self._has_signalled = True
-        if self._send is not None:
-            self._send(signal.SIGTERM)
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        (self._send or self._process.send_signal)(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the program and what it started in its process group, at once."""
-        if self._killed_s is not None:
+        """End the program and what it started in its process group, without waiting for the end."""
+        if self._is_killed:
             return
-        self._killed_s = time.monotonic()
-        if self._send is not None:
-            self._send(signal.SIGKILL)  # what stands for it then ends by itself
+        self._is_killed = True
+        if self._send is None:
+            self._process.kill_group()
         else:
-            self._end_group()
-
-    def _end_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._send(signal.SIGKILL)  # the process that stands for the program then ends by itself
+            self._process.stop(_HINT_S, None)
 
 
-def _libc() -> ctypes.CDLL | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    return ctypes.CDLL(None)
-
-
-def _die_with_parent(libc: ctypes.CDLL) -> None:
-    """Runs in the child: a program without anybody who watches it would hold its devices for ever."""
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"evenload: {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program to its end and returns its exit code, `EXIT_CODE` where it may go on later."""
+    """Run the program to its end and return its exit code, `EXIT_CODE` where it may go on later."""
     parser = argparse.ArgumentParser(prog="python -m evenload.scheduler.backends.attempt", description=__doc__)
     parser.add_argument("--terms", required=True, help="the file of terms, as evenload.job.protocol writes it")
     parser.add_argument("--folder", help="where the program runs")
@@ -211,20 +188,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(arguments)
     try:
-        attempt = Attempt(
+        attempt = BackendAttempt(
             read_terms(given.terms), Path(given.terms), given.command, folder=given.folder, goes_on=given.goes_on
         )
     except EvenloadError as error:
-        _say(f"error: {error}")
+        _print(f"error: {error}")
         return 126
-    asked: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: asked.append(number))
+        signal.signal(number, lambda number, _: signals.append(number))
     lines, is_open = b"", True
     try:
-        while (outcome := attempt.look()) is None:
-            while asked:
-                attempt.ask(f"asked by {signal.Signals(asked.pop()).name}")
+        while (outcome := attempt.poll()) is None:
+            while signals:
+                attempt.request_stop(f"received {signal.Signals(signals.pop()).name}")
             if not is_open:
                 time.sleep(POLL_S)
                 continue
@@ -236,14 +213,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for line in whole:
                 verb, _, reason = line.decode(errors="replace").partition(" ")
                 if verb == "stop":
-                    attempt.ask(reason or "asked by the queue")
+                    attempt.request_stop(reason or "requested by the queue")
             if not is_open:
-                attempt.ask("the runner that started it is gone")
+                attempt.request_stop("the runner that started it is gone")
                 attempt.kill()  # another runner may start it again at any moment
     finally:
         attempt.close()
     if outcome.reason:
-        _say(outcome.reason)
+        _print(outcome.reason)
     code = EXIT_CODE if outcome.verb is Verb.YIELD else outcome.code
     return 128 - code if code < 0 else code
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evenload.errors import ConfigError, EvenloadError, QueueError
+from evenload.job.processes import ProcessIdentity, identity_of
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
@@ -25,9 +26,7 @@ from evenload.scheduler.daemon.runner_orders import order_for
 from evenload.scheduler.daemon.runners import Gone, Live, facts_of
 from evenload.scheduler.daemon.server import Connection
 from evenload.scheduler.daemon.state import Desk
-from evenload.scheduler.runner import processes
-from evenload.scheduler.runner.files import Ask
-from evenload.scheduler.runner.processes import Identity
+from evenload.scheduler.runner.files import RunnerRequest
 from evenload.scheduler.store.ledger import Attempt, Fence, RunnerStarted
 
 _REPORT_EVERY_S = 60.0
@@ -53,7 +52,7 @@ class _AtGate:
 
     connection: Connection
     fence: Fence
-    identity: Identity
+    identity: ProcessIdentity
     since_s: float
 
 
@@ -127,7 +126,7 @@ class Attempts:
             raise QueueError("the verb runner is the daemon's own runners'")
         fence = _fence_from(message)
         self._desk.store.check(fence)
-        identity = processes.identity_of(connection.pid)
+        identity = identity_of(connection.pid)
         live = self._desk.runners.live.get(fence.job)
         if identity is None or live is None or live.fence != fence:
             return _STAY
@@ -247,9 +246,8 @@ class Attempts:
         """Has the runners of jobs that are to stop ask their programs."""
         queue_state = self._desk.store.queue_state
         for name in to_kill & self._desk.runners.live.keys():
-            self._desk.runners.ask(
-                name, Ask("kill", f"{queue_state.jobs[name].reason if name in queue_state.jobs else 'it ended'}")
-            )
+            reason = queue_state.jobs[name].reason if name in queue_state.jobs else "it ended"
+            self._desk.runners.request(name, RunnerRequest("kill", reason))
         to_kill.clear()
         self.asks_at_s = None
         for name, live in self._desk.runners.live.items():
@@ -260,7 +258,7 @@ class Attempts:
                 asks_at_s = live.began_s + _LEAST_RUN_S  # before its handler is there the signal would end it unsaved
                 self.asks_at_s = min(asks_at_s, self.asks_at_s or asks_at_s)
                 continue
-            self._desk.runners.ask(name, Ask("stop", job.reason or "asked by the queue"))
+            self._desk.runners.request(name, RunnerRequest("stop", job.reason or "asked by the queue"))
 
     def note_reports(self, record: Record) -> None:
         """Reads how far the programs are, and what they take of devices that they may share.

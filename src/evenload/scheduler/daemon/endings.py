@@ -7,13 +7,13 @@ import signal
 from evenload.job import EXIT_CODE
 from evenload.job.protocol import Report
 from evenload.scheduler.core import events
-from evenload.scheduler.runner.files import Result
+from evenload.scheduler.runner.files import RunnerResult
 
 _BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 """How a program ends that obeys a signal, also through a shell."""
 
 
-def ending(job: str, now_s: float, result: Result, told: Report | None, done_before: float) -> events.Event:
+def ending(job: str, now_s: float, result: RunnerResult, told: Report | None, done_before: float) -> events.Event:
     """The event that an ended attempt is.
 
     Args:
@@ -26,10 +26,10 @@ def ending(job: str, now_s: float, result: Result, told: Report | None, done_bef
     """
     has_saved = told is not None and told.state == "stopped"
     if result.code is None:
-        if result.asked:
+        if result.requested:
             return events.Yielded(now_s, job, result.problem)
         return events.Ended(now_s, job, is_success=False, reason=result.problem or "it could not be started")
-    if result.asked:
+    if result.requested:
         return _asked(job, now_s, result, has_saved)
     if result.code == EXIT_CODE:
         if has_saved and told is not None and told.step > done_before:
@@ -39,7 +39,7 @@ def ending(job: str, now_s: float, result: Result, told: Report | None, done_bef
     return events.Ended(now_s, job, is_success=result.code == 0, reason=describe_code(result.code))
 
 
-def _asked(job: str, now_s: float, result: Result, has_saved: bool) -> events.Event:
+def _asked(job: str, now_s: float, result: RunnerResult, has_saved: bool) -> events.Event:
     code = result.code
     if code == EXIT_CODE or has_saved:
         return events.Yielded(now_s, job)

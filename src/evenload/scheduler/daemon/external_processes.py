@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload import hardware
-from evenload.scheduler.runner.processes import Stat, all_stats, runner_of
+from evenload.job.processes import ProcessStat, all_stats, ancestors
 
 _ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -177,7 +177,7 @@ class _Unknown(dict[str, Held]):
 def look(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str, Held]:
     """What is on each device now, by UUID."""
     found = {}
-    stats: dict[int, Stat] | None = None
+    stats: dict[int, ProcessStat] | None = None
     ours = frozenset(runners)
     for handle in handles:
         uuid = nvml.nvmlDeviceGetUUID(handle)
@@ -192,6 +192,11 @@ def look(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str,
         holders = tuple(_holder(process, runner_of(int(process.pid), ours, stats or {})) for process in processes)
         found[uuid] = Held(holders, used_bytes)
     return found
+
+
+def runner_of(pid: int, runners: frozenset[int], stats: dict[int, ProcessStat]) -> int:
+    """Return which of the runners a process descends from; 0 for none."""
+    return next((parent for parent in ancestors(pid, stats) if parent in runners), 0)
 
 
 def _used_bytes(nvml: Any, handle: Any) -> int:

@@ -16,7 +16,7 @@ from evenload.scheduler.core.speed import rates_from
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.runners import Live
 from evenload.scheduler.daemon.state import Desk
-from evenload.scheduler.runner.files import Result
+from evenload.scheduler.runner.files import RunnerResult
 
 _NEWER = 0.5
 """The weight of the newest measured restart against those before it."""
@@ -62,12 +62,12 @@ class Learning:
         total = None if told.total is None else float(told.total)
         return events.Reported(time.time(), job.id, float(told.step), total, told.steps_per_s, rates)
 
-    def stopped(self, live: Live, result: Result | None) -> None:
+    def stopped(self, live: Live, result: RunnerResult | None) -> None:
         """An attempt that was asked to stop has ended and will go on later."""
         told = live.told
         if (
             result is None
-            or not result.asked
+            or not result.requested
             or live.asked_s is None
             or live.fence.job not in self._desk.store.queue_state.jobs
         ):

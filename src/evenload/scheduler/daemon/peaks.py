@@ -18,7 +18,7 @@ from evenload.scheduler.daemon.log import Journal
 from evenload.scheduler.daemon.runners import Live
 from evenload.scheduler.daemon.state import Desk
 from evenload.scheduler.runner import files
-from evenload.scheduler.runner.files import Result
+from evenload.scheduler.runner.files import RunnerResult
 
 _NEWS = 1.02
 """A peak is recorded anew when it is so many times the one before."""
@@ -51,7 +51,7 @@ class Peaks:
                     record(told)
         self._warn()
 
-    def ended(self, live: Live, result: Result | None, is_success: bool, record: Record) -> None:
+    def ended(self, live: Live, result: RunnerResult | None, is_success: bool, record: Record) -> None:
         """An attempt is over, its end not recorded yet: what was seen of it counts if it ran to its end, or long enough."""
         job = self._desk.store.queue_state.jobs.get(live.fence.job)
         if job is None or not job.spec.share_device or not job.devices:

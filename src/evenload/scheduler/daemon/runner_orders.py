@@ -12,7 +12,7 @@ from evenload.errors import QueueError
 from evenload.scheduler.daemon.devices import Found, variables_for
 from evenload.scheduler.paths import log_path
 from evenload.scheduler.program import Program
-from evenload.scheduler.runner.files import Order
+from evenload.scheduler.runner.files import AttemptSpec
 from evenload.scheduler.store.ledger import Attempt
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -20,7 +20,7 @@ _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 def order_for(
     folder: Path, attempt: Attempt, program: Program, found: Mapping[str, Found], log_bytes: int, *, shares: bool
-) -> Order:
+) -> AttemptSpec:
     """The order for an attempt; what it takes of a device that it may share is measured.
 
     Raises:
@@ -39,7 +39,7 @@ def order_for(
     number = attempt.fence.attempt
     labels = ", ".join(found[device].label for device in attempt.devices)
     at = time.strftime("%Y-%m-%d %H:%M:%S")
-    return Order(
+    return AttemptSpec(
         queue=str(folder),
         job=attempt.fence.job,
         attempt=number,

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import QueueError
+from evenload.job.processes import ProcessIdentity, all_stats, boot_id, is_alive, send_signal, signal_all
 from evenload.job.protocol import Report, Terms, read_report
 from evenload.scheduler import paths
 from evenload.scheduler.client import daemon_environment
 from evenload.scheduler.runner import files, processes
-from evenload.scheduler.runner.files import Ask, Order, Result
-from evenload.scheduler.runner.processes import Identity
+from evenload.scheduler.runner.files import AttemptSpec, RunnerRequest, RunnerResult
 from evenload.scheduler.store.ledger import Attempt, Fence
 
 _COMMAND = (sys.executable, "-P", "-m", "evenload.scheduler.runner")
@@ -41,7 +41,7 @@ class Live:
     done_before: float
     began_s: float = -math.inf
     """When its runner was let go, by the monotonic clock; long ago for one that was taken over."""
-    identity: Identity | None = None
+    identity: ProcessIdentity | None = None
     """Of its runner, once that has told of itself."""
     measures: bool = False
     """Whether what a restart costs is measured."""
@@ -71,7 +71,7 @@ class Gone:
     """An attempt without a runner."""
 
     live: Live
-    result: Result | None
+    result: RunnerResult | None
     """None where the runner was killed, and with it all its processes."""
     reason: str
 
@@ -83,25 +83,25 @@ class Runners:
         self._folder, self._selector = folder, selector
         self.live: dict[str, Live] = {}
 
-    def launch(self, attempt: Attempt, order: Order, *, learns: bool, measures: bool, done: float) -> None:
+    def launch(self, attempt: Attempt, spec: AttemptSpec, *, learns: bool, measures: bool, done: float) -> None:
         """Starts a runner for an attempt that has none.
 
         Raises:
             OSError: it can't be started; the attempt is as before.
         """
-        live = self._take(attempt, order.grace_s, learns, measures, done)
+        live = self._take(attempt, spec.grace_s, learns, measures, done)
         try:
-            self._spawn(live, order)
+            self._spawn(live, spec)
         except BaseException:
             del self.live[attempt.fence.job]
             raise
 
-    def _spawn(self, live: Live, order: Order) -> None:
+    def _spawn(self, live: Live, spec: AttemptSpec) -> None:
         live.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         live.folder.chmod(0o711)
         with contextlib.suppress(FileNotFoundError):
             (live.folder / files.RESULT).unlink()
-        files.write_order(live.folder, order)
+        files.write_spec(live.folder, spec)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         log = os.open(live.folder / _RUNNER_LOG, flags, 0o600)
         try:
@@ -123,12 +123,12 @@ class Runners:
         """Takes over a runner that an earlier daemon recorded; False where it runs no more."""
         live = self._take(attempt, grace_s, learns, measures, done)
         facts = attempt.runner or {}
-        identity = Identity(int(facts["pid"]), int(facts["start_ticks"]), str(facts["boot_id"]))
+        identity = ProcessIdentity(int(facts["pid"]), int(facts["start_ticks"]), str(facts["boot_id"]))
         live.identity = identity
-        if identity.boot_id != processes.boot_id():
+        if identity.boot_id != boot_id():
             live.is_gone = live.swept = True  # the machine was started anew: none of its processes can be there
             return False
-        if self._watch(live, identity.pid) and processes.is_alive(identity):
+        if self._watch(live, identity.pid) and is_alive(identity):
             return True
         self._unwatch(live)
         live.is_gone = True
@@ -141,7 +141,7 @@ class Runners:
         live = self.live[fence.job] = Live(fence, folder, terms, learns, done, measures=measures)
         return live
 
-    def register(self, job: str, identity: Identity) -> bool:
+    def register(self, job: str, identity: ProcessIdentity) -> bool:
         """A runner tells of itself; False where another has before."""
         live = self.live[job]
         if live.identity is not None:
@@ -149,22 +149,22 @@ class Runners:
         live.identity = identity
         if identity.pid not in live._pidfds:
             self._watch(live, identity.pid)
-        if not processes.is_alive(identity):
+        if not is_alive(identity):
             live.is_gone = True
         return True
 
-    def ask(self, job: str, ask: Ask) -> None:
+    def request(self, job: str, request: RunnerRequest) -> None:
         """Has a runner ask its program to stop, or kill it. Asking the same again changes nothing."""
         live = self.live[job]
-        if live.identity is None or live.asked in (ask.kind, "kill") or live.is_gone:
+        if live.identity is None or live.asked in (request.kind, "kill") or live.is_gone:
             return
-        files.write_ask(live.folder, ask)
-        live.asked = ask.kind
+        files.write_request(live.folder, request)
+        live.asked = request.kind
         if live.asked_s is None:
             live.asked_s = now_s = time.time()
             if live.told is not None:
                 live.asked_step = live.told.step + live.told.steps_per_s * max(0.0, now_s - live.told.time_s)
-        processes.send(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
+        send_signal(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
 
     def collect(self) -> list[Gone]:
         """The attempts that are over. Nothing of them runs any more; each is told until it is forgotten."""
@@ -191,10 +191,10 @@ class Runners:
             process.poll()
         if self.live.get(live.fence.job) is live:
             del self.live[live.fence.job]
-        marked = files.read_marks(
+        cgroup = files.read_markers(
             live.folder
         ).cgroup  # made by a runner that was killed before it wrote that: the other
-        processes.remove_cgroup(marked or str(processes.cgroup_of(live.folder) or ""))
+        processes.remove_cgroup(cgroup or str(processes.cgroup_of(live.folder) or ""))
         shutil.rmtree(live.folder, ignore_errors=True)  # follows no links, so none that the program left in its part
 
     def read_reports(self) -> list[Live]:
@@ -218,8 +218,7 @@ class Runners:
 
     def _why(self, live: Live) -> str:
         if live.identity is not None:
-            boot = processes.boot_id()
-            if live.identity.boot_id != boot:
+            if live.identity.boot_id != boot_id():
                 return "the machine was started anew"
             return "its runner was killed"
         with contextlib.suppress(OSError):
@@ -265,16 +264,16 @@ class Runners:
             self._unwatch(live)
 
 
-def facts_of(identity: Identity) -> Mapping[str, Any]:
+def facts_of(identity: ProcessIdentity) -> Mapping[str, Any]:
     """What is recorded of a runner."""
     return asdict(identity)
 
 
 def _sweep(live: Live) -> bool:
     """Ends what a killed runner left; whether there still is something."""
-    marks = files.read_marks(live.folder)
-    stats = processes.all_stats()
-    left: Iterable[int] = processes.members(marks, stats)
-    processes.kill_cgroup(marks.cgroup)
-    processes.kill_all(left, stats)
+    markers = files.read_markers(live.folder)
+    stats = all_stats()
+    left: Iterable[int] = processes.members(markers, stats)
+    processes.kill_cgroup(markers.cgroup)
+    signal_all(left, stats)
     return bool(left)

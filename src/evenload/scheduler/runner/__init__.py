@@ -1,3 +1,3 @@
-"""One process for each attempt of a job: it starts the program, passes requests to stop on, ends the whole tree of
-processes, and leaves what became of it in a file. It outlives the daemon, and a later daemon takes it over.
+"""One process per attempt of a job: it starts the program, passes on stop requests, ends the whole process tree, and writes the
+result to a file. It outlives the daemon, and a later daemon adopts it.
 """

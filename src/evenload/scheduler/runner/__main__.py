@@ -1,4 +1,4 @@
-"""``python -m evenload.scheduler.runner FOLDER``: the runner of one attempt. The daemon starts it; people don't."""
+"""Command ``python -m evenload.scheduler.runner FOLDER``: the runner of one attempt, started by the daemon alone."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 from types import FrameType
 
 from evenload.errors import EvenloadError, QueueError, StaleError
+from evenload.job.processes import become_reaper
 from evenload.scheduler import client
 from evenload.scheduler.runner import files
-from evenload.scheduler.runner.files import Order, Result
-from evenload.scheduler.runner.start import become_reaper, open_log, start
-from evenload.scheduler.runner.watch import Watching
+from evenload.scheduler.runner.files import AttemptSpec, RunnerResult
+from evenload.scheduler.runner.start import open_log, start
+from evenload.scheduler.runner.watch import ProgramSupervisor
 
 _WAIT_FOR_DAEMON_S = 120.0
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the order that lies in a folder, if the daemon lets it."""
+    """Run the attempt whose spec lies in a folder, if the daemon admits it."""
     folder = Path(arguments[0])
     os.umask(0o022)
     wakeup, wakeup_end = os.pipe()
@@ -32,55 +33,61 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     become_reaper()
-    order = files.read_order(folder)
+    spec = files.read_spec(folder)
     try:
-        if not _may_begin(order):
+        if not _is_admitted(spec):
             return 0
     except QueueError as error:
-        files.write_result(folder, Result(order.fence, None, asked="stop", problem=str(error), time_s=time.time()))
+        files.write_result(
+            folder, RunnerResult(spec.fence, None, requested="stop", problem=str(error), time_s=time.time())
+        )
         return 0
-    files.write_result(folder, _run(folder, order, wakeup))
+    files.write_result(folder, _run(folder, spec, wakeup))
     return 0
 
 
-def _may_begin(order: Order) -> bool:
-    """Tells the daemon that this runner is there, and waits until that is on disk. A daemon that is away is waited for.
+def _is_admitted(spec: AttemptSpec) -> bool:
+    """Register with the daemon, and wait until that is on disk and the devices are free. A daemon that is down is waited for.
 
     Raises:
-        QueueError: it stayed away.
+        QueueError: it stayed down.
     """
     deadline_s = time.monotonic() + _WAIT_FOR_DAEMON_S
     while True:
         try:
-            with client.connect(Path(order.queue), start=False) as line:
-                answer = line.call("runner", job=order.job, attempt=order.attempt, fence=order.fence)
+            with client.connect(Path(spec.queue), start=False) as line:
+                answer = line.call("runner", job=spec.job, attempt=spec.attempt, fence=spec.fence)
                 return bool(answer.get("go"))
         except StaleError:
             return False
         except EvenloadError as error:
             if time.monotonic() > deadline_s:
-                raise QueueError(f"the daemon was away for {_WAIT_FOR_DAEMON_S:g} s: {error}") from error
+                raise QueueError(f"no daemon ran for {_WAIT_FOR_DAEMON_S:g} s: {error}") from error
             time.sleep(0.1)
 
 
-def _run(folder: Path, order: Order, wakeup: int) -> Result:
+def _run(folder: Path, spec: AttemptSpec, wakeup: int) -> RunnerResult:
     log = -1
     try:
-        log = open_log(order)
-        if order.note:
-            os.write(log, f"evenload: {order.note}\n".encode())
-        started = start(folder, order, log)
+        log = open_log(spec)
+        if spec.note:
+            os.write(log, f"evenload: {spec.note}\n".encode())
+        started = start(folder, spec, log)
     except (EvenloadError, OSError) as error:
         if log >= 0:
             os.write(log, f"evenload: {error}\n".encode())
-        return Result(order.fence, None, problem=str(error), time_s=time.time())
-    watching = Watching(folder, order, started, log, wakeup)
-    signal.signal(signal.SIGTERM, watching.on_terminate)
-    return watching.run()
+        return RunnerResult(spec.fence, None, problem=str(error), time_s=time.time())
+    supervisor = ProgramSupervisor(folder, spec, started, log, wakeup)
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        supervisor.is_terminated = True
+
+    signal.signal(signal.SIGTERM, terminate)
+    return supervisor.run()
 
 
 def _wake(number: int, frame: FrameType | None) -> None:
-    """The signal's byte in the pipe is what counts."""
+    """Do nothing: the signal's byte in the pipe wakes the loop."""
 
 
 if __name__ == "__main__":

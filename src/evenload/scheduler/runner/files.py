@@ -1,4 +1,4 @@
-"""The files of one attempt: the daemon's order and requests, the runner's marks and result, the program's terms."""
+"""Files of one attempt: the daemon's spec and requests, the runner's markers and result, the program's terms."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from typing import Any
 
 from evenload.errors import QueueError
 from evenload.job.protocol import Terms
-from evenload.scheduler.runner.processes import Marks
+from evenload.scheduler.runner.processes import ProcessMarkers
+from evenload.stored_names import MARKERS_FILE, REPORT_FOLDER, REQUEST_FILE, RESULT_FIELDS, SPEC_FILE
 
-ORDER = "order.json"
-MARKS = "marks.json"
+__all__ = ["REPORT_FOLDER"]  # the program's own folder, which belongs to the job's owner; all else here is the daemon's
+
 RESULT = "result.json"
 PEAK = "peak.json"
-ASK = "ask.json"
 TERMS = "terms.json"
-TOLD = "told"
-"""The program's own folder, which belongs to the job's owner; all else here is the daemon's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a runner is to start."""
+class AttemptSpec:
+    """A program as its runner starts it."""
 
     queue: str
     """The queue's folder."""
@@ -36,122 +34,126 @@ class Order:
     fence: int
     command: tuple[str, ...]
     folder: str
-    """Where the program runs."""
+    """Working directory of the program."""
     environment: Mapping[str, str]
-    """All of its variables, that of its terms apart."""
+    """All of its variables except the one with its terms."""
     uid: int
     gid: int
     user: str
-    """Its groups are taken; empty where the program runs as the runner's own user."""
+    """Its groups are used; empty where the program runs as the runner's own user."""
     grace_s: float
     log: str
     log_bytes: int
     """The log is kept below this."""
     cores: tuple[int, ...] = ()
-    """The program is bound to them; all that the runner may use if empty."""
+    """The program is bound to these; empty: all that the runner may use."""
     note: str = ""
-    """A line for the log before the program's own."""
+    """A line written to the log before the program starts."""
     measures: bool = False
-    """How much of the machine's memory the program takes is measured."""
+    """Measure the program's use of the machine's memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What the daemon asks of a runner."""
+class RunnerRequest:
+    """A request of the daemon to a runner."""
 
     kind: str
-    """``stop``: ask the program to save and end, kill it after its grace. ``kill``: at once."""
+    """``stop``: request a save and an end, kill after the grace. ``kill``: at once."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What became of an attempt, as its runner leaves it."""
+class RunnerResult:
+    """How an attempt ended, as its runner writes it."""
 
     fence: int
     code: int | None
     """The program's exit code, below 0 for a signal; None where it never began."""
-    asked: str = ""
-    """``stop`` or ``kill`` if the runner asked it to end before it did."""
+    requested: str = ""
+    """``stop`` or ``kill`` if the program was requested to end before it did."""
     was_killed: bool = False
     """By the runner: its grace was over, or it was to end at once."""
     problem: str = ""
-    """Why it never began."""
+    """Why the program never began."""
     time_s: float = 0.0
     peak_bytes: int = 0
-    """What all of its processes took of the machine's memory at most; 0 where that wasn't measured."""
+    """Peak of the machine's memory over all of its processes; 0 where that wasn't measured."""
 
 
-def terms_of(folder: Path, order: Order) -> Terms:
-    """What the program of an attempt finds."""
-    return terms_in(folder, order.job, order.attempt, order.grace_s)
+def terms_of(folder: Path, spec: AttemptSpec) -> Terms:
+    """Return the terms of an attempt's program."""
+    return terms_in(folder, spec.job, spec.attempt, spec.grace_s)
 
 
 def terms_in(folder: Path, job: str, attempt: int, grace_s: float) -> Terms:
-    """The terms of an attempt whose files lie in `folder`."""
-    return Terms(job, attempt, str(folder / TOLD / "report.json"), str(folder / "stop"), grace_s)
+    """Return the terms of an attempt with its files in `folder`."""
+    return Terms(job, attempt, str(folder / REPORT_FOLDER / "report.json"), str(folder / "stop"), grace_s)
 
 
-def write_order(folder: Path, order: Order) -> None:
-    """Leaves the order for the runner; nobody else may read it, it holds the job's variables."""
-    _write(folder / ORDER, dataclasses.asdict(order))
+def write_spec(folder: Path, spec: AttemptSpec) -> None:
+    """Write the spec for the runner; nobody else may read it, it holds the job's variables."""
+    _write(folder / SPEC_FILE, dataclasses.asdict(spec))
 
 
-def read_order(folder: Path) -> Order:
-    """What the daemon ordered.
+def read_spec(folder: Path) -> AttemptSpec:
+    """Read what the daemon wrote for the runner.
 
     Raises:
         QueueError: it can't be read.
     """
-    row = _read(folder / ORDER)
+    row = _read(folder / SPEC_FILE)
     if row is None:
-        raise QueueError(f"there is no order of the daemon in {folder}")
-    return Order(**{**row, "command": tuple(row["command"]), "cores": tuple(row.get("cores", ()))})
+        raise QueueError(f"{folder / SPEC_FILE} is missing: the daemon writes it before it starts a runner")
+    return AttemptSpec(**{**row, "command": tuple(row["command"]), "cores": tuple(row.get("cores", ()))})
 
 
-def write_ask(folder: Path, ask: Ask) -> None:
-    """Leaves a request for the runner; a signal wakes it."""
-    _write(folder / ASK, dataclasses.asdict(ask))
+def write_request(folder: Path, request: RunnerRequest) -> None:
+    """Write a request for the runner; a signal wakes it."""
+    _write(folder / REQUEST_FILE, dataclasses.asdict(request))
 
 
-def read_ask(folder: Path) -> Ask | None:
-    """What the daemon asks for; None for nothing."""
-    row = _read(folder / ASK)
-    return None if row is None else Ask(**row)
+def read_request(folder: Path) -> RunnerRequest | None:
+    """Read the daemon's request; None without one."""
+    row = _read(folder / REQUEST_FILE)
+    return None if row is None else RunnerRequest(**row)
 
 
-def write_marks(folder: Path, marks: Marks) -> None:
-    """Records what the attempt's processes are known by, before the first of them begins."""
-    _write(folder / MARKS, dataclasses.asdict(marks))
+def write_markers(folder: Path, markers: ProcessMarkers) -> None:
+    """Write the markers of the attempt's processes, before the first of them begins."""
+    _write(folder / MARKERS_FILE, dataclasses.asdict(markers))
 
 
-def read_marks(folder: Path) -> Marks:
-    """What was recorded; the path of the terms alone where nothing began."""
-    row = _read(folder / MARKS)
-    return Marks(terms=str(folder / TERMS)) if row is None else Marks(**row)
+def read_markers(folder: Path) -> ProcessMarkers:
+    """Read the markers; only the path of the terms where nothing began."""
+    row = _read(folder / MARKERS_FILE)
+    return ProcessMarkers(terms=str(folder / TERMS)) if row is None else ProcessMarkers(**row)
 
 
-def write_result(folder: Path, result: Result) -> None:
-    """Leaves what became of the attempt, on disk when this returns."""
-    _write(folder / RESULT, dataclasses.asdict(result))
+def write_result(folder: Path, result: RunnerResult) -> None:
+    """Write how the attempt ended; it is on disk when this returns."""
+    row = dataclasses.asdict(result)
+    _write(folder / RESULT, {RESULT_FIELDS.get(name, name): value for name, value in row.items()})
 
 
-def read_result(folder: Path, fence: int) -> Result | None:
-    """What the runner of this fence left; None where it left nothing."""
+def read_result(folder: Path, fence: int) -> RunnerResult | None:
+    """Read the result of this fence's runner; None without one."""
     try:
         row = _read(folder / RESULT)
     except QueueError:
         return None
-    return Result(**row) if row is not None and row.get("fence") == fence else None
+    if row is None or row.get("fence") != fence:
+        return None
+    names = {stored: name for name, stored in RESULT_FIELDS.items()}
+    return RunnerResult(**{names.get(name, name): value for name, value in row.items()})
 
 
 def write_peak(folder: Path, fence: int, peak_bytes: int) -> None:
-    """Leaves how much memory the program took so far."""
+    """Write the peak of the program's memory so far."""
     _write(folder / PEAK, {"fence": fence, "peak_bytes": peak_bytes})
 
 
 def read_peak(folder: Path, fence: int) -> int:
-    """How much memory the program of this fence took so far; 0 where nothing is told."""
+    """Read the peak of this fence's program; 0 without one."""
     try:
         row = _read(folder / PEAK)
     except QueueError:
@@ -161,7 +163,7 @@ def read_peak(folder: Path, fence: int) -> int:
 
 
 def _write(path: Path, row: Mapping[str, Any]) -> None:
-    """Whole or not at all, and on disk. The folder is the daemon's own: nobody else can put a link in the way."""
+    """Atomic, and forced to disk. The folder is the daemon's own: nobody else can place a link there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
@@ -181,5 +183,5 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise QueueError(f"{path} can't be read: {error}") from error
     if not isinstance(row, dict):
-        raise QueueError(f"{path} holds no object")
+        raise QueueError(f"{path} is invalid: expected a JSON object")
     return row

@@ -1,4 +1,4 @@
-"""How much of the machine's memory some processes hold together."""
+"""Memory that several processes use together."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """What lies in memory of these; a page that several hold counts as parts, so that forked workers don't count twice."""
+    """Return the resident memory of these processes; a shared page counts once in all, so forked workers don't count twice."""
     return sum(map(_resident_bytes, pids))
 
 
 def _resident_bytes(pid: int) -> int:
-    """Of one process; 0 where it is gone."""
-    place = Path("/proc", str(pid))
+    folder = Path("/proc", str(pid))
     try:
-        for line in (place / "smaps_rollup").read_bytes().splitlines():
+        for line in (folder / "smaps_rollup").read_bytes().splitlines():
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) * 1024
     except OSError:  # another user's, or a kernel without it
         pass
     try:
-        return int((place / "statm").read_bytes().split()[1]) * _PAGE_BYTES
+        return int((folder / "statm").read_bytes().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
         return 0

@@ -1,9 +1,9 @@
-"""Processes as the kernel tells them: which one a recorded id still is, and all that belong to one attempt of a job.
+"""The processes of one attempt: found by markers, and killed together where the kernel has control groups.
 
-An attempt's processes are found by four marks: descent from the runner or the program, the program's session, a cgroup
-of their own where one can be made, and the variable that names the attempt's terms, which they inherit. A process that
-clears its variables, makes a session of its own and lets its parent die keeps none of them where there is no cgroup, and
-is then found only by its runner, to whom the kernel gives such orphans.
+Four markers identify them: descent from the runner or the program, the program's session, a cgroup of their own where one
+can be made, and the variable with the path of the attempt's terms, which they inherit. A process that clears its variables,
+makes a session of its own and lets its parent die keeps none of them where there is no cgroup. Only its runner finds it then:
+the kernel makes the runner the parent of such orphans.
 """
 
 from __future__ import annotations
@@ -11,40 +11,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import signal
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenload.job.processes import ProcessStat, ancestors, descendants
 from evenload.job.protocol import VARIABLE
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """A process that no later one can be taken for."""
-
-    pid: int
-    start_ticks: int
-    """When it started, in ticks since the machine did."""
-    boot_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stat:
-    """What matters here of /proc/PID/stat."""
-
-    state: str
-    parent: int
-    session: int
-    start_ticks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """What the processes of one attempt are known by; what isn't known is 0 or empty."""
+class ProcessMarkers:
+    """Markers of one attempt's processes; an unknown one is 0 or empty."""
 
     program: int = 0
     """Process id of the program, which is its session's too."""
@@ -54,90 +31,24 @@ class Marks:
     """Path of the attempt's terms."""
 
 
-def boot_id() -> str:
-    """Differs after each start of the machine; an empty text where the system doesn't tell."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-
-
-def identity_of(pid: int) -> Identity | None:
-    """The identity of a process that runs now; None where none does."""
-    found = stat_of(pid)
-    return None if found is None or found.state in "ZX" else Identity(pid, found.start_ticks, boot_id())
-
-
-def is_alive(identity: Identity) -> bool:
-    """Whether exactly this process still runs."""
-    return identity_of(identity.pid) == identity
-
-
-def stat_of(pid: int) -> Stat | None:
-    """What the kernel says of a process; None where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = text[text.rfind(b")") + 2 :].split()  # the name before it may hold anything
-    if len(fields) < 20:
-        return None
-    return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
-
-
-def all_stats() -> dict[int, Stat]:
-    """Every process that can be seen, ended ones that nobody waited for left out."""
-    found = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit() and (stat := stat_of(int(name))) is not None and stat.state not in "ZX":
-            found[int(name)] = stat
-    return found
-
-
-def below(roots: Iterable[int], stats: dict[int, Stat]) -> set[int]:
-    """All descendants of these processes, themselves left out."""
-    children: dict[int, list[int]] = {}
-    for pid, stat in stats.items():
-        children.setdefault(stat.parent, []).append(pid)
+def members(markers: ProcessMarkers, stats: dict[int, ProcessStat]) -> set[int]:
+    """Return the processes with one of an attempt's markers. Never this process itself, nor one of its ancestors."""
     found: set[int] = set()
-    left = list(roots)
-    while left:
-        for child in children.get(left.pop(), ()):
-            if child not in found:
-                found.add(child)
-                left.append(child)
-    return found
-
-
-def runner_of(pid: int, runners: frozenset[int], stats: dict[int, Stat]) -> int:
-    """Which of the runners a process descends from; 0 for none."""
-    passed: set[int] = set()
-    while pid in stats and pid not in passed:
-        passed.add(pid)
-        pid = stats[pid].parent
-        if pid in runners:
-            return pid
-    return 0
-
-
-def members(marks: Marks, stats: dict[int, Stat]) -> set[int]:
-    """The processes that bear one of an attempt's marks. Never this process itself, nor one above it."""
-    found: set[int] = set()
-    leader = stats.get(marks.program)
-    is_same = leader is None or leader.start_ticks == marks.program_ticks
-    if marks.program and is_same:
+    leader = stats.get(markers.program)
+    is_same = leader is None or leader.start_ticks == markers.program_ticks
+    if markers.program and is_same:
         found |= {
             pid
             for pid, stat in stats.items()
-            if stat.session == marks.program and stat.start_ticks >= marks.program_ticks
+            if stat.session == markers.program and stat.start_ticks >= markers.program_ticks
         }
-        found |= {marks.program} if leader is not None else set()
-    found |= set(in_cgroup(marks.cgroup)) & stats.keys()
-    if marks.terms:
-        wanted = f"{VARIABLE}={marks.terms}".encode()
+        found |= {markers.program} if leader is not None else set()
+    found |= set(in_cgroup(markers.cgroup)) & stats.keys()
+    if markers.terms:
+        wanted = f"{VARIABLE}={markers.terms}".encode()
         found |= {pid for pid in stats if wanted in _variables(pid)}
-    found |= below(found, stats)
-    return found - _line_up(os.getpid(), stats)
+    found |= descendants(found, stats)
+    return found - {os.getpid(), *ancestors(os.getpid(), stats)}
 
 
 def _variables(pid: int) -> list[bytes]:
@@ -147,43 +58,11 @@ def _variables(pid: int) -> list[bytes]:
         return []
 
 
-def _line_up(pid: int, stats: dict[int, Stat]) -> set[int]:
-    line = set()
-    while pid > 0 and pid not in line:
-        line.add(pid)
-        pid = stats[pid].parent if pid in stats else 0
-    return line
-
-
-def send(pid: int, number: int, start_ticks: int) -> None:
-    """Sends a signal to this process and to no later one of the same id."""
-    with contextlib.suppress(ProcessLookupError, PermissionError), _pidfd(pid) as descriptor:
-        stat = stat_of(pid)
-        if descriptor >= 0 and stat is not None and stat.start_ticks == start_ticks:
-            signal.pidfd_send_signal(descriptor, number)
-
-
-def kill_all(pids: Iterable[int], stats: dict[int, Stat], number: int = signal.SIGKILL) -> None:
-    """Sends a signal to each of these."""
-    for pid in pids:
-        if pid in stats:
-            send(pid, number, stats[pid].start_ticks)
-
-
-@contextlib.contextmanager
-def _pidfd(pid: int) -> Iterator[int]:
-    descriptor = os.pidfd_open(pid)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-# Control groups, of the unified hierarchy alone: there a whole group is killed at once.
+# Control groups, only those of the unified hierarchy: there a whole group is killed at once.
 
 
 def cgroup_of(attempt: Path) -> Path | None:
-    """Where the cgroup of an attempt is, below this process's own; None where there is no unified hierarchy."""
+    """Return the path of an attempt's cgroup, below this process's own; None without a unified hierarchy."""
     mount = _unified_mount()
     if mount is None:
         return None
@@ -192,7 +71,7 @@ def cgroup_of(attempt: Path) -> Path | None:
 
 
 def make_cgroup(attempt: Path) -> str:
-    """Makes the cgroup of an attempt; an empty text where that isn't allowed here."""
+    """Make the cgroup of an attempt and return its path; empty where that is not permitted."""
     folder = cgroup_of(attempt)
     if folder is None:
         return ""
@@ -204,7 +83,7 @@ def make_cgroup(attempt: Path) -> str:
 
 
 def join_cgroup(cgroup: str, pid: int) -> bool:
-    """Moves a process there; False where the kernel refuses."""
+    """Move a process into a cgroup; return False where the kernel refuses."""
     try:
         Path(cgroup, "cgroup.procs").write_text(str(pid))
     except OSError:
@@ -213,7 +92,7 @@ def join_cgroup(cgroup: str, pid: int) -> bool:
 
 
 def in_cgroup(cgroup: str) -> list[int]:
-    """The processes of a cgroup; none where it is gone."""
+    """Return the processes of a cgroup; none where it is gone."""
     if not cgroup:
         return []
     try:
@@ -223,14 +102,14 @@ def in_cgroup(cgroup: str) -> list[int]:
 
 
 def kill_cgroup(cgroup: str) -> None:
-    """Kills all in it, those that are being forked too."""
+    """Kill every process of a cgroup, also those that are being forked."""
     if cgroup:
         with contextlib.suppress(OSError):
             Path(cgroup, "cgroup.kill").write_text("1")
 
 
 def remove_cgroup(cgroup: str) -> None:
-    """Takes an empty cgroup away; the kernel may need a moment to see that it is."""
+    """Remove an empty cgroup; the kernel may need a moment to see that it is empty."""
     for _ in range(5 if cgroup else 0):
         try:
             Path(cgroup).rmdir()
@@ -241,7 +120,7 @@ def remove_cgroup(cgroup: str) -> None:
 
 
 def own_cgroup() -> str:
-    """This process's place in the unified hierarchy."""
+    """Return this process's path in the unified hierarchy."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.job.protocol import Report, Terms
-from evenload.scheduler.backends.attempt import Outcome, outcome_of
+from evenload.scheduler.backends.attempt import AttemptOutcome, outcome_of
 from evenload.scheduler.backends.node_command import Place, spread
 from evenload.scheduler.backends.ray.devices import NODE_LABEL, Bundle
 from evenload.scheduler.backends.ray.runner import Runner, Task
@@ -56,7 +56,7 @@ class News:
 
     has_begun: bool = False
     report: Report | None = None
-    outcome: Outcome | None = None
+    outcome: AttemptOutcome | None = None
     lost: str = ""
     """Why its processes are gone through no fault of its own."""
     blocked: str = ""
@@ -133,7 +133,7 @@ class Gang:
 
     def _look_at_placement(self) -> News:
         if self._stop_reason:
-            return News(outcome=Outcome(Verb.YIELD, 0, self._stop_reason))
+            return News(outcome=AttemptOutcome(Verb.YIELD, 0, self._stop_reason))
         if not self._ray.wait([self._ready], timeout=0)[0]:
             if time.monotonic() - self._asked_s > _PLACE_S:
                 return News(blocked=f"Ray doesn't give its devices within {_PLACE_S:g} s: somebody else holds them")
@@ -165,7 +165,7 @@ class Gang:
             self.stop(self._stop_reason)
         return News(has_begun=True)
 
-    def _outcome(self, codes: Sequence[int | None]) -> Outcome | None:
+    def _outcome(self, codes: Sequence[int | None]) -> AttemptOutcome | None:
         """How all nodes together ended: a failure counts before a stop, a stop before success."""
         ended = [outcome_of(code, "", True) for code in codes if code is not None]
         failed = [outcome for outcome in ended if outcome.verb is Verb.FAIL]

@@ -24,7 +24,7 @@ from pathlib import Path
 from evenload.errors import EvenloadError
 from evenload.job import EXIT_CODE
 from evenload.job.protocol import write_terms
-from evenload.scheduler.backends.attempt import POLL_S, Attempt, Outcome, outcome_of
+from evenload.scheduler.backends.attempt import POLL_S, AttemptOutcome, BackendAttempt, outcome_of
 from evenload.scheduler.backends.slurm.record import (
     CANCELLED,
     NOW,
@@ -94,7 +94,7 @@ class _Job:
         terms = terms_of(self._folder, self._id, self._record.attempt, self._given.grace)
         terms_file = self._folder / f"terms-{self._record.attempt}.json"
         write_terms(terms_file, terms)
-        attempt = Attempt(
+        attempt = BackendAttempt(
             terms,
             terms_file,
             self._command(),
@@ -123,23 +123,23 @@ class _Job:
             srun += [sys.executable, "-m", "evenload.scheduler.backends.node_command", "--"]
         return [*srun, *self._given.command]
 
-    def _wait(self, attempt: Attempt) -> Outcome:
+    def _wait(self, attempt: BackendAttempt) -> AttemptOutcome:
         limit_s = self._given.limit
-        while (outcome := attempt.look()) is None:
+        while (outcome := attempt.poll()) is None:
             if self._asked:
                 number = self._asked.pop(0)
-                if not attempt.asked:
-                    attempt.ask(f"Slurm sent {signal.Signals(number).name}")
+                if not attempt.stop_reason:
+                    attempt.request_stop(f"Slurm sent {signal.Signals(number).name}")
                 elif self._mark() == NOW:
                     attempt.kill()
             held_s = self._record.held_s + time.monotonic() - self._began_s
-            if limit_s is not None and not attempt.asked and held_s >= limit_s - self._given.grace:
+            if limit_s is not None and not attempt.stop_reason and held_s >= limit_s - self._given.grace:
                 self._is_over_limit = True
-                attempt.ask(f"its hard limit of {limit_s:g} s is used up")
+                attempt.request_stop(f"its hard limit of {limit_s:g} s is used up")
             time.sleep(POLL_S)
         return outcome
 
-    def _settle(self, outcome: Outcome) -> int:
+    def _settle(self, outcome: AttemptOutcome) -> int:
         """What becomes of the job now that the program has ended."""
         if outcome.verb is Verb.SUCCEED:
             return self._end(JobState.SUCCEEDED, 0)
