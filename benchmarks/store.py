@@ -38,7 +38,7 @@ from evenload.scheduler.core.values import Device, JobSpec
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.filesystem import MOUNTS, mount_of
 from evenload.scheduler.store.reader import Reader
-from evenload.scheduler.store.writer import Store
+from evenload.scheduler.store.writer import QueueStore
 
 SUBMITS_PER_S = 500.0
 LIST_S = 0.5
@@ -94,7 +94,7 @@ def _submits(folder: Path, num_clients: int, quick: bool) -> dict[str, Any]:
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(num_clients)]
     num_commits = 0
-    with Store(folder, holder="the benchmark") as store:
+    with QueueStore(folder, holder="the benchmark") as store:
         began_s = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -222,7 +222,7 @@ def _lists(folder: Path, num_jobs: int) -> dict[str, Any]:
 
 
 def _fill(folder: Path, num_jobs: int, num_that_run: int) -> None:
-    with Store(folder, holder="the benchmark") as store:
+    with QueueStore(folder, holder="the benchmark") as store:
         store.record(events.DeviceAdded(0.0, Device("gpu0", "here")))
         for number in range(num_jobs):
             job = f"{number}"
@@ -249,7 +249,7 @@ def _ps(folder: Path, *words: str) -> float:
 
 def _opening(folder: Path) -> float:
     began_s = time.perf_counter()
-    with Store(folder, holder="the benchmark"):
+    with QueueStore(folder, holder="the benchmark"):
         return time.perf_counter() - began_s
 
 

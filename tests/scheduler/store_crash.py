@@ -18,7 +18,7 @@ from pathlib import Path
 from evenload.scheduler.store import writer
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.reader import Reader
-from evenload.scheduler.store.writer import DATABASE, Store
+from evenload.scheduler.store.writer import DATABASE, QueueStore
 from tests.scheduler.store_history import Happenings
 
 
@@ -48,7 +48,7 @@ def kills_at_random(folder: Path, num_kills: int) -> dict[str, int]:
         assert there >= last, f"event {last} was committed, {there} are there"
         found["kills"] += 1
         found["events"] = there
-    with Store(folder, holder="the last"):
+    with QueueStore(folder, holder="the last"):
         pass
     return found
 
@@ -56,7 +56,7 @@ def kills_at_random(folder: Path, num_kills: int) -> dict[str, int]:
 def _write_for_ever(folder: Path, seed: int, writing: int) -> None:
     try:
         rng = random.Random(seed)
-        with Store(folder, holder=f"writer {seed}") as store:
+        with QueueStore(folder, holder=f"writer {seed}") as store:
             happenings = Happenings(store, seed)
             while True:
                 happenings.happen(rng.randint(1, 8))
@@ -68,7 +68,7 @@ def _write_for_ever(folder: Path, seed: int, writing: int) -> None:
 
 def kills_at_each_statement(folder: Path) -> dict[str, int]:
     """One commit, killed before its first statement, its second, … until it comes through."""
-    with Store(folder, holder="the first") as store:
+    with QueueStore(folder, holder="the first") as store:
         Happenings(store, 1).happen(60)
         store.commit()
         before = store.last
@@ -79,7 +79,7 @@ def kills_at_each_statement(folder: Path) -> dict[str, int]:
         shutil.copytree(folder, copy)
 
         def batch(copy: Path = copy, number: int = number) -> None:
-            store = Store(copy, holder="the killed")
+            store = QueueStore(copy, holder="the killed")
             Happenings(store, 2).happen(12)
             assert store._connection is not None
             store._connection.set_trace_callback(_Bomb(number))
@@ -88,7 +88,7 @@ def kills_at_each_statement(folder: Path) -> dict[str, int]:
 
         was_killed = _in_a_child(batch)
         assert audit(copy) == []
-        with Store(copy, holder="the next") as store:
+        with QueueStore(copy, holder="the next") as store:
             assert store.last == (before if was_killed else before + 12)
         if not was_killed:
             return {"statements": number - 1}
@@ -110,10 +110,10 @@ def kills_at_each_statement_of_the_first_opening(folder: Path) -> dict[str, int]
                 return connection
 
             writer._opened = armed  # type: ignore[assignment]
-            Store(home, holder="the killed").close()
+            QueueStore(home, holder="the killed").close()
 
         was_killed = _in_a_child(make)
-        with Store(home, holder="the next") as store:
+        with QueueStore(home, holder="the next") as store:
             Happenings(store, 3).happen(5)
             store.commit()
         assert audit(home) == []

@@ -10,13 +10,13 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import After, Device, JobSpec, Limits, Needs, Reservation, Settings
 from evenload.scheduler.store.ledger import Entry, RunnerStarted
-from evenload.scheduler.store.writer import Store
+from evenload.scheduler.store.writer import QueueStore
 
 
 class Happenings:
     """A user, a program, a host and a clock without a plan."""
 
-    def __init__(self, store: Store, seed: int) -> None:
+    def __init__(self, store: QueueStore, seed: int) -> None:
         self.store = store
         self.rng = random.Random(seed)
         self.now_s = store.queue_state.time_s
@@ -79,7 +79,7 @@ class Happenings:
             case 20:
                 known = rng.choice(devices) if devices else "none"
                 kinds: list[Any] = [events.DeviceOpened, events.DeviceRemoved, events.DeviceRemoved]
-                closed = events.DeviceClosed(now_s, known, "a stranger: python, pid 3")
+                closed = events.DeviceClosed(now_s, known, "a process outside the queue: python, pid 3")
                 return rng.choice([closed, rng.choice(kinds)(now_s, known)])
             case 21:
                 return events.LimitsSet(now_s, f"user{number}", Limits(max_queued=number or None, share=1 + number))

@@ -1,9 +1,9 @@
-"""A queue beside strangers, on GPUs that a file stands in for: processes that take and free devices at random, memory that
-comes back late, memory that nobody holds.
+"""A queue beside external processes, on GPUs that a file stands in for: they take and free devices at random, memory
+comes back late, or nobody holds it.
 
 The queue asks the stand-in through the same calls as NVML. Each job's program looks at its device in its first
-instruction, and then shows up there as a CUDA process would. What a stranger takes in the moments between the queue's look
-and the program's first instruction no queue can see; it is counted apart.
+instruction, and then shows up there as a CUDA process would. A device taken between the queue's look and the
+program's first instruction can't be seen by any queue; it is counted apart.
 
 ``python -m tests.scheduler.strangers_box NUM_STARTS SEED`` prints what it found as JSON.
 """
@@ -42,7 +42,7 @@ def cards():
         part.replace(folder / "cards.json")
 """
 
-STRANGER = (
+EXTERNAL = (
     _CARDS
     + """
 import random
@@ -107,25 +107,25 @@ def run(num_starts: int, seed: int) -> dict[str, Any]:
         card |= {"taken_s": 0.0, "until_s": 0.0, "clears_s": 0.0}
         (work / "cards.json").write_text(json.dumps([card] * NUM_GPUS))
         (work / "program.py").write_text(PROGRAM)
-        (work / "stranger.py").write_text(STRANGER)
+        (work / "external.py").write_text(EXTERNAL)
         made.settings("[watch]\nevery_s = 0.5\n")
         made.start()
         made.client().close()
-        stranger = subprocess.Popen([sys.executable, str(work / "stranger.py"), str(work), str(seed)])
+        external = subprocess.Popen([sys.executable, str(work / "external.py"), str(work), str(seed)])
         try:
-            return _measure(made, work, num_starts, stranger.pid)
+            return _measure(made, work, num_starts, external.pid)
         finally:
-            stranger.kill()
-            stranger.wait()
+            external.kill()
+            external.wait()
 
 
-def _measure(made: Box, work: Path, num_starts: int, stranger: int) -> dict[str, Any]:
+def _measure(made: Box, work: Path, num_starts: int, external: int) -> dict[str, Any]:
     kinds = {device["kind"] for device in made.call("status")["devices"]}
     program = {"command": [sys.executable, str(work / "program.py"), str(work)], "folder": str(work)}
     jobs: list[str] = []
     while len(jobs) < num_starts:
         jobs += made.call("submit", jobs=[{"program": program}] * min(100, num_starts - len(jobs)))["jobs"]
-    named = _wait_for_stranger(made, stranger)
+    named = _wait_until_named(made, external)
     ghosts_s = [_ghost(made, work, number) for number in range(2)]
     until(lambda: not made.call("list", limit=1)["jobs"], lambda: f"{made.call('status')}\n{made.log()}", 300)
     counts = made.call("list", ended=True, limit=1)["counts"]
@@ -140,17 +140,17 @@ def _measure(made: Box, work: Path, num_starts: int, stranger: int) -> dict[str,
     }
 
 
-def _wait_for_stranger(made: Box, stranger: int) -> dict[str, Any]:
-    """The stranger as ``status`` names it."""
+def _wait_until_named(made: Box, external: int) -> dict[str, Any]:
+    """The external process as ``status`` names it."""
     seen: list[dict[str, Any]] = []
 
     def is_named() -> bool:
         for device in made.call("status")["devices"]:
             if device["closed"]:
-                seen.extend(row for row in device["strangers"] if row["pid"] == stranger)
+                seen.extend(row for row in device["external"] if row["pid"] == external)
         return bool(seen)
 
-    until(is_named, lambda: f"the stranger isn't named: {made.call('status')}")
+    until(is_named, lambda: f"the external process isn't named: {made.call('status')}")
     return seen[0]
 
 

@@ -18,7 +18,7 @@ from evenload.scheduler.simulator.simulate import Conditions, simulate
 from evenload.scheduler.simulator.workloads import read_workload
 from evenload.scheduler.store.ledger import RunnerStarted
 from evenload.scheduler.store.reader import Reader
-from evenload.scheduler.store.writer import Store
+from evenload.scheduler.store.writer import QueueStore
 from tests.scheduler.queue import box
 
 JOBS = "job,submitted_s,devices,duration_s,user\n" + "\n".join(
@@ -141,7 +141,7 @@ def queue_folder(jobs: Path, tmp_path: Path) -> Path:
     settings = Settings(policy="fifo", restart_s=5.0)
     conditions = Conditions(tuple(devices), settings, limits={"bob": Limits(max_devices=4)})
     simulate(read_workload(jobs), conditions, log)
-    with Store(tmp_path / "queue", holder="a test") as store:
+    with QueueStore(tmp_path / "queue", holder="a test") as store:
         for event in log:
             store.record(event, extra={"command": ["x"]} if isinstance(event, events.Submitted) else None)
             if isinstance(event, events.JobStarted):

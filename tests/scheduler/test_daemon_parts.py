@@ -14,10 +14,10 @@ from evenload.job.protocol import Report
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Device, JobSpec, Limits
-from evenload.scheduler.daemon.devices import HOST, Found, variables_for
+from evenload.scheduler.daemon.devices import HOST, LocalDevice, variables_for
 from evenload.scheduler.daemon.endings import ending
-from evenload.scheduler.daemon.external_processes import Held, Sight
-from evenload.scheduler.daemon.maintenance import device_events, file_events, stranger_events
+from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
+from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.paths import SETTINGS_FILE, socket_address
 from evenload.scheduler.runner.files import RunnerResult
@@ -92,22 +92,22 @@ def test_a_queue_file_that_cannot_be(tmp_path: Path, text: str) -> None:
         read_queue_file(tmp_path)
 
 
-def _gpu(name: str) -> Found:
-    return Found(Device(name, HOST, "h200", GIB), name)
+def _gpu(name: str) -> LocalDevice:
+    return LocalDevice(Device(name, HOST, "h200", GIB), name)
 
 
-def _slot(core: int) -> Found:
-    return Found(Device(f"cpu:{core}", HOST, "cpu", GIB), f"cpu:{core}", (core,))
+def _slot(core: int) -> LocalDevice:
+    return LocalDevice(Device(f"cpu:{core}", HOST, "cpu", GIB), f"cpu:{core}", (core,))
 
 
-def _known(*found: Found) -> dict[str, Found]:
+def _known(*found: LocalDevice) -> dict[str, LocalDevice]:
     return {one.device.id: one for one in found}
 
 
 def test_devices_that_come_and_go() -> None:
     queue_state = QueueState()
 
-    def follow(found: dict[str, Found]) -> list[str]:
+    def follow(found: dict[str, LocalDevice]) -> list[str]:
         happened = device_events(queue_state, found, 1.0)
         for event in happened:
             queue_state.apply(event)
@@ -123,24 +123,24 @@ def test_devices_that_come_and_go() -> None:
     assert follow(_known(_gpu("a"))) == ["DeviceClosed"]  # a job has it
 
 
-def test_strangers_close_and_open() -> None:
+def test_external_processes_close_and_open() -> None:
     queue_state, found, told_s = QueueState(), _known(_gpu("a")), dict[str, float]()
     for event in device_events(queue_state, found, 0.0):
         queue_state.apply(event)
 
-    def see(held: Held, now_s: float) -> list[str]:
-        happened = stranger_events(queue_state, found, Sight(now_s, {"a": held}), GIB, told_s, now_s)
+    def see(held: DeviceUse, now_s: float) -> list[str]:
+        happened = external_process_events(queue_state, found, GpuScan(now_s, {"a": held}), GIB, told_s, now_s)
         for event in happened:
             queue_state.apply(event)
         return [type(event).__name__ for event in happened]
 
-    assert see(Held(), 1) == []
-    assert see(Held(used_bytes=5 * GIB), 2) == ["DeviceClosed"]
-    assert see(Held(used_bytes=6 * GIB), 3) == []  # the same, with another number
-    assert see(Held(used_bytes=6 * GIB), 60) == ["DeviceClosed"]
-    assert see(Held(problem="lost"), 61) == ["DeviceClosed"]
-    assert see(Held(), 62) == ["DeviceOpened"]
-    assert see(Held(), 63) == []
+    assert see(DeviceUse(), 1) == []
+    assert see(DeviceUse(used_bytes=5 * GIB), 2) == ["DeviceClosed"]
+    assert see(DeviceUse(used_bytes=6 * GIB), 3) == []  # the same, with another number
+    assert see(DeviceUse(used_bytes=6 * GIB), 60) == ["DeviceClosed"]
+    assert see(DeviceUse(problem="lost"), 61) == ["DeviceClosed"]
+    assert see(DeviceUse(), 62) == ["DeviceOpened"]
+    assert see(DeviceUse(), 63) == []
 
 
 def test_settings_of_the_file_are_recorded_once() -> None:

@@ -367,7 +367,7 @@ def test_nothing_starts_on_a_closed_device() -> None:
     queue.submit(1)
     queue.settle()
     assert queue.devices("j1") == ("gpu0.1",) and queue.running == {"j1"}
-    queue.apply(events.DeviceClosed(0.0, "gpu0.1", "held by a stranger"))
+    queue.apply(events.DeviceClosed(0.0, "gpu0.1", "held by an external process"))
     queue.ended("j1")
     queue.settle()
     assert queue.running == set()

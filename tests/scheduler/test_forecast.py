@@ -91,7 +91,7 @@ def test_limits_arrays_and_dependencies_hold() -> None:
 
 def test_nobody_is_promised_what_is_closed_or_held_back() -> None:
     queue = Queue(box(2), policy="fifo")
-    queue.apply(events.DeviceClosed(0.0, "gpu0.1", "a stranger holds it"))
+    queue.apply(events.DeviceClosed(0.0, "gpu0.1", "an external process holds it"))
     queue.submit(2, name="wide", estimate_s=10.0)
     queue.submit(1, name="held", estimate_s=10.0)
     queue.apply(events.JobHeld(0.0, "held"))

@@ -269,7 +269,7 @@ def test_names_lead_nowhere(queue: Box) -> None:
 @pytest.mark.parametrize("name", ["\x1b[2J", "a\nb", "a\x00b", "‮gnp", "x" * 10_000, "\ud800"])
 def test_names_that_would_play_with_a_terminal_are_refused(queue: Box, name: str) -> None:
     row = {"spec": {"name": name}, "program": {"command": ["true"], "folder": "/"}}
-    line = json.dumps({"v": 1, "verb": "submit", **row}).encode() + b"\n"
+    line = json.dumps({"v": 2, "verb": "submit", **row}).encode() + b"\n"
     assert '"ok":false' in as_user(MALLORY, lambda: _say(queue, line)) and _lives(queue)
 
 
@@ -350,23 +350,23 @@ def test_root_does_not_enter_folders_for_a_user(queue: Box) -> None:
         b"hello\n",
         b"[]\n",
         b"null\n",
-        b'{"v": 1}\n',
-        b'{"v": 2, "verb": "status"}\n',
-        b'{"v": 1, "verb": ["status"]}\n',
-        b'{"v": 1, "verb": "_close"}\n',
-        b'{"v": 1, "verb": "list", "limit": NaN}\n',
-        b'{"v": 1, "verb": "list", "after": 1e999}\n',
-        b'{"v": 1, "verb": "list", "limit": ' + b"9" * 5000 + b"}\n",
-        b'{"v": 1, "verb": "list", "states": [[]]}\n',
-        b'{"v": 1, "verb": "list", "user": {"a": 1}}\n',
-        b'{"v": 1, "verb": "wait", "after": "x"}\n',
-        b'{"v": 1, "verb": "submit", "jobs": [[]]}\n',
-        b'{"v": 1, "verb": "submit", "spec": {"needs": 5}, "program": {"command": ["x"], "folder": "/"}}\n',
-        b'{"v": 1, "verb": "submit", "spec": {"after": [1]}, "program": {"command": ["x"], "folder": "/"}}\n',
-        b'{"v": 1, "verb": "submit", "spec": {"estimate_s": "x"}, "program": {"command": ["x"], "folder": "/"}}\n',
-        b'{"v": 1, "verb": "submit", "spec": {"retries": true}, "program": {"command": ["x"], "folder": "/"}}\n',
-        b'{"v": 1, "verb": "cancel", "jobs": [1]}\n',
-        b'{"v": 1, "verb": "status", "x": ' + b"[" * 100_000 + b"}\n",
+        b'{"v": 2}\n',
+        b'{"v": 3, "verb": "status"}\n',
+        b'{"v": 2, "verb": ["status"]}\n',
+        b'{"v": 2, "verb": "_close"}\n',
+        b'{"v": 2, "verb": "list", "limit": NaN}\n',
+        b'{"v": 2, "verb": "list", "after": 1e999}\n',
+        b'{"v": 2, "verb": "list", "limit": ' + b"9" * 5000 + b"}\n",
+        b'{"v": 2, "verb": "list", "states": [[]]}\n',
+        b'{"v": 2, "verb": "list", "user": {"a": 1}}\n',
+        b'{"v": 2, "verb": "wait", "after": "x"}\n',
+        b'{"v": 2, "verb": "submit", "jobs": [[]]}\n',
+        b'{"v": 2, "verb": "submit", "spec": {"needs": 5}, "program": {"command": ["x"], "folder": "/"}}\n',
+        b'{"v": 2, "verb": "submit", "spec": {"after": [1]}, "program": {"command": ["x"], "folder": "/"}}\n',
+        b'{"v": 2, "verb": "submit", "spec": {"estimate_s": "x"}, "program": {"command": ["x"], "folder": "/"}}\n',
+        b'{"v": 2, "verb": "submit", "spec": {"retries": true}, "program": {"command": ["x"], "folder": "/"}}\n',
+        b'{"v": 2, "verb": "cancel", "jobs": [1]}\n',
+        b'{"v": 2, "verb": "status", "x": ' + b"[" * 100_000 + b"}\n",
         b"\xff\xfe\x00\n",
         b"GET / HTTP/1.1\r\n\r\n",
     ],
@@ -387,7 +387,7 @@ def test_a_line_without_an_end_is_cut_off(queue: Box) -> None:
 
 def test_half_a_message_is_not_waited_for_for_ever(queue: Box) -> None:
     began_s = time.monotonic()
-    assert as_user(MALLORY, lambda: _say(queue, b'{"v": 1, "verb": ')) == "closed"
+    assert as_user(MALLORY, lambda: _say(queue, b'{"v": 2, "verb": ')) == "closed"
     assert time.monotonic() - began_s < 60 and _lives(queue)
 
 
@@ -476,7 +476,7 @@ def test_the_queues_files_are_its_owners_alone(queue: Box) -> None:
     assert as_user(MALLORY, act) == []
 
 
-def test_a_stranger_who_listens_in_anothers_folder_is_told_nothing() -> None:
+def test_another_users_socket_in_a_folder_receives_nothing() -> None:
     with box() as made:
         made.folder.mkdir()
         os.chown(made.folder, ANN, -1)

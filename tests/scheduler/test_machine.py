@@ -226,12 +226,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def device_changes(self, data: st.DataObject) -> None:
-        """A stranger takes a device, or it comes back."""
+        """An external process takes a device, or it comes back."""
         device = data.draw(st.sampled_from(list(self.queue_state.devices)))
         if device in self.queue_state.closed:
             self.apply(events.DeviceOpened(self.now_s, device))
         else:
-            self.apply(events.DeviceClosed(self.now_s, device, "a stranger"))
+            self.apply(events.DeviceClosed(self.now_s, device, "an external process"))
 
     @rule(user=st.sampled_from(USERS), most=st.sampled_from([None, 1, 3]), running=st.sampled_from([None, 1]))
     def limits_change(self, user: str, most: int | None, running: int | None) -> None:

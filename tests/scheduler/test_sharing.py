@@ -265,7 +265,7 @@ def test_a_closed_device_is_not_joined() -> None:
     queue = queue_of(1)
     small(queue)
     queue.settle()
-    queue.apply(events.DeviceClosed(queue.now_s, "gpu0.0", "a stranger"))
+    queue.apply(events.DeviceClosed(queue.now_s, "gpu0.0", "an external process"))
     small(queue)
     assert queue.decide() == ()
     queue.apply(events.DeviceOpened(queue.now_s, "gpu0.0"))

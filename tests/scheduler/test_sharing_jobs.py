@@ -221,7 +221,7 @@ with cards() as found:
 
 
 @pytest.mark.timeout(180)
-def test_on_a_gpu_the_others_are_no_strangers_but_strangers_are(tmp_path: Path) -> None:
+def test_on_a_gpu_jobs_beside_are_known_and_external_processes_are_not(tmp_path: Path) -> None:
     card: dict[str, Any] = {"Name": "NVIDIA H200", "total": 100 * GIB, "pids": [], "sizes": {}, "used": 0}
     cards = tmp_path / "cards.json"
     cards.write_text(json.dumps([card]))
@@ -252,7 +252,7 @@ def test_on_a_gpu_the_others_are_no_strangers_but_strangers_are(tmp_path: Path) 
         made.wait_for(second, "RUNNING")
         until(lambda: made.stored(second).peak_bytes == 30 * GIB, lambda: made.story(second))
         assert made.call("status")["devices"][0]["jobs"] == [first, second]
-        # A stranger comes: nobody joins until it has gone.
+        # An external process comes: nobody joins until it has gone.
         (found,) = json.loads(cards.read_text())
         change(pids=[*found["pids"], os.getpid()], sizes={**found["sizes"], str(os.getpid()): GIB}, used=51 * GIB)
         third = submit(10, peak_bytes=10 * GIB)

@@ -12,7 +12,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.values import Settings
 from evenload.scheduler.simulator.simulate import Conditions, simulate
 from evenload.scheduler.simulator.workloads import read_workload
-from evenload.scheduler.store.writer import Store
+from evenload.scheduler.store.writer import QueueStore
 from tests.pages.test_commands import ROOT, commands_of
 from tests.scheduler.queue import box
 from tests.scheduler.test_cli_simulate import JOBS
@@ -23,7 +23,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
     table.write_text(JOBS)
     log: list[events.Event] = []
     simulate(read_workload(table), Conditions(tuple(box(4)), Settings(policy="fifo")), log)
-    with Store(tmp_path / ".local/state/evenload/queue", holder="a test") as store:
+    with QueueStore(tmp_path / ".local/state/evenload/queue", holder="a test") as store:
         for event in log:
             store.record(event)
         store.commit()

@@ -20,7 +20,7 @@ from evenload.scheduler.core.values import JobSpec, Settings
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.ledger import Fence, RunnerStarted
 from evenload.scheduler.store.reader import Reader
-from evenload.scheduler.store.writer import DATABASE, Store
+from evenload.scheduler.store.writer import DATABASE, QueueStore
 from tests.scheduler.queue import box, spec
 from tests.scheduler.store_history import Happenings
 
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[QueueStore]:
     """A queue of three devices and three jobs."""
-    with Store(tmp_path / "queue", holder="a test") as opened:
+    with QueueStore(tmp_path / "queue", holder="a test") as opened:
         for device in box(3):
             opened.record(events.DeviceAdded(0.0, device))
         for number in range(3):
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def start(store: Store, job: str, device: str, time_s: float = 2.0) -> Fence:
+def start(store: QueueStore, job: str, device: str, time_s: float = 2.0) -> Fence:
     attempt = store.queue_state.jobs[job].attempt + 1
     store.record(events.Placed(time_s, job, (device,), attempt))
     store.record(events.JobStarted(time_s, job))
@@ -54,7 +54,7 @@ def test_whatever_happens_the_tables_are_the_fold_of_the_log_and_open_again_as_t
     for seed in range(4):
         folder = tmp_path / str(seed)
         for sitting in range(3):
-            with Store(folder, holder="a test") as store:
+            with QueueStore(folder, holder="a test") as store:
                 happenings = Happenings(store, 10 * seed + sitting)
                 for _ in range(12):
                     happenings.happen(10)
@@ -68,7 +68,7 @@ def test_whatever_happens_the_tables_are_the_fold_of_the_log_and_open_again_as_t
                     store.attempts(),
                 )
             assert audit(folder) == []
-            with Store(folder, holder="a test") as store:
+            with QueueStore(folder, holder="a test") as store:
                 after = (
                     store.last,
                     store.queue_state.snapshot(),
@@ -80,7 +80,7 @@ def test_whatever_happens_the_tables_are_the_fold_of_the_log_and_open_again_as_t
     assert num_refused > 100  # the histories try what can't be, too
 
 
-def test_the_audit_finds_what_does_not_hold_together(store: Store) -> None:
+def test_the_audit_finds_what_does_not_hold_together(store: QueueStore) -> None:
     store.close()
     other = sqlite3.connect(store.folder / DATABASE)
     other.execute("UPDATE users SET num_devices = 1")
@@ -94,7 +94,7 @@ def test_the_audit_finds_what_does_not_hold_together(store: Store) -> None:
     other.close()
 
 
-def test_what_is_not_committed_is_seen_by_nobody_and_gone_afterwards(store: Store) -> None:
+def test_what_is_not_committed_is_seen_by_nobody_and_gone_afterwards(store: QueueStore) -> None:
     store.record(events.Submitted(5.0, "late", spec()))
     with Reader(store.folder) as reader:
         assert reader.job("late") is None
@@ -102,13 +102,13 @@ def test_what_is_not_committed_is_seen_by_nobody_and_gone_afterwards(store: Stor
         assert reader.job("late") == store.queue_state.jobs["late"]
         store.record(events.Cancelled(6.0, "late"))
     store.close()
-    with Store(store.folder, holder="the next") as again:
+    with QueueStore(store.folder, holder="the next") as again:
         assert again.queue_state.jobs["late"].state is JobState.PENDING
     with pytest.raises(QueueError, match="closed"):
         store.record(events.Cancelled(6.0, "late"))
 
 
-def test_one_row_an_attempt(store: Store) -> None:
+def test_one_row_an_attempt(store: QueueStore) -> None:
     first = start(store, "j0", "gpu0.0")
     store.record(RunnerStarted(3.0, "j0", 1, {"pid": 7, "boot_id": "b"}), fence=first)
     store.record(events.ResizeRequested(4.0, "j0", ("gpu0.1",), "a better one"))
@@ -137,7 +137,7 @@ def test_one_row_an_attempt(store: Store) -> None:
     assert store.attempts() == () and audit(store.folder) == []
 
 
-def test_a_runner_whose_attempt_is_over_is_refused(store: Store) -> None:
+def test_a_runner_whose_attempt_is_over_is_refused(store: QueueStore) -> None:
     stale = start(store, "j0", "gpu0.0")
     store.record(events.Lost(3.0, "j0", "the host didn't answer"))
     with pytest.raises(StaleError, match=r"attempt 1 of job j0 .* has no say any more: none is under way"):
@@ -156,9 +156,9 @@ def test_a_runner_whose_attempt_is_over_is_refused(store: Store) -> None:
     assert audit(store.folder) == []
 
 
-def test_a_writer_that_was_replaced_is_refused(store: Store) -> None:
+def test_a_writer_that_was_replaced_is_refused(store: QueueStore) -> None:
     (store.folder / "writer.lock").rename(store.folder / "lost.lock")  # as a lock that a file system doesn't keep
-    with Store(store.folder, holder="the new one") as new:
+    with QueueStore(store.folder, holder="the new one") as new:
         store.record(events.Cancelled(2.0, "j0"))
         with pytest.raises(StaleError, match="another has taken over"):
             store.commit()
@@ -190,7 +190,9 @@ NAN = float("nan")
         (RunnerStarted(2.0, "j0", 1, {"pid": object()}), "can't be stored"),
     ],
 )
-def test_an_event_that_cannot_be_is_refused_and_those_beside_it_are_not(store: Store, entry: Any, what: str) -> None:
+def test_an_event_that_cannot_be_is_refused_and_those_beside_it_are_not(
+    store: QueueStore, entry: Any, what: str
+) -> None:
     store.record(events.Submitted(2.0, "before", spec()))
     with pytest.raises(QueueError, match=what):
         store.record(entry)
@@ -200,13 +202,13 @@ def test_an_event_that_cannot_be_is_refused_and_those_beside_it_are_not(store: S
     assert audit(store.folder) == []
 
 
-def test_a_program_that_json_cannot_write_is_refused(store: Store) -> None:
+def test_a_program_that_json_cannot_write_is_refused(store: QueueStore) -> None:
     with pytest.raises(QueueError, match="what comes with the event Submitted can't be stored"):
         store.record(events.Submitted(2.0, "x", spec()), extra={"command": object()})
     assert "x" not in store.queue_state.jobs
 
 
-def test_a_full_disk_undoes_the_batch_here_too_and_the_next_one_goes_through(store: Store) -> None:
+def test_a_full_disk_undoes_the_batch_here_too_and_the_next_one_goes_through(store: QueueStore) -> None:
     connection = store._connection
     assert connection is not None
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
@@ -223,7 +225,7 @@ def test_a_full_disk_undoes_the_batch_here_too_and_the_next_one_goes_through(sto
     assert audit(store.folder) == []
 
 
-def test_lists_are_by_state_by_user_and_by_page(store: Store) -> None:
+def test_lists_are_by_state_by_user_and_by_page(store: QueueStore) -> None:
     for number in range(10):
         store.record(events.Submitted(2.0, f"b{number}", spec(user="bob", priority=number)))
     store.record(events.Cancelled(3.0, "b0"))
@@ -248,12 +250,12 @@ def test_lists_are_by_state_by_user_and_by_page(store: Store) -> None:
         assert reader.job("none") is None and reader.program("b1") is None and reader.attempts("b1") == []
 
 
-def test_settings_with_an_infinity_come_back(store: Store) -> None:
+def test_settings_with_an_infinity_come_back(store: QueueStore) -> None:
     chosen = Settings(policy="las", starve_after_s=float("inf"))
     store.record(events.SettingsSet(2.0, chosen))
     store.commit()
     store.close()
-    with Store(store.folder, holder="the next") as again:
+    with QueueStore(store.folder, holder="the next") as again:
         assert again.queue_state.settings == chosen
 
 

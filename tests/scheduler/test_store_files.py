@@ -18,7 +18,7 @@ from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.filesystem import mount_of, refuse_network
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.schema import APPLICATION_ID, MIGRATIONS, Migration
-from evenload.scheduler.store.writer import DATABASE, LOCK, Store
+from evenload.scheduler.store.writer import DATABASE, LOCK, QueueStore
 from tests.scheduler.queue import spec
 from tests.scheduler.store_history import Happenings
 
@@ -84,8 +84,8 @@ def test_a_link_to_a_network_file_system_is_seen_through(tmp_path: Path, monkeyp
 def test_the_second_writer_is_told_who_is_the_first_until_that_is_gone(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from evenload.scheduler.store.writer import Store
-store = Store(Path({str(tmp_path)!r}), holder="evenload daemon")
+from evenload.scheduler.store.writer import QueueStore
+store = QueueStore(Path({str(tmp_path)!r}), holder="evenload daemon")
 print("there", flush=True)
 input()
 """
@@ -96,28 +96,28 @@ input()
         with pytest.raises(
             QueueError, match=rf"already has its writer: evenload daemon, process {first.pid} on .*, since 20"
         ):
-            Store(tmp_path, holder="another")
+            QueueStore(tmp_path, holder="another")
         with Reader(tmp_path) as reader:
             assert reader.jobs() == []
         first.send_signal(signal.SIGKILL)
         first.wait(timeout=20)
-        with Store(tmp_path, holder="another") as second:
+        with QueueStore(tmp_path, holder="another") as second:
             assert second.epoch == 2
             with pytest.raises(QueueError, match=f"another, process {os.getpid()} "):
-                Store(tmp_path, holder="a third")
+                QueueStore(tmp_path, holder="a third")
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the queue's folder .*file/queue can't be used"):
-        Store(tmp_path / "file" / "queue", holder="a test")
+        QueueStore(tmp_path / "file" / "queue", holder="a test")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / LOCK).symlink_to(tmp_path / "file")
     with pytest.raises(ConfigError, match="can't be used"):
-        Store(tmp_path / "linked", holder="a test")
+        QueueStore(tmp_path / "linked", holder="a test")
     with pytest.raises(QueueError, match="there is no queue in"):
         Reader(tmp_path / "nowhere")
-    with Store(tmp_path / "new", holder="a test"):
+    with QueueStore(tmp_path / "new", holder="a test"):
         assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
         assert (tmp_path / "new" / DATABASE).stat().st_mode & 0o777 == 0o600
 
@@ -132,19 +132,19 @@ def test_what_is_no_queue_is_left_alone(tmp_path: Path, content: str) -> None:
     else:
         path.write_text("no database, but much longer than a header of SQLite would be; so it can be told apart. " * 9)
     before = path.read_bytes()
-    for opens in (lambda: Store(tmp_path, holder="a test"), lambda: Reader(tmp_path)):
+    for opens in (lambda: QueueStore(tmp_path, holder="a test"), lambda: Reader(tmp_path)):
         with pytest.raises(QueueError, match=r"another program|not a database"):
             opens()
     assert path.read_bytes() == before
     with pytest.raises(QueueError):  # the lock was let go of: the error is the same, not that of the lock
-        Store(tmp_path, holder="a test")
+        QueueStore(tmp_path, holder="a test")
 
 
 def test_a_queue_of_version_1_opens_and_holds_together(tmp_path: Path) -> None:
     old = sqlite3.connect(tmp_path / DATABASE)
     old.executescript((HERE / "store_version_1.sql").read_text())
     old.close()
-    with Store(tmp_path, holder="a test") as store:
+    with QueueStore(tmp_path, holder="a test") as store:
         assert store.last > 60 and store.queue_state.jobs and store.queue_state.outcomes
         store.record(events.Submitted(store.queue_state.time_s, "new", spec()))
         store.commit()
@@ -163,15 +163,15 @@ WIDER = Migration(
 
 
 def test_the_next_version_is_reached_in_whole_steps(tmp_path: Path) -> None:
-    with Store(tmp_path, holder="a test") as store:
+    with QueueStore(tmp_path, holder="a test") as store:
         Happenings(store, 4).happen(80)
         store.commit()
         before = store.queue_state.snapshot()
     broken = Migration((*WIDER.statements, "CREATE TABLE events (again)"), refolds=True)
     with pytest.raises(QueueError, match="already exists"):
-        Store(tmp_path, holder="a test", migrations=(*MIGRATIONS, broken))
+        QueueStore(tmp_path, holder="a test", migrations=(*MIGRATIONS, broken))
     assert audit(tmp_path) == []
-    with Store(tmp_path, holder="a test", migrations=(*MIGRATIONS, WIDER)) as store:
+    with QueueStore(tmp_path, holder="a test", migrations=(*MIGRATIONS, WIDER)) as store:
         assert store.queue_state.snapshot() == before
         Happenings(store, 5).happen(20)
         store.commit()
@@ -181,7 +181,7 @@ def test_the_next_version_is_reached_in_whole_steps(tmp_path: Path) -> None:
     assert folded.changes.jobs == stored.changes.jobs and folded.changes.attempts == stored.changes.attempts
     assert folded.ledger.queue_state.users == stored.ledger.queue_state.users and folded.programs == stored.programs
     connection.close()
-    for opens in (lambda: Store(tmp_path, holder="a test"), lambda: Reader(tmp_path)):
+    for opens in (lambda: QueueStore(tmp_path, holder="a test"), lambda: Reader(tmp_path)):
         with pytest.raises(
             QueueError, match=r"has schema 2, this version of Evenload knows 1: .*a newer one; use that"
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenload.scheduler.daemon.devices import kind_of
-from evenload.scheduler.daemon.external_processes import Held, Holder, judge
+from evenload.scheduler.daemon.external_processes import DeviceProcess, DeviceUse, closed_reason
 from tests.scheduler.strangers_box import run
 
 GIB = 2**30
@@ -30,14 +30,14 @@ def test_kinds_are_what_people_call_them(name: str, kind: str) -> None:
 
 
 def test_a_device_is_free_when_nobody_and_nothing_is_on_it() -> None:
-    stranger = Holder(7, "ann", "python x.py", GIB)
-    assert judge(Held(), GIB // 2) == ""
-    assert judge(Held(used_bytes=GIB // 4), GIB // 2) == ""
-    assert "process 7 of ann (python x.py)" in judge(Held((stranger,), GIB), GIB // 2)
-    assert "can't be seen" in judge(Held((Holder(7, "", "", None),), 9 * GIB), GIB // 2)
-    assert "5.0 GiB" in judge(Held(used_bytes=5 * GIB), GIB // 2)
-    assert judge(None, 0) != "" and judge(Held(problem="lost"), 0) == "lost"
-    assert Held((stranger,), 4 * GIB).ghost_bytes(GIB) == 3 * GIB
+    external = DeviceProcess(7, "ann", "python x.py", GIB)
+    assert closed_reason(DeviceUse(), GIB // 2) == ""
+    assert closed_reason(DeviceUse(used_bytes=GIB // 4), GIB // 2) == ""
+    assert "process 7 of ann (python x.py)" in closed_reason(DeviceUse((external,), GIB), GIB // 2)
+    assert "can't be seen" in closed_reason(DeviceUse((DeviceProcess(7, "", "", None),), 9 * GIB), GIB // 2)
+    assert "5.0 GiB" in closed_reason(DeviceUse(used_bytes=5 * GIB), GIB // 2)
+    assert closed_reason(None, 0) != "" and closed_reason(DeviceUse(problem="lost"), 0) == "lost"
+    assert DeviceUse((external,), 4 * GIB).ghost_bytes(GIB) == 3 * GIB
 
 
 @pytest.mark.slow
@@ -47,5 +47,5 @@ def test_nothing_starts_on_a_held_device() -> None:
     assert found["kinds"] == ["h200"]
     assert found["counts"] == {"SUCCEEDED": 25} and found["starts"] == 25
     assert found["on_held_devices"] == []
-    assert found["named"]["command"].endswith("1") and "stranger.py" in found["named"]["command"]
+    assert found["named"]["command"].endswith("1") and "external.py" in found["named"]["command"]
     assert max(found["ghosts_named_s"]) < 10

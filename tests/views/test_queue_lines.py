@@ -12,7 +12,7 @@ from evenload.errors import QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, JobSpec
-from evenload.scheduler.store.writer import Store
+from evenload.scheduler.store.writer import QueueStore
 from evenload.views.queue import full_list
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    with Store(tmp_path, holder="a test") as store:
+    with QueueStore(tmp_path, holder="a test") as store:
         store.record(events.DeviceAdded(0.0, Device("gpu0", "here")))
         for number in range(1, 60):
             name = "größe\x1b[2J" if number == 40 else f"gpt-{number}"

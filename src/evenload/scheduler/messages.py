@@ -1,7 +1,7 @@
 """What a queue's clients and its daemon say to each other: one JSON object a line over a Unix socket.
 
-A request is ``{"v": 1, "verb": VERB, …fields}``, its answer ``{"v": 1, "ok": true, "result": {…}}`` or
-``{"v": 1, "ok": false, "error": {"kind": KIND, "message": …}}``, in the order of the requests. Who asks is what the
+A request is ``{"v": 2, "verb": VERB, …fields}``, its answer ``{"v": 2, "ok": true, "result": {…}}`` or
+``{"v": 2, "ok": false, "error": {"kind": KIND, "message": …}}``, in the order of the requests. Who asks is what the
 kernel says of the socket's other end; no field of a message names the caller. Times are seconds since 1970.
 
 ========== ============================================================ ===============================================
@@ -40,7 +40,7 @@ from typing import Any, TypedDict
 
 from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
 
-VERSION = 1
+VERSION = 2
 
 LARGEST_REQUEST_BYTES = 1024 * 1024
 """A longer line is refused and its connection closed."""
@@ -118,7 +118,7 @@ class AttemptRow(TypedDict):
     """Of its runner."""
 
 
-class StrangerRow(TypedDict):
+class ExternalProcessRow(TypedDict):
     """A process outside the queue on a device."""
 
     pid: int
@@ -148,7 +148,7 @@ class DeviceRow(TypedDict):
     """By how much the peaks of those that share it are more than its memory; 0 while all is well."""
     closed: str
     """Why nothing may start on it; empty where it is open."""
-    strangers: list[StrangerRow]
+    external: list[ExternalProcessRow]
     ghost_bytes: int
     """Memory that no process is known to hold; 0 while all is well."""
     used_bytes: int

@@ -169,7 +169,7 @@ class DeviceAdded:
 
 @dataclass(frozen=True, slots=True)
 class DeviceClosed:
-    """Nothing new may start on a device: a stranger holds it, its memory is not back, it is broken, an admin says so."""
+    """Nothing new may start on a device: an external process holds it, its memory is not back, it is broken, an admin says so."""
 
     time_s: float
     device: str

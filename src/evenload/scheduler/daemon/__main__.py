@@ -12,7 +12,7 @@ from pathlib import Path
 from evenload.errors import EvenloadError
 from evenload.scheduler import paths
 from evenload.scheduler.daemon.daemon import run_daemon
-from evenload.scheduler.daemon.log import Journal
+from evenload.scheduler.daemon.log import DaemonLog
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = (options.queue or paths.default_folder()).absolute()
     if options.foreground:
         try:
-            run_daemon(folder, Journal(), lambda: None)
+            run_daemon(folder, DaemonLog(), lambda: None)
         except EvenloadError as error:
             print(f"evenload: error: {error}", file=sys.stderr)
             return 2
@@ -55,8 +55,8 @@ def _be_child(folder: Path, tell: int) -> int:
     os.umask(0o077)
     try:
         paths.make_private(folder)
-        journal = Journal(folder / paths.DAEMON_LOG)
-        run_daemon(folder, journal, _once(tell))
+        log = DaemonLog(folder / paths.DAEMON_LOG)
+        run_daemon(folder, log, _once(tell))
     except EvenloadError as error:
         _say(tell, str(error))
         return 2

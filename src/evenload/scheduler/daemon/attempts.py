@@ -18,16 +18,16 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.endings import ending
-from evenload.scheduler.daemon.external_processes import judge, judge_beside
+from evenload.scheduler.daemon.external_processes import closed_reason, join_refusal
 from evenload.scheduler.daemon.learning import Learning
-from evenload.scheduler.daemon.log import Journal
-from evenload.scheduler.daemon.peaks import Peaks
+from evenload.scheduler.daemon.log import DaemonLog
+from evenload.scheduler.daemon.peaks import MemoryPeaks
 from evenload.scheduler.daemon.runner_orders import order_for
-from evenload.scheduler.daemon.runners import Gone, Live, facts_of
+from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt, identity_row
 from evenload.scheduler.daemon.server import Connection
-from evenload.scheduler.daemon.state import Desk
+from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.runner.files import RunnerRequest
-from evenload.scheduler.store.ledger import Attempt, Fence, RunnerStarted
+from evenload.scheduler.store.ledger import AttemptRecord, Fence, RunnerStarted
 
 _REPORT_EVERY_S = 60.0
 _GRACE_S = 60.0
@@ -42,12 +42,12 @@ _LOOK_WITHIN_S = 30.0
 Record = Callable[..., tuple[Job, ...]]
 Answer = tuple[Connection, dict[str, Any]]
 
-_GO = {"ok": True, "result": {"go": True}}
-_STAY = {"ok": True, "result": {"go": False}}
+_ADMITTED = {"ok": True, "result": {"go": True}}
+_REFUSED = {"ok": True, "result": {"go": False}}
 
 
 @dataclass(frozen=True, slots=True)
-class _AtGate:
+class _PendingRunner:
     """A runner that waits to begin."""
 
     connection: Connection
@@ -59,16 +59,16 @@ class _AtGate:
 class Attempts:
     """What happens to the attempts of a queue."""
 
-    def __init__(self, desk: Desk, journal: Journal, look_soon: Callable[[], None]) -> None:
-        self._desk, self._journal, self._look_soon = desk, journal, look_soon
-        self._learning = Learning(desk)
-        self._peaks = Peaks(desk, journal)
-        self._gate: list[_AtGate] = []
+    def __init__(self, state: DaemonState, log: DaemonLog, scan_soon: Callable[[], None]) -> None:
+        self._state, self._log, self._scan_soon = state, log, scan_soon
+        self._learning = Learning(state)
+        self._peaks = MemoryPeaks(state, log)
+        self._pending: list[_PendingRunner] = []
         self._released_s: dict[str, float] = {}
         """GPU → when a job last gave it up, by the monotonic clock."""
         self._last_holder: dict[str, str] = {}
         """GPU → the job that did."""
-        self.asks_at_s: float | None = None
+        self.next_request_s: float | None = None
         """When the next of those that began a moment ago is to be asked to stop, by the monotonic clock."""
         self._failed: dict[str, str] = {}
         """Jobs whose runner couldn't be started, and why."""
@@ -76,25 +76,28 @@ class Attempts:
     def take_over(self) -> None:
         """Finds again what an earlier daemon had started."""
         num = 0
-        for attempt in self._desk.store.attempts():
+        for attempt in self._state.store.attempts():
             if attempt.runner is None:
                 continue  # no program of it has begun: `launch` gives it a runner
-            job, kept = self._desk.store.queue_state.jobs[attempt.fence.job], self._desk.program_of(attempt.fence.job)
-            num += self._desk.runners.adopt(
+            job, stored = (
+                self._state.store.queue_state.jobs[attempt.fence.job],
+                self._state.program_of(attempt.fence.job),
+            )
+            num += self._state.runners.adopt(
                 attempt,
-                grace_s=_GRACE_S if kept is None else kept.program.grace_s,
-                learns=kept is not None and kept.learns,
+                grace_s=_GRACE_S if stored is None else stored.program.grace_s,
+                learns=stored is not None and stored.learns,
                 measures=False,  # its first progress may be long ago
                 done=job.done,
             )
         if num:
-            self._journal.say(f"{num} running jobs taken over")
+            self._log.write(f"{num} running jobs taken over")
 
     def launch(self) -> None:
         """Starts a runner for each attempt that has none."""
-        for attempt in self._desk.store.attempts():
+        for attempt in self._state.store.attempts():
             name = attempt.fence.job
-            live = self._desk.runners.live.get(name)
+            live = self._state.runners.live.get(name)
             if name in self._failed or (live is not None and live.fence == attempt.fence):
                 continue
             if live is not None:
@@ -102,18 +105,18 @@ class Attempts:
             try:
                 self._start_runner(attempt)
             except (EvenloadError, OSError) as error:
-                self._journal.say(f"job {name} can't be started: {error}")
+                self._log.write(f"job {name} can't be started: {error}")
                 self._failed[name] = str(error)
 
-    def _start_runner(self, attempt: Attempt) -> None:
-        desk, name = self._desk, attempt.fence.job
-        kept = desk.program_of(name)
-        if kept is None:
+    def _start_runner(self, attempt: AttemptRecord) -> None:
+        state, name = self._state, attempt.fence.job
+        stored = state.program_of(name)
+        if stored is None:
             raise QueueError("what it runs isn't recorded")
-        job = desk.store.queue_state.jobs[name]
+        job = state.store.queue_state.jobs[name]
         shares = job.spec.share_device
-        order = order_for(desk.folder, attempt, kept.program, desk.found, desk.settings.log_bytes, shares=shares)
-        desk.runners.launch(attempt, order, learns=kept.learns, measures=kept.measures, done=job.done)
+        order = order_for(state.folder, attempt, stored.program, state.devices, state.settings.log_bytes, shares=shares)
+        state.runners.launch(attempt, order, learns=stored.learns, measures=stored.measures, done=job.done)
 
     def register(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any] | None:
         """A runner tells of itself; None where its answer follows once its devices were looked at.
@@ -125,76 +128,82 @@ class Attempts:
         if connection.uid != os.geteuid():
             raise QueueError("the verb runner is the daemon's own runners'")
         fence = _fence_from(message)
-        self._desk.store.check(fence)
+        self._state.store.check(fence)
         identity = identity_of(connection.pid)
-        live = self._desk.runners.live.get(fence.job)
+        live = self._state.runners.live.get(fence.job)
         if identity is None or live is None or live.fence != fence:
-            return _STAY
-        attempt = self._desk.store.attempt(fence.job)
+            return _REFUSED
+        attempt = self._state.store.attempt(fence.job)
         if attempt is None:
-            return _STAY
+            return _REFUSED
         if attempt.runner is not None:
-            return _GO if facts_of(identity) == dict(attempt.runner) else _STAY
-        if not self._desk.runners.register(fence.job, identity):
-            return _STAY
-        self._gate = [at for at in self._gate if at.fence != fence]  # it may have lost its connection and come again
-        self._gate.append(_AtGate(connection, fence, identity, time.monotonic()))
+            return _ADMITTED if identity_row(identity) == dict(attempt.runner) else _REFUSED
+        if not self._state.runners.register(fence.job, identity):
+            return _REFUSED
+        self._pending = [
+            at for at in self._pending if at.fence != fence
+        ]  # it may have lost its connection and come again
+        self._pending.append(_PendingRunner(connection, fence, identity, time.monotonic()))
         if self._gpus(attempt.devices):
-            self._look_soon()
+            self._scan_soon()
         return None
 
-    def let_go(self, record: Record) -> list[Answer]:
+    def admit(self, record: Record) -> list[Answer]:
         """The runners that may begin now, and those that may not: all of their devices were looked at since they came."""
         answers: list[Answer] = []
         waiting = []
-        for at in self._gate:
-            attempt = self._desk.store.attempt(at.fence.job)
+        for at in self._pending:
+            attempt = self._state.store.attempt(at.fence.job)
             if attempt is None or attempt.fence != at.fence:
-                answers.append((at.connection, _STAY))
+                answers.append((at.connection, _REFUSED))
                 continue
-            job = self._desk.store.queue_state.jobs[at.fence.job]
+            job = self._state.store.queue_state.jobs[at.fence.job]
             if attempt.runner is not None:
-                answers.append((at.connection, _GO))
+                answers.append((at.connection, _ADMITTED))
                 continue
             if job.state is not JobState.STARTING:
-                answers.append((at.connection, _STAY))
+                answers.append((at.connection, _REFUSED))
                 record(events.Yielded(time.time(), job.id, job.reason))
                 continue
             problem = self._problem(attempt, at.since_s)
             if problem is None:
                 waiting.append(at)
                 continue
-            answers.append((at.connection, _STAY if problem else _GO))
+            answers.append((at.connection, _REFUSED if problem else _ADMITTED))
             if problem:
                 device, reason = problem
-                if device not in self._desk.store.queue_state.closed:
+                if device not in self._state.store.queue_state.closed:
                     record(events.DeviceClosed(time.time(), device, reason))
                 record(events.Yielded(time.time(), job.id, f"{self._label(device)} is {reason}"))
-                self._journal.say(f"job {job.id} doesn't begin: {self._label(device)}: {reason}")
+                self._log.write(f"job {job.id} doesn't begin: {self._label(device)}: {reason}")
             else:
-                facts = facts_of(at.identity)
+                facts = identity_row(at.identity)
                 record(RunnerStarted(time.time(), job.id, at.fence.attempt, facts), fence=at.fence)
                 record(events.JobStarted(time.time(), job.id), fence=at.fence)
-                if (live := self._desk.runners.live.get(job.id)) is not None:
+                if (live := self._state.runners.live.get(job.id)) is not None:
                     live.began_s = time.monotonic()
-        self._gate = waiting
+        self._pending = waiting
         return answers
 
-    def _problem(self, attempt: Attempt, since_s: float) -> tuple[str, str] | tuple[()] | None:
+    def _problem(self, attempt: AttemptRecord, since_s: float) -> tuple[str, str] | tuple[()] | None:
         """The device that isn't free and why; nothing where all are; None where they have to be looked at first."""
         gpus = self._gpus(attempt.devices)
         if not gpus:
             return ()
-        sight = self._desk.sight
+        scan = self._state.scan
         released_s = [self._released_s.get(device, 0.0) for device in gpus]  # perhaps by one who shared it
-        if sight is None or sight.began_s <= max(since_s, *released_s):
-            self._look_soon()
+        if scan is None or scan.began_s <= max(since_s, *released_s):
+            self._scan_soon()
             late = time.monotonic() - since_s > _LOOK_WITHIN_S
             return (gpus[0], f"not seen: NVML hasn't answered for {_LOOK_WITHIN_S:g} s") if late else None
         for device in gpus:
             others = self._beside(device)
-            held, allowed_bytes = sight.held.get(device), self._desk.settings.ghost_bytes
-            if reason := judge(held, allowed_bytes) if others is None else judge_beside(held, allowed_bytes, others):
+            held, allowed_bytes = scan.held.get(device), self._state.settings.ghost_bytes
+            if (
+                reason := closed_reason(held, allowed_bytes)
+                if others is None
+                else join_refusal(held, allowed_bytes, others)
+            ):
                 if self._is_settling(attempt, device, is_shared=others is not None):
                     return None
                 return device, reason
@@ -202,13 +211,13 @@ class Attempts:
 
     def _beside(self, device: str) -> list[int] | None:
         """Process ids of the runners of all jobs on a device; None where it isn't shared."""
-        names = self._desk.store.queue_state.holder.get(device, ())
+        names = self._state.store.queue_state.holder.get(device, ())
         if len(names) < 2:
             return None
         pids = self.runner_pids()
         return [pids[name] for name in names if name in pids]
 
-    def _is_settling(self, attempt: Attempt, device: str, *, is_shared: bool) -> bool:
+    def _is_settling(self, attempt: AttemptRecord, device: str, *, is_shared: bool) -> bool:
         """Whether the same job gave the device up a moment ago, to go on with more or fewer: its memory comes back.
 
         On one that is shared another may have.
@@ -218,47 +227,49 @@ class Attempts:
 
     def runner_pids(self) -> dict[str, int]:
         """Job → process id of its runner."""
-        live = self._desk.runners.live
+        live = self._state.runners.live
         return {name: one.identity.pid for name, one in live.items() if one.identity is not None}
 
     def _gpus(self, devices: Iterable[str]) -> list[str]:
-        found = self._desk.found
+        found = self._state.devices
         return [device for device in devices if device in found and found[device].is_gpu]
 
     def _label(self, device: str) -> str:
-        found = self._desk.found.get(device)
+        found = self._state.devices.get(device)
         return device if found is None else found.label
 
     def unseen(self) -> list[str]:
         """GPUs that nobody has looked at since the last job gave them up."""
-        sight = self._desk.sight
-        seen_s = -1.0 if sight is None else sight.began_s
+        scan = self._state.scan
+        seen_s = -1.0 if scan is None else scan.began_s
         unseen = [
             name
-            for name, found in self._desk.found.items()
+            for name, found in self._state.devices.items()
             if found.is_gpu and seen_s <= self._released_s.get(name, 0.0)
         ]
         if unseen:
-            self._look_soon()
+            self._scan_soon()
         return unseen
 
-    def ask(self, to_kill: set[str]) -> None:
+    def request_stops(self, to_kill: set[str]) -> None:
         """Has the runners of jobs that are to stop ask their programs."""
-        queue_state = self._desk.store.queue_state
-        for name in to_kill & self._desk.runners.live.keys():
+        queue_state = self._state.store.queue_state
+        for name in to_kill & self._state.runners.live.keys():
             reason = queue_state.jobs[name].reason if name in queue_state.jobs else "it ended"
-            self._desk.runners.request(name, RunnerRequest("kill", reason))
+            self._state.runners.request(name, RunnerRequest("kill", reason))
         to_kill.clear()
-        self.asks_at_s = None
-        for name, live in self._desk.runners.live.items():
+        self.next_request_s = None
+        for name, live in self._state.runners.live.items():
             job = queue_state.jobs.get(name)
-            if job is None or job.state not in (JobState.PREEMPTING, JobState.RESIZING) or live.asked:
+            if job is None or job.state not in (JobState.PREEMPTING, JobState.RESIZING) or live.requested:
                 continue
-            if job.ending is None and live.told is None and time.monotonic() < live.began_s + _LEAST_RUN_S:
-                asks_at_s = live.began_s + _LEAST_RUN_S  # before its handler is there the signal would end it unsaved
-                self.asks_at_s = min(asks_at_s, self.asks_at_s or asks_at_s)
+            if job.ending is None and live.report is None and time.monotonic() < live.began_s + _LEAST_RUN_S:
+                next_request_s = (
+                    live.began_s + _LEAST_RUN_S
+                )  # before its handler is there the signal would end it unsaved
+                self.next_request_s = min(next_request_s, self.next_request_s or next_request_s)
                 continue
-            self._desk.runners.request(name, RunnerRequest("stop", job.reason or "asked by the queue"))
+            self._state.runners.request(name, RunnerRequest("stop", job.reason or "asked by the queue"))
 
     def note_reports(self, record: Record) -> None:
         """Reads how far the programs are, and what they take of devices that they may share.
@@ -266,15 +277,15 @@ class Attempts:
         An attempt's first report is recorded, its first with a speed, then one a minute.
         """
         self._peaks.look(record)
-        for live in self._desk.runners.read_reports():
+        for live in self._state.runners.read_reports():
             now_s = time.monotonic()
-            has_speed = live.told is not None and live.told.steps_per_s > 0
+            has_speed = live.report is not None and live.report.steps_per_s > 0
             if not live.recorded_s or has_speed > live.has_speed or now_s - live.recorded_s >= _REPORT_EVERY_S:
                 self._record_report(live, record)
                 live.recorded_s, live.has_speed = now_s, has_speed
 
-    def _record_report(self, live: Live, record: Record) -> None:
-        job = self._desk.store.queue_state.jobs.get(live.fence.job)
+    def _record_report(self, live: LiveAttempt, record: Record) -> None:
+        job = self._state.store.queue_state.jobs.get(live.fence.job)
         reported = None if job is None else self._learning.reported(live, job)
         if job is None or reported is None:
             return
@@ -286,47 +297,49 @@ class Attempts:
             record(measured)
         live.measures = live.measures and live.first is None
 
-    def end_gone(self, record: Record) -> list[Gone]:
+    def end_gone(self, record: Record) -> list[EndedAttempt]:
         """Records the ends of attempts whose runners are gone; they are forgotten once that is on disk."""
-        found = self._desk.runners.collect()
+        found = self._state.runners.collect()
         if found:
-            self._desk.runners.read_reports()
+            self._state.runners.read_reports()
         recorded = []
         for gone in found:
             live = gone.live
-            attempt = self._desk.store.attempt(live.fence.job)
+            attempt = self._state.store.attempt(live.fence.job)
             recorded.append(gone)
             if attempt is None or attempt.fence != live.fence:
                 continue
             self._record_report(live, record)
             event: events.Event = events.Lost(time.time(), live.fence.job, gone.reason)
             if gone.result is not None:
-                event = ending(live.fence.job, time.time(), gone.result, live.told, live.done_before)
+                event = ending(live.fence.job, time.time(), gone.result, live.report, live.done_before)
                 if isinstance(event, events.Yielded):
                     self._learning.stopped(live, gone.result)
             is_success = isinstance(event, events.Ended) and event.is_success
             self._peaks.ended(live, gone.result, is_success, record)
             for job in record(event):
                 if job.id == live.fence.job and job.state in ENDED:
-                    for told in self._desk.alike.learn(job, self._desk.store.queue_state.jobs, time.time()):
-                        record(told)
+                    for report in self._state.memory_history.learn(
+                        job, self._state.store.queue_state.jobs, time.time()
+                    ):
+                        record(report)
             self._note_release(attempt)
         for name, reason in list(self._failed.items()):
-            if self._desk.store.attempt(name) is not None and name not in self._desk.runners.live:
+            if self._state.store.attempt(name) is not None and name not in self._state.runners.live:
                 record(events.Lost(time.time(), name, reason))
             del self._failed[name]
         return recorded
 
-    def _note_release(self, attempt: Attempt) -> None:
+    def _note_release(self, attempt: AttemptRecord) -> None:
         for device in self._gpus(attempt.devices):
             self._released_s[device] = time.monotonic()
             self._last_holder[device] = attempt.fence.job
 
-    def forget(self, ended: Iterable[Gone]) -> None:
+    def forget(self, ended: Iterable[EndedAttempt]) -> None:
         """The ends are on disk."""
         for gone in ended:
-            self._desk.runners.forget(gone.live)
-            if gone.live.fence.job not in self._desk.store.queue_state.jobs:
+            self._state.runners.forget(gone.live)
+            if gone.live.fence.job not in self._state.store.queue_state.jobs:
                 self._learning.forget(gone.live.fence.job)
 
 

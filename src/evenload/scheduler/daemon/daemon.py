@@ -19,19 +19,19 @@ from evenload.scheduler import messages, paths
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.daemon.attempts import Attempts
-from evenload.scheduler.daemon.devices import Found, find_devices
-from evenload.scheduler.daemon.external_processes import Watch
-from evenload.scheduler.daemon.handlers import Later, Verbs
-from evenload.scheduler.daemon.log import Journal
-from evenload.scheduler.daemon.maintenance import device_events, file_events, stranger_events
+from evenload.scheduler.daemon.devices import LocalDevice, find_devices
+from evenload.scheduler.daemon.external_processes import GpuMonitor
+from evenload.scheduler.daemon.handlers import DelayedReply, RequestHandlers
+from evenload.scheduler.daemon.log import DaemonLog
+from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.daemon.requests import caller_of
 from evenload.scheduler.daemon.runners import Runners
 from evenload.scheduler.daemon.server import Connection, Request, Wire
-from evenload.scheduler.daemon.state import Desk
+from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.notify import Notifier
 from evenload.scheduler.store.reader import Reader
-from evenload.scheduler.store.writer import Store
+from evenload.scheduler.store.writer import QueueStore
 
 TICK_S = 1.0
 _WRITER_GOES_S = 10.0
@@ -41,41 +41,41 @@ _FULL_DISK_S = 2.0
 class Daemon:
     """One queue's daemon, from its start to its end."""
 
-    def __init__(self, folder: Path, journal: Journal) -> None:
+    def __init__(self, folder: Path, log: DaemonLog) -> None:
         """Opens the queue, and takes over what runs.
 
         Raises:
             ConfigError, QueueError: the queue can't be used.
         """
-        self._journal = journal
+        self._log = log
         self._selector = selectors.DefaultSelector()
         settings = read_queue_file(folder)
         _make_folders(folder, settings)
         self._store = _open_store(folder)
         reader = Reader(folder)
         newest = reader.jobs(newest_first=True, limit=1)
-        self._desk = Desk(
+        self._state = DaemonState(
             folder=folder,
             store=self._store,
             reader=reader,
             runners=Runners(folder, self._selector),
             settings=settings,
-            found={},
+            devices={},
             next_number=newest[0].number + 1 if newest else 1,
         )
-        self._verbs = Verbs(self._desk)
-        self._notifier = Notifier(journal.say)
-        self._attempts = Attempts(self._desk, journal, self._look_soon)
-        self._watch: Watch | None = None
+        self._handlers = RequestHandlers(self._state)
+        self._notifier = Notifier(log.write)
+        self._attempts = Attempts(self._state, log, self._scan_soon)
+        self._watch: GpuMonitor | None = None
         self._told_s: dict[str, float] = {}
-        self._waiting: list[tuple[Connection, Later]] = []
+        self._waiting: list[tuple[Connection, DelayedReply]] = []
         self._decide_at_s = self._tick_at_s = 0.0
         self._stalled_until_s = 0.0
         self._reload = True
         self._attempts.take_over()
         self._listen_to_signals()
         self._wire = Wire(folder, self._selector, shared=settings.shared)
-        journal.say(
+        log.write(
             f"the daemon {os.getpid()} has the queue {folder}: "
             f"{len(self._store.queue_state.jobs)} jobs, epoch {self._store.epoch}"
         )
@@ -83,7 +83,7 @@ class Daemon:
     def run(self) -> None:
         """Works until it is asked to end; jobs go on without it."""
         try:
-            while not self._verbs.is_over:
+            while not self._handlers.is_over:
                 for key, _ in self._selector.select(self._pause_s()):
                     key.data()
                 self._pass()
@@ -96,18 +96,18 @@ class Daemon:
             return self._stalled_until_s - now_s
         if self._wire.pause_s is not None or self._reload:
             return 0.0
-        if self._desk.runners.is_sweeping:
+        if self._state.runners.is_sweeping:
             return 0.05
-        due_s = self._decide_at_s if self._desk.has_changed else self._tick_at_s
-        if self._attempts.asks_at_s is not None:
-            due_s = min(due_s, self._attempts.asks_at_s)
+        due_s = self._decide_at_s if self._state.has_changed else self._tick_at_s
+        if self._attempts.next_request_s is not None:
+            due_s = min(due_s, self._attempts.next_request_s)
         return max(0.0, min(due_s, self._tick_at_s) - now_s)
 
     def _pass(self) -> None:
         """One turn: all that came in, one commit, then the answers and the acts."""
         if time.monotonic() < self._stalled_until_s:
             return
-        answers: list[tuple[Connection, dict[str, Any] | Later]] = []
+        answers: list[tuple[Connection, dict[str, Any] | DelayedReply]] = []
         if self._reload:
             self._read_settings()
         is_tick = time.monotonic() >= self._tick_at_s
@@ -118,8 +118,8 @@ class Daemon:
             answer = self._handle(request)
             if answer is not None:
                 answers.append((request.connection, answer))
-        ended = self._attempts.end_gone(self._desk.record)
-        answers += self._attempts.let_go(self._desk.record)
+        ended = self._attempts.end_gone(self._state.record)
+        answers += self._attempts.admit(self._state.record)
         self._decide(is_tick)
         try:
             self._store.commit()
@@ -128,105 +128,105 @@ class Daemon:
         except QueueError as error:
             self._undone(error, answers)
             return
-        self._desk.problems.pop("disk", None)
+        self._state.problems.pop("disk", None)
         self._act(ended)
         for connection, row in answers:
-            if isinstance(row, Later):
+            if isinstance(row, DelayedReply):
                 self._waiting.append((connection, row))
             else:
                 self._wire.answer(connection, row)
         self._answer_waiting()
 
-    def _undone(self, error: QueueError, answers: list[tuple[Connection, dict[str, Any] | Later]]) -> None:
+    def _undone(self, error: QueueError, answers: list[tuple[Connection, dict[str, Any] | DelayedReply]]) -> None:
         """Nothing of this turn is on disk, so nothing of it has happened."""
-        self._journal.say(f"nothing can be recorded: {error}")
-        self._desk.problems["disk"] = str(error)
+        self._log.write(f"nothing can be recorded: {error}")
+        self._state.problems["disk"] = str(error)
         self._stalled_until_s = time.monotonic() + _FULL_DISK_S
-        self._desk.ended.clear()
-        self._verbs.to_kill.clear()
-        newest = self._desk.reader.jobs(newest_first=True, limit=1)
-        self._desk.next_number = newest[0].number + 1 if newest else 1
-        self._desk.has_changed = self._reload = True
+        self._state.ended.clear()
+        self._handlers.to_kill.clear()
+        newest = self._state.reader.jobs(newest_first=True, limit=1)
+        self._state.next_number = newest[0].number + 1 if newest else 1
+        self._state.has_changed = self._reload = True
         for connection, _ in answers:
             self._wire.answer(connection, messages.error_row(error))
 
-    def _handle(self, request: Request) -> dict[str, Any] | Later | None:
+    def _handle(self, request: Request) -> dict[str, Any] | DelayedReply | None:
         """The answer to one request; None where it follows when a device was looked at."""
         connection, message = request.connection, request.message
         try:
             if message.get("verb") == "runner":
                 return self._attempts.register(connection, message)
-            caller = caller_of(connection.pid, connection.uid, self._desk.settings)
-            answer = self._verbs.handle(caller, message)
+            caller = caller_of(connection.pid, connection.uid, self._state.settings)
+            answer = self._handlers.handle(caller, message)
         except EvenloadError as error:
             return messages.error_row(error)
         except Exception as error:  # a fault of ours must not end the queue of everybody
-            self._journal.say(f"a request of user {connection.uid} failed: {traceback.format_exc()}")
+            self._log.write(f"a request of user {connection.uid} failed: {traceback.format_exc()}")
             return messages.error_row(
                 QueueError(f"the daemon failed at this: {type(error).__name__}; its log has more")
             )
-        return answer if isinstance(answer, Later) else {"ok": True, "result": answer}
+        return answer if isinstance(answer, DelayedReply) else {"ok": True, "result": answer}
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         self._tick_at_s = now_s + TICK_S
         self._wire.tick()
-        self._attempts.note_reports(self._desk.record)
+        self._attempts.note_reports(self._state.record)
 
     def _see(self) -> None:
         """Takes over what the watch has seen since."""
-        if self._watch is None or self._watch.last is self._desk.sight or self._watch.last is None:
+        if self._watch is None or self._watch.last is self._state.scan or self._watch.last is None:
             return
-        sight = self._desk.sight = self._watch.last
+        scan = self._state.scan = self._watch.last
         seen = {
             (device, holder.pid)
-            for device, found in self._desk.found.items()
-            if found.is_gpu and (held := sight.held.get(device)) is not None
-            for holder in held.strangers
+            for device, found in self._state.devices.items()
+            if found.is_gpu and (held := scan.held.get(device)) is not None
+            for holder in held.external
         }
-        since = self._desk.stranger_since_s
-        self._desk.stranger_since_s = {key: since.get(key, time.time()) for key in seen}
-        allowed_bytes = self._desk.settings.ghost_bytes
-        for event in stranger_events(
+        since = self._state.external_since_s
+        self._state.external_since_s = {key: since.get(key, time.time()) for key in seen}
+        allowed_bytes = self._state.settings.ghost_bytes
+        for event in external_process_events(
             self._store.queue_state,
-            self._desk.found,
-            sight,
+            self._state.devices,
+            scan,
             allowed_bytes,
             self._told_s,
             time.time(),
             self._attempts.runner_pids(),
         ):
-            self._desk.record(event)
-            label = self._desk.found[event.device].label
-            self._journal.say(f"{label}: {event.reason if isinstance(event, events.DeviceClosed) else 'free again'}")
+            self._state.record(event)
+            label = self._state.devices[event.device].label
+            self._log.write(f"{label}: {event.reason if isinstance(event, events.DeviceClosed) else 'free again'}")
 
     def _decide(self, is_tick: bool) -> None:
         """Asks the core what to do now. What it costs bounds how often."""
         began_s = time.monotonic()
-        if began_s < self._decide_at_s or not (self._desk.has_changed or is_tick):
+        if began_s < self._decide_at_s or not (self._state.has_changed or is_tick):
             return
         snapshot = self._store.queue_state.snapshot()
         if unseen := self._attempts.unseen():
             snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being looked at"), **snapshot.closed})
         now_s = time.time()
         for command in decide(snapshot, now_s):
-            self._desk.record(command)
-        self._desk.has_changed = False
+            self._state.record(command)
+        self._state.has_changed = False
         took_s = time.monotonic() - began_s
         self._decide_at_s = began_s + took_s + min(2.0, 2 * took_s)
 
     def _act(self, ended: list[Any]) -> None:
         """Carries out what is on disk now."""
         self._attempts.forget(ended)
-        for job in self._desk.ended:
-            found = self._desk.program_of(job.id)
+        for job in self._state.ended:
+            found = self._state.program_of(job.id)
             if found is not None and found.program.notify:
                 self._notifier.send(found.program, job)
-        self._desk.ended.clear()
+        self._state.ended.clear()
         self._attempts.launch()
-        self._attempts.ask(self._verbs.to_kill)
+        self._attempts.request_stops(self._handlers.to_kill)
         if self._watch is not None:
-            self._watch.runners = self._desk.runners.pids()
+            self._watch.runners = self._state.runners.pids()
 
     def _answer_waiting(self) -> None:
         now_s, last = time.monotonic(), self._store.last
@@ -246,25 +246,25 @@ class Daemon:
         """Reads `queue.toml` and looks for devices anew; what can't be read leaves all as it was."""
         self._reload = False
         try:
-            settings = read_queue_file(self._desk.folder)
+            settings = read_queue_file(self._state.folder)
             found = {one.device.id: one for one in find_devices(settings)}
         except (EvenloadError, OSError, TypeError) as error:
-            self._desk.problems["settings"] = str(error)
-            self._journal.say(f"settings: {error}")
-            settings, found = self._desk.settings, dict(self._desk.found)
+            self._state.problems["settings"] = str(error)
+            self._log.write(f"settings: {error}")
+            settings, found = self._state.settings, dict(self._state.devices)
         else:
-            self._desk.problems.pop("settings", None)
-        self._desk.settings, self._desk.found = settings, found
+            self._state.problems.pop("settings", None)
+        self._state.settings, self._state.devices = settings, found
         now_s, queue_state = time.time(), self._store.queue_state
         for event in (*file_events(queue_state, settings, now_s), *device_events(queue_state, found, now_s)):
             with contextlib.suppress(QueueError):
-                self._desk.record(event)
+                self._state.record(event)
         self._start_watch(found, settings)
 
-    def _start_watch(self, found: Mapping[str, Found], settings: QueueFile) -> None:
+    def _start_watch(self, found: Mapping[str, LocalDevice], settings: QueueFile) -> None:
         if self._watch is not None or not any(one.is_gpu for one in found.values()):
             return
-        self._watch = Watch(settings.look_every_s)
+        self._watch = GpuMonitor(settings.look_every_s)
         self._selector.register(self._watch.ready_fd, selectors.EVENT_READ, self._drain_watch)
         self._watch.start()
 
@@ -272,9 +272,9 @@ class Daemon:
         if self._watch is not None:
             _drain(self._watch.ready_fd)
 
-    def _look_soon(self) -> None:
+    def _scan_soon(self) -> None:
         if self._watch is not None:
-            self._watch.look_soon()
+            self._watch.scan_soon()
 
     def _listen_to_signals(self) -> None:
         self._wakeup, end = os.pipe()
@@ -287,18 +287,18 @@ class Daemon:
         self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: _drain(self._wakeup))
 
     def _on_end(self, number: int, frame: FrameType | None) -> None:
-        self._verbs.is_over = True
+        self._handlers.is_over = True
 
     def _on_reload(self, number: int, frame: FrameType | None) -> None:
         self._reload = True
 
     def _close(self) -> None:
-        self._journal.say(f"the daemon {os.getpid()} ends; {len(self._desk.runners.live)} jobs go on")
+        self._log.write(f"the daemon {os.getpid()} ends; {len(self._state.runners.live)} jobs go on")
         if self._watch is not None:
             self._watch.close()
         self._wire.close()
-        self._desk.runners.close()
-        self._desk.reader.close()
+        self._state.runners.close()
+        self._state.reader.close()
         self._store.close()
 
 
@@ -320,20 +320,20 @@ def _make_folders(folder: Path, settings: QueueFile) -> None:
         part.chmod(0o711 if settings.shared else 0o700)
 
 
-def _open_store(folder: Path) -> Store:
+def _open_store(folder: Path) -> QueueStore:
     """Opens the record; a daemon that is just ending is waited for."""
     deadline_s = time.monotonic() + _WRITER_GOES_S
     while True:
         try:
-            return Store(folder, holder="evenload daemon")
+            return QueueStore(folder, holder="evenload daemon")
         except QueueError as error:
             if "already has its writer" not in str(error) or time.monotonic() > deadline_s:
                 raise
             time.sleep(0.05)
 
 
-def run_daemon(folder: Path, journal: Journal, ready: Callable[[], None]) -> None:
+def run_daemon(folder: Path, log: DaemonLog, ready: Callable[[], None]) -> None:
     """Runs the daemon of a queue; `ready` is called once it answers."""
-    daemon = Daemon(folder, journal)
+    daemon = Daemon(folder, log)
     ready()
     daemon.run()

@@ -18,7 +18,7 @@ _ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocalDevice:
     """A device of this machine."""
 
     device: Device
@@ -29,11 +29,11 @@ class Found:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether strangers are looked for on it."""
+        """Return whether this is a GPU, on which external processes are looked for."""
         return not self.cores
 
 
-def find_devices(settings: QueueFile) -> tuple[Found, ...]:
+def find_devices(settings: QueueFile) -> tuple[LocalDevice, ...]:
     """What is here: each GPU; or, without GPUs or where asked for, slots of CPU cores."""
     gpus = _gpus()
     slots = settings.cpu_slots
@@ -42,7 +42,7 @@ def find_devices(settings: QueueFile) -> tuple[Found, ...]:
     return tuple(kept for found in (*gpus, *_cpu_slots(slots)) if (kept := _with_rules(found, settings)) is not None)
 
 
-def variables_for(devices: Iterable[Found]) -> tuple[dict[str, str], tuple[int, ...]]:
+def variables_for(devices: Iterable[LocalDevice]) -> tuple[dict[str, str], tuple[int, ...]]:
     """The variables that show a program its GPUs and no others, and the cores it is bound to (none: all)."""
     given = tuple(devices)
     uuids = [found.device.id for found in given if found.is_gpu]
@@ -64,7 +64,7 @@ def kind_of(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", "".join(kept).lower()) or "gpu"
 
 
-def _gpus() -> tuple[Found, ...]:
+def _gpus() -> tuple[LocalDevice, ...]:
     """All GPUs that NVML knows, whatever this process's own CUDA_VISIBLE_DEVICES says."""
     found = []
     with hardware.asked_gpus(_ALONG_THE_BUS) as (nvml, handles):
@@ -72,11 +72,11 @@ def _gpus() -> tuple[Found, ...]:
             name = nvml.nvmlDeviceGetName(handle)
             total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
             device = Device(nvml.nvmlDeviceGetUUID(handle), HOST, kind_of(name), total_bytes)
-            found.append(Found(device, f"gpu{index}"))
+            found.append(LocalDevice(device, f"gpu{index}"))
     return tuple(found)
 
 
-def _cpu_slots(num: int) -> tuple[Found, ...]:
+def _cpu_slots(num: int) -> tuple[LocalDevice, ...]:
     """The usable cores in `num` equal parts; more slots than cores share them in turn."""
     cores = hardware.usable_cores()
     slots = []
@@ -88,11 +88,11 @@ def _cpu_slots(num: int) -> tuple[Found, ...]:
             own = (cores[index % len(cores)],)
             label = f"cpu:{own[0]}.{index // len(cores)}"
         memory_bytes = hardware.cpu(own).memory_bytes // num
-        slots.append(Found(Device(label, HOST, "cpu", memory_bytes), label, own))
+        slots.append(LocalDevice(Device(label, HOST, "cpu", memory_bytes), label, own))
     return tuple(slots)
 
 
-def _with_rules(found: Found, settings: QueueFile) -> Found | None:
+def _with_rules(found: LocalDevice, settings: QueueFile) -> LocalDevice | None:
     changes: Mapping[str, object] = {}
     for rule in settings.devices:
         if rule.match in (found.device.id, found.label, found.device.kind):

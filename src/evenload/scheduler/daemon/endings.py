@@ -13,18 +13,18 @@ _BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SI
 """How a program ends that obeys a signal, also through a shell."""
 
 
-def ending(job: str, now_s: float, result: RunnerResult, told: Report | None, done_before: float) -> events.Event:
+def ending(job: str, now_s: float, result: RunnerResult, report: Report | None, done_before: float) -> events.Event:
     """The event that an ended attempt is.
 
     Args:
         job: its id.
         now_s: the present.
         result: what the runner left.
-        told: the program's last report.
+        report: the program's last report.
         done_before: work done when the attempt began: who yields unasked must have come further, or it would start again
             for ever.
     """
-    has_saved = told is not None and told.state == "stopped"
+    has_saved = report is not None and report.state == "stopped"
     if result.code is None:
         if result.requested:
             return events.Yielded(now_s, job, result.problem)
@@ -32,8 +32,8 @@ def ending(job: str, now_s: float, result: RunnerResult, told: Report | None, do
     if result.requested:
         return _asked(job, now_s, result, has_saved)
     if result.code == EXIT_CODE:
-        if has_saved and told is not None and told.step > done_before:
-            return events.Yielded(now_s, job, f"it saved at step {told.step} and ended by itself")
+        if has_saved and report is not None and report.step > done_before:
+            return events.Yielded(now_s, job, f"it saved at step {report.step} and ended by itself")
         reason = f"exit code {EXIT_CODE} (saved, to go on later), but nobody asked it to stop and it came no further"
         return events.Ended(now_s, job, is_success=False, reason=reason)
     return events.Ended(now_s, job, is_success=result.code == 0, reason=describe_code(result.code))

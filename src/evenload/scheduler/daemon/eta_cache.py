@@ -35,7 +35,7 @@ class _Seen:
     jobs: Mapping[str, Forecast]
 
 
-class Foresight:
+class EtaCache:
     """The last look ahead, and the next."""
 
     def __init__(self) -> None:

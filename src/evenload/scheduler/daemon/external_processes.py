@@ -1,7 +1,7 @@
-"""Who else is on a device: processes outside the queue, and memory that no process is known to hold.
+"""Use of devices from outside the queue: external processes, and memory that no known process holds.
 
-`judge` is pure. `Watch` looks through NVML in a thread of its own, for a driver that hangs must not hang the queue; each
-look has a time, so that "free" can be asked of a moment after another.
+`closed_reason` is pure. `GpuMonitor` scans through NVML in a thread of its own, because a driver that hangs must not hang the
+queue. Each scan has a time, so that a caller can require one that began after a certain moment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class DeviceProcess:
     """A process that computes on a device."""
 
     pid: int
@@ -38,16 +38,16 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class DeviceUse:
     """What one look saw on one device."""
 
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[DeviceProcess, ...] = ()
     used_bytes: int = 0
     problem: str = ""
     """Why it can't be told whether it is free."""
 
     @property
-    def strangers(self) -> tuple[Holder, ...]:
+    def external(self) -> tuple[DeviceProcess, ...]:
         """Those outside the queue."""
         return tuple(holder for holder in self.holders if not holder.is_own)
 
@@ -60,15 +60,15 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class GpuScan:
     """One look at all devices."""
 
     began_s: float
     """By the monotonic clock: what was so before this moment may have been overlooked, what is so after it wasn't."""
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, DeviceUse] = field(default_factory=dict)
 
 
-def judge(held: Held | None, allowed_bytes: int) -> str:
+def closed_reason(held: DeviceUse | None, allowed_bytes: int) -> str:
     """Why nothing may start on a device that no job of this queue has; an empty text where it is free."""
     if held is None:
         return "NVML doesn't know it any more"
@@ -82,7 +82,7 @@ def judge(held: Held | None, allowed_bytes: int) -> str:
     return ""
 
 
-def judge_beside(held: Held | None, allowed_bytes: int, runners: Iterable[int]) -> str:
+def join_refusal(held: DeviceUse | None, allowed_bytes: int, runners: Iterable[int]) -> str:
     """Why a job can't join those that share a device; an empty text where it can.
 
     Args:
@@ -91,22 +91,22 @@ def judge_beside(held: Held | None, allowed_bytes: int, runners: Iterable[int]) 
         runners: process ids of the runners of all jobs on it.
     """
     if held is None or held.problem:
-        return judge(held, allowed_bytes)
+        return closed_reason(held, allowed_bytes)
     ours = frozenset(runners)
     for holder in held.holders:  # one that can't be seen from here may well be theirs
         if holder.command and holder.runner not in ours:
             return f"held by {describe(holder)}, outside the jobs that share it"
-    return judge(Held((), held.ghost_bytes(allowed_bytes)), 0)
+    return closed_reason(DeviceUse((), held.ghost_bytes(allowed_bytes)), 0)
 
 
-def describe(holder: Holder) -> str:
+def describe(holder: DeviceProcess) -> str:
     """A process, for people."""
     if not holder.command:
         return f"process {holder.pid}, which can't be seen from here"
     return f"process {holder.pid} of {holder.user} ({holder.command[:60]})"
 
 
-class Watch(threading.Thread):
+class GpuMonitor(threading.Thread):
     """Looks at the GPUs every so often, and when asked to."""
 
     def __init__(self, every_s: float) -> None:
@@ -115,16 +115,16 @@ class Watch(threading.Thread):
         """Readable after a look."""
         os.set_blocking(self.ready_fd, False)
         os.set_blocking(self._ready_end, False)
-        self.last: Sight | None = None
+        self.last: GpuScan | None = None
         self.runners: tuple[int, ...] = ()
         """Process ids whose descendants are the queue's own."""
         self._every_s = every_s
-        self._is_asked = threading.Event()
+        self._is_requested = threading.Event()
         self._is_over = False
 
-    def look_soon(self) -> None:
+    def scan_soon(self) -> None:
         """Asks for a look that begins after this call."""
-        self._is_asked.set()
+        self._is_requested.set()
 
     def run(self) -> None:
         """Looks until `close`."""
@@ -133,48 +133,48 @@ class Watch(threading.Thread):
                 with hardware.asked_gpus(_ALONG_THE_BUS) as (nvml, handles):
                     self._look_on(nvml, handles)
             except Exception as error:  # whatever a driver's library throws: the queue goes on and says so
-                self._show(Sight(time.monotonic(), _Unknown(f"NVML can't be asked: {error}")))
+                self._show(GpuScan(time.monotonic(), _UnknownUse(f"NVML can't be asked: {error}")))
                 self._wait()
 
     def _look_on(self, nvml: Any, handles: list[Any]) -> None:
         """Looks while the same devices are there; beginning NVML anew each time would cost a second."""
         if nvml is None:
-            self._show(Sight(time.monotonic(), _Unknown("NVML can't be asked any more")))
+            self._show(GpuScan(time.monotonic(), _UnknownUse("NVML can't be asked any more")))
             self._wait()
             return
         count = nvml.nvmlDeviceGetCount()
         while not self._is_over and nvml.nvmlDeviceGetCount() == count:
-            self._is_asked.clear()
+            self._is_requested.clear()
             began_s = time.monotonic()
-            self._show(Sight(began_s, look(nvml, handles, self.runners)))
+            self._show(GpuScan(began_s, scan_devices(nvml, handles, self.runners)))
             self._wait()
 
-    def _show(self, sight: Sight) -> None:
-        self.last = sight
+    def _show(self, scan: GpuScan) -> None:
+        self.last = scan
         with contextlib.suppress(OSError):
             os.write(self._ready_end, b"1")
 
     def _wait(self) -> None:
-        self._is_asked.wait(self._every_s)
+        self._is_requested.wait(self._every_s)
 
     def close(self) -> None:
         """Lets the thread end."""
         self._is_over = True
-        self._is_asked.set()
+        self._is_requested.set()
 
 
-class _Unknown(dict[str, Held]):
+class _UnknownUse(dict[str, DeviceUse]):
     """What is on each device, where that can't be found out."""
 
     def __init__(self, problem: str) -> None:
         super().__init__()
-        self._held = Held(problem=problem)
+        self._held = DeviceUse(problem=problem)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._held
 
 
-def look(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str, Held]:
+def scan_devices(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str, DeviceUse]:
     """What is on each device now, by UUID."""
     found = {}
     stats: dict[int, ProcessStat] | None = None
@@ -185,12 +185,12 @@ def look(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str,
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             used_bytes = _used_bytes(nvml, handle)
         except nvml.NVMLError as error:
-            found[uuid] = Held(problem=f"NVML doesn't tell what is on it: {error}")
+            found[uuid] = DeviceUse(problem=f"NVML doesn't tell what is on it: {error}")
             continue
         if processes and stats is None:
             stats = all_stats()
         holders = tuple(_holder(process, runner_of(int(process.pid), ours, stats or {})) for process in processes)
-        found[uuid] = Held(holders, used_bytes)
+        found[uuid] = DeviceUse(holders, used_bytes)
     return found
 
 
@@ -207,7 +207,7 @@ def _used_bytes(nvml: Any, handle: Any) -> int:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
-def _holder(process: Any, runner: int) -> Holder:
+def _holder(process: Any, runner: int) -> DeviceProcess:
     pid = int(process.pid)
     place = Path("/proc", str(pid))
     used = process.usedGpuMemory
@@ -216,8 +216,8 @@ def _holder(process: Any, runner: int) -> Holder:
         command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         user_id = place.stat().st_uid
     except OSError:
-        return Holder(pid, "", "", used_bytes)
-    return Holder(pid, user_name(user_id), _printable(command), used_bytes, runner > 0, runner)
+        return DeviceProcess(pid, "", "", used_bytes)
+    return DeviceProcess(pid, user_name(user_id), _printable(command), used_bytes, runner > 0, runner)
 
 
 def user_name(uid: int) -> str:

@@ -19,7 +19,7 @@ from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job, Limits, Reservation, settings_from
 from evenload.scheduler.daemon import replies, requests
 from evenload.scheduler.daemon.requests import Caller, check_name, job_names, only
-from evenload.scheduler.daemon.state import Desk
+from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.messages import LARGEST_PAGE, VERBS
 from evenload.scheduler.store import rows
 
@@ -27,23 +27,23 @@ _LONGEST_WAIT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class DelayedReply:
     """An answer for when something has happened behind event `after`, or for `until_s` (by the monotonic clock)."""
 
     after: int
     until_s: float
 
 
-class Verbs:
+class RequestHandlers:
     """The verbs, on one queue."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, state: DaemonState) -> None:
+        self.state = state
         self.is_over = False
         """Somebody who may asked the daemon to end."""
         self.to_kill: set[str] = set()
         """Jobs whose programs are to be killed without a grace, once their end is on disk."""
-        self._verbs: dict[str, Callable[[Caller, dict[str, Any]], dict[str, Any] | Later]] = {
+        self._handlers: dict[str, Callable[[Caller, dict[str, Any]], dict[str, Any] | DelayedReply]] = {
             "submit": self._submit,
             "cancel": self._cancel,
             "hold": self._hold,
@@ -60,14 +60,14 @@ class Verbs:
             "stop": self._stop,
         }
 
-    def handle(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any] | Later:
+    def handle(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any] | DelayedReply:
         """The answer to a message.
 
         Raises:
             ConfigError, QueueError: it is refused; nothing is recorded then.
         """
         verb = message.get("verb")
-        function = self._verbs.get(verb) if isinstance(verb, str) else None
+        function = self._handlers.get(verb) if isinstance(verb, str) else None
         if function is None:
             raise ConfigError(f"verb={verb!r:.50}: there is no such verb; there are {', '.join(VERBS[:-1])}")
         return function(caller, message)
@@ -80,13 +80,13 @@ class Verbs:
             raise ConfigError(f"jobs={many!r:.100}: expected a list of objects with spec and program")
         if len(many) > LARGEST_PAGE:
             raise ConfigError(f"{len(many)} jobs in one message: expected at most {LARGEST_PAGE}")
-        now_s, first = time.time(), self.desk.next_number
+        now_s, first = time.time(), self.state.next_number
         array = f"{first}" if message.get("array") else ""
         entries = [self._entry(caller, row, str(first + index), array, now_s) for index, row in enumerate(many)]
         self._check_room(caller, len(entries))
         for event, extra in entries:
-            self.desk.record(event, extra=extra)
-        self.desk.next_number = first + len(entries)
+            self.state.record(event, extra=extra)
+        self.state.next_number = first + len(entries)
         names = [event.job for event, _ in entries]
         return {"jobs": names} if given is not None else {"job": names[0]}
 
@@ -104,8 +104,8 @@ class Verbs:
         if learns:
             spec = replace(spec, preemptible=program.requeue)
         self._check_priority(caller, spec.priority)
-        spec = self.desk.alike.known(spec, program.command)
-        if reason := self.desk.store.queue_state.refusal(spec):
+        spec = self.state.memory_history.known(spec, program.command)
+        if reason := self.state.store.queue_state.refusal(spec):
             raise QueueError(reason)
         event = events.Submitted(now_s, name, spec)
         extra = {
@@ -119,7 +119,7 @@ class Verbs:
 
     def _check_room(self, caller: Caller, num: int) -> None:
         """`Book.refusal` looks at one job; several together may be too many."""
-        queue_state = self.desk.store.queue_state
+        queue_state = self.state.store.queue_state
         user = queue_state.users.get(caller.name)
         most = None if user is None else user.limits.max_queued
         if most is not None:
@@ -130,7 +130,7 @@ class Verbs:
                 )
 
     def _check_priority(self, caller: Caller, priority: int) -> None:
-        most = self.desk.settings.max_priority
+        most = self.state.settings.max_priority
         if priority > most and not caller.is_admin:
             raise QueueError(f"priority={priority}: {caller.name} may give up to {most}; an admin may give more")
 
@@ -140,7 +140,7 @@ class Verbs:
         Raises:
             QueueError: there is no such job, or it is another's.
         """
-        queue_state = self.desk.store.queue_state
+        queue_state = self.state.store.queue_state
         if name not in queue_state.jobs and name not in queue_state.outcomes:
             raise QueueError(f"there is no job {name!r:.50}")
         job = queue_state.jobs.get(name)
@@ -156,13 +156,13 @@ class Verbs:
         names = job_names(message.get("jobs", message.get("job")))
         jobs = [job for name in names if (job := self._own(caller, name)) is not None]
         if not jobs:
-            states = ", ".join(f"{name} ({self.desk.store.queue_state.outcomes[name]})" for name in names[:10])
+            states = ", ".join(f"{name} ({self.state.store.queue_state.outcomes[name]})" for name in names[:10])
             raise QueueError(f"nothing to do: ended already: {states}")
         return jobs
 
     def _told(self, jobs: list[Job]) -> dict[str, Any]:
-        queue_state = self.desk.store.queue_state
-        return {"jobs": [replies.job_row(self.desk, queue_state.jobs.get(job.id, job)) for job in jobs]}
+        queue_state = self.state.store.queue_state
+        return {"jobs": [replies.job_row(self.state, queue_state.jobs.get(job.id, job)) for job in jobs]}
 
     def _cancel(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "job", "jobs", "now")
@@ -174,11 +174,11 @@ class Verbs:
         for job in jobs:
             changed.append(job)
             if job.state is JobState.PENDING:
-                ended = self.desk.record(events.Cancelled(time.time(), job.id, reason))
+                ended = self.state.record(events.Cancelled(time.time(), job.id, reason))
                 changed[-1] = ended[0]
                 continue
             if job.ending is None:
-                self.desk.record(events.StopRequested(time.time(), job.id, JobState.CANCELLED, reason))
+                self.state.record(events.StopRequested(time.time(), job.id, JobState.CANCELLED, reason))
             if is_now or job.ending is not None:  # asked again
                 self.to_kill.add(job.id)
         return self._told(changed)
@@ -190,14 +190,14 @@ class Verbs:
             if job.state is not JobState.PENDING:
                 raise QueueError(f"job {job.id} is {job.state}: only a pending job can be held back")
         for job in jobs:
-            self.desk.record(events.JobHeld(time.time(), job.id))
+            self.state.record(events.JobHeld(time.time(), job.id))
         return self._told(jobs)
 
     def _release(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "job", "jobs")
         jobs = self._own_all(caller, message)
         for job in jobs:
-            self.desk.record(events.Released(time.time(), job.id))
+            self.state.record(events.Released(time.time(), job.id))
         return self._told(jobs)
 
     def _change(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
@@ -206,13 +206,13 @@ class Verbs:
         spec = requests.changed_spec(jobs[0].spec, changes)
         if spec.priority > jobs[0].spec.priority:
             self._check_priority(caller, spec.priority)
-        queue_state = self.desk.store.queue_state
+        queue_state = self.state.store.queue_state
         if reason := refusal(
             replace(spec, after=()), {}, {}, queue_state.users, layout_of(queue_state.devices.values())
         ):
             raise QueueError(reason)
-        changed = self.desk.record(events.SpecChanged(time.time(), jobs[0].id, spec))
-        return {"job": replies.job_row(self.desk, changed[0])}
+        changed = self.state.record(events.SpecChanged(time.time(), jobs[0].id, spec))
+        return {"job": replies.job_row(self.state, changed[0])}
 
     def _list(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "user", "states", "ended", "after", "limit", "newest_first")
@@ -223,7 +223,7 @@ class Verbs:
             raise ConfigError(f"user={user!r:.50}: expected a name")
         states = _states(message.get("states"), bool(message.get("ended", False)))
         limit = min(limit, LARGEST_PAGE)
-        reader, queue_state = self.desk.reader, self.desk.store.queue_state
+        reader, queue_state = self.state.reader, self.state.store.queue_state
         lines = reader.jobs(
             states=states,
             user=user,
@@ -231,14 +231,14 @@ class Verbs:
             limit=limit + 1,
             newest_first=bool(message.get("newest_first", False)),
         )
-        foreseen = self.desk.outlook(queue_state.snapshot())
+        foreseen = self.state.outlook(queue_state.snapshot())
         found = []
         for line in lines[:limit]:
             job = queue_state.jobs.get(line.id)
             row = (
-                replies.ended_row(self.desk, line)
+                replies.ended_row(self.state, line)
                 if job is None
-                else replies.job_row(self.desk, job, foreseen.get(job.id))
+                else replies.job_row(self.state, job, foreseen.get(job.id))
             )
             found.append({**row, "number": line.number})
         counts = {str(state): num for state, num in reader.counts(user).items()}
@@ -247,7 +247,7 @@ class Verbs:
     def _job(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "job")
         name = message.get("job")
-        queue_state, reader = self.desk.store.queue_state, self.desk.reader
+        queue_state, reader = self.state.store.queue_state, self.state.reader
         live = queue_state.jobs.get(name) if isinstance(name, str) else None
         job = live or (reader.job(name) if isinstance(name, str) else None)
         if job is None:
@@ -257,10 +257,10 @@ class Verbs:
             program.pop(flag, None)
         if not caller.is_admin and program.get("uid") != caller.uid:
             program = {key: program[key] for key in ("command", "folder") if key in program}
-        foreseen = self.desk.outlook(queue_state.snapshot()).get(job.id) if live is not None else None
+        foreseen = self.state.outlook(queue_state.snapshot()).get(job.id) if live is not None else None
         spec = events.as_row(events.Submitted(0.0, "", job.spec))["spec"]
         return {
-            "job": replies.job_row(self.desk, job, foreseen),
+            "job": replies.job_row(self.state, job, foreseen),
             "spec": spec,
             "program": program,
             "attempts": [replies.attempt_row(attempt) for attempt in reader.attempts(job.id)],
@@ -268,7 +268,7 @@ class Verbs:
 
     def _status(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message)
-        return dict(replies.status_row(self.desk))
+        return dict(replies.status_row(self.state))
 
     def _admin(self, caller: Caller, verb: str) -> None:
         if not caller.is_admin:
@@ -280,29 +280,29 @@ class Verbs:
         given = message.get("settings")
         if not isinstance(given, Mapping) or not given:
             raise ConfigError(f"settings={given!r:.100}: expected an object of names and values")
-        if twice := given.keys() & self.desk.settings.settings.keys():
+        if twice := given.keys() & self.state.settings.settings.keys():
             raise ConfigError(f"{', '.join(sorted(twice))}: set in the queue's own queue.toml; change it there")
         known = settings_from(given)
         changes = {name: getattr(known, name) for name in given}
-        new = replace(self.desk.store.queue_state.settings, **changes)
-        self.desk.record(events.SettingsSet(time.time(), new))
+        new = replace(self.state.store.queue_state.settings, **changes)
+        self.state.record(events.SettingsSet(time.time(), new))
         return {"settings": asdict(new)}
 
     def _limits(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "user", "max_devices", "max_running", "max_queued", "share")
         self._admin(caller, "limits")
         name = check_name("user", message.get("user"))
-        if name in self.desk.settings.limits:
+        if name in self.state.settings.limits:
             raise ConfigError(f"the limits of {name} are set in the queue's own queue.toml; change them there")
-        queue_state = self.desk.store.queue_state
+        queue_state = self.state.store.queue_state
         before = queue_state.users[name].limits if name in queue_state.users else Limits()
         changes = {key: value for key, value in message.items() if key not in ("verb", "user", "id")}
         try:
             event = events.LimitsSet(time.time(), name, replace(before, **changes))
         except TypeError as error:
             raise ConfigError(f"limits: {error}") from error
-        self.desk.record(event)
-        return {"user": replies.user_row(self.desk, name)}
+        self.state.record(event)
+        return {"user": replies.user_row(self.state, name)}
 
     def _reserve(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "devices", "start_s", "end_s", "users")
@@ -310,30 +310,30 @@ class Verbs:
         devices, users = message.get("devices"), message.get("users", [])
         if not all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in (devices, users)):
             raise ConfigError("reserve: expected devices and users as lists of names")
-        labels = {found.label: name for name, found in self.desk.found.items()}
+        labels = {found.label: name for name, found in self.state.devices.items()}
         taken = {labels.get(name, name) for name in devices or ()}
-        name = f"r{self.desk.store.last + 1}"
+        name = f"r{self.state.store.last + 1}"
         start_s, end_s = message.get("start_s"), message.get("end_s")
         if not isinstance(start_s, int | float) or not isinstance(end_s, int | float):
             raise ConfigError(f"start_s={start_s!r:.50}, end_s={end_s!r:.50}: expected seconds since 1970")
         made = Reservation(name, frozenset(taken), start_s, end_s, frozenset(users))
-        self.desk.record(events.ReservationSet(time.time(), made))
-        return {"reservation": replies.reservation_row(self.desk, name)}
+        self.state.record(events.ReservationSet(time.time(), made))
+        return {"reservation": replies.reservation_row(self.state, name)}
 
     def _unreserve(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message, "reservation")
         self._admin(caller, "unreserve")
-        self.desk.record(events.ReservationEnded(time.time(), str(message.get("reservation"))))
+        self.state.record(events.ReservationEnded(time.time(), str(message.get("reservation"))))
         return {}
 
-    def _wait(self, caller: Caller, message: dict[str, Any]) -> Later:
+    def _wait(self, caller: Caller, message: dict[str, Any]) -> DelayedReply:
         only(message, "after", "timeout_s")
-        after, timeout_s = message.get("after", self.desk.store.last), message.get("timeout_s", 30.0)
+        after, timeout_s = message.get("after", self.state.store.last), message.get("timeout_s", 30.0)
         if not isinstance(after, int) or not isinstance(timeout_s, int | float) or timeout_s < 0:
             raise ConfigError(
                 f"after={after!r:.50}, timeout_s={timeout_s!r:.50}: expected an event's number and seconds"
             )
-        return Later(after, time.monotonic() + min(float(timeout_s), _LONGEST_WAIT_S))
+        return DelayedReply(after, time.monotonic() + min(float(timeout_s), _LONGEST_WAIT_S))
 
     def _stop(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:
         only(message)

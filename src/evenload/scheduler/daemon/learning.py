@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from evenload.scheduler.core import events
 from evenload.scheduler.core.speed import rates_from
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.daemon.runners import Live
-from evenload.scheduler.daemon.state import Desk
+from evenload.scheduler.daemon.runners import LiveAttempt
+from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.runner.files import RunnerResult
 
 _NEWER = 0.5
@@ -44,39 +44,39 @@ def lost_s(seconds: float, steps: float, rate: float) -> float:
 class Learning:
     """What is learned of the jobs of one queue."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, state: DaemonState) -> None:
+        self._state = state
         self._known: dict[str, _Known] = {}
 
-    def reported(self, live: Live, job: Job) -> events.Reported | None:
+    def reported(self, live: LiveAttempt, job: Job) -> events.Reported | None:
         """The record of an attempt's last report; None where it told nothing."""
-        told = live.told
-        if told is None:
+        report = live.report
+        if report is None:
             return None
         rates = None
-        if told.steps_per_s > 0 and job.devices and job.spec.needs.min_devices < job.spec.needs.max_devices:
+        if report.steps_per_s > 0 and job.devices and job.spec.needs.min_devices < job.spec.needs.max_devices:
             known = self._of(job)
-            known.speeds[len(job.devices)] = told.steps_per_s
-            most = max(len(job.devices), min(job.spec.needs.max_devices, len(self._desk.store.queue_state.devices)))
+            known.speeds[len(job.devices)] = report.steps_per_s
+            most = max(len(job.devices), min(job.spec.needs.max_devices, len(self._state.store.queue_state.devices)))
             rates = rates_from(known.speeds, most, job.spec.rates)
-        total = None if told.total is None else float(told.total)
-        return events.Reported(time.time(), job.id, float(told.step), total, told.steps_per_s, rates)
+        total = None if report.total is None else float(report.total)
+        return events.Reported(time.time(), job.id, float(report.step), total, report.steps_per_s, rates)
 
-    def stopped(self, live: Live, result: RunnerResult | None) -> None:
+    def stopped(self, live: LiveAttempt, result: RunnerResult | None) -> None:
         """An attempt that was asked to stop has ended and will go on later."""
-        told = live.told
+        report = live.report
         if (
             result is None
             or not result.requested
-            or live.asked_s is None
-            or live.fence.job not in self._desk.store.queue_state.jobs
+            or live.requested_s is None
+            or live.fence.job not in self._state.store.queue_state.jobs
         ):
             return
-        steps, rate = (0.0, 0.0) if told is None else (told.step - live.asked_step, told.steps_per_s)
-        known = self._of(self._desk.store.queue_state.jobs[live.fence.job])
-        known.stop_lost_s = lost_s(result.time_s - live.asked_s, max(0.0, steps), rate)
+        steps, rate = (0.0, 0.0) if report is None else (report.step - live.requested_step, report.steps_per_s)
+        known = self._of(self._state.store.queue_state.jobs[live.fence.job])
+        known.stop_lost_s = lost_s(result.time_s - live.requested_s, max(0.0, steps), rate)
 
-    def began(self, live: Live, job: Job) -> events.SpecChanged | None:
+    def began(self, live: LiveAttempt, job: Job) -> events.SpecChanged | None:
         """What the first progress of an attempt tells of the cost of a restart; None where that is nothing new."""
         first = live.first
         if first is None or not live.measures:
@@ -108,6 +108,6 @@ class Learning:
         if known is None:
             known = self._known[job.id] = _Known(num_restarts=int(job.num_restarts > 0))
             if job.rates and job.rates != job.spec.rates:  # learned by an earlier daemon
-                sizes = {len(attempt.devices) for attempt in self._desk.reader.attempts(job.id)}
+                sizes = {len(attempt.devices) for attempt in self._state.reader.attempts(job.id)}
                 known.speeds = {size: job.rates[size - 1] for size in sizes if 0 < size <= len(job.rates)}
         return known

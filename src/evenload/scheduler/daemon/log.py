@@ -13,7 +13,7 @@ from evenload.errors import ConfigError
 _LARGEST_BYTES = 4 * 2**20
 
 
-class Journal:
+class DaemonLog:
     """Writes to the standard error output, which for a detached daemon is the file it keeps small."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -25,11 +25,11 @@ class Journal:
         self._path = path
         if path is not None:
             try:
-                self._take(path)
+                self._redirect(path)
             except OSError as error:
                 raise ConfigError(f"the daemon's log {path} can't be written: {error}") from error
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Writes a line."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
         with contextlib.suppress(OSError, ValueError):
@@ -37,15 +37,15 @@ class Journal:
             sys.stderr.flush()
         if self._path is not None:
             with contextlib.suppress(OSError):
-                self._turn(self._path)
+                self._rotate(self._path)
 
-    def _turn(self, path: Path) -> None:
+    def _rotate(self, path: Path) -> None:
         if os.fstat(2).st_size > _LARGEST_BYTES:
             path.replace(path.with_name(f"{path.name}.1"))
-            self._take(path)
+            self._redirect(path)
 
     @staticmethod
-    def _take(path: Path) -> None:
+    def _redirect(path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         os.dup2(descriptor, 1)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Limits, settings_from
-from evenload.scheduler.daemon.devices import Found
-from evenload.scheduler.daemon.external_processes import Sight, judge, judge_beside
+from evenload.scheduler.daemon.devices import LocalDevice
+from evenload.scheduler.daemon.external_processes import GpuScan, closed_reason, join_refusal
 from evenload.scheduler.daemon.queue_file import QueueFile
 
 _AWAY = "isn't found in this machine now"
@@ -21,7 +21,7 @@ _RETOLD_S = 30.0
 """A reason that only changes its numbers is recorded again so often at most."""
 
 
-def device_events(queue_state: QueueState, found: Mapping[str, Found], now_s: float) -> list[events.Event]:
+def device_events(queue_state: QueueState, found: Mapping[str, LocalDevice], now_s: float) -> list[events.Event]:
     """Devices that are new, measured anew, back, or away.
 
     One that is away is removed only where something else of its kind was found: a driver that doesn't answer for a
@@ -70,10 +70,10 @@ def _is_news(before: str, reason: str, told_since_s: float) -> bool:
     return reason != before and told_since_s >= _RETOLD_S
 
 
-def stranger_events(
+def external_process_events(
     queue_state: QueueState,
-    found: Mapping[str, Found],
-    sight: Sight,
+    found: Mapping[str, LocalDevice],
+    scan: GpuScan,
     allowed_bytes: int,
     told_s: dict[str, float],
     now_s: float,
@@ -90,10 +90,10 @@ def stranger_events(
         if (holders := queue_state.holder.get(name)) is not None:
             is_shared = all(queue_state.jobs[job].spec.share_device for job in holders)
             pids = [runners[job] for job in holders if job in runners] if runners is not None else []
-            if name in queue_state.closed and is_shared and not judge_beside(sight.held.get(name), allowed_bytes, pids):
+            if name in queue_state.closed and is_shared and not join_refusal(scan.held.get(name), allowed_bytes, pids):
                 happened.append(events.DeviceOpened(now_s, name))
             continue
-        reason, before = judge(sight.held.get(name), allowed_bytes), queue_state.closed.get(name)
+        reason, before = closed_reason(scan.held.get(name), allowed_bytes), queue_state.closed.get(name)
         if not reason and before is not None:
             happened.append(events.DeviceOpened(now_s, name))
         elif reason and (before is None or _is_news(before, reason, now_s - told_s.get(name, 0.0))):

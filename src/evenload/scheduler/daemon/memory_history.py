@@ -25,7 +25,7 @@ _MOST_KEPT = 100
 _Key = tuple[str, ...]
 
 
-class Alike:
+class MemoryHistory:
     """Peaks of memory of jobs that shared their device, or might have."""
 
     def __init__(self, reader: Reader) -> None:

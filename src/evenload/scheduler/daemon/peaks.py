@@ -13,10 +13,10 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.sharing import excess_bytes, expected_bytes
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.daemon.external_processes import Held
-from evenload.scheduler.daemon.log import Journal
-from evenload.scheduler.daemon.runners import Live
-from evenload.scheduler.daemon.state import Desk
+from evenload.scheduler.daemon.external_processes import DeviceUse
+from evenload.scheduler.daemon.log import DaemonLog
+from evenload.scheduler.daemon.runners import LiveAttempt
+from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.runner import files
 from evenload.scheduler.runner.files import RunnerResult
 
@@ -26,34 +26,34 @@ _NEWS = 1.02
 Record = Callable[..., tuple[Job, ...]]
 
 
-class Peaks:
+class MemoryPeaks:
     """The measured peaks of a queue's jobs."""
 
-    def __init__(self, desk: Desk, journal: Journal) -> None:
-        self._desk, self._journal = desk, journal
+    def __init__(self, state: DaemonState, log: DaemonLog) -> None:
+        self._state, self._log = state, log
         self._warned: set[str] = set()
         """Devices whose jobs need more than there is, and none of them can be stopped."""
 
     def look(self, record: Record) -> None:
         """Looks at all that run and may share; once a second."""
-        queue_state = self._desk.store.queue_state
+        queue_state = self._state.store.queue_state
         if not queue_state.num_sharing:
             return
         now_s = time.time()
-        for live in self._desk.runners.live.values():
+        for live in self._state.runners.live.values():
             job = queue_state.jobs.get(live.fence.job)
             if job is None or not job.spec.share_device or not job.devices:
                 continue
             live.peak_bytes = max(live.peak_bytes, self._seen_bytes(live, job))
             if self._is_reliable(live, job, now_s):
                 (job,) = record(events.MemoryMeasured(now_s, job.id, live.peak_bytes))
-                for told in self._desk.alike.learn(job, queue_state.jobs, now_s):
-                    record(told)
+                for report in self._state.memory_history.learn(job, queue_state.jobs, now_s):
+                    record(report)
         self._warn()
 
-    def ended(self, live: Live, result: RunnerResult | None, is_success: bool, record: Record) -> None:
+    def ended(self, live: LiveAttempt, result: RunnerResult | None, is_success: bool, record: Record) -> None:
         """An attempt is over, its end not recorded yet: what was seen of it counts if it ran to its end, or long enough."""
-        job = self._desk.store.queue_state.jobs.get(live.fence.job)
+        job = self._state.store.queue_state.jobs.get(live.fence.job)
         if job is None or not job.spec.share_device or not job.devices:
             return
         live.peak_bytes = max(live.peak_bytes, 0 if result is None else result.peak_bytes)
@@ -61,29 +61,31 @@ class Peaks:
         if self._is_reliable(live, job, now_s) or (is_success and live.peak_bytes > job.peak_bytes * _NEWS):
             record(events.MemoryMeasured(now_s, job.id, live.peak_bytes))
 
-    def _is_reliable(self, live: Live, job: Job, now_s: float) -> bool:
+    def _is_reliable(self, live: LiveAttempt, job: Job, now_s: float) -> bool:
         if live.peak_bytes <= job.peak_bytes * _NEWS:
             return False
         expected = expected_bytes(job)
         if job.peak_bytes or (expected is not None and live.peak_bytes > expected):
             return True
-        return now_s - job.attempt_began_s >= self._desk.store.queue_state.settings.share_after_s
+        return now_s - job.attempt_began_s >= self._state.store.queue_state.settings.share_after_s
 
-    def _seen_bytes(self, live: Live, job: Job) -> int:
+    def _seen_bytes(self, live: LiveAttempt, job: Job) -> int:
         device = job.devices[0]
-        found = self._desk.found.get(device)
+        found = self._state.devices.get(device)
         if found is None or live.identity is None:
             return 0
         if not found.is_gpu:
             return files.read_peak(live.folder, live.fence.number)
-        held, sight = self._desk.held(device), self._desk.sight
-        if held is None or sight is None or sight.began_s <= live.began_s:
+        held, scan = self._state.held(device), self._state.scan
+        if held is None or scan is None or scan.began_s <= live.began_s:
             return 0
-        return used_by(held, live.identity.pid, is_alone=self._desk.store.queue_state.holder.get(device) == (job.id,))
+        return job_memory_bytes(
+            held, live.identity.pid, is_alone=self._state.store.queue_state.holder.get(device) == (job.id,)
+        )
 
     def _warn(self) -> None:
         """Says once of each device that its jobs need more than it has, where none of them can be stopped."""
-        queue_state, crowded = self._desk.store.queue_state, set()
+        queue_state, crowded = self._state.store.queue_state, set()
         for device, names in queue_state.holder.items():
             if len(names) < 2:
                 continue
@@ -93,14 +95,14 @@ class Peaks:
             if more_bytes := excess_bytes(jobs, queue_state.devices[device].memory_bytes):
                 crowded.add(device)
                 if device not in self._warned:
-                    self._journal.say(
+                    self._log.write(
                         f"{device}: jobs {', '.join(names)} may need {more_bytes / 2**30:.1f} GiB more than it has, and none "
                         f"of them can be stopped"
                     )
         self._warned = crowded
 
 
-def used_by(held: Held, runner: int, *, is_alone: bool) -> int:
+def job_memory_bytes(held: DeviceUse, runner: int, *, is_alone: bool) -> int:
     """What the processes below a runner hold of a GPU's memory.
 
     Where the driver doesn't tell it of each process, or of none that can be seen from here (a container), all of what is in

@@ -14,18 +14,18 @@ from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.sharing import excess_bytes
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.daemon.state import Desk
-from evenload.scheduler.messages import AttemptRow, DeviceRow, JobRow, StatusRow, StrangerRow
+from evenload.scheduler.daemon.state import DaemonState
+from evenload.scheduler.messages import AttemptRow, DeviceRow, ExternalProcessRow, JobRow, StatusRow
 from evenload.scheduler.paths import log_path
-from evenload.scheduler.store.ledger import Attempt
+from evenload.scheduler.store.ledger import AttemptRecord
 from evenload.scheduler.store.reader import JobLine
 from evenload.version import __version__
 
 
-def job_row(desk: Desk, job: Job, prospects: Forecast | None = None) -> JobRow:
+def job_row(state: DaemonState, job: Job, prospects: Forecast | None = None) -> JobRow:
     """A job that has not ended, or one of which all is known."""
-    live = desk.runners.live.get(job.id)
-    told = live.told if live is not None else None
+    live = state.runners.live.get(job.id)
+    report = live.report if live is not None else None
     reason = job.reason
     if prospects is not None and (job.state is JobState.PENDING or not reason):
         reason = prospects.reason or reason
@@ -45,41 +45,41 @@ def job_row(desk: Desk, job: Job, prospects: Forecast | None = None) -> JobRow:
         "first_began_s": job.first_began_s,
         "held_s": job.held_until(time.time()) if job.devices else job.held_s,
         "attempt": job.attempt,
-        "done": job.done if told is None else float(told.step),
-        "total": job.total if told is None or told.total is None else float(told.total),
-        "rate_per_s": job.rate_per_s if told is None else told.steps_per_s,
+        "done": job.done if report is None else float(report.step),
+        "total": job.total if report is None or report.total is None else float(report.total),
+        "rate_per_s": job.rate_per_s if report is None else report.steps_per_s,
         "start_s": None if prospects is None else prospects.start_s,
-        "eta_s": _end_s(job, told, prospects),
+        "eta_s": _end_s(job, report, prospects),
         "reason": reason,
         "array": job.spec.array,
         "is_held": job.is_held,
-        "shares": _beside(desk, job),
+        "shares": _beside(state, job),
         "peak_bytes": job.peak_bytes if live is None else max(job.peak_bytes, live.peak_bytes),
-        "log": str(log_path(desk.folder, job.id)),
+        "log": str(log_path(state.folder, job.id)),
     }
 
 
-def _beside(desk: Desk, job: Job) -> list[str]:
-    holder = desk.store.queue_state.holder
+def _beside(state: DaemonState, job: Job) -> list[str]:
+    holder = state.store.queue_state.holder
     return [name for device in job.devices for name in holder.get(device, ()) if name != job.id]
 
 
-def _end_s(job: Job, told: Report | None, prospects: Forecast | None) -> float | None:
+def _end_s(job: Job, report: Report | None, prospects: Forecast | None) -> float | None:
     """By its program's own last report, which is newer than what is recorded; else as the queue foresees it."""
-    if job.state is JobState.RUNNING and told is not None and told.total is not None and told.steps_per_s > 0:
-        return told.time_s + max(0, told.total - told.step) / told.steps_per_s
+    if job.state is JobState.RUNNING and report is not None and report.total is not None and report.steps_per_s > 0:
+        return report.time_s + max(0, report.total - report.step) / report.steps_per_s
     return None if prospects is None else prospects.end_s
 
 
-def ended_row(desk: Desk, line: JobLine) -> JobRow:
+def ended_row(state: DaemonState, line: JobLine) -> JobRow:
     """A job that has ended, from its line in the record."""
-    job = desk.reader.job(line.id)
+    job = state.reader.job(line.id)
     if job is None:
         raise LookupError(line.id)
-    return {**job_row(desk, job), "devices": json.loads(line.devices)}
+    return {**job_row(state, job), "devices": json.loads(line.devices)}
 
 
-def attempt_row(attempt: Attempt) -> AttemptRow:
+def attempt_row(attempt: AttemptRecord) -> AttemptRow:
     """One time that a job got devices."""
     return {
         "attempt": attempt.fence.attempt,
@@ -92,28 +92,28 @@ def attempt_row(attempt: Attempt) -> AttemptRow:
     }
 
 
-def status_row(desk: Desk) -> StatusRow:
+def status_row(state: DaemonState) -> StatusRow:
     """The queue as a whole."""
-    queue_state = desk.store.queue_state
+    queue_state = state.store.queue_state
     return {
         "pid": os.getpid(),
         "version": __version__,
         "uid": os.geteuid(),
-        "since_s": desk.since_s,
-        "folder": str(desk.folder),
-        "devices": [_device_row(desk, name) for name in queue_state.devices],
+        "since_s": state.since_s,
+        "folder": str(state.folder),
+        "devices": [_device_row(state, name) for name in queue_state.devices],
         "settings": asdict(queue_state.settings),
-        "counts": {str(state): num for state, num in desk.reader.counts().items()},
-        "users": [user_row(desk, name) for name in queue_state.users],
-        "reservations": [reservation_row(desk, name) for name in queue_state.reservations],
-        "last": desk.store.last,
-        "problems": list(desk.problems.values()),
+        "counts": {str(state): num for state, num in state.reader.counts().items()},
+        "users": [user_row(state, name) for name in queue_state.users],
+        "reservations": [reservation_row(state, name) for name in queue_state.reservations],
+        "last": state.store.last,
+        "problems": list(state.problems.values()),
     }
 
 
-def user_row(desk: Desk, name: str) -> dict[str, Any]:
+def user_row(state: DaemonState, name: str) -> dict[str, Any]:
     """A user: limits and use."""
-    queue_state = desk.store.queue_state
+    queue_state = state.store.queue_state
     user = queue_state.users[name]
     return {
         "user": name,
@@ -123,28 +123,28 @@ def user_row(desk: Desk, name: str) -> dict[str, Any]:
     }
 
 
-def reservation_row(desk: Desk, name: str) -> dict[str, Any]:
+def reservation_row(state: DaemonState, name: str) -> dict[str, Any]:
     """A reservation."""
-    row = events.as_row(events.ReservationSet(0.0, desk.store.queue_state.reservations[name]))["reservation"]
+    row = events.as_row(events.ReservationSet(0.0, state.store.queue_state.reservations[name]))["reservation"]
     return {"users": [], **row}
 
 
-def _device_row(desk: Desk, name: str) -> DeviceRow:
-    queue_state = desk.store.queue_state
-    device, found, held = queue_state.devices[name], desk.found.get(name), desk.held(name)
+def _device_row(state: DaemonState, name: str) -> DeviceRow:
+    queue_state = state.store.queue_state
+    device, found, held = queue_state.devices[name], state.devices.get(name), state.held(name)
     jobs = queue_state.holder.get(name, ())
-    strangers: list[StrangerRow] = []
+    external: list[ExternalProcessRow] = []
     if held is not None:
-        for holder in held.strangers:
+        for holder in held.external:
             if name in queue_state.holder and not holder.command:
                 continue  # from inside a container the driver's process ids can't be told apart from the job's own
-            strangers.append(
+            external.append(
                 {
                     "pid": holder.pid,
                     "user": holder.user,
                     "command": holder.command,
                     "used_bytes": holder.used_bytes or 0,
-                    "since_s": desk.stranger_since_s.get((name, holder.pid), time.time()),
+                    "since_s": state.external_since_s.get((name, holder.pid), time.time()),
                 }
             )
     return {
@@ -161,7 +161,7 @@ def _device_row(desk: Desk, name: str) -> DeviceRow:
         if len(jobs) > 1
         else 0,
         "closed": queue_state.closed.get(name, ""),
-        "strangers": strangers,
-        "ghost_bytes": 0 if held is None else held.ghost_bytes(desk.settings.ghost_bytes),
+        "external": external,
+        "ghost_bytes": 0 if held is None else held.ghost_bytes(state.settings.ghost_bytes),
         "used_bytes": 0 if held is None else held.used_bytes,
     }

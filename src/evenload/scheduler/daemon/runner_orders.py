@@ -9,17 +9,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evenload.errors import QueueError
-from evenload.scheduler.daemon.devices import Found, variables_for
+from evenload.scheduler.daemon.devices import LocalDevice, variables_for
 from evenload.scheduler.paths import log_path
 from evenload.scheduler.program import Program
 from evenload.scheduler.runner.files import AttemptSpec
-from evenload.scheduler.store.ledger import Attempt
+from evenload.scheduler.store.ledger import AttemptRecord
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def order_for(
-    folder: Path, attempt: Attempt, program: Program, found: Mapping[str, Found], log_bytes: int, *, shares: bool
+    folder: Path,
+    attempt: AttemptRecord,
+    program: Program,
+    found: Mapping[str, LocalDevice],
+    log_bytes: int,
+    *,
+    shares: bool,
 ) -> AttemptSpec:
     """The order for an attempt; what it takes of a device that it may share is measured.
 

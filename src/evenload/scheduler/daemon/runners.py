@@ -23,14 +23,14 @@ from evenload.scheduler import paths
 from evenload.scheduler.client import daemon_environment
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec, RunnerRequest, RunnerResult
-from evenload.scheduler.store.ledger import Attempt, Fence
+from evenload.scheduler.store.ledger import AttemptRecord, Fence
 
 _COMMAND = (sys.executable, "-P", "-m", "evenload.scheduler.runner")
 _RUNNER_LOG = "runner.log"
 
 
 @dataclass(eq=False)
-class Live:
+class LiveAttempt:
     """An attempt under way, as far as this daemon has a hand in it."""
 
     fence: Fence
@@ -45,14 +45,14 @@ class Live:
     """Of its runner, once that has told of itself."""
     measures: bool = False
     """Whether what a restart costs is measured."""
-    asked: str = ""
-    asked_s: float | None = None
+    requested: str = ""
+    requested_s: float | None = None
     """When it was asked to stop, seconds since 1970."""
-    asked_step: float = 0.0
+    requested_step: float = 0.0
     """Where it was then."""
     first: Report | None = None
     """The first report that told more than there was before it, as far as one was seen."""
-    told: Report | None = None
+    report: Report | None = None
     recorded_s: float = 0.0
     """When a report of it was last recorded, by the monotonic clock; 0 for never."""
     has_speed: bool = False
@@ -67,10 +67,10 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class EndedAttempt:
     """An attempt without a runner."""
 
-    live: Live
+    live: LiveAttempt
     result: RunnerResult | None
     """None where the runner was killed, and with it all its processes."""
     reason: str
@@ -81,9 +81,9 @@ class Runners:
 
     def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
         self._folder, self._selector = folder, selector
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, LiveAttempt] = {}
 
-    def launch(self, attempt: Attempt, spec: AttemptSpec, *, learns: bool, measures: bool, done: float) -> None:
+    def launch(self, attempt: AttemptRecord, spec: AttemptSpec, *, learns: bool, measures: bool, done: float) -> None:
         """Starts a runner for an attempt that has none.
 
         Raises:
@@ -96,7 +96,7 @@ class Runners:
             del self.live[attempt.fence.job]
             raise
 
-    def _spawn(self, live: Live, spec: AttemptSpec) -> None:
+    def _spawn(self, live: LiveAttempt, spec: AttemptSpec) -> None:
         live.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         live.folder.chmod(0o711)
         with contextlib.suppress(FileNotFoundError):
@@ -119,7 +119,7 @@ class Runners:
         live._spawned[process.pid] = process
         self._watch(live, process.pid)
 
-    def adopt(self, attempt: Attempt, *, grace_s: float, learns: bool, measures: bool, done: float) -> bool:
+    def adopt(self, attempt: AttemptRecord, *, grace_s: float, learns: bool, measures: bool, done: float) -> bool:
         """Takes over a runner that an earlier daemon recorded; False where it runs no more."""
         live = self._take(attempt, grace_s, learns, measures, done)
         facts = attempt.runner or {}
@@ -134,11 +134,11 @@ class Runners:
         live.is_gone = True
         return False
 
-    def _take(self, attempt: Attempt, grace_s: float, learns: bool, measures: bool, done: float) -> Live:
+    def _take(self, attempt: AttemptRecord, grace_s: float, learns: bool, measures: bool, done: float) -> LiveAttempt:
         fence = attempt.fence
         folder = paths.attempt_folder(self._folder, fence.job, fence.attempt)
         terms = files.terms_in(folder, fence.job, fence.attempt, grace_s)
-        live = self.live[fence.job] = Live(fence, folder, terms, learns, done, measures=measures)
+        live = self.live[fence.job] = LiveAttempt(fence, folder, terms, learns, done, measures=measures)
         return live
 
     def register(self, job: str, identity: ProcessIdentity) -> bool:
@@ -156,17 +156,17 @@ class Runners:
     def request(self, job: str, request: RunnerRequest) -> None:
         """Has a runner ask its program to stop, or kill it. Asking the same again changes nothing."""
         live = self.live[job]
-        if live.identity is None or live.asked in (request.kind, "kill") or live.is_gone:
+        if live.identity is None or live.requested in (request.kind, "kill") or live.is_gone:
             return
         files.write_request(live.folder, request)
-        live.asked = request.kind
-        if live.asked_s is None:
-            live.asked_s = now_s = time.time()
-            if live.told is not None:
-                live.asked_step = live.told.step + live.told.steps_per_s * max(0.0, now_s - live.told.time_s)
+        live.requested = request.kind
+        if live.requested_s is None:
+            live.requested_s = now_s = time.time()
+            if live.report is not None:
+                live.requested_step = live.report.step + live.report.steps_per_s * max(0.0, now_s - live.report.time_s)
         send_signal(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
 
-    def collect(self) -> list[Gone]:
+    def collect(self) -> list[EndedAttempt]:
         """The attempts that are over. Nothing of them runs any more; each is told until it is forgotten."""
         found = []
         for live in self.live.values():
@@ -176,7 +176,7 @@ class Runners:
             if result is None and not live.swept:
                 live.swept = not _sweep(live)
             if result is not None or live.swept:
-                found.append(Gone(live, result, "" if result is not None else self._why(live)))
+                found.append(EndedAttempt(live, result, "" if result is not None else self._why(live)))
         return found
 
     @property
@@ -184,7 +184,7 @@ class Runners:
         """Whether something of a killed runner still runs."""
         return any(live.is_gone and not live.swept for live in self.live.values())
 
-    def forget(self, live: Live) -> None:
+    def forget(self, live: LiveAttempt) -> None:
         """The attempt's end is on disk: its files go."""
         self._unwatch(live)
         for process in live._spawned.values():
@@ -197,18 +197,18 @@ class Runners:
         processes.remove_cgroup(cgroup or str(processes.cgroup_of(live.folder) or ""))
         shutil.rmtree(live.folder, ignore_errors=True)  # follows no links, so none that the program left in its part
 
-    def read_reports(self) -> list[Live]:
+    def read_reports(self) -> list[LiveAttempt]:
         """Looks what the programs tell; those that told something new."""
         changed = []
         for live in self.live.values():
             if live.identity is None:
                 continue
             with contextlib.suppress(QueueError):  # the program's own file: it may hold anything
-                told = read_report(live.terms)
-                if told is not None and told != live.told:
-                    live.told = told
-                    if live.first is None and told.step > live.done_before and told.state == "running":
-                        live.first = told
+                report = read_report(live.terms)
+                if report is not None and report != live.report:
+                    live.report = report
+                    if live.first is None and report.step > live.done_before and report.state == "running":
+                        live.first = report
                     changed.append(live)
         return changed
 
@@ -216,7 +216,7 @@ class Runners:
         """Of the runners."""
         return tuple(live.identity.pid for live in self.live.values() if live.identity is not None)
 
-    def _why(self, live: Live) -> str:
+    def _why(self, live: LiveAttempt) -> str:
         if live.identity is not None:
             if live.identity.boot_id != boot_id():
                 return "the machine was started anew"
@@ -231,7 +231,7 @@ class Runners:
             )
         return "its runner ended before it began"
 
-    def _watch(self, live: Live, pid: int) -> bool:
+    def _watch(self, live: LiveAttempt, pid: int) -> bool:
         try:
             descriptor = os.pidfd_open(pid)
         except OSError:
@@ -240,7 +240,7 @@ class Runners:
         self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(live, pid))
         return True
 
-    def _ended(self, live: Live, pid: int) -> None:
+    def _ended(self, live: LiveAttempt, pid: int) -> None:
         """A runner ended: the attempt's own, or one that came too late to be."""
         descriptor = live._pidfds.pop(pid, None)
         if descriptor is not None:
@@ -252,7 +252,7 @@ class Runners:
         if is_own or (live.identity is None and not live._pidfds):
             live.is_gone = True
 
-    def _unwatch(self, live: Live) -> None:
+    def _unwatch(self, live: LiveAttempt) -> None:
         for descriptor in live._pidfds.values():
             self._selector.unregister(descriptor)
             os.close(descriptor)
@@ -264,12 +264,12 @@ class Runners:
             self._unwatch(live)
 
 
-def facts_of(identity: ProcessIdentity) -> Mapping[str, Any]:
+def identity_row(identity: ProcessIdentity) -> Mapping[str, Any]:
     """What is recorded of a runner."""
     return asdict(identity)
 
 
-def _sweep(live: Live) -> bool:
+def _sweep(live: LiveAttempt) -> bool:
     """Ends what a killed runner left; whether there still is something."""
     markers = files.read_markers(live.folder)
     stats = all_stats()

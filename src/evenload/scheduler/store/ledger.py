@@ -38,7 +38,7 @@ Entry = events.Event | RunnerStarted
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptRecord:
     """One time that devices were given to a job."""
 
     fence: Fence
@@ -57,7 +57,7 @@ class Changes:
     """What events changed, as it is after the last of them; of books and sets the names."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
-    attempts: dict[int, Attempt] = field(default_factory=dict)
+    attempts: dict[int, AttemptRecord] = field(default_factory=dict)
     users: set[str] = field(default_factory=set)
     devices: dict[str, None] = field(default_factory=dict)
     """New ones in the order in which they came: that of the queue's state."""
@@ -72,7 +72,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.queue_state = QueueState()
-        self.open: dict[str, Attempt] = {}
+        self.open: dict[str, AttemptRecord] = {}
         """By job."""
         self.last = 0
 
@@ -137,7 +137,7 @@ class Ledger:
             return {event.reservation.id} - self.queue_state.reservations.keys()
         return set()
 
-    def _attempt(self, job: str, number: int) -> Attempt:
+    def _attempt(self, job: str, number: int) -> AttemptRecord:
         attempt = self.open.get(job)
         if attempt is None or attempt.fence.attempt != number:
             raise QueueError(f"attempt {number} of job {job} is not under way")
@@ -153,9 +153,9 @@ class Ledger:
             before = None
         if before is None and number is not None:
             fence = Fence(job.id, number, self.last)
-            self._put(Attempt(fence, job.devices, began_s=job.attempt_began_s), changes)
+            self._put(AttemptRecord(fence, job.devices, began_s=job.attempt_began_s), changes)
 
-    def _put(self, attempt: Attempt, changes: Changes) -> None:
+    def _put(self, attempt: AttemptRecord, changes: Changes) -> None:
         changes.attempts[attempt.fence.number] = attempt
         if attempt.ended_s is None:
             self.open[attempt.fence.job] = attempt

@@ -16,7 +16,7 @@ from evenload.scheduler.store.schema import DATABASE, check_version
 
 if TYPE_CHECKING:  # a list needs none of these, and they cost more to import than it does
     from evenload.scheduler.core.values import Job
-    from evenload.scheduler.store.ledger import Attempt, Entry
+    from evenload.scheduler.store.ledger import AttemptRecord, Entry
 
 
 class JobLine(NamedTuple):
@@ -44,7 +44,7 @@ class JobLine(NamedTuple):
     reason: str
 
 
-class Told(NamedTuple):
+class LogEntry(NamedTuple):
     """An entry of the log with its number."""
 
     number: int
@@ -65,7 +65,7 @@ class Reader:
         if not path.is_file():
             raise QueueError(f"there is no queue in {folder}")
         self._path = path
-        with contextlib.ExitStack() as stack, self._told():
+        with contextlib.ExitStack() as stack, self._sql_errors():
             self._connection = sqlite3.connect(
                 f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, isolation_level=None
             )
@@ -156,28 +156,28 @@ class Reader:
         found = self._ask("SELECT body FROM programs WHERE job = ?", name)
         return dict(json.loads(found[0][0])) if found else None
 
-    def attempts(self, name: str) -> list[Attempt]:
+    def attempts(self, name: str) -> list[AttemptRecord]:
         """Each time the job got devices."""
         from evenload.scheduler.store import tables
 
-        with self._told():
+        with self._sql_errors():
             return list(tables.read_attempts(self._connection, "job = ?", name))
 
-    def log(self, after: int = 0, job: str | None = None) -> Iterator[Told]:
+    def log(self, after: int = 0, job: str | None = None) -> Iterator[LogEntry]:
         """What happened behind event number `after`, to one job or to all."""
         from evenload.scheduler.store import rows, tables
 
-        with self._told():
+        with self._sql_errors():
             for row in tables.read_log(self._connection, after, job):
                 extra = None if row.extra is None else json.loads(row.extra)
-                yield Told(row.number, rows.entry_from(row.kind, row.body), extra)
+                yield LogEntry(row.number, rows.entry_from(row.kind, row.body), extra)
 
     def _ask(self, statement: str, *values: Any) -> list[Any]:
-        with self._told():
+        with self._sql_errors():
             return self._connection.execute(statement, values).fetchall()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _sql_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:

@@ -12,7 +12,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job, Settings, User
 from evenload.scheduler.store import rows
-from evenload.scheduler.store.ledger import Attempt, Changes, Entry, Fence, Ledger
+from evenload.scheduler.store.ledger import AttemptRecord, Changes, Entry, Fence, Ledger
 
 _ENDED = tuple(str(state) for state in sorted(ENDED))
 _ATTEMPT_COLUMNS = "fence, job, attempt, devices, began_s, ended_s, ending, reason, runner"
@@ -163,13 +163,13 @@ def read_log(connection: sqlite3.Connection, after: int = 0, job: str | None = N
     return (LogRow(*row) for row in found)
 
 
-def read_attempts(connection: sqlite3.Connection, condition: str, *values: Any) -> Iterator[Attempt]:
+def read_attempts(connection: sqlite3.Connection, condition: str, *values: Any) -> Iterator[AttemptRecord]:
     """The attempts for which the SQL condition holds, in the order of their fences."""
     found = connection.execute(f"SELECT {_ATTEMPT_COLUMNS} FROM attempts WHERE {condition} ORDER BY fence", values)
     for number, job, attempt, devices, began_s, ended_s, ending, reason, runner in found:
         facts = None if runner is None else json.loads(runner)
         fence = Fence(job, attempt, number)
-        yield Attempt(fence, tuple(json.loads(devices)), began_s, ended_s, ending, reason, facts)
+        yield AttemptRecord(fence, tuple(json.loads(devices)), began_s, ended_s, ending, reason, facts)
 
 
 def get_fact(connection: sqlite3.Connection, name: str, default: Any) -> Any:
@@ -211,7 +211,7 @@ def _job_row(job: Job) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _attempt_row(attempt: Attempt) -> tuple[Any, ...]:
+def _attempt_row(attempt: AttemptRecord) -> tuple[Any, ...]:
     runner = None if attempt.runner is None else json.dumps(dict(attempt.runner))
     fence = attempt.fence
     return (

@@ -1,4 +1,4 @@
-"""`Store`: the one writer of a queue. What it commits is on disk, and whole, whatever is killed afterwards."""
+"""`QueueStore`: the one writer of a queue. What it commits is on disk, and whole, whatever is killed afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.filesystem import refuse_network
-from evenload.scheduler.store.ledger import Attempt, Changes, Entry, Fence
+from evenload.scheduler.store.ledger import AttemptRecord, Changes, Entry, Fence
 from evenload.scheduler.store.lock import WriterLock
 from evenload.scheduler.store.schema import DATABASE as DATABASE
 from evenload.scheduler.store.schema import MIGRATIONS, Migration, migrate, version_of
@@ -25,7 +25,7 @@ LOCK = "writer.lock"
 _BUSY_S = 10.0
 
 
-class Store:
+class QueueStore:
     """A queue's log and tables, opened for writing by this process alone; used from one thread.
 
     `record` takes an event, `commit` puts all recorded so far on disk at once. Nothing recorded may be told to anybody,
@@ -78,11 +78,11 @@ class Store:
         """The number of the last event recorded."""
         return self._ledger.last
 
-    def attempts(self) -> tuple[Attempt, ...]:
+    def attempts(self) -> tuple[AttemptRecord, ...]:
         """Those under way: what a new daemon has to find again, or to declare lost."""
         return tuple(self._ledger.open.values())
 
-    def attempt(self, job: str) -> Attempt | None:
+    def attempt(self, job: str) -> AttemptRecord | None:
         """The job's attempt under way; None where it has none."""
         return self._ledger.open.get(job)
 

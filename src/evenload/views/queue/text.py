@@ -195,13 +195,13 @@ def _holder(device: Mapping[str, Any], names: Mapping[str, str]) -> str:
         parts.append(f"job {told[0]}" if len(told) == 1 else f"jobs {', '.join(told)}")
     if device["excess_bytes"]:
         parts.append(f"they may need {device['excess_bytes'] / 1e9:.1f} GB more than there is")
-    for stranger in device["strangers"]:
-        used = f", {stranger['used_bytes'] / 1e9:.1f} GB" if stranger["used_bytes"] else ""
-        command = clean(stranger["command"])[:60]
-        parts.append(f"{stranger['user']}'s {command} (pid {stranger['pid']}{used}), outside of the queue")
+    for process in device["external"]:
+        used = f", {process['used_bytes'] / 1e9:.1f} GB" if process["used_bytes"] else ""
+        command = clean(process["command"])[:60]
+        parts.append(f"{process['user']}'s {command} (pid {process['pid']}{used}), outside of the queue")
     if device["ghost_bytes"]:
         parts.append(f"{device['ghost_bytes'] / 1e9:.1f} GB that no process holds")
-    if device["closed"] and not device["strangers"] and not device["ghost_bytes"]:
+    if device["closed"] and not device["external"] and not device["ghost_bytes"]:
         parts.append(f"closed: {clean(device['closed'])}")
     return "; ".join(parts) or "free"
 
