@@ -20,7 +20,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from evenload.training.data.fingerprint import difference, traits
+from evenload.training.data.fingerprint import describe_mismatch, fingerprint_of
 from tests.data.fakes import Numbers
 
 
@@ -43,7 +43,7 @@ class Stream(IterableDataset[int]):
 
 
 def compare(*loaders: DataLoader[Any]) -> str:
-    return difference([traits(loader) for loader in loaders])
+    return describe_mismatch([fingerprint_of(loader) for loader in loaders])
 
 
 def floats(seed: int = 0, count: int = 400) -> torch.Tensor:
@@ -67,7 +67,7 @@ SAME: dict[str, Any] = {
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_loaders_are_the_same(name: str) -> None:
     assert compare(SAME[name](), SAME[name](), SAME[name]()) == ""
-    assert len(traits(SAME[name]())) <= 56
+    assert len(fingerprint_of(SAME[name]())) <= 56
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_same_loaders_are_the_same(name: str) -> None:
         (
             DataLoader(Numbers(40), 8),
             DataLoader(Numbers(30), 8),
-            "Where each machine holds a part of the data only, put",
+            "Where each machine has only a part of the data, merge",
         ),
         (DataLoader(Numbers(40), 8), DataLoader(Numbers(40), 4), "rank 1 has 40 samples in batches of 4"),
         (
@@ -95,32 +95,32 @@ def test_the_same_loaders_are_the_same(name: str) -> None:
         (
             DataLoader(Subset(Numbers(40), range(0, 40, 2)), 8),
             DataLoader(Subset(Numbers(40), range(1, 40, 2)), 8),
-            "the loaders name other samples on rank 1 than on rank 0.*draw it after init",
+            "the loaders select different samples on rank 1 and on rank 0.*draw it after init",
         ),
         (
             DataLoader(Numbers(40), 8, sampler=SubsetRandomSampler(range(0, 40, 2))),
             DataLoader(Numbers(40), 8, sampler=SubsetRandomSampler(range(1, 40, 2))),
-            "the loaders name other samples on rank 1",
+            "the loaders select different samples on rank 1",
         ),
         (
             DataLoader(Numbers(40), 8, sampler=[1, 2, 3]),
             DataLoader(Numbers(40), 8, sampler=[1, 2, 4]),
-            "the loaders name other samples on rank 1",
+            "the loaders select different samples on rank 1",
         ),
         (
             DataLoader(TensorDataset(floats(0)), 8),
             DataLoader(TensorDataset(floats(1)), 8),
-            "the dataset holds other values on rank 1 than on rank 0.*make it after init",
+            "the dataset holds different values on rank 1 and on rank 0.*create it after init",
         ),
         (
             DataLoader(TensorDataset(floats(0)), 8),
             DataLoader(TensorDataset(floats(0)[torch.randperm(400)]), 8),
-            "the dataset holds other values on rank 1",
+            "the dataset holds different values on rank 1",
         ),
         (
             DataLoader(ConcatDataset([Held(y=numpy.arange(40)), Held(y=numpy.arange(40))]), 8),
             DataLoader(ConcatDataset([Held(y=numpy.arange(40)), Held(y=numpy.arange(40)[::-1].copy())]), 8),
-            "the dataset holds other values on rank 1",
+            "the dataset holds different values on rank 1",
         ),
     ],
 )

@@ -48,11 +48,11 @@ def distributed() -> Any:
     ("loader", "error", "match"),
     [
         (lambda: [1, 2, 3], ConfigError, "expected a torch.utils.data.DataLoader, got builtins.list"),
-        (lambda: DataLoader(Numbers(8), 4, sampler=distributed()), DataError, "DistributedSampler.*remove it"),
+        (lambda: DataLoader(Numbers(8), 4, sampler=distributed()), DataError, "DistributedSampler.*remove the sampler"),
         (
             lambda: DataLoader(Numbers(8), batch_sampler=torch.utils.data.BatchSampler(distributed(), 2, False)),
             DataError,
-            "DistributedSampler.*remove it",
+            "DistributedSampler.*remove the sampler",
         ),
         (
             lambda: DataLoader(Numbers(8), 4, sampler=Sharding()),
@@ -71,8 +71,8 @@ def distributed() -> Any:
         (lambda: DataLoader(Stream(), batch_size=None), DataError, "can't be split over"),
         (lambda: DataLoader(Numbers(8), 4, num_workers=1, in_order=False), ConfigError, "has no effect"),
         (lambda: DataLoader(Numbers(8), 4, num_workers=1, prefetch_factor=0), ConfigError, "prefetch_factor=0"),
-        (lambda: OwnLoop(Numbers(8), 4), DataError, "__iter__ of its own"),
-        (lambda: DataLoader({1, 2}, 4, sampler=[0]), DataError, "neither __getitem__"),  # type: ignore[arg-type]
+        (lambda: OwnLoop(Numbers(8), 4), DataError, "overrides __iter__"),
+        (lambda: DataLoader({1, 2}, 4, sampler=[0]), DataError, "has no __getitem__ and is not"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_loaders_are_refused(loader: Any, error: type[Exception], match: str) -> None:

@@ -146,7 +146,7 @@ def test_persistent_workers_stay_until_they_are_closed(stream: bool) -> None:
     after = in_order(side_by_side(loader, [1.0]))
     assert before == after
     assert {child.pid for child in multiprocessing.active_children()} == workers
-    evaluate.close_kept_workers()
+    evaluate.close_persistent_workers()
     assert not multiprocessing.active_children()
     if not stream:
         assert set(before) == workers
@@ -161,7 +161,7 @@ def test_kept_workers_end_with_the_users_loader() -> None:
 
     gc.collect()
     assert not multiprocessing.active_children()
-    assert len(evaluate._kept) == 0
+    assert len(evaluate._persistent_readers) == 0
 
 
 def test_leaving_an_evaluation_ends_its_workers() -> None:

@@ -127,7 +127,7 @@ def test_a_step_planned_anew_covers_the_same_samples_and_reads_only_what_changed
             batch.replan(plan_of(plan.epoch, plan.step, plan.start, plan.num_samples, (1, 2), 3))
         assert flat(joined(step)) == found[-1]
         assert reads == []
-        with pytest.raises(StepError, match="can't be planned anew"):
+        with pytest.raises(StepError, match="can't be replanned"):
             step[0].replan(plan_of(plan.epoch, plan.step, plan.start + 1, plan.num_samples, (1, 2), 3))
     assert found == [list(range(12)), list(range(12, 24))]
 
@@ -227,7 +227,7 @@ def test_committing_twice_is_an_error() -> None:
 def test_committing_after_the_epoch_is_an_error() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(Numbers(8), batch_size=4))
     batch = list(rank)[-1]
-    with pytest.raises(StepError, match="stood in epoch 1; commit a step before"):
+    with pytest.raises(StepError, match="was in epoch 1; commit each step before"):
         rank.commit(batch)
 
 

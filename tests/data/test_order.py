@@ -178,7 +178,7 @@ def test_a_resume_that_would_draw_another_order_is_refused() -> None:
         break
     (resumed,) = make_ranks(Board((1,)), DataLoader(data, batch_size=10, sampler=Counting()))
     resumed.load(first.cursor())
-    with pytest.raises(DataError, match="the sampler now draws another order than it did then"):
+    with pytest.raises(DataError, match="the sampler now draws a different order"):
         next(iter(resumed))
 
 

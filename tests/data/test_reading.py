@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from evenload.training.data.reading import Task, TaskReader
+from evenload.training.data.reading import ReadTask, TaskDataset
 from tests.data.fakes import Board, make_ranks
 
 DATA = TensorDataset(
@@ -38,7 +38,7 @@ DATASETS = {
 def test_the_same_as_sample_by_sample(name: str, keys: tuple[int, ...]) -> None:
     dataset = DATASETS[name]
     expected = default_collate([dataset[key] for key in keys])
-    (found,) = [TaskReader(dataset, default_collate, seed=0, keyed=True).__getitems__(Task(0, 7, keys))]
+    (found,) = [TaskDataset(dataset, default_collate, seed=0, keyed=True).__getitems__(ReadTask(0, 7, keys))]
     assert type(found) is type(expected) is list and len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
@@ -48,7 +48,7 @@ def test_the_same_as_sample_by_sample(name: str, keys: tuple[int, ...]) -> None:
 
 
 def test_keys_that_are_no_integers_go_the_usual_way() -> None:
-    found = TaskReader(DATA, default_collate, seed=0, keyed=False).__getitems__(Task(0, 0, (torch.tensor(3),)))
+    found = TaskDataset(DATA, default_collate, seed=0, keyed=False).__getitems__(ReadTask(0, 0, (torch.tensor(3),)))
     assert torch.equal(found[1], torch.tensor([3]))
 
 
@@ -56,7 +56,7 @@ def test_a_collate_fn_of_the_users_gets_samples() -> None:
     def count(samples: list[Any]) -> int:
         return len(samples)
 
-    assert TaskReader(DATA, count, seed=0, keyed=False).__getitems__(Task(0, 0, (1, 2, 3))) == 3
+    assert TaskDataset(DATA, count, seed=0, keyed=False).__getitems__(ReadTask(0, 0, (1, 2, 3))) == 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 
 from evenload.errors import DataError
-from evenload.training.data.feed import TaskFeed
-from evenload.training.data.reading import Task
-from evenload.training.data.tuning import How, Reading, StepCost
+from evenload.training.data.prefetch import Prefetcher
+from evenload.training.data.reading import ReadTask
+from evenload.training.data.tuning import ReadSettings, SettingsOrigin, StepCost
 from tests.data.fakes import Board, Numbers, flat, joined, lockstep, make_ranks, plan_of
 
 
@@ -97,15 +97,15 @@ def test_queued_work_that_a_decision_made_stale_is_called_off() -> None:
 
 def test_fresh_work_is_queued_as_soon_as_stale_work_is_called_off() -> None:
     data = Counted(1000, seconds=0.0)
-    feed = TaskFeed(DataLoader(data, batch_size=4), seed=0, rank=0, keyed=True, reading=Reading(2, 3))
+    feed = Prefetcher(DataLoader(data, batch_size=4), seed=0, rank=0, keyed=True, reading=ReadSettings(2, 3))
 
     def tasks(size: int, start: int = 0) -> Any:
-        return lambda: (Task(0, low, tuple(range(low, low + size))) for low in range(start, 400, 10))
+        return lambda: (ReadTask(0, low, tuple(range(low, low + size))) for low in range(start, 400, 10))
 
     feed.read_ahead(0, tasks(4))
-    assert feed.get(Task(0, 0, (0, 1, 2, 3))).tolist() == [0, 1, 2, 3]
+    assert feed.get(ReadTask(0, 0, (0, 1, 2, 3))).tolist() == [0, 1, 2, 3]
     feed.read_ahead(0, tasks(7, start=10))
-    assert feed.get(Task(0, 10, tuple(range(10, 17)))).tolist() == list(range(10, 17))
+    assert feed.get(ReadTask(0, 10, tuple(range(10, 17)))).tolist() == list(range(10, 17))
     # All that is outstanding now is wanted: the queue was filled anew before the second step was computed.
     assert [feed._live.get(span) for _, span in feed._queue] == [serial for serial, _ in feed._queue]
     assert len(feed._queue) == 6
@@ -116,19 +116,19 @@ def test_fresh_work_is_queued_as_soon_as_stale_work_is_called_off() -> None:
 @settings(max_examples=8, deadline=None)
 @given(script=st.lists(st.sampled_from(["get", "skip", "cut 3", "cut 5", "other"]), min_size=5, max_size=25))
 def test_whatever_is_asked_for_in_whatever_order_comes_right(script: list[str]) -> None:
-    feed = TaskFeed(DataLoader(Numbers(1000), batch_size=4), seed=0, rank=0, keyed=False, reading=Reading(1, 2))
+    feed = Prefetcher(DataLoader(Numbers(1000), batch_size=4), seed=0, rank=0, keyed=False, reading=ReadSettings(1, 2))
     size, now = 4, 0
 
     def wanted() -> Any:
-        return (Task(0, low, tuple(range(low, low + size))) for low in range(now, 900, 10))
+        return (ReadTask(0, low, tuple(range(low, low + size))) for low in range(now, 900, 10))
 
     feed.read_ahead(0, wanted)
     for what in script:
         if what == "get":
-            assert feed.get(Task(0, now, tuple(range(now, now + size)))).tolist() == list(range(now, now + size))
+            assert feed.get(ReadTask(0, now, tuple(range(now, now + size)))).tolist() == list(range(now, now + size))
             now += 10
         elif what == "other":
-            assert feed.get(Task(0, 950, (950, 951))).tolist() == [950, 951]
+            assert feed.get(ReadTask(0, 950, (950, 951))).tolist() == [950, 951]
         else:
             size = int(what[-1]) if what.startswith("cut") else size
             now += 10 * (what == "skip")
@@ -255,7 +255,7 @@ class Dying(Numbers):
 
 def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(Dying(20), batch_size=2, num_workers=2))
-    with pytest.raises(DataError, match="ended by itself, with exit code 3"):
+    with pytest.raises(DataError, match="exited with code 3"):
         for batch in rank:
             batch.micro(0)
     rank.close()
@@ -281,7 +281,7 @@ def test_the_timeout_is_honoured() -> None:
 def change_workers(rank: Any, number: int) -> None:
     """As the search would, but at once."""
     size = [(0, 0), (1, 2), (2, 1), (2, 3), (0, 0)][number % 5]
-    rank._tuner.reading = Reading(*size, how=How.TRIED)
+    rank._tuner.reading = ReadSettings(*size, origin=SettingsOrigin.TRIAL)
 
 
 @pytest.mark.parametrize("num_micro", [1, 3])
@@ -323,10 +323,10 @@ def test_a_search_of_its_own_ends_with_workers_where_reading_is_slow() -> None:
         rank.commit(batch)
         rank.observe(StepCost(read_s + 0.006, 4, (read_s,), (0.006,), (batch.reading,)))
         seen.append(batch.reading)
-        if batch.reading.how is How.CHOSEN:
+        if batch.reading.origin is SettingsOrigin.CHOSEN:
             break
     assert found == list(range(len(found))) and len(found) < 4 * 120
-    assert seen[0] == Reading(0, 0, how=How.TRIED) and seen[-1].num_workers > 0, seen[-1]
+    assert seen[0] == ReadSettings(0, 0, origin=SettingsOrigin.TRIAL) and seen[-1].num_workers > 0, seen[-1]
     rank.close()
 
 
@@ -342,14 +342,14 @@ class HereOnly(Numbers):
 def test_workers_nobody_asked_for_give_way_where_they_fail() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(HereOnly(80), batch_size=8), most_workers=2)
     found = []
-    with pytest.warns(UserWarning, match="a loader worker failed with OSError where the rank itself reads"):
+    with pytest.warns(UserWarning, match="a loader worker failed with OSError, but the rank itself can read"):
         for number, batch in enumerate(rank):
             found += batch.micro(0).data.tolist()
             rank.commit(batch)
             if number == 2:
                 change_workers(rank, 1)
     assert found == list(range(80))
-    assert batch.reading == Reading(0, 0, how=How.CHOSEN)
+    assert batch.reading == ReadSettings(0, 0, origin=SettingsOrigin.CHOSEN)
     assert not multiprocessing.active_children()
     (rank,) = make_ranks(Board((1,)), DataLoader(HereOnly(80), batch_size=8, num_workers=1))
     with pytest.raises(OSError, match="only in the process"):  # these were asked for

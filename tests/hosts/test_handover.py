@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import evenload
 from evenload.errors import CheckpointError, RankFailedError
 from evenload.testing import run_ranks
-from evenload.training.checkpoint import files, handover
+from evenload.training.checkpoint import broadcast, files
 from evenload.training.launch.environment import detect
 
 
@@ -68,8 +68,8 @@ def test_one_disk_for_all_is_read_by_all(tmp_path):
 
 
 def test_identities_tell_checkpoints_apart(tmp_path):
-    assert handover.strangers([[5.0, 1.0, 2.0]] * 3, tmp_path) == []
-    assert handover.strangers([[5.0, 1.0, 2.0], [5.0, 1.0, 3.0], [-1.0, 0.0, 0.0]], tmp_path) == [1, 2]
-    assert handover.strangers([[-1.0, 0.0, 0.0]] * 2, tmp_path) == []
+    assert broadcast.ranks_without([[5.0, 1.0, 2.0]] * 3, tmp_path) == []
+    assert broadcast.ranks_without([[5.0, 1.0, 2.0], [5.0, 1.0, 3.0], [-1.0, 0.0, 0.0]], tmp_path) == [1, 2]
+    assert broadcast.ranks_without([[-1.0, 0.0, 0.0]] * 2, tmp_path) == []
     with pytest.raises(CheckpointError, match="rank 1 has a newer checkpoint"):
-        handover.strangers([[5.0, 1.0, 2.0], [6.0, 1.0, 2.0]], tmp_path)
+        broadcast.ranks_without([[5.0, 1.0, 2.0], [6.0, 1.0, 2.0]], tmp_path)

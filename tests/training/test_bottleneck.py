@@ -18,13 +18,13 @@ import evenload
 from evenload.records.reader import read_events
 from evenload.records.values import RankTimes, StepRecord
 from evenload.testing import run_ranks
-from evenload.training.data.tuning import How, Reading
+from evenload.training.data.tuning import ReadSettings, SettingsOrigin
 from evenload.training.step.bottleneck import Bottleneck
 from evenload.views.run.summary import tell
 from evenload.views.run.summary_text import story_text
 from tests.records.make import make_step
 
-GIVEN = [Reading(), Reading(2, 2)]
+GIVEN = [ReadSettings(), ReadSettings(2, 2)]
 
 
 def slow(step: int, *data_s: float, seconds: float = 0.5) -> StepRecord:
@@ -88,10 +88,14 @@ def test_who_waits_beside_the_others_or_very_little_is_not_spoken_of() -> None:
 
 def test_a_search_is_told_by_its_end_with_what_was_measured() -> None:
     watch = Bottleneck()
-    tried, more, chosen = (Reading(0, 0, how=How.TRIED), Reading(4, 2, how=How.TRIED), Reading(4, 2, how=How.CHOSEN))
-    found = told(watch, [slow(step, 0.0, 0.3) for step in range(12)], [Reading(), tried])
-    found += told(watch, [slow(step, 0.0, 0.02) for step in range(12, 24)], [Reading(), more])
-    found += told(watch, [slow(step, 0.0, 0.02) for step in range(24, 40)], [Reading(), chosen])
+    tried, more, chosen = (
+        ReadSettings(0, 0, origin=SettingsOrigin.TRIAL),
+        ReadSettings(4, 2, origin=SettingsOrigin.TRIAL),
+        ReadSettings(4, 2, origin=SettingsOrigin.CHOSEN),
+    )
+    found = told(watch, [slow(step, 0.0, 0.3) for step in range(12)], [ReadSettings(), tried])
+    found += told(watch, [slow(step, 0.0, 0.02) for step in range(12, 24)], [ReadSettings(), more])
+    found += told(watch, [slow(step, 0.0, 0.02) for step in range(24, 40)], [ReadSettings(), chosen])
     assert [(kind, bool(message)) for _, kind, message in found] == [("workers", False), ("workers", True)]
     assert found[1][2] == (
         "rank 1 reads with 4 loader workers (prefetch 2), as measured, all ranks searching together: 512.0 samples/s with no "
@@ -130,7 +134,7 @@ def train(folder: str, since: int, steps: int, settings: dict[str, Any]) -> int:
         step.backward(lambda batch: functional.mse_loss(model(batch[0]), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
-        settled = step.batch.reading.how is How.CHOSEN
+        settled = step.batch.reading.origin is SettingsOrigin.CHOSEN
         if step.index == steps - 1 or ("num_workers" in settings and not run.any(not settled)):
             break
     run.close()
@@ -162,6 +166,6 @@ def test_auto_gives_the_slow_rank_workers_and_says_why(tmp_path: Path) -> None:
 def test_replicas_of_one_process_tell_once() -> None:
     watch = Bottleneck()
     found = []
-    for step, how in enumerate([How.TRIED] * 12 + [How.CHOSEN] * 4):
-        found += watch.take(slow(step, 0.01, 0.01), [Reading(how=how)] * 2)
+    for step, origin in enumerate([SettingsOrigin.TRIAL] * 12 + [SettingsOrigin.CHOSEN] * 4):
+        found += watch.take(slow(step, 0.01, 0.01), [ReadSettings(origin=origin)] * 2)
     assert [one.fields["rank"] for one in found] == [0]

@@ -32,7 +32,7 @@ def split_before_init(folder: str, seeded: bool) -> Any:
 
 def test_a_split_that_differs_between_processes_is_refused(tmp_path: Path) -> None:
     told = run_ranks(split_before_init, 2, str(tmp_path / "run"), False)
-    assert all(text.startswith("the loaders name other samples on rank 1 than on rank 0") for text in told), told
+    assert all(text.startswith("the loaders select different samples on rank 1 and on rank 0") for text in told), told
     both = run_ranks(split_before_init, 2, str(tmp_path / "seeded"), True)
     assert len(both[0] + both[1]) == len({*both[0], *both[1]}) == 48
 

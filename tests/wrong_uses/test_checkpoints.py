@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint(init, tmp_path, part, damage):
         damage(victim)
     job = Job(init())
     with pytest.raises(
-        CheckpointError, match=f"{re.escape(str(checkpoint))} (can't be read, it is torn|is not a checkpoint)"
+        CheckpointError, match=f"{re.escape(str(checkpoint))} (is incomplete or damaged|is not a checkpoint)"
     ):
         job.run.resume(model=job.model, optimizer=job.optimizer)
 
@@ -213,8 +213,8 @@ def test_a_checkpoint_of_another_number_of_loaders(init, tmp_path):
     ("init_with", "job_with", "told"),
     [
         ({"seed": 3}, {"shuffle": True}, "an order drawn with seed 0, now the seed is 3"),
-        ({}, {"batch_size": 12}, "stands at sample 32 of its epoch, where no step of this loader begins"),
-        ({}, {"data": dataset(80)}, "stands in mid-epoch of 64 samples, now the epoch has 80"),
+        ({}, {"batch_size": 12}, "is at sample 32 of its epoch, where no step of this loader begins"),
+        ({}, {"data": dataset(80)}, "is in the middle of an epoch of 64 samples, now the epoch has 80"),
     ],
 )
 def test_a_checkpoint_in_the_middle_of_another_epoch(init, tmp_path, init_with, job_with, told):
@@ -234,7 +234,7 @@ def _damaged_for_two(run):
 def test_a_damaged_checkpoint_is_told_by_every_rank(init, tmp_path):
     checkpoint = _saved(init, tmp_path / "run")
     _overwrite(checkpoint / "skeleton.pt")
-    assert all("it is torn or damaged" in line for line in told_by_ranks(_damaged_for_two, tmp_path))
+    assert all("is incomplete or damaged" in line for line in told_by_ranks(_damaged_for_two, tmp_path))
 
 
 def _unwritable(run):

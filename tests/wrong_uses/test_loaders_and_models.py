@@ -30,7 +30,7 @@ def _loader(data=None, **settings):
         (lambda: _loader(Empty()), "the dataset, Empty, is empty; give at least one sample"),
         (
             lambda: _loader(dataset(10), drop_last=True),
-            "batch_size=16 with drop_last=True and 10 samples makes no step",
+            "batch_size=16 with drop_last=True and 10 samples leaves no step",
         ),
         (
             lambda: _loader(sampler=DistributedSampler(dataset(), 2, 0)),

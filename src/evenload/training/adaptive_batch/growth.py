@@ -91,7 +91,7 @@ class BatchGrowth:
         self._num_steps = 0
         self._said: set[str] = set()
         self._news: BatchReport | None = None
-        loader.choose = self.choose
+        loader.choose_batch_size = self.choose
 
     def observe(self, seen: ObservedStep, stats: StepStats, usual: bool) -> None:
         """All ranks: what a step of training showed; its times only count where it was a usual one."""

@@ -1,1 +1,1 @@
-"""Checkpoints: what a job's state is, and how it lies on disk."""
+"""Checkpoints: the registered state of a job, and its format on disk."""

@@ -1,4 +1,4 @@
-"""Weights for use elsewhere: `run.export`."""
+"""Write weights for use outside Evenload: `run.export`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from evenload.errors import ConfigError
 
 
 def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
-    """Writes the model's `state_dict`: ``.safetensors`` in that format, any other name with torch.save.
-
-    The file appears when it is complete.
+    """Write the model's `state_dict` atomically: ``.safetensors`` in that format, any other name with torch.save.
 
     Raises:
-        ConfigError: safetensors is not installed.
+        ConfigError: The package safetensors is not installed.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,10 +35,10 @@ def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
 
 
 def pick_model(model: nn.Module | None, prepared: Sequence[nn.Module]) -> nn.Module:
-    """The model that is meant.
+    """Return `model`, or the only prepared one.
 
     Raises:
-        ConfigError: none is named, and there are none or several.
+        ConfigError: No model is given, and none or several are prepared.
     """
     if model is not None:
         return model

@@ -1,14 +1,15 @@
-"""Checkpoints on disk, through torch.distributed.checkpoint: complete or not there at all.
+"""Write and read checkpoints on disk, atomically, through torch.distributed.checkpoint.
 
-A checkpoint is the folder ``checkpoints/step-00000400`` in the run folder. It is written beside its place and renamed when
-complete, so a reader never sees half of one. Tensors go through torch.distributed.checkpoint; everything else (the shape of
-the state, numbers, text) is one small file beside them, read with `torch.load(weights_only=True)`.
+A checkpoint is the folder ``checkpoints/step-00000400`` in the run folder. It is written under another name and renamed when
+complete, so a reader never sees half of one. Tensors go through torch.distributed.checkpoint; everything else (the structure
+of the state, numbers, text) is one small file beside them, read with `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,8 @@ from evenload.errors import CheckpointError
 FOLDER = "checkpoints"
 SKELETON = "skeleton.pt"
 _SCHEMA = 1
-SAFE: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+_TENSOR = "__tensor__"
+_SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     collections.Counter,
     collections.defaultdict,
     collections.OrderedDict,
@@ -35,34 +37,34 @@ SAFE: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
-    """Writes one checkpoint.
+    """Write one checkpoint and return its folder.
 
     Args:
-        folder: the run folder.
-        step: steps committed; names the checkpoint.
-        state: nested dicts, lists and tuples of tensors and plain values.
+        folder: The run folder.
+        step: Committed steps; names the checkpoint.
+        state: Nested dicts, lists and tuples of tensors and plain values.
 
     Raises:
-        CheckpointError: the disk refuses, or the state holds something that can't be saved.
+        CheckpointError: A write failed, or the state holds values that can't be saved.
     """
     target = folder / FOLDER / f"step-{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
     aside = target.with_name(f".{target.name}.before")
     tensors: dict[str, torch.Tensor] = {}
-    skeleton = {"schema": _SCHEMA, "step": step, "state": _split(state, "", tensors)}
+    skeleton = {"schema": _SCHEMA, "step": step, "state": _split(state, tensors)}
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_skeleton(skeleton, partial, target)
         if tensors:
-            with _alone():
+            with _without_process_group():
                 save(tensors, checkpoint_id=partial / "tensors", no_dist=True)
-        if target.exists():  # put aside, not taken away: the newest one must not be missing if we die here
+        if target.exists():  # renamed, not removed: the newest checkpoint must survive a crash here
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
         partial.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
-    except (OSError, RuntimeError, CheckpointException) as error:  # torch's own writers raise all three on a full disk
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch's writers raise all three on a full disk
         raise CheckpointError(f"the checkpoint {target} can't be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -70,22 +72,22 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder, if there is one."""
-    # By number, and nothing else: a copy that somebody put beside them ("step-00000400.bak") is not ours.
+    """Return the newest complete checkpoint of a run folder, if there is one."""
+    # Other names, such as a user's copy "step-00000400.bak", are ignored.
     found = [path for path in (folder / FOLDER).glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return max(found, key=step_of, default=None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The steps that were committed when it was written."""
+    """Return the number of steps committed when the checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def amend(checkpoint: Path, name: str, values: Mapping[str, Any]) -> None:
-    """Changes plain values in the state of the object registered as `name`, and leaves all tensors as they are.
+def update_values(checkpoint: Path, name: str, values: Mapping[str, Any]) -> None:
+    """Change plain values in the state of the object registered as `name`; tensors stay unchanged.
 
     Raises:
-        CheckpointError: it can't be read or written.
+        CheckpointError: The checkpoint can't be read or written.
     """
     skeleton = _read_skeleton(checkpoint)
     skeleton["state"][name].update(values)
@@ -98,10 +100,10 @@ def amend(checkpoint: Path, name: str, values: Mapping[str, Any]) -> None:
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """Reads a checkpoint whole, tensors on the CPU.
+    """Read a whole checkpoint, tensors on the CPU.
 
     Raises:
-        CheckpointError: it is missing, torn, or of another schema.
+        CheckpointError: The checkpoint is missing, damaged, or of another schema.
     """
     skeleton = _read_skeleton(checkpoint)
     if skeleton.get("schema") != _SCHEMA:
@@ -113,7 +115,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
             for key, entry in metadata.state_dict_metadata.items():
                 if isinstance(entry, TensorStorageMetadata):
                     tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            with _alone():
+            with _without_process_group():
                 load(tensors, checkpoint_id=checkpoint / "tensors", no_dist=True)
         state: dict[str, Any] = _join(skeleton["state"], tensors)
     except (Exception, CheckpointException) as error:  # a torn file may raise anything, pickle's errors too
@@ -121,27 +123,54 @@ def read(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def map_state(
+    state: Any, leaf: Callable[[Any, str], Any], is_leaf: Callable[[Any], bool] = lambda _: False, path: str = ""
+) -> Any:
+    """Return nested dicts, lists and tuples with ``leaf(value, path)`` in place of each value in them."""
+    if is_leaf(state):
+        return leaf(state, path)
+    if isinstance(state, Mapping):
+        items = {key: map_state(value, leaf, is_leaf, f"{path}/{key}") for key, value in state.items()}
+        return items if type(state) is dict else _like(state, items)
+    if isinstance(state, list | tuple):
+        parts = [map_state(value, leaf, is_leaf, f"{path}/{index}") for index, value in enumerate(state)]
+        return parts if isinstance(state, list) else tuple(parts)
+    return leaf(state, path)
+
+
+def to_bytes(state: Any) -> torch.Tensor:
+    """Serialise a state to a tensor of bytes, to send to other ranks."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def from_bytes(payload: torch.Tensor) -> Any:
+    """Read the state of `to_bytes`, its tensors on the CPU."""
+    return _load(io.BytesIO(payload.numpy().tobytes()))
+
+
 def _unreadable(checkpoint: Path, error: BaseException) -> CheckpointError:
     what = (str(error).splitlines() or [type(error).__name__])[0]
     return CheckpointError(
-        f"the checkpoint {checkpoint} can't be read, it is torn or damaged ({type(error).__name__}: {what}); remove it to "
+        f"the checkpoint {checkpoint} is incomplete or damaged ({type(error).__name__}: {what}); remove it to "
         "resume from an older one"
     )
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """One rank reads or writes for itself, on purpose."""
+def _without_process_group() -> Iterator[None]:
+    """Suppress torch's warning: one rank reads or writes alone on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to", category=UserWarning)
         yield
 
 
 def _write_skeleton(skeleton: Mapping[str, Any], folder: Path, target: Path) -> None:
-    """Writes it and reads it back: what can't be loaded must be told now, not at the resume."""
+    """Write the file and read it back, so that an unloadable state is an error now and not at the resume."""
     try:
         torch.save(skeleton, folder / SKELETON)
-        _load_skeleton(folder)
+        _load(folder / SKELETON)
     except OSError:
         raise
     except Exception as error:  # pickle raises errors of many types for what it refuses
@@ -153,42 +182,38 @@ def _write_skeleton(skeleton: Mapping[str, Any], folder: Path, target: Path) -> 
 
 def _read_skeleton(checkpoint: Path) -> dict[str, Any]:
     try:
-        return _load_skeleton(checkpoint)
+        skeleton: dict[str, Any] = _load(checkpoint / SKELETON)
+        return skeleton
     except FileNotFoundError as error:
         raise CheckpointError(f"{checkpoint} is not a checkpoint: {error}; move it away") from error
     except Exception as error:
         raise _unreadable(checkpoint, error) from error
 
 
-def _load_skeleton(folder: Path) -> dict[str, Any]:
-    with torch.serialization.safe_globals(SAFE):
-        skeleton: dict[str, Any] = torch.load(folder / SKELETON, weights_only=True)
-    return skeleton
+def _load(source: Path | io.BytesIO) -> Any:
+    with torch.serialization.safe_globals(_SAFE_GLOBALS):
+        return torch.load(source, map_location="cpu", weights_only=True)
 
 
-def _split(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if isinstance(state, torch.Tensor):
-        tensors[path] = state.detach()
-        return ("__tensor__", path)
-    if isinstance(state, Mapping):
-        items = {key: _split(value, f"{path}/{key}", tensors) for key, value in state.items()}
-        return items if type(state) is dict else _like(state, items)
-    if isinstance(state, list | tuple):
-        parts = [_split(value, f"{path}/{index}", tensors) for index, value in enumerate(state)]
-        return parts if isinstance(state, list) else tuple(parts)
-    return state
+def _split(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Move the tensors of a state to `tensors`, by path, and return the state with a mark in each one's place."""
+
+    def leaf(value: Any, path: str) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensors[path] = value.detach()
+        return (_TENSOR, path)
+
+    return map_state(state, leaf)
 
 
 def _join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(skeleton, tuple) and len(skeleton) == 2 and skeleton[0] == "__tensor__":
-        return tensors[skeleton[1]]
-    if isinstance(skeleton, Mapping):
-        items = {key: _join(value, tensors) for key, value in skeleton.items()}
-        return items if type(skeleton) is dict else _like(skeleton, items)
-    if isinstance(skeleton, list | tuple):
-        parts = [_join(value, tensors) for value in skeleton]
-        return parts if isinstance(skeleton, list) else tuple(parts)
-    return skeleton
+    """Undo `_split`."""
+    return map_state(skeleton, lambda value, _: tensors[value[1]] if _is_mark(value) else value, _is_mark)
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and value[0] == _TENSOR
 
 
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -1,12 +1,11 @@
-"""What a job's state is made of: named objects with `state_dict` and `load_state_dict`.
+"""The registry of a job's state: named objects with `state_dict` and `load_state_dict`.
 
-The registry knows the names and the last committed step; files.py knows the disk. A peer's state travels the same way as a
-checkpoint's: captured to plain values and tensors, loaded into the objects of the receiver.
+The registry holds the names and the last committed step; files.py reads and writes the disk. A peer's state is captured and
+loaded in the same form as a checkpoint.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,37 +13,35 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import CheckpointError, PeerLostError
+from evenload.training.checkpoint import files
 from evenload.training.comm.groups import Groups
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be registered."""
+    """An object that can be registered."""
 
     def state_dict(self) -> Any:
-        """The state, as tensors and plain values in dicts, lists and tuples."""
+        """Return the state, as tensors and plain values in dicts, lists and tuples."""
         ...
 
     def load_state_dict(self, state: Any) -> Any:
-        """Takes a state."""
+        """Load a state."""
         ...
 
 
 class Registry:
-    """Named state of one job."""
+    """Named state of one job; `last_step` returns the number of committed steps."""
 
     def __init__(self, last_step: Callable[[], int]) -> None:
-        """Args:
-        last_step: tells how many steps are committed.
-        """
         self._objects: dict[str, Stateful] = {}
         self._last_step = last_step
 
     def register(self, name: str, value: Any) -> None:
-        """Adds an object under a name; the same object twice under the same name is fine.
+        """Register an object under a name; registering it again under that name has no effect.
 
         Raises:
-            CheckpointError: it has no state, or the name is taken.
+            CheckpointError: The object has no state, or the name is taken.
         """
         if not isinstance(value, Stateful):
             raise CheckpointError(
@@ -57,7 +54,7 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order of registration."""
+        """Names in the order of registration."""
         return tuple(self._objects)
 
     @property
@@ -65,23 +62,19 @@ class Registry:
         """Steps committed so far."""
         return self._last_step()
 
-    def holds(self, value: object) -> bool:
-        """Whether an object is registered."""
-        return any(value is held for held in self._objects.values())
-
     def values(self) -> tuple[Stateful, ...]:
         """The registered objects."""
         return tuple(self._objects.values())
 
     def capture(self) -> dict[str, Any]:
-        """All state by name. Tensors are the live ones: copy them to keep them."""
+        """Return all state by name. Tensors are the live ones: copy them to keep them."""
         return {name: value.state_dict() for name, value in self._objects.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads all state.
+        """Load all state.
 
         Raises:
-            CheckpointError: names differ, or an object does not take its state.
+            CheckpointError: Names differ, or a state does not fit its object.
         """
         missing, extra = self._objects.keys() - state.keys(), state.keys() - self._objects.keys()
         if missing or extra:
@@ -98,10 +91,8 @@ class Registry:
                 raise CheckpointError(f"the checkpoint's {name} does not fit this script's: {error}") from error
 
     def send(self, groups: Groups, to: int) -> None:
-        """Sends all state to a peer that calls `receive`."""
-        buffer = io.BytesIO()
-        torch.save(self.capture(), buffer)
-        payload = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        """Send all state to a peer that calls `receive`."""
+        payload = files.to_bytes(self.capture())
         try:
             dist.send(torch.tensor([payload.numel()]), group=groups.control, group_dst=to)
             dist.send(payload, group=groups.control, group_dst=to)
@@ -109,7 +100,7 @@ class Registry:
             raise PeerLostError(f"the state did not reach rank {to}: {error}") from error
 
     def receive(self, groups: Groups, source: int) -> None:
-        """Receives and loads the state of a peer that calls `send`."""
+        """Receive and load the state of a peer that calls `send`."""
         size = torch.zeros(1, dtype=torch.int64)
         try:
             dist.recv(size, group=groups.control, group_src=source)
@@ -117,15 +108,9 @@ class Registry:
             dist.recv(payload, group=groups.control, group_src=source)
         except RuntimeError as error:
             raise PeerLostError(f"the state of rank {source} did not arrive: {error}") from error
-        self.load(torch.load(io.BytesIO(payload.numpy().tobytes()), map_location="cpu", weights_only=True))
+        self.load(files.from_bytes(payload))
 
 
 def clone_state(state: Any) -> Any:
-    """A copy of captured state that later steps don't change."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, Mapping):
-        return {key: clone_state(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(clone_state(value) for value in state)
-    return state
+    """Return a copy of captured state that later steps don't change."""
+    return files.map_state(state, lambda value, _: value.detach().clone() if isinstance(value, torch.Tensor) else value)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenload.training.data.randomness import mix, put_state, reseed, take_state
+from evenload.training.data.randomness import get_global_state, mix, reseed, set_global_state
 
 
 def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] = ()) -> None:
@@ -30,7 +30,7 @@ def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] =
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The states of all generators."""
-    torch_state, python_state, numpy_state = take_state()
+    torch_state, python_state, numpy_state = get_global_state()
     state: dict[str, Any] = {"torch": torch_state, "python": python_state, "numpy": numpy_state}
     if device.type == "cuda":
         state["cuda"] = _cuda_generator(device).get_state()
@@ -39,7 +39,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
     """Sets all generators to captured states; a state of a kind of device that isn't here is left out."""
-    put_state((state["torch"], state["python"], state["numpy"]))
+    set_global_state((state["torch"], state["python"], state["numpy"]))
     if device.type == "cuda" and "cuda" in state:
         _cuda_generator(device).set_state(state["cuda"])
 

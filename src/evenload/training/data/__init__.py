@@ -1,1 +1,1 @@
-"""From the user's DataLoader to each rank's samples of a global batch, exact whatever the split."""
+"""Split the batches of the user's DataLoader over the ranks, exactly and whatever the shares."""

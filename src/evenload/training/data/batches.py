@@ -1,4 +1,7 @@
-"""Batches of any nesting: every tensor in them moved, everything else left as it is."""
+"""Map the tensors of a nested batch; everything else stays as it is.
+
+torch.utils._pytree would leave out Mapping and list subclasses, dataclasses, and objects that only have a `to` method.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ class MicroBatch:
     data: Any
     """The samples, collated by the user's `collate_fn`."""
     num_samples: int
-    """How many of them count; 0 where the rank is idle."""
+    """Samples that count; 0 where the rank is idle."""
     idle: bool = False
     """The data is one real sample of weight 0, so that the rank can take part in every collective."""
 
 
 def transfer_seconds(batch: Any, device: torch.device) -> tuple[float, float]:
-    """What it takes to bring a batch to a GPU from usual memory, and from pinned memory: the better of three each.
+    """Return the seconds to copy a batch to a GPU from pageable and from pinned memory, each the best of three.
 
     Raises:
-        RuntimeError: it can't be pinned.
+        RuntimeError: The batch can't be pinned.
     """
     pinned = pin(batch)
 
@@ -43,11 +46,10 @@ def transfer_seconds(batch: Any, device: torch.device) -> tuple[float, float]:
 
 
 def move(batch: Any, device: torch.device, kept: frozenset[int] = frozenset()) -> Any:
-    """The batch on `device`, in containers of its own.
+    """Return the batch on `device`, in new containers.
 
-    Copies to a GPU are asynchronous where the memory is pinned. On the CPU the tensors are the same objects; the
-    containers are new, so that `batch.pop("labels")` does no harm when the code runs again. Tensors whose ids are `kept` stay
-    where they are.
+    Copies from pinned memory to a GPU are asynchronous. On the CPU the tensors are the same objects; the containers are new,
+    so that `batch.pop("labels")` does no harm when the code runs again. Tensors whose ids are in `kept` stay where they are.
     """
     asynchronous = device.type == "cuda"
 
@@ -56,50 +58,61 @@ def move(batch: Any, device: torch.device, kept: frozenset[int] = frozenset()) -
             return leaf if id(leaf) in kept else leaf.to(device, non_blocking=asynchronous)
         try:
             return leaf.to(device, non_blocking=asynchronous)
-        except TypeError:  # a `to` of the user's, which knows devices only
+        except TypeError:  # a user-defined `to` that takes only a device
             return leaf.to(device)
 
     return _map(batch, one, "to")
 
 
 def pin(batch: Any) -> Any:
-    """The batch in pinned memory; for data that no worker of torch has pinned."""
+    """Return the batch in pinned memory, where no DataLoader worker pinned it."""
     return _map(batch, lambda leaf: leaf.pin_memory(), "pin_memory")
 
 
 def map_leaves(batch: Any, one: Callable[[Any], Any]) -> Any:
-    """The same nesting in containers of its own, with `one` of each tensor and of each other object that has a `to`."""
+    """Apply `one` to each tensor and each other object that has a `to` method; the containers are new."""
     return _map(batch, one, "to")
 
 
-def _map(batch: Any, one: Callable[[Any], Any], ability: str) -> Any:
+def leaves_of(batch: Any) -> list[Any]:
+    """Return the tensors of a batch, and its other objects that have a `to` method, in order."""
+    found: list[Any] = []
+
+    def add(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(batch, add)
+    return found
+
+
+def _map(batch: Any, one: Callable[[Any], Any], method: str) -> Any:
     if isinstance(batch, torch.Tensor):
         return one(batch)
     if batch is None or isinstance(batch, str | bytes | int | float | torch.nn.Module | type):
         return batch
     if isinstance(batch, Mapping):
-        return _map_mapping(batch, one, ability)
-    if callable(getattr(batch, ability, None)):  # PackedSequence, graph batches, TensorDict, the user's own class
+        return _map_mapping(batch, one, method)
+    if callable(getattr(batch, method, None)):  # PackedSequence, graph batches, TensorDict, the user's own class
         return one(batch)
+    if dataclasses.is_dataclass(batch):
+        clone = copy.copy(cast(Any, batch))
+        for field in dataclasses.fields(batch):
+            # object's own setter: the class may be frozen, and its __post_init__ has run already
+            object.__setattr__(clone, field.name, _map(getattr(batch, field.name), one, method))
+        return clone
     if isinstance(batch, tuple):
-        parts = [_map(part, one, ability) for part in batch]
+        parts = [_map(part, one, method) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, list):
         clone = copy.copy(batch)
-        clone[:] = [_map(part, one, ability) for part in batch]
-        return clone
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = dataclasses.fields(batch)
-        clone = copy.copy(cast(Any, batch))
-        for field in fields:
-            # object's own setter: the class may be frozen, and its __post_init__ has run already
-            object.__setattr__(clone, field.name, _map(getattr(batch, field.name), one, ability))
+        clone[:] = [_map(part, one, method) for part in batch]
         return clone
     return batch
 
 
-def _map_mapping(batch: Mapping[Any, Any], one: Callable[[Any], Any], ability: str) -> Any:
-    parts = {key: _map(value, one, ability) for key, value in batch.items()}
+def _map_mapping(batch: Mapping[Any, Any], one: Callable[[Any], Any], method: str) -> Any:
+    parts = {key: _map(value, one, method) for key, value in batch.items()}
     if type(batch) is dict:
         return parts
     try:

@@ -1,4 +1,4 @@
-"""What kind of loader the user gave, and a clear error for what can't be honoured."""
+"""Classify the user's DataLoader and refuse what Evenload can't honour."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, It
 
 from evenload.errors import ConfigError, DataError
 
-_MOST_INSIDE = 100
-"""Of a list that a sampler holds so many are looked at: one of samplers is short, one of indices long."""
+_MAX_VALUES_SEARCHED = 100
+"""Search only the start of a list that a sampler holds: a list of samplers is short, one of indices is long."""
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
-    """Whether the dataset is iterable: it can't be asked for a sample by key."""
+    """Return True where the dataset is iterable and has no keys."""
     return isinstance(loader.dataset, IterableDataset)
 
 
 def check_loader(loader: Any) -> None:
-    """Refuses what can't be exact or can't be honoured.
+    """Refuse a loader that can't be split exactly, or a setting that would have no effect.
 
     Raises:
-        ConfigError: not a DataLoader, or a setting of it that would have no effect.
-        DataError: a dataset, sampler or batch size that can't be split over ranks.
+        ConfigError: Not a DataLoader, or a setting of it without effect.
+        DataError: A dataset, sampler or batch size that can't be split over ranks.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
@@ -33,13 +33,13 @@ def check_loader(loader: Any) -> None:
     own_iteration = type(loader).__iter__ is not DataLoader.__iter__
     if own_iteration and not type(loader).__module__.startswith("torchdata."):
         raise DataError(
-            f"{type(loader).__qualname__} has an __iter__ of its own, which can't be split over ranks; give a plain "
-            f"DataLoader, with what it does in the dataset, the sampler or the collate_fn"
+            f"{type(loader).__qualname__} overrides __iter__, which Evenload can't split over ranks; give a plain "
+            f"DataLoader and move the override into the dataset, the sampler or the collate_fn"
         )
     if getattr(loader, "in_order", True) is False:
-        raise ConfigError("DataLoader(in_order=False) has no effect: steps come in their exact order; remove it")
+        raise ConfigError("DataLoader(in_order=False) has no effect: steps are always in order; remove it")
     if loader.num_workers > 0 and not loader.prefetch_factor:
-        raise ConfigError("DataLoader(prefetch_factor=0) can't deliver anything; set 1 or more, or leave it out")
+        raise ConfigError("DataLoader(prefetch_factor=0) can't prefetch anything; set 1 or more, or leave it out")
     _check_samplers(loader)
     if is_stream(loader):
         _check_stream(loader)
@@ -48,12 +48,12 @@ def check_loader(loader: Any) -> None:
 
 
 def has_plain_batches(loader: DataLoader[Any]) -> bool:
-    """Whether batches are `batch_size` keys of the sampler, not lists of the user's batch_sampler."""
+    """Return True where batches hold `batch_size` keys of the sampler, False for a user's batch_sampler."""
     return loader.batch_size is not None
 
 
 def is_plain_shuffle(sampler: Any) -> bool:
-    """Whether this is what ``shuffle=True`` makes, with nothing of the user's in it."""
+    """Return True for the sampler that ``shuffle=True`` creates, without a generator of the user's."""
     return (
         type(sampler) is RandomSampler
         and not sampler.replacement
@@ -63,7 +63,7 @@ def is_plain_shuffle(sampler: Any) -> bool:
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """The sampler, the batch sampler and the samplers that these hold, at any depth, each once."""
+    """Return the sampler, the batch sampler and all samplers nested in them, each once."""
     found: list[Any] = []
     waiting = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     while waiting:
@@ -73,34 +73,34 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
         found.append(sampler)
         for value in getattr(sampler, "__dict__", {}).values():
             inside = value if isinstance(value, list | tuple) else [value]
-            waiting += [one for one in inside[:_MOST_INSIDE] if isinstance(one, Sampler)]
+            waiting += [one for one in inside[:_MAX_VALUES_SEARCHED] if isinstance(one, Sampler)]
     return found
 
 
 def _check_samplers(loader: DataLoader[Any]) -> None:
     for sampler in samplers_of(loader):
-        # Those of other libraries that split the data over ranks are spelled like torch's own.
+        # Other libraries' distributed samplers name the attribute as torch does.
         parts = getattr(sampler, "num_replicas", 1)
         given = sampler is loader.sampler or sampler is getattr(loader.batch_sampler, "sampler", None)
         if (isinstance(parts, int) and parts > 1) or (given and isinstance(sampler, DistributedSampler)):
             shuffle = getattr(sampler, "shuffle", True)
             raise DataError(
-                f"the loader has a {type(sampler).__qualname__}, which gives each rank a part of the data; Evenload "
-                f"splits each global batch itself: remove it and set shuffle={bool(shuffle)} (batch_size is the global batch); "
-                "calls of its set_epoch go too"
+                f"the loader has a {type(sampler).__qualname__}, which gives each rank a part of the data, but Evenload "
+                f"splits each global batch itself: remove the sampler and its set_epoch calls, and set "
+                f"shuffle={bool(shuffle)} (batch_size is the global batch)"
             )
 
 
 def _check_stream(loader: DataLoader[Any]) -> None:
     if isinstance(loader.dataset, IterDataPipe):
         raise DataError(
-            "the dataset is an IterDataPipe, which shards itself over ranks behind the loader's back; make it an "
-            "IterableDataset (an object with __iter__ that subclasses it)"
+            "the dataset is an IterDataPipe, which shards itself over ranks on its own; make it an IterableDataset (a "
+            "subclass with __iter__)"
         )
     if loader.batch_size is None:
         raise DataError(
-            "DataLoader(batch_size=None) over an iterable dataset: it gives whole batches, which can't be split over "
-            "ranks; let it give samples, and set batch_size to the global batch"
+            "DataLoader(batch_size=None) over an iterable dataset yields whole batches, which can't be split over ranks; "
+            "let the dataset yield samples, and set batch_size to the global batch"
         )
 
 
@@ -111,7 +111,7 @@ def _check_map(loader: DataLoader[Any]) -> None:
         )
     if not hasattr(loader.dataset, "__getitem__") and not hasattr(loader.dataset, "__getitems__"):
         raise DataError(
-            f"the dataset, {type(loader.dataset).__qualname__}, has neither __getitem__ nor is it an IterableDataset"
+            f"the dataset, {type(loader.dataset).__qualname__}, has no __getitem__ and is not an IterableDataset"
         )
     if isinstance(loader.dataset, Sized) and len(loader.dataset) == 0:
         raise DataError(f"the dataset, {type(loader.dataset).__qualname__}, is empty; give at least one sample")
@@ -122,6 +122,6 @@ def _check_map(loader: DataLoader[Any]) -> None:
         raise DataError(f"the sampler, {type(loader.sampler).__qualname__}, is empty; give at least one sample")
     if loader.drop_last and loader.batch_size is not None and num_samples < loader.batch_size:
         raise DataError(
-            f"batch_size={loader.batch_size} with drop_last=True and {num_samples} samples makes no step at all; set "
+            f"batch_size={loader.batch_size} with drop_last=True and {num_samples} samples leaves no step; set "
             f"a batch_size of at most {num_samples}, or drop_last=False"
         )

@@ -1,4 +1,4 @@
-"""Where training stands in its data: plain values, counted in committed global samples."""
+"""The position of training in its data: plain values, counted in committed global samples."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from evenload.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Cursor:
-    """The place after the last committed step, equal on all ranks and true for any number of them."""
+    """The position after the last committed step; equal on all ranks, and valid for any number of them."""
 
     epoch: int = 0
     step: int = 0
-    """Steps of this epoch that are behind."""
+    """Committed steps of this epoch."""
     position: int = 0
-    """Global samples of this epoch's order that are behind."""
+    """Committed global samples of this epoch's order."""
     global_step: int = 0
     """Steps committed since the start of training."""
     samples_total: int = 0
     """Samples committed since the start of training."""
     seed: int = 0
-    """The seed of the order; another one would mix two orders in one epoch."""
+    """Seed of the order; another seed would mix two orders in one epoch."""
     epoch_samples: int = -1
-    """Samples of this epoch's order; -1 where it has not been drawn or is a stream."""
+    """Samples of this epoch's order; -1 before it is drawn, and for streams."""
     order_key: int = -1
-    """Checksum of this epoch's order, where it was drawn from the user's sampler."""
+    """Checksum of this epoch's order, if it was drawn from the user's sampler."""
     generators: tuple[str, ...] = ()
-    """The states of the sampler's own generators before this epoch's order was drawn."""
+    """States of the sampler's own generators before this epoch's order was drawn."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Integers and text only."""
+        """Return integers and text only."""
         return {**dataclasses.asdict(self), "generators": list(self.generators)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
-        """Reads what `state_dict` gave.
+        """Read the values of `state_dict`.
 
         Raises:
-            CheckpointError: a value is missing or unknown.
+            CheckpointError: A value is missing or unknown.
         """
         try:
             return cls(**{**state, "generators": tuple(state["generators"])})

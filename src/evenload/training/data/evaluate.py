@@ -1,12 +1,10 @@
-"""Evaluation: every sample of a plain loader once, none twice, on any number of devices.
+"""Evaluate a plain loader on any number of devices: every sample once, none twice.
 
-Note [ Equally many batches ]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A model with collectives in its forward hangs when one rank has a batch more than another, and most code breaks on an
-empty batch. So the n samples are cut, in order, into T rounds of at least one sample a rank, with T as near to the
-loader's own number of batches as that allows: T = min(number of batches, n // world_size). Where every batch of the
-loader has at least one sample a rank, the rounds are its batches. Each round is cut into one part a rank, sized by the
-ranks' speeds. Only where n < world_size the last ranks get nothing, for there is nothing to give.
+Note [Equally many batches]
+  A model with collectives in its forward hangs when one rank has more batches than another, and most code breaks on an
+  empty batch. So the n samples are cut, in order, into T rounds of at least one sample per rank:
+  T = min(number of batches, n // world_size). Where every batch of the loader has at least one sample per rank, the rounds
+  are its batches. Each round is split over the ranks by their speeds. Only where n < world_size do the last ranks get none.
 """
 
 from __future__ import annotations
@@ -26,19 +24,19 @@ from evenload.training.data import checks, order
 from evenload.training.data.batches import move
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.reading import (
-    Task,
-    TaskReader,
-    as_read,
-    end_workers,
+    ReadTask,
+    TaskDataset,
+    ignore_worker_warnings,
     inner_loader,
-    quiet,
-    reading_of,
+    pass_through,
+    read_settings,
     seed_workers,
+    shut_down_workers,
 )
-from evenload.training.data.stream import StreamBatch, StreamFeed
+from evenload.training.data.stream import StreamBatch, StreamReader
 
-_kept: weakref.WeakKeyDictionary[DataLoader[Any], Any] = weakref.WeakKeyDictionary()
-"""Readers with persistent workers, as long as the user's loader lives (which they don't hold)."""
+_persistent_readers: weakref.WeakKeyDictionary[DataLoader[Any], Any] = weakref.WeakKeyDictionary()
+"""Readers with persistent workers. They end with the user's loader, which they do not reference."""
 
 
 def evaluation_batches(
@@ -47,37 +45,36 @@ def evaluation_batches(
     rank: int,
     world_size: int,
     weights: Sequence[float],
-    agree: order.Agree,
+    agree: order.BroadcastIntegers,
     seed: int,
     epoch: int,
     device: torch.device,
     keyed_rng: bool = True,
 ) -> Iterator[Any]:
-    """This rank's batches of a plain DataLoader; over all ranks every sample once, in equally many batches a rank.
+    """Yield this rank's batches of a plain DataLoader: equally many on every rank, every sample once over all ranks.
 
-    The loader's sampler, batch_sampler, workers, pin_memory and collate_fn are honoured; parts keep the order, so the
-    ranks' parts of one round joined by rank are the samples in the loader's order. An iterable dataset is read whole by
-    every rank (see stream.py), a batch ahead.
+    The loader's sampler, batch_sampler, workers, pin_memory and collate_fn are honoured. The ranks' parts of one round,
+    joined by rank, are the samples in the loader's order. Every rank reads an iterable dataset whole (see stream.py).
 
     Args:
-        user_loader: not one that was given to `prepare`.
-        rank: this rank.
-        world_size: number of ranks.
-        weights: relative speed of each rank, at least 0, equal on all ranks.
-        agree: rank 0 gives integers, every rank gets them.
-        seed: of shuffling and keyed randomness.
-        epoch: likewise; the same epoch gives the same batches.
-        device: where batches go.
-        keyed_rng: whether randomness inside the dataset is keyed by (seed, epoch, position).
+        user_loader: A loader that was not given to `prepare`.
+        rank: This rank.
+        world_size: Number of ranks.
+        weights: Relative speed of each rank, at least 0, equal on all ranks.
+        agree: Broadcasts rank 0's integers to all ranks.
+        seed: Seed of shuffling and keyed randomness.
+        epoch: The same epoch gives the same batches.
+        device: Target of the batches.
+        keyed_rng: Key randomness inside the dataset by (seed, epoch, position).
 
     Raises:
-        ConfigError: a loader that was prepared for training, or none at all.
-        DataError: it can't be split over ranks.
+        ConfigError: The loader was prepared for training, or is not a DataLoader.
+        DataError: The loader can't be split over ranks.
     """
     if isinstance(user_loader, GlobalLoader):
         raise ConfigError(
-            "run.batches got a loader that was given to prepare, which is for training; give it a plain DataLoader, "
-            "not prepared"
+            "run.batches received a loader that was given to prepare, which is for training; give it a plain "
+            "DataLoader that was not prepared"
         )
     checks.check_loader(user_loader)
     if len(weights) != world_size or not all(0 <= weight < math.inf for weight in weights):
@@ -90,19 +87,19 @@ def evaluation_batches(
     return _moved(batches, device)
 
 
-def close_kept_workers() -> None:
-    """Ends the persistent workers of all loaders evaluated so far."""
-    for reader in list(_kept.values()):
+def close_persistent_workers() -> None:
+    """Shut down the persistent workers of all loaders evaluated so far."""
+    for reader in list(_persistent_readers.values()):
         reader.close()
-    _kept.clear()
+    _persistent_readers.clear()
 
 
 def cut_rounds(bounds: Sequence[int], world_size: int) -> list[tuple[int, int]]:
-    """The rounds ``[low, high)``, each of at least `world_size` samples (see the note above).
+    """Return the rounds ``[low, high)``; see Note [Equally many batches].
 
     Args:
-        bounds: where each batch begins, and the end.
-        world_size: number of ranks.
+        bounds: First position of each batch, then the number of samples.
+        world_size: Number of ranks.
     """
     batches = list(itertools.pairwise(bounds))
     num_samples = bounds[-1]
@@ -116,7 +113,7 @@ def cut_rounds(bounds: Sequence[int], world_size: int) -> list[tuple[int, int]]:
 
 
 def cut_parts(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Samples of each rank in a round: in proportion to `weights`, at least one where there are enough."""
+    """Split a round over the ranks in proportion to `weights`, at least one sample each where there are enough."""
     world_size = len(weights)
     if num_samples < world_size:
         return [int(rank < num_samples) for rank in range(world_size)]
@@ -143,26 +140,26 @@ def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class _MapReader:
-    """Reads a list of tasks through the workers that the user's loader asks for."""
+    """A reader of a list of tasks, through the workers of the user's loader."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, keyed: bool, pin: bool) -> None:
-        self.tasks: list[Task] = []
+        self.tasks: list[ReadTask] = []
         self._generator = loader.generator
         self._persistent = loader.persistent_workers
-        reader = TaskReader(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed)
+        reader = TaskDataset(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed)
         self._inner = inner_loader(
-            loader, reader, reading_of(loader, pinned=pin), batch_sampler=self, collate_fn=as_read
+            loader, reader, read_settings(loader, pinned=pin), batch_sampler=self, collate_fn=pass_through
         )
         self._iterator: Any = None
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[ReadTask]:
         return iter(self.tasks)
 
     def read(self, *seed_parts: int) -> Iterator[Any]:
-        """Collated samples of each task, in order."""
+        """Yield the collated samples of each task, in order."""
         seed_workers(self._inner, self._generator, *seed_parts)
         try:
-            with quiet():
+            with ignore_worker_warnings():
                 self._iterator = iter(self._inner)
             yield from self._iterator
         finally:
@@ -170,28 +167,28 @@ class _MapReader:
                 self.close()
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Shut down the workers."""
         iterator, self._iterator = self._iterator, None
         self._inner._iterator = None
-        end_workers(iterator)
+        shut_down_workers(iterator)
 
 
 def _map_batches(
     loader: DataLoader[Any],
     rank: int,
     weights: list[float],
-    agree: order.Agree,
+    agree: order.BroadcastIntegers,
     seed: int,
     epoch: int,
     keyed: bool,
     pin: bool,
 ) -> Iterator[Any]:
     drawn = order.draw_order(loader, seed=seed, epoch=epoch, rank=rank, agree=agree)
-    reader = _kept.get(loader) or _MapReader(loader, seed, keyed, pin)
+    reader = _persistent_readers.get(loader) or _MapReader(loader, seed, keyed, pin)
     if loader.persistent_workers:
-        _kept[loader] = reader
+        _persistent_readers[loader] = reader
     spans = (_part(low, high, weights, rank) for low, high in cut_rounds(drawn.bounds, len(weights)))
-    reader.tasks = [Task(epoch, low, tuple(drawn.keys(low, high))) for low, high in spans if low < high]
+    reader.tasks = [ReadTask(epoch, low, tuple(drawn.keys(low, high))) for low, high in spans if low < high]
     yield from reader.read(seed, epoch, rank)
 
 
@@ -199,34 +196,34 @@ def _stream_batches(
     loader: DataLoader[Any],
     rank: int,
     weights: list[float],
-    agree: order.Agree,
+    agree: order.BroadcastIntegers,
     seed: int,
     epoch: int,
     keyed: bool,
     pin: bool,
 ) -> Iterator[Any]:
-    feed = _kept.get(loader) or StreamFeed(loader, seed=seed, keyed=keyed, pin=pin)
+    reader = _persistent_readers.get(loader) or StreamReader(loader, seed=seed, keyed=keyed, pin=pin)
     if loader.persistent_workers:
-        _kept[loader] = feed
+        _persistent_readers[loader] = reader
     try:
-        feed.begin(epoch)
+        reader.begin(epoch)
         position = 0
-        for batch in _stream_rounds(feed, len(weights)):
+        for batch in _stream_rounds(reader, len(weights)):
             _check_same(agree, rank, len(batch))
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)
             if low < high:
-                yield feed.collate(batch.samples(low, high), low)
+                yield reader.collate(batch.samples(low, high), low)
         _check_same(agree, rank, 0)
     finally:
-        feed.pause()
+        reader.pause()
 
 
-def _stream_rounds(feed: StreamFeed, world_size: int) -> Iterator[StreamBatch]:
-    """The stream's batches; one with fewer samples than ranks is joined to the one before."""
+def _stream_rounds(reader: StreamReader, world_size: int) -> Iterator[StreamBatch]:
+    """Yield the stream's batches, joining one that has fewer samples than ranks to the previous one."""
     position = 0
     held: StreamBatch | None = None
-    while len(batch := feed.next_batch(position)):
+    while len(batch := reader.next_batch(position)):
         position += len(batch)
         if held is None:
             held = batch
@@ -239,10 +236,10 @@ def _stream_rounds(feed: StreamFeed, world_size: int) -> Iterator[StreamBatch]:
         yield held
 
 
-def _check_same(agree: order.Agree, rank: int, num_samples: int) -> None:
+def _check_same(agree: order.BroadcastIntegers, rank: int, num_samples: int) -> None:
     (first,) = agree([num_samples] if rank == 0 else None)
     if first != num_samples:
         raise DataError(
             f"rank {rank} read {num_samples} samples of the evaluation stream where rank 0 read {first}; an iterable "
-            f"dataset must give the same samples on every rank: don't shard it by rank"
+            f"dataset must yield the same samples on every rank: don't shard it by rank"
         )

@@ -1,10 +1,9 @@
-"""Whether all ranks were given the same data: a few numbers of each rank's loader, and what to say where they differ.
+"""Detect ranks that were given different data, by a few numbers of each rank's loader.
 
 A rank takes its part of each global batch from its own copy of the dataset, so the copies must be the same. Their lengths
-alone don't tell: a split drawn before `evenload.init`, from generators that differ between processes, is as long on every
-rank, and so is a shard that each machine has for itself. Looked at are lengths, the sampler, the indices of subsets and
-samplers, and numbers that the dataset holds as arrays (the ends of each). No sample is asked for: that might open files
-before the workers start.
+are not enough: a split drawn before `evenload.init`, from generators that differ between processes, has the same length on
+every rank, and so do shards of equal size. The numbers cover lengths, the sampler, the indices of subsets and samplers, and
+the ends of arrays that the dataset holds. No sample is read: that might open files before the workers start.
 """
 
 from __future__ import annotations
@@ -22,42 +21,42 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from evenload.training.data import checks
 
 _END_VALUES = 1 << 17
-"""Of each array so many values from its beginning and its end are looked at."""
+"""Values compared at the beginning and at the end of each array."""
 _SAME_FLOATS = 1e-3
-"""Machines that are not alike round differently when they normalise data: so much of the norm is no difference."""
-_MAX_TOLD = 8
+"""Relative tolerance of the norm: unlike machines round differently when they normalise data."""
+_MAX_LISTED = 8
 _SIZES = ("num_samples", "batch_size")
 _SHAPES = ("num_steps", "num_keys", "kinds")
 
 
 @dataclass(frozen=True)
-class Traits:
-    """One rank's loader in numbers; -1 where it has none."""
+class DatasetFingerprint:
+    """One rank's loader in numbers; -1 for those it does not have."""
 
     num_samples: float
     batch_size: float
     num_steps: float
     num_keys: float
-    """Of the sampler."""
+    """Keys of the sampler."""
     kinds: float
     """Checksum of the classes of dataset and sampler."""
     indices: float
     """Checksum of the indices that subsets and samplers hold."""
     integers: float
-    """Checksum of what the dataset holds in memory, floats left out."""
+    """Checksum of the integers that the dataset holds in memory."""
     projection: float
-    """Of the floats that the dataset holds in memory, on a fixed row of ±1."""
+    """Floats that the dataset holds in memory, projected on a fixed row of ±1."""
     norm: float
-    """Of these floats."""
+    """Norm of these floats."""
 
 
-def traits(loader: DataLoader[Any]) -> list[float]:
-    """What to compare of this rank's loader."""
+def fingerprint_of(loader: DataLoader[Any]) -> list[float]:
+    """Return the `DatasetFingerprint` of this rank's loader, as a row to exchange."""
     dataset = loader.dataset
     samplers = [] if checks.is_stream(loader) else checks.samplers_of(loader)
     parts = list(_parts(dataset))
     integers, projection, norm = _contents(parts)
-    found = Traits(
+    found = DatasetFingerprint(
         num_samples=_length(dataset),
         batch_size=float(loader.batch_size or 0),
         num_steps=-1.0 if checks.is_stream(loader) else _length(loader),
@@ -71,45 +70,47 @@ def traits(loader: DataLoader[Any]) -> list[float]:
     return [float(value) for value in astuple(found)]
 
 
-def difference(rows: Sequence[Sequence[float]]) -> str:
-    """What to tell where the ranks' traits differ; empty where they don't."""
-    ranks = [Traits(*row) for row in rows]
-    names = [field.name for field in fields(Traits) if len({getattr(one, field.name) for one in ranks}) > 1]
+def describe_mismatch(rows: Sequence[Sequence[float]]) -> str:
+    """Return the error message for ranks whose fingerprints differ; empty where they agree."""
+    ranks = [DatasetFingerprint(*row) for row in rows]
+    names = [field.name for field in fields(DatasetFingerprint) if len({getattr(one, field.name) for one in ranks}) > 1]
     if any(name in _SIZES for name in names):
-        told = _each([_size(one) for one in ranks])
+        listed = _each([_size(one) for one in ranks])
         shards = ""
         if "num_samples" in names:
             shards = (
-                ". Where each machine holds a part of the data only, put the parts together for all of them (a shared folder, "
-                "or a copy on each): a global batch draws from all samples alike"
+                ". Where each machine has only a part of the data, merge the parts for all of them (a shared folder, or a "
+                "copy on each): a global batch draws from all samples"
             )
         return (
-            f"the loaders differ: {told}. Give every rank the whole dataset and the same DataLoader; Evenload takes each rank's "
-            f"part{shards}"
+            f"the loaders differ: {listed}. Give every rank the whole dataset and the same DataLoader; Evenload takes "
+            f"each rank's part{shards}"
         )
     if any(name in _SHAPES for name in names):
-        told = _each([f"{_count(one.num_steps)} steps and {_count(one.num_keys)} keys of its sampler" for one in ranks])
-        return (
-            f"the loaders differ in their sampler, batch_sampler or drop_last: {told}. Give every rank the same DataLoader over "
-            "the whole dataset; Evenload takes each rank's part"
+        listed = _each(
+            [f"{_count(one.num_steps)} steps and {_count(one.num_keys)} keys of its sampler" for one in ranks]
         )
-    others = _others(ranks)
+        return (
+            f"the loaders differ in their sampler, batch_sampler or drop_last: {listed}. Give every rank the same DataLoader "
+            "over the whole dataset; Evenload takes each rank's part"
+        )
+    others = _differing_ranks(ranks)
     if "indices" in names:
         return (
-            f"the loaders name other samples on {others} than on rank 0 (the indices of a Subset or sampler differ): samples "
-            "would be lost or used twice. A split drawn at random before evenload.init differs between processes: draw it after "
-            "init, which seeds all ranks alike, or give it a seed of its own; and leave it to Evenload to take each rank's part"
+            f"the loaders select different samples on {others} and on rank 0 (the indices of a Subset or sampler differ): "
+            "samples would be lost or used twice. A random split drawn before evenload.init differs between processes: draw it "
+            "after init, which seeds all ranks alike, or give it its own seed; and let Evenload take each rank's part"
         )
     if "integers" in names or _floats_differ(ranks):
         return (
-            f"the dataset holds other values on {others} than on rank 0. Data made or shuffled at random before evenload.init "
-            "differs between processes: make it after init, which seeds all ranks alike, or give it a seed of its own; where "
-            "each machine holds data of its own, put it together for all of them"
+            f"the dataset holds different values on {others} and on rank 0. Data generated or shuffled before evenload.init "
+            "differs between processes: create it after init, which seeds all ranks alike, or give it its own seed; where each "
+            "machine has its own data, merge it for all of them"
         )
     return ""
 
 
-def _floats_differ(ranks: Sequence[Traits]) -> bool:
+def _floats_differ(ranks: Sequence[DatasetFingerprint]) -> bool:
     first = ranks[0]
     allowed = _SAME_FLOATS * max(one.norm for one in ranks)
     return any(
@@ -118,7 +119,7 @@ def _floats_differ(ranks: Sequence[Traits]) -> bool:
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
-    """The dataset and those inside it, as torch's own wrappers hold them."""
+    """Yield the dataset and those nested in torch's own wrappers."""
     yield dataset
     if isinstance(dataset, Subset):
         yield from _parts(dataset.dataset)
@@ -128,7 +129,7 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _indices(owners: Iterable[Any]) -> float:
-    """What subsets and samplers say about which samples there are: their ``indices``, or a plain list."""
+    """Return a checksum of the ``indices`` of subsets and samplers, or of a plain list of integers."""
     found = 0
     for owner in owners:
         plain = owner if isinstance(owner, list | tuple | range) and all(type(key) is int for key in owner) else None
@@ -141,7 +142,7 @@ def _indices(owners: Iterable[Any]) -> float:
 
 
 def _contents(parts: Iterable[Any]) -> tuple[float, float, float]:
-    """Checksum of integers and shapes, projection and norm of floats: of the arrays that datasets hold as attributes."""
+    """Return the checksum of integers and shapes, and projection and norm of floats, over the datasets' arrays."""
     exact = 0
     projection = norm = 0.0
     for part in parts:
@@ -166,13 +167,13 @@ def _contents(parts: Iterable[Any]) -> tuple[float, float, float]:
 
 @functools.lru_cache(maxsize=1)
 def _signs() -> torch.Tensor:
-    """A fixed row of ±1."""
+    """Return a fixed row of ±1."""
     bits = torch.randint(0, 2, (2 * _END_VALUES,), generator=torch.Generator().manual_seed(0))
     return bits.double() * 2 - 1
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
-    """A plain tensor or array of numbers; None of anything else."""
+    """Return a plain tensor or numeric array as a tensor; None for anything else."""
     if type(value) is torch.Tensor:
         return value if value.layout is torch.strided and not value.is_quantized else None
     numpy = sys.modules.get("numpy")
@@ -186,8 +187,8 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
     flat = value.reshape(-1)
     ends = flat if flat.size <= 2 * _END_VALUES else numpy.concatenate([flat[:_END_VALUES], flat[-_END_VALUES:]])
     try:
-        return torch.from_numpy(numpy.array(ends))  # a copy: the array may be read-only, or lie on a disk
-    except TypeError:  # a width that torch doesn't know
+        return torch.from_numpy(numpy.array(ends))  # a copy: the array may be read-only or memory-mapped
+    except TypeError:  # a dtype that torch does not have
         return None
 
 
@@ -209,7 +210,7 @@ def _crc(data: bytes) -> float:
     return float(zlib.crc32(data))
 
 
-def _size(one: Traits) -> str:
+def _size(one: DatasetFingerprint) -> str:
     samples = f"{int(one.num_samples)} samples" if one.num_samples >= 0 else "samples without a length"
     return f"{samples} in batches of {int(one.batch_size)}" if one.batch_size else samples
 
@@ -219,12 +220,12 @@ def _count(number: float) -> str:
 
 
 def _each(texts: Sequence[str]) -> str:
-    told = [f"rank {rank} has {text}" for rank, text in enumerate(texts[:_MAX_TOLD])]
-    return ", ".join(told) + (f" and so on, {len(texts)} ranks" if len(texts) > _MAX_TOLD else "")
+    listed = [f"rank {rank} has {text}" for rank, text in enumerate(texts[:_MAX_LISTED])]
+    return ", ".join(listed) + (f" and so on, {len(texts)} ranks" if len(texts) > _MAX_LISTED else "")
 
 
-def _others(ranks: Sequence[Traits]) -> str:
-    """The ranks whose data is another than rank 0's."""
+def _differing_ranks(ranks: Sequence[DatasetFingerprint]) -> str:
+    """Name the ranks whose data differs from rank 0's."""
     first = ranks[0]
     found = [
         str(rank)

@@ -10,11 +10,11 @@ import torch
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
 from evenload.training.data.batches import MicroBatch, move
-from evenload.training.data.tuning import Reading
+from evenload.training.data.tuning import ReadSettings
 
 
 class GlobalBatch:
-    """One global batch: its plan, and this rank's samples of each micro-batch."""
+    """One global batch: its plan, and the samples of this process in each micro-batch."""
 
     def __init__(
         self,
@@ -24,19 +24,19 @@ class GlobalBatch:
         global_step: int,
         device: torch.device,
         read: Callable[[int, int], Any],
-        recut: Callable[[], None],
-        reading: Reading,
+        on_replan: Callable[[], None],
+        reading: ReadSettings,
     ) -> None:
-        """Made by the loader.
+        """Create one step's batch.
 
         Args:
-            plan: who computes which sample.
-            ranks: this rank; or all replicas of this process (strategy ``dp``).
-            global_step: steps committed before this one.
-            device: where micro-batches are moved.
-            read: gives the collated samples at global positions ``[low, high)``.
-            recut: tells the loader that the plan is another one now.
-            reading: how this rank reads now.
+            plan: Assigns the samples to ranks.
+            ranks: This rank, or all replicas of this process (strategy ``dp``).
+            global_step: Steps committed before this one.
+            device: Target of the micro-batches.
+            read: Returns the collated samples at global positions ``[low, high)``.
+            on_replan: Called after the plan has changed.
+            reading: The loader workers of this rank.
         """
         self.plan = plan
         self.global_step = global_step
@@ -44,7 +44,7 @@ class GlobalBatch:
         self._ranks = tuple(ranks)
         self._device = device
         self._read = read
-        self._recut = recut
+        self._recut = on_replan
         self._held: dict[tuple[int, int], Any] = {}
 
     @property
@@ -63,10 +63,10 @@ class GlobalBatch:
         return self.plan.num_samples
 
     def micro(self, micro_index: int, rank: int | None = None, device: torch.device | None = None) -> MicroBatch:
-        """A rank's part of micro-batch `micro_index`, on its device; this rank's where none is named.
+        """Return a rank's part of micro-batch `micro_index`, on its device; by default this rank's.
 
-        Read once and kept (on the host) until the step is over, so every call gives the same samples, in containers of
-        their own. A rank without samples gets one real sample of the slice, marked idle.
+        Samples are read once and kept on the host until the step ends, so every call returns the same samples, in new
+        containers. A rank without samples gets one real sample of the slice, marked idle.
         """
         rank = self._ranks[0] if rank is None else rank
         low, high = read_span(self.plan, micro_index, rank)
@@ -76,20 +76,20 @@ class GlobalBatch:
         return MicroBatch(move(self._held[low, high], device or self._device), num_samples, idle=num_samples == 0)
 
     def read_all(self) -> None:
-        """Reads all parts of this process now, so that threads only move them."""
-        for low, high in self.wanted():
+        """Read all parts of this process now, so that threads only move them."""
+        for low, high in self.unread_spans():
             self._held[low, high] = self._read(low, high)
 
     def replan(self, plan: StepPlan) -> None:
-        """Cuts the same samples otherwise; what didn't change is kept, the rest is read again.
+        """Split the same samples in another way; unchanged parts are kept, the rest is read again.
 
         Raises:
-            StepError: the plan is for other samples.
+            StepError: The plan covers other samples.
         """
         if (plan.start, plan.num_samples) != (self.plan.start, self.plan.num_samples):
             raise StepError(
-                f"a step that covers samples {self.plan.start} to {self.plan.start + self.plan.num_samples} can't be "
-                f"planned anew for {plan.start} to {plan.start + plan.num_samples}"
+                f"a step over samples {self.plan.start} to {self.plan.start + self.plan.num_samples} can't be replanned "
+                f"for samples {plan.start} to {plan.start + plan.num_samples}"
             )
         self.plan = plan
         spans = set(self.spans())
@@ -97,31 +97,31 @@ class GlobalBatch:
         self._recut()
 
     def whole(self, micro_index: int) -> Any:
-        """The whole slice of micro-batch `micro_index`, all ranks' samples, collated, on this rank's device."""
+        """Return all ranks' samples of micro-batch `micro_index`, collated, on this rank's device."""
         return self.read(*self.plan.slice_of(micro_index))
 
     def read(self, low: int, high: int) -> Any:
-        """The samples at global positions ``[low, high)``, whosever they are, collated, on this rank's device."""
+        """Return any samples at global positions ``[low, high)``, collated, on this rank's device."""
         return move(self._read(low, high), self._device)
 
     def spans(self) -> list[tuple[int, int]]:
-        """The global positions ``[low, high)`` that this process reads, micro-batch by micro-batch."""
+        """Return the global positions ``[low, high)`` that this process reads, micro-batch by micro-batch."""
         return spans_of(self.plan, self._ranks)
 
-    def wanted(self) -> list[tuple[int, int]]:
-        """Those not read yet."""
+    def unread_spans(self) -> list[tuple[int, int]]:
+        """Return the spans not read yet."""
         return [span for span in self.spans() if span not in self._held]
 
 
 def spans_of(plan: StepPlan, ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """The positions that a process reads for its ranks; one that has several has no samples that stand for none."""
+    """Return the positions that a process reads; one with several replicas reads no idle samples."""
     if len(ranks) == 1:
         return [read_span(plan, micro_index, ranks[0]) for micro_index in range(plan.num_micro)]
     return [plan.slice_of(m, rank) for m in range(plan.num_micro) for rank in ranks if plan.micro[m][rank]]
 
 
 def read_span(plan: StepPlan, micro_index: int, rank: int) -> tuple[int, int]:
-    """The positions a rank reads for a micro-batch; where its share is 0, one sample that stands for none."""
+    """Return the positions that a rank reads for a micro-batch; one idle sample where its share is 0."""
     low, high = plan.slice_of(micro_index, rank)
     if low < high:
         return low, high

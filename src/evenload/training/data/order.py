@@ -1,7 +1,7 @@
-"""The global order of an epoch: which sample stands at which position, cut in global batches.
+"""The global order of an epoch: samples by position, cut into global batches.
 
-Identity and plain shuffling are functions of (seed, epoch), computed by every rank for itself. Any other sampler is
-drawn once, by rank 0, and shared.
+Every rank computes the identity and plain shuffling, functions of (seed, epoch), for itself. Rank 0 draws any other sampler
+once and broadcasts the order.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from evenload.errors import DataError, PeerLostError
 from evenload.training.data import checks, randomness
 
 MAX_ENDLESS = 10_000_000
-"""Keys drawn from a sampler without a length before it is taken for endless."""
+"""Keys drawn from a sampler without a length before it counts as endless."""
 
-Agree = Callable[[Sequence[int] | None], list[int]]
-"""Rank 0 gives integers, every rank gets them."""
+BroadcastIntegers = Callable[[Sequence[int] | None], list[int]]
+"""Broadcasts rank 0's integers to all ranks; the others pass None."""
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """One epoch's samples by global position.
 
-    ``bounds`` holds the position at which each step begins, and at the end the number of samples: step s takes the
-    positions ``[bounds[s], bounds[s + 1])``.
+    Step s takes the positions ``[bounds[s], bounds[s + 1])``; the last bound is the number of samples.
     """
 
     source: range | torch.Tensor | list[Any]
     bounds: Sequence[int]
     generators_before: tuple[str, ...] = ()
-    """The states of the sampler's own generators before it was drawn, to draw the same again."""
+    """States of the sampler's own generators before it was drawn, to draw the same again."""
     key: int = -1
-    """Checksum of an order drawn from the user's sampler; -1 of one that is a function of seed and epoch."""
+    """Checksum of an order drawn from the user's sampler; -1 for one that is a function of seed and epoch."""
 
     @property
     def num_steps(self) -> int:
@@ -51,42 +50,47 @@ class Order:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the epoch, those that drop_last drops left out."""
+        """Samples of the epoch, without those that drop_last drops."""
         return self.bounds[-1]
 
     def keys(self, low: int, high: int) -> list[Any]:
-        """The dataset's keys at the positions ``[low, high)``."""
+        """Return the dataset's keys at the positions ``[low, high)``."""
         part = self.source[low:high]
         return part.tolist() if isinstance(part, torch.Tensor) else list(part)
 
     def step_at(self, position: int) -> int:
-        """The step that begins at a position.
+        """Return the step that begins at a position.
 
         Raises:
-            DataError: no step begins there, so the batches are not those the position was counted in.
+            DataError: No step begins there, so the batches have changed.
         """
         step = bisect.bisect_left(self.bounds, position)
         if step == len(self.bounds) or self.bounds[step] != position:
             raise DataError(
-                f"the checkpoint stands at sample {position} of its epoch, where no step of this loader begins "
-                f"({self.num_steps} steps, {self.num_samples} samples): its batch_size, drop_last or sampler was "
-                f"another one; set them as they were, or start anew with --fresh"
+                f"the checkpoint is at sample {position} of its epoch, where no step of this loader begins "
+                f"({self.num_steps} steps, {self.num_samples} samples): its batch_size, drop_last or sampler "
+                f"changed; set them as they were, or start anew with --fresh"
             )
         return step
 
 
 def draw_order(
-    loader: DataLoader[Any], *, seed: int, epoch: int, rank: int, agree: Agree, batch_size: int | None = None
-) -> Order:
-    """The order of one epoch; a collective call where the sampler is the user's.
+    loader: DataLoader[Any],
+    *,
+    seed: int,
+    epoch: int,
+    rank: int,
+    agree: BroadcastIntegers,
+    batch_size: int | None = None,
+) -> SampleOrder:
+    """Return the order of one epoch; a collective call where the sampler is the user's.
 
-    The user's sampler draws under global generators keyed by (seed, epoch), and from its own generators as they are;
-    their states move on alike on every rank. ``set_epoch`` is called where there is one. Batches are of ``batch_size`` where it
-    is given, else the loader's.
+    The user's sampler draws from global generators keyed by (seed, epoch), and from its own generators, whose states stay
+    equal on all ranks. A `set_epoch` method is called. `batch_size` replaces the loader's.
 
     Raises:
-        DataError: the sampler has no end, or its keys can't be shared.
-        PeerLostError: rank 0 could not draw it.
+        DataError: The sampler has no end, or its keys can't be sent to other ranks.
+        PeerLostError: Rank 0 could not draw the order.
     """
     sampler = loader.sampler
     if checks.has_plain_batches(loader):
@@ -97,12 +101,12 @@ def draw_order(
             generator = torch.Generator().manual_seed(randomness.mix(seed, epoch, randomness.ORDER))
             plain = torch.randperm(len(sampler), generator=generator)  # type: ignore[arg-type]
         if plain is not None:
-            return Order(plain, regular_bounds(len(plain), loader, batch_size))
+            return SampleOrder(plain, regular_bounds(len(plain), loader, batch_size))
     return _share_order(loader, seed, epoch, rank, agree, batch_size)
 
 
 def regular_bounds(num_samples: int, loader: DataLoader[Any], batch_size: int | None = None) -> list[int]:
-    """Where each batch of ``batch_size`` (the loader's without one) begins, and the end."""
+    """Return the first position of each batch of `batch_size` (default: the loader's), then the end."""
     size = batch_size or loader.batch_size or 1
     bounds = list(range(0, num_samples, size))
     if num_samples % size == 0 or not loader.drop_last:
@@ -111,8 +115,8 @@ def regular_bounds(num_samples: int, loader: DataLoader[Any], batch_size: int | 
 
 
 def _share_order(
-    loader: DataLoader[Any], seed: int, epoch: int, rank: int, agree: Agree, batch_size: int | None
-) -> Order:
+    loader: DataLoader[Any], seed: int, epoch: int, rank: int, agree: BroadcastIntegers, batch_size: int | None
+) -> SampleOrder:
     samplers = checks.samplers_of(loader)
     generators = randomness.find_generators(samplers)
     for sampler in samplers:
@@ -122,7 +126,7 @@ def _share_order(
         try:
             message = _draw(loader, generators, seed, epoch)
         except Exception as error:
-            # The other ranks wait for the order: they are told before the error goes its way.
+            # The other ranks wait for the order: send them the error before raising it here.
             agree(_pack({"error": f"{type(error).__name__}: {error}"}, []))
             raise
         header, keys = _unpack(agree(message))
@@ -130,7 +134,7 @@ def _share_order(
         header, keys = _unpack(agree(None))
         if "error" in header:
             raise PeerLostError(f"rank 0 could not draw the order of epoch {epoch}: {header['error']}")
-        # So that any rank can take over from rank 0, and every rank's cursor is the same.
+        # Any rank can then take over from rank 0, and all cursors are equal.
         randomness.load_generators(generators, header["after"])
     source: torch.Tensor | list[Any] = torch.tensor(keys, dtype=torch.int64)
     if header["keys"] is not None:
@@ -139,11 +143,13 @@ def _share_order(
         bounds = regular_bounds(len(source), loader, batch_size)
     else:
         bounds = [0, *itertools.accumulate(header["lengths"])]
-    return Order(source, bounds, header["before"], _key_of(keys if header["keys"] is None else header["keys"], bounds))
+    return SampleOrder(
+        source, bounds, header["before"], _key_of(keys if header["keys"] is None else header["keys"], bounds)
+    )
 
 
 def _key_of(keys: Sequence[Any], bounds: Sequence[int]) -> int:
-    """A checksum that tells one drawn order from another; -1 for keys that have no spelling of their own."""
+    """Return a checksum of a drawn order; -1 for keys that can't be serialised as integers or JSON."""
     key = zlib.crc32(array.array("q", bounds).tobytes())
     try:
         return zlib.crc32(array.array("q", keys).tobytes(), key)
@@ -161,9 +167,9 @@ def _draw(loader: DataLoader[Any], generators: list[Any], seed: int, epoch: int)
     with randomness.forked():
         randomness.reseed(randomness.mix(seed, epoch, randomness.DRAW))
         if checks.has_plain_batches(loader):
-            keys = _take(loader.sampler)
+            keys = _draw_keys(loader.sampler)
         else:
-            lists = [list(keys) for keys in _take(loader.batch_sampler)]
+            lists = [list(keys) for keys in _draw_keys(loader.batch_sampler)]
             if not all(lists):
                 raise DataError(f"batch {lists.index([])} of the batch_sampler is empty; leave empty batches out")
             lengths = [len(keys) for keys in lists]
@@ -179,17 +185,17 @@ def _draw(loader: DataLoader[Any], generators: list[Any], seed: int, epoch: int)
         return _pack(header, keys if plain else [])
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise DataError(
-            f"the sampler gives keys of type {type(keys[0]).__qualname__}, which can't be sent to the other ranks "
-            f"({error}); let it give integers, strings or tuples of them"
+            f"the sampler yields keys of type {type(keys[0]).__qualname__}, which can't be sent to the other ranks "
+            f"({error}); let it yield integers, strings or tuples of them"
         ) from error
 
 
-def _take(sampler: Any) -> list[Any]:
+def _draw_keys(sampler: Any) -> list[Any]:
     keys = list(itertools.islice(sampler, MAX_ENDLESS + 1)) if not hasattr(sampler, "__len__") else list(sampler)
     if len(keys) > MAX_ENDLESS and not hasattr(sampler, "__len__"):
         raise DataError(
-            f"{type(sampler).__qualname__} has no __len__ and gave more than {MAX_ENDLESS:,} keys: an epoch needs an "
-            f"end; give it a __len__, or end it with itertools.islice"
+            f"{type(sampler).__qualname__} has no __len__ and yielded more than {MAX_ENDLESS:,} keys: an epoch needs an "
+            f"end; add a __len__, or end it with itertools.islice"
         )
     return keys
 

@@ -1,7 +1,7 @@
-"""Random numbers that depend on the sample, not on who computes it.
+"""Random numbers that depend on the sample, not on the rank that reads it.
 
-Every seed is a hash of plain integers: (seed, epoch, purpose, global position). The generators seeded are those that
-datasets use without saying so: torch's default CPU generator, `random`, and numpy's global one where numpy is imported.
+Every seed is a hash of plain integers: (seed, epoch, purpose, global position). It seeds the generators that datasets use
+implicitly: torch's default CPU generator, `random`, and numpy's global one where numpy is imported.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 _MASK = (1 << 64) - 1
 
-# What a seed is for, so that no two uses share one.
+# Purposes of a seed, so that no two uses share one.
 ORDER, DRAW, SAMPLE, COLLATE, WORKERS, STREAM = range(6)
 
 
 def mix(*parts: int) -> int:
-    """Hashes integers to one of 63 bits (the finalizer of splitmix64, Steele et al. 2014, over each part)."""
+    """Hash integers to 63 bits (the finalizer of splitmix64, Steele et al. 2014, over each part)."""
     state = 0
     for part in parts:
         state = (state + part + 0x9E3779B97F4A7C15) & _MASK
@@ -34,21 +34,21 @@ def mix(*parts: int) -> int:
 
 
 def reseed(seed: int) -> None:
-    """Seeds the global generators that are there; about 10 microseconds."""
+    """Seed the global generators of all imported libraries; takes about 10 microseconds."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
-def take_state() -> tuple[Any, ...]:
-    """The states of the global generators."""
+def get_global_state() -> tuple[Any, ...]:
+    """Return the states of the global generators."""
     numpy = sys.modules.get("numpy")
     return torch.default_generator.get_state(), random.getstate(), numpy.random.get_state() if numpy else None
 
 
-def put_state(state: tuple[Any, ...]) -> None:
-    """Puts back what `take_state` took."""
+def set_global_state(state: tuple[Any, ...]) -> None:
+    """Restore the states that `get_global_state` returned."""
     torch.default_generator.set_state(state[0])
     random.setstate(state[1])
     if state[2] is not None:
@@ -57,35 +57,35 @@ def put_state(state: tuple[Any, ...]) -> None:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Whatever the body does to the global generators is undone."""
-    state = take_state()
+    """Restore the global generators after the body."""
+    state = get_global_state()
     try:
         yield
     finally:
-        put_state(state)
+        set_global_state(state)
 
 
-class OwnRandomness:
-    """Global generators of its own for code that runs a piece at a time, between other code that draws too."""
+class IsolatedGenerators:
+    """Separate global generators for code that runs in pieces, between other code that draws too."""
 
     def __init__(self, seed: int) -> None:
         with forked():
             reseed(seed)
-            self._state = take_state()
+            self._state = get_global_state()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The body draws from these generators and goes on where the last body stopped."""
+        """Draw from these generators in the body, continuing after the last body."""
         with forked():
-            put_state(self._state)
+            set_global_state(self._state)
             try:
                 yield
             finally:
-                self._state = take_state()
+                self._state = get_global_state()
 
 
 def find_generators(owners: Iterable[Any]) -> list[Any]:
-    """The generators that objects hold as attributes, each once, in a fixed order."""
+    """Return the generators that objects hold as attributes, each once, in a fixed order."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
@@ -98,12 +98,12 @@ def find_generators(owners: Iterable[Any]) -> list[Any]:
 
 
 def save_generators(generators: Iterable[Any]) -> tuple[str, ...]:
-    """The states as text, so that a cursor stays plain values."""
+    """Return the states as text, so that a cursor holds plain values."""
     return tuple(base64.b64encode(pickle.dumps(_get(generator))).decode() for generator in generators)
 
 
 def load_generators(generators: Iterable[Any], states: Iterable[str]) -> None:
-    """Puts back what `save_generators` took."""
+    """Restore the states that `save_generators` returned."""
     for generator, state in zip(generators, states, strict=True):
         _set(generator, pickle.loads(base64.b64decode(state)))
 

@@ -1,4 +1,4 @@
-"""What a loader worker does: read the samples of one task, each with randomness of its own, and collate them."""
+"""Read and collate one task's samples, with keyed randomness; the code that loader workers run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from torch.utils.data._utils import worker as torch_worker
 
 from evenload.training.data import randomness
-from evenload.training.data.tuning import Reading
+from evenload.training.data.tuning import ReadSettings
 
 _WORKER_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Samples to be read and collated together."""
+class ReadTask:
+    """Samples to read and collate together."""
 
     epoch: int
     low: int
     """Global position of the first sample; the others follow."""
     keys: tuple[Any, ...]
-    """The dataset's keys; none: nothing is to be read."""
+    """The dataset's keys; empty where nothing is to be read."""
     serial: int = -1
-    """Number in the order of sending; -1 where it isn't sent through a queue."""
+    """Position in the order of sending; -1 outside a queue."""
 
     @property
     def span(self) -> tuple[int, int]:
@@ -41,19 +41,19 @@ class Task:
 _WORKER_INFO = ("id", "num_workers", "seed", "dataset")
 
 
-class Skipped:
-    """Stands for a task that was called off, or was empty."""
+class SkippedRead:
+    """The result of a task that was cancelled or empty."""
 
 
-class TaskReader(Dataset[Any]):
-    """The user's dataset behind a door that takes tasks; lives in every worker.
+class TaskDataset(Dataset[Any]):
+    """The user's dataset, indexed by tasks; each worker has one.
 
-    Keyed randomness: before each sample the global generators are seeded by (seed, epoch, global position), before
-    collation by the position of the first sample. A dataset with ``__getitems__`` reads a whole task in one call, so it
-    is seeded once, by the task's first position: its random draws depend on how the batch is split.
+    Keyed randomness: the global generators are seeded by (seed, epoch, global position) before each sample, and by the
+    position of the first sample before collation. A dataset with ``__getitems__`` reads a whole task in one call, so it is
+    seeded once, by the task's first position: its random draws depend on the split of the batch.
 
     Args:
-        cancelled: shared flags by ``serial % len``; a task whose flag is up is left, between two samples at the latest.
+        cancelled: Shared flags by ``serial % len``; a task whose flag is set is left before its next sample.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class TaskReader(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self._seed = seed
-        self._keyed = keyed and not (draws_nothing(dataset) and collate_fn is default_collate)
+        self._keyed = keyed and not (is_deterministic(dataset) and collate_fn is default_collate)
         self._cancelled = cancelled
-        self._cuts = collate_fn is default_collate and _has_columns(dataset)
+        self._is_tabular = collate_fn is default_collate and _has_columns(dataset)
 
-    def __getitems__(self, task: Task) -> Any:
-        """Reads and collates; torch's fetcher passes whatever the batch sampler gave."""
+    def __getitems__(self, task: ReadTask) -> Any:
+        """Read and collate; torch's fetcher passes on whatever the batch sampler yields."""
         if not self._keyed or get_worker_info() is not None:
             return self._read(task)
         with randomness.forked():
             return self._read(task)
 
-    def _read(self, task: Task) -> Any:
+    def _read(self, task: ReadTask) -> Any:
         flags, flag = self._cancelled, -1
         if flags is not None and task.serial >= 0:
             flag = task.serial % len(flags)
         if not task.keys or (flag >= 0 and flags[flag]):
-            return Skipped()
-        if self._cuts and (found := _cut(self.dataset, task.keys)) is not None:
+            return SkippedRead()
+        if self._is_tabular and (found := _index_columns(self.dataset, task.keys)) is not None:
             return found
         seed = randomness.mix(self._seed, task.epoch, randomness.SAMPLE)
         if reads_in_batches(self.dataset):
@@ -96,7 +96,7 @@ class TaskReader(Dataset[Any]):
             samples = []
             for position, key in enumerate(task.keys, start=task.low):
                 if flag >= 0 and flags[flag]:
-                    return Skipped()
+                    return SkippedRead()
                 if self._keyed:
                     randomness.reseed(randomness.mix(seed, position))
                 samples.append(self.dataset[key])
@@ -106,21 +106,21 @@ class TaskReader(Dataset[Any]):
 
 
 def reads_in_batches(dataset: Any) -> bool:
-    """Whether ``__getitems__`` is the dataset's own; torch's Subset has one that may only loop."""
+    """Return True if ``__getitems__`` is the dataset's own: torch's Subset has one that may only loop."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def draws_nothing(dataset: Any) -> bool:
-    """Whether reading surely draws no random number, so that seeding for each sample would be for nothing."""
+def is_deterministic(dataset: Any) -> bool:
+    """Return True if reading draws no random numbers, so that seeding each sample is needless."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) in (TensorDataset, list, tuple, range, torch.Tensor)
 
 
 def _has_columns(dataset: Any) -> bool:
-    """Whether this is a TensorDataset, below any Subset: it is cut for a whole task at once, not sample by sample."""
+    """Return True for a TensorDataset, below any Subset, which is indexed by a whole task at once."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset:
@@ -128,8 +128,8 @@ def _has_columns(dataset: Any) -> bool:
     return all(type(column) is torch.Tensor and column.layout is torch.strided for column in dataset.tensors)
 
 
-def _cut(dataset: Any, keys: Sequence[Any]) -> list[torch.Tensor] | None:
-    """What default_collate makes of these samples, bit for bit; None for keys that are no integers."""
+def _index_columns(dataset: Any, keys: Sequence[Any]) -> list[torch.Tensor] | None:
+    """Return exactly what default_collate makes of these samples; None for keys that are not integers."""
     while type(dataset) is Subset:
         keys = [dataset.indices[key] for key in keys]
         dataset = dataset.dataset
@@ -139,27 +139,27 @@ def _cut(dataset: Any, keys: Sequence[Any]) -> list[torch.Tensor] | None:
     return [column[index] for column in dataset.tensors]
 
 
-def as_read(data: Any) -> Any:
-    """The inner loader's collate_fn: the reader has collated already."""
+def pass_through(data: Any) -> Any:
+    """Collate nothing: `TaskDataset` has collated already."""
     return data
 
 
 class WorkerInit:
-    """Shows the user's worker_init_fn, and the dataset, the user's own dataset in `get_worker_info().dataset`."""
+    """Run the user's worker_init_fn with the user's own dataset in `get_worker_info().dataset`."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self._worker_init_fn = worker_init_fn
-        # Asked here, not in the worker: CUDA can't be looked at after a fork.
-        self._gives_way = not torch.cuda.is_available()
+        # Checked here, not in the worker: CUDA can't be queried after a fork.
+        self._lowers_priority = not torch.cuda.is_available()
 
     def __call__(self, worker_id: int) -> None:
-        """Runs in the worker, before it reads."""
-        if self._gives_way:
-            # Ranks that compute on the same cores go first: reading ahead fills the gaps, and their times stay comparable.
+        """Run in the worker, before it reads."""
+        if self._lowers_priority:
+            # Ranks that compute on the same cores go first: prefetching fills the gaps, and their times stay comparable.
             os.nice(_WORKER_NICENESS)
         info: Any = get_worker_info()
         own = info.dataset.dataset
-        # Before torch 2.13 it was no dataclass; these four are all it held.
+        # Before torch 2.13 it was no dataclass; these four were all its fields.
         known = [field.name for field in dataclasses.fields(info)] if dataclasses.is_dataclass(info) else _WORKER_INFO
         shown = {name: getattr(info, name) for name in known}
         torch_worker._worker_info = type(info)(**{**shown, "dataset": own})
@@ -167,19 +167,19 @@ class WorkerInit:
             self._worker_init_fn(worker_id)
 
 
-def reading_of(loader: DataLoader[Any], *, pinned: bool) -> Reading:
-    """What the user's loader asks for."""
-    return Reading(loader.num_workers, (loader.prefetch_factor or 0) if loader.num_workers else 0, pinned)
+def read_settings(loader: DataLoader[Any], *, pinned: bool) -> ReadSettings:
+    """Return the user's settings."""
+    return ReadSettings(loader.num_workers, (loader.prefetch_factor or 0) if loader.num_workers else 0, pinned)
 
 
-def inner_loader(loader: DataLoader[Any], dataset: Any, reading: Reading, **batching: Any) -> DataLoader[Any]:
-    """A torch DataLoader over `dataset` with the settings of the user's loader.
+def inner_loader(loader: DataLoader[Any], dataset: Any, reading: ReadSettings, **batching: Any) -> DataLoader[Any]:
+    """Return a torch DataLoader over `dataset` with the settings of the user's loader.
 
     Args:
-        loader: the user's.
-        dataset: what the workers read.
-        reading: how many workers there are, how far ahead they read, and whether torch pins what they give.
-        batching: batch_sampler, batch_size, drop_last, collate_fn of the inner loader.
+        loader: The user's loader.
+        dataset: Read by the workers.
+        reading: Number of workers, depth of the queue, and pinning.
+        batching: batch_sampler, batch_size, drop_last and collate_fn of the inner loader.
     """
     workers: dict[str, Any] = {}
     if reading.num_workers > 0:
@@ -190,7 +190,7 @@ def inner_loader(loader: DataLoader[Any], dataset: Any, reading: Reading, **batc
             "worker_init_fn": WorkerInit(loader.worker_init_fn),
             "timeout": loader.timeout,
         }
-    with quiet():
+    with ignore_worker_warnings():
         return DataLoader(
             dataset,
             num_workers=reading.num_workers,
@@ -202,25 +202,25 @@ def inner_loader(loader: DataLoader[Any], dataset: Any, reading: Reading, **batc
 
 
 def seed_workers(inner: DataLoader[Any], generator: torch.Generator | None, *parts: int) -> None:
-    """Fixes the base seed of the workers that `inner` starts next; a generator the user gave counts in."""
+    """Fix the base seed of the workers that `inner` starts next; the user's generator counts in."""
     own = 0 if generator is None else generator.initial_seed()
     inner.generator.manual_seed(randomness.mix(randomness.WORKERS, own, *parts))
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Torch has told the user once that there are more workers than cores; the inner loader need not repeat it."""
+def ignore_worker_warnings() -> Iterator[None]:
+    """Suppress the warning about more workers than cores, which torch gave for the user's loader already."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
 
 
-def end_workers(iterator: Any) -> None:
-    """Ends the worker processes of a DataLoader's iterator now, not when it is garbage-collected."""
+def shut_down_workers(iterator: Any) -> None:
+    """Shut down the workers of a DataLoader's iterator now, not when it is garbage-collected."""
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is None:
         return
     shutdown()
     for queue in getattr(iterator, "_index_queues", ()):
         if (thread := getattr(queue, "_thread", None)) is not None:
-            thread.join(timeout=0.5)  # it has nothing more to send; torch leaves it to end some time
+            thread.join(timeout=0.5)  # it has nothing left to send; torch does not wait for it

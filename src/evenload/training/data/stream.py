@@ -1,11 +1,11 @@
-"""Iterable datasets: every rank reads the whole stream and keeps its own samples.
+"""Read iterable datasets: every rank reads the whole stream and keeps its own samples.
 
-What is promised: step s is the s-th batch that the user's own DataLoader would give, ragged batches included, split
-over the ranks by the plan; every sample is used once, the ranks end at the same step, and a resume skips what was
-used. What it needs: the stream must be the same on every rank. It is where it has no randomness, or draws it from the
-global generators (torch, random, numpy), which are seeded by (seed, epoch) on every rank alike; a dataset that shards
-itself by rank must stop doing so. What it costs: every rank reads, decodes and augments every sample, and a resume
-reads the skipped ones again. A map-style dataset has neither cost.
+Step s is the s-th batch of the user's own DataLoader, ragged batches included, split over the ranks by the plan. Every sample
+is used once, the ranks end at the same step, and a resume skips used samples.
+
+The stream must be the same on every rank. It is where it has no randomness, or draws it from the global generators (torch,
+random, numpy), which are seeded by (seed, epoch) on every rank alike; a dataset must not shard itself by rank. The cost: every
+rank reads, decodes and augments every sample, and a resume reads the skipped ones again. A map-style dataset has neither cost.
 
 The user's collate_fn runs in the main process, since the plan is known only there.
 """
@@ -25,14 +25,20 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenload.errors import DataError
 from evenload.training.data import randomness
 from evenload.training.data.batches import pin as pin_batch
-from evenload.training.data.reading import end_workers, inner_loader, quiet, reading_of, seed_workers
+from evenload.training.data.reading import (
+    ignore_worker_warnings,
+    inner_loader,
+    read_settings,
+    seed_workers,
+    shut_down_workers,
+)
 
 
 class StreamBatch:
-    """The samples of one global batch, as read from the stream."""
+    """The samples of one global batch."""
 
     def __init__(self, samples: Sequence[Any], position: int) -> None:
-        """Made by the feed; `position` is the global position of the first sample."""
+        """Create a batch; `position` is the global position of the first sample."""
         self._samples = samples
         self._position = position
 
@@ -40,22 +46,22 @@ class StreamBatch:
         return len(self._samples)
 
     def samples(self, low: int, high: int) -> list[Any]:
-        """Those at the global positions ``[low, high)``."""
+        """Return the samples at the global positions ``[low, high)``."""
         return [self._samples[index] for index in range(low - self._position, high - self._position)]
 
     def joined(self, other: StreamBatch) -> StreamBatch:
-        """This batch and the one that follows it, as one."""
+        """Return this batch and the following one as one batch."""
         return StreamBatch([*self._samples, *other._samples], self._position)
 
 
-class StreamFeed:
-    """Reads the stream batch by batch, in the order that the user's loader would give.
+class StreamReader:
+    """Read the stream batch by batch, in the order of the user's loader.
 
     Args:
-        loader: the user's; not kept, so that a feed may be kept as long as the loader lives.
-        seed: of the stream's randomness.
-        keyed: whether the stream draws from generators seeded by (seed, epoch).
-        pin: whether collated batches are pinned.
+        loader: The user's loader. It is not referenced, so a reader can be cached for as long as the loader lives.
+        seed: Seed of the stream's randomness.
+        keyed: Draw from generators seeded by (seed, epoch).
+        pin: Pin collated batches.
     """
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, keyed: bool, pin: bool) -> None:
@@ -66,53 +72,53 @@ class StreamFeed:
         self._generator = loader.generator
         self._persistent = loader.persistent_workers
         self._seed, self._keyed, self._pin = seed, keyed, pin
-        self.reading = reading_of(loader, pinned=pin)
+        self.reading = read_settings(loader, pinned=pin)
         self._epoch = 0
-        self._own: randomness.OwnRandomness | None = None
+        self._generators: randomness.IsolatedGenerators | None = None
         self._batches: Iterator[Sequence[Any]] | None = None
         self._inner: DataLoader[Any] | None = None
         if loader.num_workers > 0:
-            self._stream = _Stream(loader.dataset, seed if keyed else None)
+            self._stream = _SeededStream(loader.dataset, seed if keyed else None)
             self._inner = inner_loader(
                 loader,
                 self._stream,
-                reading_of(loader, pinned=False),
+                read_settings(loader, pinned=False),
                 batch_size=loader.batch_size,
                 drop_last=loader.drop_last,
                 collate_fn=PackedSamples.pack,
             )
 
     def begin(self, epoch: int, skip_batches: int = 0, skip_samples: int = 0) -> None:
-        """Starts the stream of an epoch, and reads past what was used before.
+        """Start the stream of an epoch, and read past the samples used before.
 
         Raises:
-            DataError: the batches passed don't hold as many samples as were used.
+            DataError: The skipped batches don't hold as many samples as were used.
         """
         self._epoch = epoch
         if self._inner is not None:
-            # The same base seed on every rank: the streams must be the same.
+            # The same base seed on every rank, for the same streams.
             seed_workers(self._inner, self._generator, self._seed, epoch)
             self._stream.epoch.value = epoch
-            with quiet():
+            with ignore_worker_warnings():
                 self._batches = iter(self._inner)
         else:
             if self._keyed:
-                self._own = randomness.OwnRandomness(randomness.mix(self._seed, epoch, randomness.STREAM))
-            self._batches = self._cut()
+                self._generators = randomness.IsolatedGenerators(randomness.mix(self._seed, epoch, randomness.STREAM))
+            self._batches = self._batches_of_samples()
         passed = sum(len(self._next()) for _ in range(skip_batches))
         if passed != skip_samples:
             raise DataError(
-                f"the checkpoint stands after {skip_samples} samples in {skip_batches} batches of the stream; now its "
+                f"the checkpoint is after {skip_samples} samples in {skip_batches} batches of the stream; now its "
                 f"first {skip_batches} batches hold {passed}: the dataset, batch_size or num_workers changed; set them "
                 f"as they were, or start anew with --fresh"
             )
 
     def next_batch(self, position: int) -> StreamBatch:
-        """The next global batch, whose first sample has this global position; empty at the end."""
+        """Return the next global batch, whose first sample has this global position; empty at the end."""
         return StreamBatch(self._next(), position)
 
     def collate(self, samples: list[Any], low: int) -> Any:
-        """Samples collated by the user's function; `low` is the global position of the first."""
+        """Collate samples; `low` is the global position of the first."""
         if not self._keyed:
             data = self._collate_fn(samples)
         else:
@@ -122,35 +128,35 @@ class StreamFeed:
         return pin_batch(data) if self._pin else data
 
     def pause(self) -> None:
-        """The epoch is over, or was left. Workers end unless they are persistent."""
-        self._own = None
+        """End or leave the epoch. Workers end unless they are persistent."""
+        self._generators = None
         if self._inner is None or not self._persistent:
             self.close()
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Shut down the workers."""
         batches, self._batches = self._batches, None
         if self._inner is not None:
-            end_workers(batches)
+            shut_down_workers(batches)
             self._inner._iterator = None
 
     def _next(self) -> Sequence[Any]:
         if self._batches is None:
             return ()
-        if self._own is None:
+        if self._generators is None:
             return next(self._batches, ())
-        with self._own.active():
+        with self._generators.active():
             return next(self._batches, ())
 
-    def _cut(self) -> Iterator[list[Any]]:
+    def _batches_of_samples(self) -> Iterator[list[Any]]:
         samples = iter(self._dataset)
         while batch := list(itertools.islice(samples, self._size)):
             if len(batch) == self._size or not self._drop_last:
                 yield batch
 
 
-class _Stream(IterableDataset[Any]):
-    """The user's dataset in a worker, seeded by (seed, epoch, worker) each time it begins."""
+class _SeededStream(IterableDataset[Any]):
+    """The user's dataset in a worker, seeded by (seed, epoch, worker) at each start."""
 
     def __init__(self, dataset: Any, seed: int | None) -> None:
         self.dataset = dataset
@@ -165,19 +171,19 @@ class _Stream(IterableDataset[Any]):
 
 
 class PackedSamples(Sequence[Any]):
-    """Samples on their way from a worker: one buffer, each unpacked only where it is used.
+    """Samples from a worker in one buffer, each unpacked only where it is used.
 
-    As they are, every tensor of every sample would need an open file of its own.
+    Unpacked, every tensor of every sample would need an open file of its own.
     """
 
     def __init__(self, buffer: torch.Tensor, ends: list[int]) -> None:
-        """`buffer` is bytes; sample i ends at ``ends[i]``."""
+        """Create from a buffer of bytes, where sample i ends at ``ends[i]``."""
         self._buffer = buffer
         self._ends = ends
 
     @classmethod
     def pack(cls, samples: list[Any]) -> PackedSamples:
-        """Packs them in the worker."""
+        """Pack samples, in the worker."""
         stream = io.BytesIO()
         ends = []
         for sample in samples:
@@ -199,7 +205,7 @@ class PackedSamples(Sequence[Any]):
 
 
 class _Pickler(pickle.Pickler):
-    """Writes plain CPU tensors as their bytes; torch's own way costs some 50 microseconds each."""
+    """Pickle plain CPU tensors as bytes; torch's own way takes about 50 microseconds each."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
@@ -207,10 +213,10 @@ class _Pickler(pickle.Pickler):
         if value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
             return NotImplemented
         data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _tensor, (data, value.dtype, tuple(value.shape))
+        return _unpack_tensor, (data, value.dtype, tuple(value.shape))
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _unpack_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

@@ -1,16 +1,16 @@
-"""How many loader workers the ranks should have: what their steps cost in, decisions out. No clock, no torch.
+"""Choose the number of loader workers of each rank from the costs of its steps. Pure: no clock, no torch.
 
-Note [What is made small]
-  The seconds of the whole step for a sample of the global batch. A rank's own seconds would not do: workers take cores that
-  other ranks compute on, so what one rank gains another may lose.
+Note [Objective]
+  Minimise the seconds of the whole step per sample of the global batch. A rank's own seconds would not do: workers take cores
+  that other ranks compute on, so one rank's gain may be another's loss.
 
-Note [The search]
-  All ranks search together: each sees what every rank spent and how it read (they travel in the exchange of a step), so each
-  comes to the same decision without a further word. It begins with what the DataLoaders say, so mostly without workers: that
-  tells what reading takes beside computing, hence how many workers could keep up, on each rank for itself. From there the
-  ranks that still wait double theirs, deepen the queue where they wait now and then, and all halve while nothing is lost by
-  it. A setting is looked at for `WINDOW_STEPS`, and longer where steps are short. Samples are keyed by their place in the
-  global order, so whoever reads them, and however often, they are the same.
+Note [Search]
+  All ranks search together. Each knows the seconds and settings of every rank (they travel in the exchange of a step), so all
+  make the same decision without further communication. The search begins with the settings of the DataLoaders, mostly
+  without workers: that shows the time of reading beside computing, hence the number of workers that could keep up, on each
+  rank for itself. Then the ranks that still wait double theirs, deepen the queue where waits come in bursts, and all halve
+  while nothing is lost by it. Each setting is measured for `WINDOW_STEPS`, and longer where steps are short. Samples are
+  keyed by their global position, so they are the same whichever process reads them.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from enum import Enum, IntEnum
 from statistics import mean, median
 
 SKIPPED_STEPS = 2
-"""After a change: the new workers start, and the first samples come late."""
+"""Steps ignored after a change: new workers start, and the first samples come late."""
 WINDOW_STEPS = 8
 WINDOW_S, LONGEST_WINDOW_STEPS = 0.4, 16
-"""Short steps scatter more: so many seconds are looked at, as long as that isn't too many steps."""
+"""Short steps scatter more: measure for this many seconds, up to this many steps."""
 NEGLIGIBLE = 0.02
-"""Waiting of less than this part of a rank's own seconds is no reason to look for more workers."""
+"""Below this part of a rank's own seconds, waiting is no reason to try more workers."""
 SAME = 0.02
-"""Settings whose costs are this near count as equal: the one with fewer workers is taken."""
+"""Relative difference of costs that count as equal; the setting with fewer workers is then used."""
 MOST_PREFETCH = 8
 PINNING_PAYS = 0.9
-"""Pinned memory is used where copies to the GPU take less than this part of the usual time."""
+"""Pin memory where copies to the GPU take less than this part of the usual time."""
 WATCH_STEPS = 20
 REOPEN = 0.10
-"""Once chosen, the search begins anew where a rank waits for so much of its seconds, and twice as much as when it chose."""
+"""Search again where a rank waits for this part of its seconds, and for twice as much as when the setting was chosen."""
 _MAX_SEARCHES = 4
 _ANY_NUMBER = 1 << 30
 
 
-class How(IntEnum):
-    """Who set it."""
+class SettingsOrigin(IntEnum):
+    """The source of a rank's settings."""
 
-    GIVEN = 0
-    """The user, in the DataLoader."""
-    TRIED = 1
-    """The search, which goes on."""
+    USER = 0
+    """Set by the user, in the DataLoader."""
+    TRIAL = 1
+    """Under trial in the search."""
     CHOSEN = 2
-    """The search, which has ended."""
+    """Chosen by the search, which has ended."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a rank reads its samples."""
+class ReadSettings:
+    """The loader workers of one rank."""
 
     num_workers: int = 0
     prefetch: int = 0
-    """Tasks (parts of a micro-batch) ahead, for each worker; 0 without workers."""
+    """Tasks (parts of a micro-batch) prefetched by each worker; 0 without workers."""
     pinned: bool = False
-    """Whether what is read comes in pinned memory."""
-    how: How = How.GIVEN
+    """Workers return samples in pinned memory."""
+    origin: SettingsOrigin = SettingsOrigin.USER
 
     @property
     def depth(self) -> int:
-        """Tasks that are out at once."""
+        """Outstanding tasks."""
         return self.num_workers * self.prefetch
 
     def code(self) -> float:
-        """As one number, for the exchange of a step."""
-        return float(((self.num_workers * 64 + min(self.prefetch, 63)) * 2 + self.pinned) * 4 + self.how)
+        """Encode as one number, for the exchange of a step."""
+        return float(((self.num_workers * 64 + min(self.prefetch, 63)) * 2 + self.pinned) * 4 + self.origin)
 
     def __str__(self) -> str:
         if not self.num_workers:
@@ -82,91 +82,91 @@ class Reading:
 
 
 @functools.lru_cache(maxsize=256)
-def read_code(code: float) -> Reading:
-    """What `Reading.code` gave."""
-    rest, how = divmod(int(code), 4)
+def decode_settings(code: float) -> ReadSettings:
+    """Decode the number of `ReadSettings.code`."""
+    rest, origin = divmod(int(code), 4)
     rest, pinned = divmod(rest, 2)
     num_workers, prefetch = divmod(rest, 64)
-    return Reading(num_workers, prefetch, bool(pinned), How(how))
+    return ReadSettings(num_workers, prefetch, bool(pinned), SettingsOrigin(origin))
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step cost, as all ranks know it."""
+    """The cost of a step, equal on all ranks."""
 
     seconds: float
-    """Of the whole step."""
+    """Seconds of the whole step."""
     num_samples: int
-    """Of the global batch."""
+    """Samples of the global batch."""
     data_s: tuple[float, ...]
-    """Each rank's waiting for samples; without workers the reading itself."""
+    """Each rank's wait for samples; without workers its reading."""
     busy_s: tuple[float, ...]
-    """Each rank's forward, backward, optimizer."""
-    readings: tuple[Reading, ...]
-    """How each rank read."""
+    """Each rank's forward, backward and optimizer."""
+    readings: tuple[ReadSettings, ...]
+    """Each rank's settings."""
 
     @property
     def sizes(self) -> Sizes:
-        """The setting that it was measured under."""
+        """The sizes that the step was measured with."""
         return tuple((reading.num_workers, reading.prefetch) for reading in self.readings)
 
 
 Sizes = tuple[tuple[int, int], ...]
-"""Of each rank: workers, prefetch."""
+"""Workers and prefetch of each rank."""
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _TrialResult:
     cost_s: float
-    """Of a sample; the mean over the window without its dearest and its cheapest step."""
+    """Seconds per sample: the mean over the window without its slowest and fastest step."""
     waiting: tuple[float, ...]
-    """Part of each rank's own seconds that went by waiting for samples."""
+    """Part of each rank's own seconds spent waiting for samples."""
     ratio: tuple[float, ...]
-    """Of each rank: seconds of waiting over seconds of computing."""
+    """Seconds of waiting over seconds of computing, of each rank."""
     bursts: tuple[bool, ...]
-    """Of each rank: whether most steps waited little, and a few much."""
+    """True for a rank where most steps wait little, and a few much."""
 
     def is_late(self, rank: int) -> bool:
-        """Whether the rank waits for samples enough to look for more workers."""
+        """Return True if the rank waits long enough to try more workers."""
         return self.waiting[rank] >= NEGLIGIBLE
 
 
-class _Move(Enum):
-    """From one setting to another; each rank knows what that is for itself."""
+class _Change(Enum):
+    """A change of settings; its effect on a rank depends on that rank's waiting."""
 
     KEEP_UP = 1
-    """Without workers: so many at once as read as fast as the rank computes."""
+    """From no workers to as many as read as fast as the rank computes."""
     ONE = 2
     DOUBLE = 3
     DEEPEN = 4
     HALVE = 5
 
 
-class Tuner:
-    """Chooses the workers of one rank's loader, as its fellows choose theirs.
+class WorkerTuner:
+    """Choose the workers of one rank's loader, in step with all other ranks.
 
     Args:
-        first: where to begin.
-        most_workers: more than so many are never tried on this rank.
-        rank: of this loader, in what `StepCost` tells.
+        first: Settings to begin with.
+        most_workers: Upper limit on this rank.
+        rank: Index of this loader's rank in `StepCost`.
     """
 
-    def __init__(self, first: Reading, most_workers: int, rank: int = 0) -> None:
-        self.reading = replace(first, how=How.TRIED)
+    def __init__(self, first: ReadSettings, most_workers: int, rank: int = 0) -> None:
+        self.reading = replace(first, origin=SettingsOrigin.TRIAL)
         self._rank = rank
         self._most = max(most_workers, first.num_workers)
         self._left_out = SKIPPED_STEPS
         self._window: list[StepCost] = []
         self._sizes: Sizes = ()
-        """That the window is of."""
-        self._tried: dict[Sizes, _Trial] = {}
-        self._moves: set[tuple[Sizes, _Move]] = set()
-        """That were made."""
+        """Sizes that the window was measured with."""
+        self._tried: dict[Sizes, _TrialResult] = {}
+        self._changes: set[tuple[Sizes, _Change]] = set()
+        """Changes made so far, with the sizes that they started from."""
         self._num_searches = 1
         self._refused = False
 
     def observe(self, cost: StepCost) -> None:
-        """Takes one step of all ranks; `reading` may be another one afterwards, on all ranks at once."""
+        """Record one step of all ranks; `reading` may change after it, on all ranks at once."""
         if cost.sizes != self._sizes:
             self._left_out = SKIPPED_STEPS if self._sizes else self._left_out
             self._sizes, self._window = cost.sizes, []
@@ -176,92 +176,94 @@ class Tuner:
         if cost.num_samples <= 0 or self._refused:
             return
         self._window.append(cost)
-        chosen = self.reading.how is How.CHOSEN
+        chosen = self.reading.origin is SettingsOrigin.CHOSEN
         if not _is_enough(self._window, WATCH_STEPS if chosen else WINDOW_STEPS):
             return
-        trial, self._window = _judge(self._window), []
+        trial, self._window = _summarize(self._window), []
         if chosen:
             if not self._is_worse(trial, self._tried.get(self._sizes)):
                 return
             self._num_searches += 1
             self._tried.clear()
-            self._moves.clear()
+            self._changes.clear()
         self._tried[self._sizes] = trial
         best = best_sizes(self._tried)
-        move = self._following(best)
-        if move is None:
-            self._take(best[self._rank], How.CHOSEN)
+        change = self._next_change(best)
+        if change is None:
+            self._set_size(best[self._rank], SettingsOrigin.CHOSEN)
             return
-        self._moves.add((best, move))
-        self._take(_moved(best[self._rank], move, self._tried[best], self._rank, self._most), How.TRIED)
+        self._changes.add((best, change))
+        self._set_size(
+            _apply_change(best[self._rank], change, self._tried[best], self._rank, self._most), SettingsOrigin.TRIAL
+        )
 
     def pin(self) -> None:
-        """Pinned memory from now on."""
+        """Pin memory from now on."""
         self.reading = replace(self.reading, pinned=True)
 
-    def refuse(self) -> None:
-        """Workers failed where reading in the rank itself did not: there are none from now on."""
+    def disable_workers(self) -> None:
+        """Use no workers from now on, because they failed where the rank itself can read the samples."""
         self._refused = True
-        self._take((0, 0), How.CHOSEN)
+        self._set_size((0, 0), SettingsOrigin.CHOSEN)
 
-    def _take(self, size: tuple[int, int], how: How) -> None:
-        self.reading = replace(self.reading, num_workers=size[0], prefetch=size[1], how=how)
+    def _set_size(self, size: tuple[int, int], origin: SettingsOrigin) -> None:
+        self.reading = replace(self.reading, num_workers=size[0], prefetch=size[1], origin=origin)
 
-    def _is_worse(self, trial: _Trial, then: _Trial | None) -> bool:
-        before = max(then.waiting) if then is not None else 0.0
-        return self._num_searches < _MAX_SEARCHES and max(trial.waiting) >= max(REOPEN, 2 * before)
+    def _is_worse(self, trial: _TrialResult, before: _TrialResult | None) -> bool:
+        waited = max(before.waiting) if before is not None else 0.0
+        return self._num_searches < _MAX_SEARCHES and max(trial.waiting) >= max(REOPEN, 2 * waited)
 
-    def _following(self, best: Sizes) -> _Move | None:
-        """What to try next, from the best so far; None where the search is over."""
+    def _next_change(self, best: Sizes) -> _Change | None:
+        """Return the change to try next, from the best sizes so far; None where the search is over."""
         trial = self._tried[best]
         late = [rank for rank in range(len(best)) if trial.is_late(rank)]
-        moves: list[_Move] = []
+        changes: list[_Change] = []
         if late and not any(num_workers for num_workers, _ in best):
-            moves += [_Move.KEEP_UP, _Move.ONE]  # one alone, where these only took the rank's cores
+            changes += [_Change.KEEP_UP, _Change.ONE]  # a single worker, where several only take the rank's cores
         elif late:
-            moves.append(_Move.DOUBLE)
+            changes.append(_Change.DOUBLE)
             if any(trial.bursts[rank] and best[rank][0] and best[rank][1] < MOST_PREFETCH for rank in late):
-                moves.append(_Move.DEEPEN)
+                changes.append(_Change.DEEPEN)
         if any(num_workers for num_workers, _ in best):
-            moves.append(_Move.HALVE)
-        return next((move for move in moves if not self._is_known(best, move)), None)
+            changes.append(_Change.HALVE)
+        return next((change for change in changes if not self._is_known(best, change)), None)
 
-    def _is_known(self, best: Sizes, move: _Move) -> bool:
-        """Whether it was made, or leads to what was looked at."""
+    def _is_known(self, best: Sizes, change: _Change) -> bool:
+        """Return True if the change was made before, or leads to sizes that were measured."""
         trial = self._tried[best]
-        target = tuple(_moved(size, move, trial, rank, _ANY_NUMBER) for rank, size in enumerate(best))
-        return (best, move) in self._moves or target in self._tried
+        target = tuple(_apply_change(size, change, trial, rank, _ANY_NUMBER) for rank, size in enumerate(best))
+        return (best, change) in self._changes or target in self._tried
 
 
-def _moved(size: tuple[int, int], move: _Move, trial: _Trial, rank: int, most: int) -> tuple[int, int]:
-    """What a move makes of one rank's size."""
+def _apply_change(size: tuple[int, int], change: _Change, trial: _TrialResult, rank: int, most: int) -> tuple[int, int]:
+    """Apply a change to one rank's size."""
     num_workers, prefetch = size
     is_late = trial.is_late(rank)
-    match move:
-        case _Move.KEEP_UP if is_late:
-            return _power(trial.ratio[rank], most), 2
-        case _Move.ONE if is_late:
+    match change:
+        case _Change.KEEP_UP if is_late:
+            return _power_of_two(trial.ratio[rank], most), 2
+        case _Change.ONE if is_late:
             return min(1, most), 2
-        case _Move.DOUBLE if is_late:
+        case _Change.DOUBLE if is_late:
             return min(max(1, 2 * num_workers), most), prefetch or 2
-        case _Move.DEEPEN if is_late and num_workers:
+        case _Change.DEEPEN if is_late and num_workers:
             return num_workers, min(2 * prefetch, MOST_PREFETCH)
-        case _Move.HALVE:
+        case _Change.HALVE:
             return (num_workers // 2, prefetch) if num_workers > 1 else (0, 0)
     return size
 
 
-def _power(ratio: float, most: int) -> int:
-    """The power of two from `ratio` on, at least 1 and at most `most`."""
+def _power_of_two(ratio: float, most: int) -> int:
+    """Return the smallest power of two from `ratio` on, between 1 and `most`."""
     wanted = 1 << math.ceil(math.log2(max(1.0, min(ratio, 1024.0))))
     return max(1, min(wanted, most))
 
 
-def best_sizes(tried: Mapping[Sizes, _Trial]) -> Sizes:
-    """The cheapest; of those that cost about the same, the one with the fewest workers and the shortest queues."""
+def best_sizes(tried: Mapping[Sizes, _TrialResult]) -> Sizes:
+    """Return the cheapest sizes; among equal costs those with the fewest workers and the shortest queues."""
     least = min(trial.cost_s for trial in tried.values())
-    alike = (sizes for sizes, trial in tried.items() if trial.cost_s <= least * (1 + SAME))
-    return min(alike, key=lambda sizes: (sum(num for num, _ in sizes), sum(ahead for _, ahead in sizes), sizes))
+    equal = (sizes for sizes, trial in tried.items() if trial.cost_s <= least * (1 + SAME))
+    return min(equal, key=lambda sizes: (sum(num for num, _ in sizes), sum(ahead for _, ahead in sizes), sizes))
 
 
 def _is_enough(window: list[StepCost], least_steps: int) -> bool:
@@ -270,12 +272,12 @@ def _is_enough(window: list[StepCost], least_steps: int) -> bool:
     return len(window) >= LONGEST_WINDOW_STEPS or sum(cost.seconds for cost in window) >= WINDOW_S
 
 
-def _judge(window: list[StepCost]) -> _Trial:
+def _summarize(window: list[StepCost]) -> _TrialResult:
     data_s = list(zip(*(cost.data_s for cost in window), strict=True))
     busy_s = list(zip(*(cost.busy_s for cost in window), strict=True))
     sums = [(sum(data), sum(busy)) for data, busy in zip(data_s, busy_s, strict=True)]
     costs = sorted(cost.seconds / cost.num_samples for cost in window)
-    return _Trial(
+    return _TrialResult(
         cost_s=mean(costs[1:-1] or costs),
         waiting=tuple(data / (data + busy) if data + busy > 0 else 0.0 for data, busy in sums),
         ratio=tuple(data / busy if busy > 0 else math.inf for data, busy in sums),

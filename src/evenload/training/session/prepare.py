@@ -230,7 +230,7 @@ def _outlook(outlook: Mapping[str, float]) -> str:
 
 def check_same_loader(context: TrainingContext, loader: DataLoader[Any], operation: Operation) -> None:
     """Raises DesyncError, on all ranks, where one has other data: its part of a batch would be of other samples."""
-    told = fingerprint.difference(context.control.exchange(operation, fingerprint.traits(loader)))
+    told = fingerprint.describe_mismatch(context.control.exchange(operation, fingerprint.fingerprint_of(loader)))
     if told:
         raise DesyncError(told)
 

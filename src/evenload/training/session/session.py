@@ -18,7 +18,7 @@ from evenload.job import EXIT_CODE
 from evenload.training.adaptive_batch.setup import check_adaptive_batch, open_adaptive_batch
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
-from evenload.training.data.evaluate import close_kept_workers
+from evenload.training.data.evaluate import close_persistent_workers
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
 from evenload.training.session import prepare
@@ -145,7 +145,7 @@ class Session:
                 hook.remove()
             for loader in self._loaders:
                 loader.loader.close()
-            close_kept_workers()
+            close_persistent_workers()
             context.loop.step = None  # an exception may hold a loop that ends after this
             context.engine.strategy.detach()
             for model in self._models:

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from evenload.errors import CheckpointError, ConfigError
 from evenload.training.adaptive_batch.setup import AdaptiveBatch
-from evenload.training.checkpoint import files, handover
+from evenload.training.checkpoint import broadcast, files
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
@@ -113,14 +113,14 @@ class Saver:
         context.registry.register("evenload", self._run_state)
         self.resumed = True
         found = None if context.config.fresh else files.newest(context.folder)
-        rows = context.control.exchange(Operation.RESUME, handover.identity(found))
+        rows = context.control.exchange(Operation.RESUME, broadcast.checkpoint_key(found))
         # Rank 0 writes them, so its newest one counts, whatever lies in a folder of that name on another machine.
-        strangers = handover.strangers(rows, context.folder)
+        missing = broadcast.ranks_without(rows, context.folder)
         if rows[0][0] < 0:
             return False
-        state = files.read(found) if found is not None and (context.groups.rank == 0 or not strangers) else None
-        if strangers:
-            state = handover.hand_over(state, context.groups)
+        state = files.read(found) if found is not None and (context.groups.rank == 0 or not missing) else None
+        if missing:
+            state = broadcast.broadcast_state(state, context.groups)
         context.registry.load(state or {})
         self._loaded = True
         step_index, finished = context.loop.steps_done, self._run_state.finished
@@ -131,7 +131,7 @@ class Saver:
             f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts anew"
             if finished
             else f"resuming at step {step_index}"
-            + (f"; sent to ranks {strangers}, which don't see rank 0's run folder" if strangers else ""),
+            + (f"; sent to ranks {missing}, which don't see rank 0's run folder" if missing else ""),
             step=step_index,
         )
         return True
@@ -196,7 +196,7 @@ class Saver:
         ):
             # The last steps are saved already: only told that they were the last. What the script did to its objects since
             # then (averaged weights put in place) is none of the checkpoint's.
-            files.amend(newest, "evenload", {"finished": True})
+            files.update_values(newest, "evenload", {"finished": True})
 
     def _step_after_body(self) -> int:
         step = self._context.loop.step

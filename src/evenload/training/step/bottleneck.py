@@ -14,7 +14,7 @@ from typing import Any
 from evenload.records.console import format_number, format_percent, format_verdict
 from evenload.records.summary import DATA_BOUND, summarise
 from evenload.records.values import StepRecord
-from evenload.training.data.tuning import SKIPPED_STEPS, How, Reading
+from evenload.training.data.tuning import SKIPPED_STEPS, ReadSettings, SettingsOrigin
 
 WINDOW_STEPS = 10
 LEAST_STEPS = 8
@@ -38,14 +38,14 @@ class LoadingEvent:
 class _Reader:
     """One rank's loader, as far as it is known."""
 
-    reading: Reading
+    reading: ReadSettings
     waited: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     """Part of each step that went by waiting for samples, since the last change."""
     sample_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     """Seconds of the same steps, for a sample of the global batch: what the search makes small."""
-    before: list[tuple[Reading, float, float]] = field(default_factory=list)
+    before: list[tuple[ReadSettings, float, float]] = field(default_factory=list)
     """What was tried before, how much it waited then, and the seconds for a sample."""
-    spoken_of: set[Reading] = field(default_factory=set)
+    spoken_of: set[ReadSettings] = field(default_factory=set)
     """Settings of a search that an event has told; several loaders may take turns."""
 
 
@@ -59,7 +59,7 @@ class Bottleneck:
         """Ranks that are told to wait, until it is over; where all do, now one is the busiest and now another."""
         self._num_steps = 0
 
-    def take(self, record: StepRecord, readings: Sequence[Reading]) -> list[LoadingEvent]:
+    def take(self, record: StepRecord, readings: Sequence[ReadSettings]) -> list[LoadingEvent]:
         """Looks at one committed step of training.
 
         Args:
@@ -81,7 +81,7 @@ class Bottleneck:
                 events += [] if together else changed
             reader.waited.append(record.ranks[rank].data_s / record.seconds if record.seconds > 0 else 0.0)
             reader.sample_s.append(record.seconds / max(1, record.num_samples))
-        if any(reading.how is How.TRIED for reading in readings):
+        if any(reading.origin is SettingsOrigin.TRIAL for reading in readings):
             self._window.clear()  # a search goes on: what it tries is not what the run is like
             return events
         self._window.append(record)
@@ -119,10 +119,10 @@ class Bottleneck:
         return median(step.ranks[rank].data_s / max(step.seconds, 1e-9) for step in self._window)
 
 
-def _change(rank: int, reader: _Reader, reading: Reading) -> list[LoadingEvent]:
+def _change(rank: int, reader: _Reader, reading: ReadSettings) -> list[LoadingEvent]:
     """A rank reads otherwise from this step on, or has ended its search."""
     before, reader.reading = reader.reading, reading
-    if reading.how is How.GIVEN:
+    if reading.origin is SettingsOrigin.USER:
         return []
     if (reading.num_workers, reading.prefetch) != (before.num_workers, before.prefetch):
         if reader.waited:
@@ -133,7 +133,7 @@ def _change(rank: int, reader: _Reader, reading: Reading) -> list[LoadingEvent]:
         return []
     reader.spoken_of.add(reading)
     message = ""
-    if reading.how is How.CHOSEN:
+    if reading.origin is SettingsOrigin.CHOSEN:
         tried = {str(one): (waited, sample_s) for one, waited, sample_s in reader.before}
         if reader.waited:
             tried[str(reading)] = _usual(reader.waited), _usual(reader.sample_s)
@@ -148,7 +148,7 @@ def _change(rank: int, reader: _Reader, reading: Reading) -> list[LoadingEvent]:
         "num_workers": reading.num_workers,
         "prefetch": reading.prefetch,
         "pinned": reading.pinned,
-        "chosen": reading.how is How.CHOSEN,
+        "chosen": reading.origin is SettingsOrigin.CHOSEN,
     }
     return [LoadingEvent("workers", message, fields)]
 
@@ -162,7 +162,7 @@ def _speed(sample_s: float) -> str:
     return f"{format_number(1 / sample_s)} samples/s" if sample_s > 0 else "unmeasured"
 
 
-def _advice(reading: Reading) -> str:
-    if reading.how is How.CHOSEN:
+def _advice(reading: ReadSettings) -> str:
+    if reading.origin is SettingsOrigin.CHOSEN:
         return "other numbers of loader workers were tried and brought no more: read less, nearer, or cheaper there"
     return "try --num-workers auto, which measures how many loader workers it takes, or a faster place for the data"

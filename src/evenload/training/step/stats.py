@@ -12,7 +12,7 @@ from evenload.balance.values import StepPlan
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes, StepRecord
 from evenload.training.comm.clock import Segment
-from evenload.training.data.tuning import Reading, StepCost, read_code
+from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
 from evenload.training.step.bottleneck import Bottleneck
 from evenload.training.step.report import RankReport
 
@@ -65,9 +65,9 @@ class StepStats:
             readings=tuple(self.readings()),
         )
 
-    def readings(self) -> list[Reading]:
+    def readings(self) -> list[ReadSettings]:
         """How each rank read its samples."""
-        return [read_code(code) for code in self._readings]
+        return [decode_settings(code) for code in self._readings]
 
     @property
     def unusual(self) -> bool:

@@ -1,0 +1,300 @@
+"""Prefetch samples through a queue to the loader's workers, with plans that may change.
+
+Note [The queue]
+  Torch's DataLoader keeps ``prefetch_factor * num_workers`` tasks outstanding: it sends one for each that it receives, in
+  order. It pulls them from an endless sampler here, so its queue always stays full:
+
+  - tasks requested at once (a changed share of the present step) go first,
+  - then the tasks of the next micro-batches under the plans known now,
+  - and an empty task where nothing is left to prefetch.
+
+  When a decision changes a plan, sent tasks that are no longer needed are cancelled: a flag in shared memory makes a worker
+  leave such a task before its next sample, its result is dropped, and it is replaced as soon as it is at the head of the
+  queue. So the rank waits for at most the one sample that a worker is reading.
+
+  Without workers there is no queue: the rank reads a task when it is requested.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import signal
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from evenload.errors import DataError
+from evenload.training.data.batches import pin as pin_batch
+from evenload.training.data.reading import (
+    ReadTask,
+    TaskDataset,
+    ignore_worker_warnings,
+    inner_loader,
+    pass_through,
+    seed_workers,
+    shut_down_workers,
+)
+from evenload.training.data.tuning import ReadSettings, SettingsOrigin
+
+Span = tuple[int, int]
+_EMPTY = ReadTask(epoch=0, low=0, keys=())
+
+
+class _FailedRead:
+    """The error of a prefetched task, raised when the task is requested."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Prefetcher:
+    """Return collated samples for tasks, prefetched where there are workers.
+
+    Args:
+        loader: The user's map-style loader.
+        seed: Seed of keyed randomness.
+        rank: Part of the workers' base seed, which differs by rank.
+        keyed: Key randomness inside the dataset by global position.
+        reading: Number of workers and depth of the queue.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, seed: int, rank: int, keyed: bool, reading: ReadSettings) -> None:
+        self._loader = loader
+        self._seed, self._rank, self._keyed = seed, rank, keyed
+        self.reading: ReadSettings
+        self._local_reader = TaskDataset(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed)
+        self._iterator: Any = None
+        self._open = False
+        self._source: Iterator[ReadTask] = iter(())  # tasks that will be requested, in order
+        self._peeked: ReadTask | None = None  # the first task of the source, not yet sent
+        self._urgent: deque[ReadTask] = deque()
+        self._overtaken: set[Span] = set()  # requested early; the source still contains them
+        self._num_sent = 0
+        self._queue: deque[tuple[int, Span]] = deque()  # outstanding, in the order of sending: serial and span
+        self._live: dict[Span, int] = {}  # serials of tasks sent and not cancelled, outstanding or ready
+        self._ready: dict[Span, Any] = {}
+        self._set(reading)
+
+    def change(self, reading: ReadSettings) -> bool:
+        """Switch to other workers; prefetched samples are read again, and keyed randomness makes them the same.
+
+        Returns:
+            True if tasks must be prefetched again.
+        """
+        if reading == dataclasses.replace(self.reading, origin=reading.origin):
+            self.reading = reading
+            return False
+        for span in list(self._live):
+            self._cancel(span)
+        self.close()
+        self._set(reading)
+        return True
+
+    def read_ahead(self, epoch: int, wanted: Callable[[], Iterator[ReadTask]]) -> None:
+        """Set the tasks that will be requested, in order, and cancel sent tasks that are not among them.
+
+        Args:
+            epoch: Part of the base seed of workers started now.
+            wanted: Yields the tasks from now to the end of the epoch, positions rising; called again each time.
+        """
+        self._open = True
+        if not self._depth:
+            return
+        if self._live:
+            last = max(low for low, _ in self._live)
+            still: set[Span] = set()
+            for task in wanted():
+                if task.low > last:
+                    break
+                still.add(task.span)
+            for span in [span for span in self._live if span not in still]:
+                self._cancel(span)
+        self._source, self._peeked = wanted(), None
+        self._overtaken.clear()
+        try:
+            self._start(epoch)
+            self._refill()
+        except Exception as error:
+            if self.reading.origin is SettingsOrigin.USER:
+                raise
+            self._disable_workers(error)
+
+    def get(self, task: ReadTask) -> Any:
+        """Return the collated samples of a task, reading them now where they were not prefetched.
+
+        Raises:
+            Exception: Any error of the dataset, the collate_fn or a worker.
+        """
+        if not self._depth or self.workers_failed:
+            return self._read_locally(task)
+        try:
+            return self._receive(task)
+        except Exception as error:
+            if self.reading.origin is SettingsOrigin.USER:
+                raise
+            data = self._read_locally(task)  # raises the dataset's own error
+            self._disable_workers(error)
+            return data
+
+    def pause(self) -> None:
+        """End or leave the epoch: cancel all tasks, and shut down workers that are not persistent."""
+        for span in list(self._live):
+            self._cancel(span)
+        self._urgent.clear()
+        self._source, self._peeked = iter(()), None
+        self._open = False
+        if not self._loader.persistent_workers:
+            self.close()
+
+    def close(self) -> None:
+        """Shut down the workers."""
+        iterator, self._iterator = self._iterator, None
+        self._source, self._peeked = iter(()), None
+        for held in (self._urgent, self._queue, self._live, self._ready):
+            held.clear()
+        if iterator is not None:
+            shut_down_workers(iterator)
+
+    def _set(self, reading: ReadSettings) -> None:
+        self.reading = reading
+        self.workers_failed = False  # only of workers that the user did not set
+        self._depth = reading.depth
+        # A shared byte for each task outstanding, and some to spare.
+        self._cancelled = multiprocessing.RawArray("B", max(1024, 4 * self._depth)) if self._depth else None
+        self._inner: DataLoader[Any] | None = None
+        if self._depth:
+            reader = TaskDataset(
+                self._loader.dataset,
+                self._loader.collate_fn,
+                seed=self._seed,
+                keyed=self._keyed,
+                cancelled=self._cancelled,
+            )
+            self._inner = inner_loader(
+                self._loader, reader, reading, batch_sampler=iter(self._next_task, None), collate_fn=pass_through
+            )
+
+    def _disable_workers(self, error: Exception) -> None:
+        """Continue without workers that the user did not ask for."""
+        self.workers_failed = True
+        warnings.warn(
+            f"num_workers='auto': a loader worker failed with {type(error).__name__}, but the rank itself can read the same "
+            "samples; continuing without workers",
+            stacklevel=2,
+        )
+
+    def _read_locally(self, task: ReadTask) -> Any:
+        data = self._local_reader.__getitems__(task)
+        # Workers pin in parallel with the step; pinning here would take as long as it saves.
+        return pin_batch(data) if self.reading.pinned and self.reading.origin is SettingsOrigin.USER else data
+
+    def _receive(self, task: ReadTask) -> Any:
+        span = task.span
+        if span not in self._live:
+            self._urgent.append(task)
+            self._overtaken.add(span)
+            self._start(task.epoch)
+        while span not in self._ready:
+            self._pop_result()
+        result = self._ready.pop(span)
+        del self._live[span]
+        if self._open:
+            self._refill()
+        else:  # a batch requested after its loop was left
+            self.pause()
+        if isinstance(result, _FailedRead):
+            raise result.error
+        return result
+
+    def _start(self, epoch: int) -> None:
+        if self._iterator is None and self._inner is not None:
+            seed_workers(self._inner, self._loader.generator, self._seed, epoch, self._rank)
+            with ignore_worker_warnings():
+                self._iterator = iter(self._inner)  # starts the workers and fills the queue
+
+    def _cancel(self, span: Span) -> None:
+        serial = self._live.pop(span)
+        if span in self._ready:
+            del self._ready[span]
+        elif self._cancelled is not None:
+            self._cancelled[serial % len(self._cancelled)] = 1
+
+    def _next_task(self) -> ReadTask:
+        """Return the next task to send: an urgent one, one to prefetch, or an empty task that keeps the queue full."""
+        task = self._urgent.popleft() if self._urgent else self._pop_ahead()
+        serial = self._num_sent
+        self._num_sent += 1
+        self._queue.append((serial, task.span))
+        if task.keys:
+            self._live[task.span] = serial
+        if self._cancelled is not None:
+            self._cancelled[serial % len(self._cancelled)] = 0
+        return dataclasses.replace(task, serial=serial)
+
+    def _pop_ahead(self) -> ReadTask:
+        task = self._peek() or _EMPTY
+        self._peeked = None
+        return task
+
+    def _is_sent(self, task: ReadTask) -> bool:
+        return task.span in self._live or task.span in self._overtaken
+
+    def _peek(self) -> ReadTask | None:
+        # One more than the depth: a task is sent just before the one taken for it leaves `_live`.
+        if self._peeked is not None and self._is_sent(self._peeked):
+            self._peeked = None
+        if self._peeked is None and len(self._live) <= self._depth:
+            self._peeked = next((task for task in self._source if not self._is_sent(task)), None)
+        return self._peeked
+
+    def _refill(self) -> None:
+        """Replace cancelled and empty tasks at the head of the queue."""
+        for _ in range(len(self._queue)):
+            serial, span = self._queue[0]
+            if self._live.get(span) == serial or self._peek() is None:
+                return
+            self._pop_result()
+
+    def _pop_result(self) -> None:
+        """Receive one result, which sends one task; drop the result if its task was cancelled."""
+        num_sent = self._num_sent
+        try:
+            data = next(self._iterator)
+        except StopIteration as stop:
+            raise DataError("the loader's workers ended although samples are still wanted") from stop
+        except Exception as error:
+            if self._num_sent == num_sent:
+                # Not an error of the task: a worker died or timed out.
+                if message := _describe_dead_worker(self._iterator, error):
+                    raise DataError(message) from None
+                raise
+            data = _FailedRead(error)
+        serial, span = self._queue.popleft()
+        if self._live.get(span) == serial:
+            self._ready[span] = data
+
+
+def _describe_dead_worker(iterator: Any, error: Exception) -> str:
+    """Return the reason if a worker died, else an empty string; torch may only report a closed socket."""
+    workers = getattr(iterator, "_workers", ())
+    if workers and isinstance(error, OSError | EOFError):
+        exited = connection.wait([worker.sentinel for worker in workers], timeout=5.0)
+        for worker in workers:
+            if worker.sentinel in exited:
+                worker.join(timeout=5.0)  # its files close a moment before its exit code is set
+    for index, worker in enumerate(workers):
+        code = worker.exitcode
+        if code is not None:
+            where = f"DataLoader worker {index} of this rank (pid {worker.pid})"
+            if code >= 0:
+                return f"{where} exited with code {code}; look for a call of exit in the dataset"
+            return (
+                f"{where} was killed by {signal.Signals(-code).name}: SIGKILL usually means that memory ran out, SIGBUS that "
+                "/dev/shm is full; use fewer loader workers or a smaller prefetch_factor"
+            )
+    return ""
