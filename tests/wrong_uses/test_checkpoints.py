@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_number_of_loaders(init, tmp_path):
 @pytest.mark.parametrize(
     ("init_with", "job_with", "told"),
     [
-        ({"seed": 3}, {"shuffle": True}, "an order drawn with seed 0, now the seed is 3"),
+        ({"seed": 3}, {"shuffle": True}, "whose order was drawn with seed 0, now the seed is 3"),
         ({}, {"batch_size": 12}, "is at sample 32 of its epoch, where no step of this loader begins"),
         ({}, {"data": dataset(80)}, "is in the middle of an epoch of 64 samples, now the epoch has 80"),
     ],
