@@ -23,13 +23,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pollux.workload import pollux_workload
 from benchmarks.report import rows
 from evenload.scheduler.core.values import Settings
+from evenload.scheduler.simulator.arrivals import JobArrival, capped, thinned
 from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.report import mean, percentile, report_of, slowdowns
 from evenload.scheduler.simulator.simulate import Conditions, simulate
-from evenload.scheduler.simulator.workloads import JobArrival, capped, read_workload, thinned
 
 AS_TIRESIAS = Settings(
     policy="las",
@@ -84,7 +85,7 @@ def _published(folder: Path, policy: str) -> dict[str, dict[str, float]]:
 
 
 def _read(folder: Path, number: int, elastic: bool = False) -> list[JobArrival]:
-    return read_workload(folder / "workloads" / f"workload-{number}.csv", elastic=elastic)
+    return pollux_workload(folder / "workloads" / f"workload-{number}.csv", elastic=elastic)
 
 
 def _faithful(folder: Path, workloads: tuple[int, ...]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def test_settings_knowledge_and_ticks_change_the_result(jobs: Path, capsys: pyte
         (("--limit", "ann:devices=2"), "ann may have 2 at once"),
         (("--reserve", "devices=host0:0,from=0"), "expected devices=ID|ID,from=S,until=S"),
         (("--reserve", "devices=host7:0,from=0,until=9"), "there is no device host7:0; there are host0:0"),
-        (("--elastic",), "elastic has no effect"),
+        (("--tables", "x"), "no effect"),
         (("--speeds", "x.json"), "no effect"),
     ],
 )

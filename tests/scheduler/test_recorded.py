@@ -82,4 +82,4 @@ def test_a_record_that_is_none(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             read_workload(path)
     with pytest.raises(ConfigError, match="no effect"):
-        read_workload(path, elastic=True)
+        read_workload(path, tables=tmp_path)

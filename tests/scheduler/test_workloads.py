@@ -9,10 +9,11 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.values import After, Needs
+from evenload.scheduler.simulator.arrivals import capped, thinned
 from evenload.scheduler.simulator.cluster import DeviceShape, KindFacts, devices_of
 from evenload.scheduler.simulator.programs import alone_s
-from evenload.scheduler.simulator.workloads import capped, read_workload, thinned
-from tests.scheduler.tables import write_application, write_workload
+from evenload.scheduler.simulator.workloads import read_workload
+from tests.benchmarks.pollux_tables import write_application, write_workload
 
 
 def test_a_cluster_in_short() -> None:
@@ -118,13 +119,12 @@ def test_workloads_of_applications(tmp_path: Path) -> None:
     path = write_workload(tmp_path / "workloads" / "w.csv", ("app-0", 5.0, "app", 4, 32), ("app-1", 9.0, "app", 1, 8))
     rigid = read_workload(path)
     assert [a.spec.needs for a in rigid] == [Needs(4, 4), Needs(1, 1)]
-    elastic = read_workload(path, elastic=True, tables=tmp_path / "traces")
-    assert [a.spec.needs for a in elastic] == [Needs(1, 32)] * 2
+    assert [a.spec.needs for a in read_workload(path, tables=tmp_path / "traces")] == [Needs(4, 4), Needs(1, 1)]
     with pytest.raises(ConfigError, match="expected the tables of an application"):
         read_workload(path, tables=tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"elastic": True}, {"tables": Path()}, {"speeds": Path("x")}])
+@pytest.mark.parametrize("options", [{"tables": Path()}, {"speeds": Path("x")}])
 def test_what_has_no_effect_is_an_error(tmp_path: Path, options: dict[str, object]) -> None:
     path = tmp_path / "jobs.csv"
     path.write_text("timestamp,duration,num_gpus\n2017-10-09 07:01:55,66.0,1\n")

@@ -40,9 +40,6 @@ def simulate(
         str,
         typer.Option("--remaining", help="What the queue knows of remaining work: known, unknown, or noisy[:SIGMA]."),
     ] = "known",
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="Pollux' workloads: any number of devices, batch tuned for goodput.")
-    ] = False,
     tables: Annotated[
         Path | None, typer.Option("--tables", help="Pollux' workloads: the folder of the applications' tables.")
     ] = None,
@@ -85,20 +82,19 @@ def simulate(
 ) -> None:
     """Simulate a queue: mean, median and p99 completion time, use, restarts, fairness, cost."""
     from evenload.scheduler.core.values import settings_from
+    from evenload.scheduler.simulator.arrivals import capped, thinned
     from evenload.scheduler.simulator.cluster import devices_of
     from evenload.scheduler.simulator.report import as_row, report_of, table
     from evenload.scheduler.simulator.simulate import Conditions
     from evenload.scheduler.simulator.simulate import simulate as run
-    from evenload.scheduler.simulator.workloads import arrivals_of, capped, read_workload, thinned
+    from evenload.scheduler.simulator.workloads import arrivals_of, read_workload
 
     if jobs and not json:
         raise ConfigError("--jobs without --json has no effect: add --json")
     path = _queue_folder() if workload is None else workload
     record = _record(path)
-    if record is not None and (elastic or tables is not None or speeds is not None):
-        raise ConfigError(
-            f"--elastic, --tables and --speeds have no effect on a queue's record, {path}: leave them out"
-        )
+    if record is not None and (tables is not None or speeds is not None):
+        raise ConfigError(f"--tables and --speeds have no effect on a queue's record, {path}: leave them out")
     if export is not None:
         _export(record, export)
     base = None if record is None else record.settings
@@ -111,13 +107,10 @@ def simulate(
     outcomes, reports = [], []
     for text in clusters:
         devices = devices_of(text, facts, () if record is None else record.devices)
-        hosts = [device.host for device in devices]
         if record is not None:
             arrivals = arrivals_of(record.rows, path)
         else:
-            arrivals = read_workload(
-                path, elastic=elastic, host_size=max(map(hosts.count, set(hosts))), tables=tables, speeds=speeds
-            )
+            arrivals = read_workload(path, tables=tables, speeds=speeds)
         arrivals = thinned(arrivals, every)
         if cap:
             arrivals = capped(arrivals, len(devices))

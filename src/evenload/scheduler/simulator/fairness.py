@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from evenload.scheduler.core.values import Device, JobSpec
+from evenload.scheduler.simulator.arrivals import JobArrival
 from evenload.scheduler.simulator.cluster import DeviceShape, shape_of
 from evenload.scheduler.simulator.outcome import ClusterSample, JobOutcome
 from evenload.scheduler.simulator.programs import alone_s
-from evenload.scheduler.simulator.workloads import JobArrival
 
 
 def packed_shape(devices: Sequence[Device], spec: JobSpec, num: int) -> DeviceShape | None:

@@ -1,93 +1,78 @@
-"""Programs that behave as the jobs of Pollux' simulator: epochs of measured throughput and statistical efficiency.
+"""Pollux' workloads as plain jobs: rows of application, replicas and batch become jobs of a fixed duration.
 
-A rigid job keeps the batch that its owner chose, as under Tiresias; it reports optimizer steps. An elastic one tunes its
-batch after each epoch and each change of devices by what it has learnt (`learning`), and reports progress.
+A duration is steps × seconds of a step, both from the measured tables of the application (Qiao et al., OSDI 2021):
+``validation-<batch>.csv`` counts the steps of a whole training with a batch, ``placements.csv`` and ``scalability.csv`` the
+seconds of a step by placement and local batch. The nearest values are taken, so that a duration is within about 10 % of an
+emulation of every epoch (`python -m benchmarks queue_policies` has one, which also tunes the batch as Pollux does).
 """
 
 from __future__ import annotations
 
-from evenload.scheduler.simulator.cluster import DeviceShape
-from evenload.scheduler.simulator.learning import Learner, Setting, split_batch
-from evenload.scheduler.simulator.programs import ProgramReport
-from evenload.scheduler.simulator.tables import Application
+import csv
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import ceil
+from pathlib import Path
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core.values import JobSpec, Needs
+from evenload.scheduler.simulator.arrivals import JobArrival, timed_program
+
+COLUMNS = {"name", "time", "application", "num_replicas", "batch_size"}
+_HOST_SIZE = 4
+"""Devices of a host of those measured."""
 
 
-class Epochwise:
-    """One job through its epochs."""
+def pollux_arrivals(rows: Sequence[Mapping[str, str]], tables: Path) -> list[JobArrival]:
+    """Return rigid jobs with the replicas of the file, in the order of the rows.
 
-    def __init__(self, app: Application, batch: int, learner: Learner | None) -> None:
-        """`learner` makes it elastic; without one it keeps `batch`."""
-        self._app, self._batch, self._learner = app, batch, learner
-        self._shape: tuple[int, ...] = ()
-        self._epoch = 0
-        self._progress = 0.0
-        self._steps = 0.0
-        self._setting = Setting(1, 1)
-        self._gain = 1.0
-        self._seconds = 1.0
-        self._told_rates: tuple[float, ...] | None = None
-        self._is_curve_old = False
-        self.is_done = False
+    Raises:
+        ConfigError: a row or an application's tables are not as expected.
+    """
+    arrivals = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            num, batch, time_s = int(row["num_replicas"]), int(row["batch_size"]), float(row["time"])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"line {number} of the workload: {error}") from error
+        spec = JobSpec(user="user", needs=Needs(num, num), name=row["name"])
+        duration_s = _duration_s(tables / row["application"], num, batch)
+        arrivals.append(JobArrival(time_s, row["name"], spec, timed_program(duration_s, num)))
+    return arrivals
 
-    def start(self, shape: DeviceShape) -> None:
-        """Takes new devices and chooses a batch for them."""
-        self._shape = shape.per_host
-        self._configure()
 
-    def until_change_s(self) -> float:
-        """Until the end of the epoch."""
-        left = self._app.progress(self._epoch + 1) - self._progress
-        return max(0.0, left / self._gain * self._seconds)
+@cache
+def _duration_s(folder: Path, num_devices: int, batch: int) -> float:
+    measured = {int(path.stem.split("-")[1]): path for path in folder.glob("validation-*.csv")}
+    if not measured:
+        raise ConfigError(f"{folder}: expected the tables of an application, validation-<batch>.csv among them")
+    nearest = min(measured, key=lambda size: abs(size - batch))
+    num_steps = _rows(measured[nearest], "iteration")[-1][0] * nearest / batch
+    placements = [
+        (len(digits), sum(map(int, digits)), *rest)
+        for placement, *rest in _rows(folder / "placements.csv", "placement", "local_bsz", "step_time", "sync_time")
+        for digits in [str(int(placement))]
+    ]
+    scaled = _rows(folder / "scalability.csv", "num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
+    num_hosts, largest = ceil(num_devices / _HOST_SIZE), max(row[2] for row in placements)
+    num_micro = ceil(batch / num_devices / largest)
+    local = batch / num_devices / num_micro
 
-    def advance(self, seconds: float) -> None:
-        """Runs on; at the end of an epoch the gradient's noise and so the best batch change."""
-        whole_s = self.until_change_s()
-        steps = seconds / self._seconds
-        self._progress += steps * self._gain
-        self._steps += steps
-        if seconds < whole_s - 1e-6:
-            return
-        self._epoch += 1
-        self._progress = self._app.progress(self._epoch)
-        if self._epoch >= self._app.num_epochs:
-            self.is_done = True
-        else:
-            self._configure()
+    def distance(row: Sequence[float]) -> tuple[float, float, float]:
+        return abs(row[1] - num_devices), abs(row[0] - num_hosts), abs(row[2] - local)
 
-    def told(self) -> ProgramReport:
-        """Optimizer steps of a rigid job, which has so many in all; progress of an elastic one."""
-        if self._learner is None:
-            return ProgramReport(self._steps, self._steps + self._steps_left(), 1 / self._seconds)
-        rates = None
-        if self._is_curve_old:
-            self._is_curve_old = False
-            rates = self._learner.rates()
-        total = self._app.progress(self._app.num_epochs)
-        return ProgramReport(self._progress, total, self._gain / self._seconds, rates)
+    _, _, _, step_s, sync_s = min((*placements, *scaled), key=distance)
+    return num_steps * (step_s + (num_micro - 1) * (step_s - sync_s))
 
-    def _steps_left(self) -> float:
-        app, batch = self._app, self._actual_batch()
-        if self.is_done:
-            return 0.0
-        left = (app.progress(self._epoch + 1) - self._progress) / self._gain
-        for epoch in range(self._epoch + 1, app.num_epochs):
-            left += (app.progress(epoch + 1) - app.progress(epoch)) / app.gain(batch, epoch)
-        return left
 
-    def _actual_batch(self) -> int:
-        return sum(self._shape) * self._setting.local * self._setting.num_micro
-
-    def _configure(self) -> None:
-        app, num = self._app, sum(self._shape)
-        if self._learner is None:
-            self._setting = split_batch(app, self._batch, num)
-        else:
-            self._setting = self._learner.best(len(self._shape), num)
-        step_s, sync_s = app.step_s(self._shape, self._setting.local)
-        self._seconds = step_s + (self._setting.num_micro - 1) * (step_s - sync_s)
-        batch = self._actual_batch()
-        self._gain = app.gain(batch, self._epoch)
-        if self._learner is not None:
-            self._learner.observe(len(self._shape), num, self._setting.local, (step_s, sync_s))
-            self._learner.set_gradient(*app.grad_stats(batch, self._epoch))
-            self._is_curve_old = True
+def _rows(path: Path, *columns: str) -> list[tuple[float, ...]]:
+    try:
+        with path.open(newline="") as file:
+            table = [tuple(float(row[name]) for name in columns) for row in csv.DictReader(file)]
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: expected a table with the columns {', '.join(columns)} ({error})") from error
+    if not table:
+        raise ConfigError(f"{path} holds no row")
+    return table

@@ -37,7 +37,7 @@ class SimulatedProgram(Protocol):
     def advance(self, seconds: float) -> None:
         """Runs for so long, at most until the next change."""
 
-    def told(self) -> ProgramReport:
+    def report(self) -> ProgramReport:
         """What it reports now."""
 
 
@@ -55,7 +55,7 @@ class TimedProgram:
             raise ConfigError(f"rates={rates}: expected numbers above 0 for 1, 2, … at least {num_devices} devices")
         self._total, self._num, self._scaling = duration_s, num_devices, scaling
         self._curve = tuple(rate / rates[num_devices - 1] for rate in rates)
-        self._is_curve_told = not rates
+        self._is_curve_reported = not rates
         self._done = 0.0
         self._rate = 0.0
         self.is_done = False
@@ -79,10 +79,10 @@ class TimedProgram:
         self._done = min(self._total, self._done + self._rate * seconds)
         self.is_done = self._total - self._done <= 1e-9 * self._total
 
-    def told(self) -> ProgramReport:
+    def report(self) -> ProgramReport:
         """Seconds of work, on as many devices as the trace says."""
-        rates = None if self._is_curve_told else self._curve
-        self._is_curve_told = True
+        rates = None if self._is_curve_reported else self._curve
+        self._is_curve_reported = True
         return ProgramReport(self._done, self._total, self._rate, rates)
 
 

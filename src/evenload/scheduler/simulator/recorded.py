@@ -1,4 +1,4 @@
-"""A queue's own record as a workload: its log of events becomes rows of the simple table (`workloads`).
+"""A queue's own record as a workload: its log of events becomes rows of a table of jobs (`job_table`).
 
 With the rows come the queue's devices, settings, users' limits and reservations, so that what was can be simulated as it
 was before something is changed.
@@ -22,7 +22,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings
-from evenload.scheduler.simulator.workloads import DEFAULT_SCALING
+from evenload.scheduler.simulator.arrivals import DEFAULT_SCALING
 
 COLUMNS = (
     "job", "submitted_s", "devices", "duration_s", "user", "priority", "kinds", "memory_gib", "one_host", "one_kind",

@@ -14,12 +14,12 @@ from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Limits, Reservation, Settings
+from evenload.scheduler.simulator.arrivals import JobArrival
 from evenload.scheduler.simulator.cluster import shape_of
 from evenload.scheduler.simulator.fairness import packed_shape, with_fair_times
 from evenload.scheduler.simulator.metering import Meter
 from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.programs import SimulatedProgram, alone_s
-from evenload.scheduler.simulator.workloads import JobArrival
 
 KNOWLEDGE = ("known", "unknown", "noisy")
 _MOST_ROUNDS = 50
@@ -213,11 +213,11 @@ class _Simulation:
             live.at_s = now_s
 
     def _report(self, live: _RunningProgram, name: str, now_s: float) -> None:
-        told = live.program.told()
+        report = live.program.report()
         total = None
         if self.conditions.remaining != "unknown":
-            total = told.done + live.factor * (told.total - told.done)
-        self._apply(events.Reported(now_s, name, told.done, total, told.rate_per_s, told.rates))
+            total = report.done + live.factor * (report.total - report.done)
+        self._apply(events.Reported(now_s, name, report.done, total, report.rate_per_s, report.rates))
 
     def _decide(self, now_s: float) -> None:
         for _ in range(_MOST_ROUNDS):

@@ -1,4 +1,4 @@
-"""The bars on recorded workloads, where they are there: ``pytest --traces DIR tests/scheduler/test_traces.py``."""
+"""The bars on recorded workloads, where they are there: ``pytest --traces DIR tests/benchmarks/test_traces.py``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.pollux.workload import pollux_workload
 from benchmarks.queue_policies import AS_TIRESIAS, pollux_folder
 
 from evenload.scheduler.core.values import Settings
+from evenload.scheduler.simulator.arrivals import JobArrival, capped, thinned
 from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.report import mean, percentile, slowdowns
 from evenload.scheduler.simulator.simulate import Conditions, simulate
-from evenload.scheduler.simulator.workloads import JobArrival, capped, read_workload, thinned
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def traces(request: pytest.FixtureRequest) -> Path:
 
 
 def workload(traces: Path, number: int, elastic: bool = False) -> list[JobArrival]:
-    return read_workload(traces / "workloads" / f"workload-{number}.csv", elastic=elastic)
+    return pollux_workload(traces / "workloads" / f"workload-{number}.csv", elastic=elastic)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.scheduler.simulator.tables import Application
+from benchmarks.pollux.tables import Application
 
 _NUM_BATCHES = 50
 _UNSEEN = 1.1
