@@ -30,7 +30,7 @@ import evenload
 from benchmarks.models import GPT, TINY_GPT, Size, build, loss_of
 from evenload.config import Config
 from evenload.errors import DivergenceError
-from evenload.records.measurement import Block, bootstrap
+from evenload.records.measurement import TimedBlock, bootstrap
 from evenload.testing import run_ranks
 
 EVERY = int(Config.check_every)
@@ -192,7 +192,7 @@ def _cost(folder: str, size: Size, num_rounds: int) -> dict[str, Any]:
     checksum_s[:] = [0.0, 0]
     for index in range(num_rounds):
         arms = ("compared", "never") if index % 2 else ("never", "compared")
-        rounds.append({arm: Block(arm, index, (num_steps,), (block(arm, num_steps),)) for arm in arms})
+        rounds.append({arm: TimedBlock(arm, index, (num_steps,), (block(arm, num_steps),)) for arm in arms})
     ratio = bootstrap(lambda drawn: median(one["never"].per_s[0] / one["compared"].per_s[0] for one in drawn), rounds)
     run.close()
     return {

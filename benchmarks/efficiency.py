@@ -29,7 +29,7 @@ from benchmarks.launching import EXAMPLE, SCRIPTS, default_devices, read_arms, r
 from benchmarks.models import CNN, GPT, TINY_GPT, Size
 from benchmarks.peers import PEERS, SkippedError, measure_peer
 from benchmarks.report import rows
-from evenload.records.measurement import EVENLOAD, Arms, Estimate
+from evenload.records.measurement import EVENLOAD, Estimate, MeasurementResult
 
 RATIOS = (1.0, 0.5, 0.25)
 _SCRIPT = {"gpt": EXAMPLE, "cnn": SCRIPTS / "train_cnn.py"}
@@ -90,7 +90,7 @@ def _measure(size: Size, ratio: float | None, peers: tuple[str, ...], quick: boo
     }
 
 
-def _plain(found: Arms) -> dict[str, Any]:
+def _plain(found: MeasurementResult) -> dict[str, Any]:
     return dataclasses.asdict(found) | {"efficiency": dataclasses.asdict(found.of_sum[EVENLOAD])}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.hardware import gpus
-from evenload.records.measurement import Arms, evaluate, read_rows
+from evenload.records.measurement import MeasurementResult, blocks_from_rows, evaluate
 from evenload.records.reader import read_events
 from evenload.training.launch.supervisor import LaunchRequest, launch
 
@@ -70,7 +70,7 @@ def run_script(
     return folder / "run"
 
 
-def read_arms(folder: Path) -> Arms:
+def read_arms(folder: Path) -> MeasurementResult:
     """What the windows of a run measured."""
     (event,) = [event for event in read_events(folder) if event.kind == "windows"]
-    return evaluate(read_rows(event.fields["blocks"]))
+    return evaluate(blocks_from_rows(event.fields["blocks"]))

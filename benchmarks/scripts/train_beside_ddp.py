@@ -26,7 +26,7 @@ import evenload
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.models import Size, build, loss_of
 
-from evenload.records.measurement import Block, bootstrap
+from evenload.records.measurement import TimedBlock, bootstrap
 
 parser = argparse.ArgumentParser()
 parser.add_argument("size", type=json.loads)
@@ -102,7 +102,7 @@ def block(arm: str, num_steps: int) -> tuple[float, float]:
 for arm in ARMS:
     block(arm, 8)  # warm; the balancer looks for the first time
 num_steps = max(2, round(args.block_s / (run.reduce(block("ddp", 4)[0], "max") / 4)))
-rounds: list[dict[str, Block]] = []
+rounds: list[dict[str, TimedBlock]] = []
 cpu: dict[str, list[float]] = {arm: [] for arm in ARMS}
 began_s = time.monotonic()
 
@@ -112,12 +112,12 @@ def ratio(above: str, below: str) -> Any:
 
 
 while True:
-    round_: dict[str, Block] = {}
+    round_: dict[str, TimedBlock] = {}
     turn = len(rounds) % len(ARMS)
     order = ARMS[turn:] + ARMS[:turn]
     for arm in order if len(rounds) % 2 else order[::-1]:
         wall_s, cpu_s = block(arm, num_steps)
-        round_[arm] = Block(arm, len(rounds), (num_steps * size.batch_size,), (wall_s,))
+        round_[arm] = TimedBlock(arm, len(rounds), (num_steps * size.batch_size,), (wall_s,))
         cpu[arm].append(cpu_s / num_steps)
     rounds.append(round_)
     enough = len(rounds) >= 6 and ratio("evenload", "ddp").half_width <= args.goal

@@ -23,3 +23,9 @@ MARKERS_FILE = "marks.json"
 REPORT_FOLDER = "told"
 RESULT_FIELDS = {"requested": "asked"}
 """Fields of `RunnerResult` and their keys in result.json."""
+
+RUN_SUMMARY_JSON = {"num_sessions": "num_sittings", "by_arm": "arms", "bottleneck": "verdict"}
+"""Fields of `views.run.summary.RunSummary`, and the keys that `evenload show RUN --json` prints for them."""
+
+FINDING_JSON = {"fix": "mend"}
+"""Fields of `doctor.finding.Finding`, and the keys that `evenload doctor --json` prints for them."""

@@ -13,11 +13,11 @@ from tests.launch.scripts import run
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--loggers", "wandbb"], "there is no logger 'wandbb'; expected some of tensorboard, wandb, mlflow"),
-        (["--loggers", "wandb,wandb"], "the logger wandb is named twice"),
+        (["--loggers", "wandbb"], "unknown logger 'wandbb'; expected tensorboard, wandb, mlflow"),
+        (["--loggers", "wandb,wandb"], "the logger wandb is listed twice"),
         (["--loggers", "wandb", "--logger-option", "project=x"], "expected LOGGER.OPTION=VALUE"),
         (["--loggers", "wandb", "--logger-option", "wandb.projet=x"], "wandb has no such option"),
-        (["--loggers", "wandb", "--logger-option", "mlflow.name=x"], "which is no logger of this run (wandb)"),
+        (["--loggers", "wandb", "--logger-option", "mlflow.name=x"], "which is not a logger of this run (wandb)"),
         (["--logger-option", "wandb.name=x", "--logger-option", "wandb.name=y"], "wandb.name is 'x' already"),
         (["--loggers", "wandb", "-c", "run.toml"], "loggers is set twice, differently: --loggers wandb and loggers ="),
     ],

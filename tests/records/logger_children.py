@@ -12,7 +12,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from evenload.errors import ConfigError
 from evenload.records import reader
-from evenload.records.loggers import feeder
+from evenload.records.loggers import logger_thread
 from evenload.records.recorder import Recorder
 from tests.records.make import make_step
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evenload.records import lines
-from evenload.records.reader import Follower
+from evenload.records.reader import RecordTail
 from evenload.records.recorder import Recorder
 from evenload.records.values import Event, StepRecord
 from tests.records.make import START_S, make_step
@@ -38,7 +38,7 @@ def step_numbers(records: list) -> list[int]:
 
 def test_another_process_is_followed_at_once_and_past_its_death(tmp_path: Path) -> None:
     folder = tmp_path / "later" / "run"
-    follower = Follower(folder)
+    follower = RecordTail(folder)
     assert follower.poll() == []
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(folder)],
@@ -71,7 +71,7 @@ def test_another_process_is_followed_at_once_and_past_its_death(tmp_path: Path) 
 
 
 def test_a_line_is_read_when_its_newline_is_there(tmp_path: Path) -> None:
-    follower = Follower(tmp_path)
+    follower = RecordTail(tmp_path)
     line = lines.step_line(make_step(0), {})
     for size in range(0, len(line), 40):
         with Path(tmp_path / "steps.jsonl").open("ab") as file:
@@ -85,7 +85,7 @@ def test_a_folder_moved_aside_and_begun_anew_is_read_from_its_beginning(tmp_path
     for index in range(3):
         recorder.step(make_step(index))
     recorder.close()
-    follower = Follower(folder)
+    follower = RecordTail(folder)
     assert step_numbers(follower.poll()) == [0, 1, 2]
     folder.rename(tmp_path / "aside")
     assert follower.poll() == []
@@ -103,7 +103,7 @@ def test_since_leaves_out_what_is_older(tmp_path: Path, num_steps: int, num_new:
     for index in range(num_steps + num_new):
         recorder.step(make_step(index))
     recorder.close()
-    follower = Follower(tmp_path, since_s=START_S + 0.5 * (num_steps + 1))
+    follower = RecordTail(tmp_path, since_s=START_S + 0.5 * (num_steps + 1))
     assert step_numbers(follower.poll()) == list(range(num_steps, num_steps + num_new))
     assert follower.poll() == []
 
@@ -114,7 +114,7 @@ def test_since_does_not_read_through_an_old_file(tmp_path: Path, monkeypatch: py
         recorder.step(make_step(index))
     parsed = []
     monkeypatch.setattr("evenload.records.reader.parse_line", lambda line: parsed.append(1) or lines.parse_line(line))
-    assert step_numbers(Follower(tmp_path, since_s=START_S + 1000.5).poll()) == []
+    assert step_numbers(RecordTail(tmp_path, since_s=START_S + 1000.5).poll()) == []
     recorder.close()
     assert 0 < len(parsed) < 300
 
@@ -126,5 +126,5 @@ def test_events_and_steps_come_by_their_times(tmp_path: Path) -> None:
     recorder.event("x", "between")
     recorder.step(dataclasses.replace(make_step(1), time=now + 5))
     recorder.close()
-    kinds = [record.kind if isinstance(record, Event) else record.step for record in Follower(tmp_path).poll()]
+    kinds = [record.kind if isinstance(record, Event) else record.step for record in RecordTail(tmp_path).poll()]
     assert kinds == [0, "open", "x", "close", 1]

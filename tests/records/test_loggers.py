@@ -17,9 +17,9 @@ import pytest
 
 from evenload.cli.main import main
 from evenload.errors import ConfigError
-from evenload.records.loggers import feeder
+from evenload.records.loggers import logger_thread
 from evenload.records.loggers.catalogue import check_loggers
-from evenload.records.loggers.points import read_records
+from evenload.records.loggers.scalars import read_records
 from evenload.records.reader import read_events, read_steps
 from evenload.records.recorder import Recorder
 from tests.records.make import make_step
@@ -125,19 +125,19 @@ def test_a_broken_package_is_named_too(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("loggers", "options", "told"),
     [
-        (("nope",), {}, "there is no logger 'nope'; expected some of tensorboard, wandb, mlflow"),
-        (("wandb", "wandb"), {}, "the logger wandb is named twice"),
-        (("wandb",), {"mlflow": {"name": "a"}}, r"options for 'mlflow', which is no logger of this run \(wandb\)"),
-        ((), {"wandb": {"name": "a"}}, "no logger of this run \\(none is set\\)"),
+        (("nope",), {}, "unknown logger 'nope'; expected tensorboard, wandb, mlflow"),
+        (("wandb", "wandb"), {}, "the logger wandb is listed twice"),
+        (("wandb",), {"mlflow": {"name": "a"}}, r"options for 'mlflow', which is not a logger of this run \(wandb\)"),
+        ((), {"wandb": {"name": "a"}}, "not a logger of this run \\(none is set\\)"),
         (
             ("wandb",),
             {"wandb": {"projet": "a"}},
             "wandb.projet = 'a': wandb has no such option; expected one of project,",
         ),
-        (("wandb",), {"wandb": {"project": 3}}, "wandb.project = 3: expected a text"),
-        (("wandb",), {"wandb": {"tags": [1]}}, r"wandb.tags = \[1\]: expected a list of texts"),
+        (("wandb",), {"wandb": {"project": 3}}, "wandb.project = 3: expected a string"),
+        (("wandb",), {"wandb": {"tags": [1]}}, r"wandb.tags = \[1\]: expected a list of strings"),
         (("wandb",), {"wandb": {"mode": "of-line"}}, "wandb.mode = 'of-line': expected one of online, offline"),
-        (("tensorboard",), {"tensorboard": {"folder": "x"}}, "expected none: it has no options"),
+        (("tensorboard",), {"tensorboard": {"folder": "x"}}, "expected no options"),
     ],
 )
 def test_wrong_loggers_and_options_are_refused_on_every_rank(
@@ -151,23 +151,23 @@ DUMMY = """
 import json
 from pathlib import Path
 from typing import Any
-from evenload.records.loggers import Opening, Point, RefusedError
+from evenload.records.loggers import LoggerContext, StepScalars, RefusedError
 
 class Dummy:
-    takes_again = False
+    accepts_rewrites = False
     newest_step = None
 
-    def __init__(self, opening):
-        self.path = opening.folder / "dummy.jsonl"
-        self.run_id = opening.run_id or "dummy-1"
-        self._say({"opened": opening.options, "seed": opening.settings.get("seed"), "again": bool(opening.run_id)})
+    def __init__(self, context):
+        self.path = context.folder / "dummy.jsonl"
+        self.run_id = context.run_id or "dummy-1"
+        self._say({"opened": context.options, "seed": context.settings.get("seed"), "again": bool(context.run_id)})
 
     def write(self, points):
         for point in points:
             self._say({"step": point.step, "loss": point.scalars.get("loss"), "names": sorted(point.scalars)})
 
-    def close(self, ended_well):
-        self._say({"closed": ended_well})
+    def close(self, succeeded):
+        self._say({"closed": succeeded})
 
     def drop(self, for_good):
         self._say({"dropped": for_good})
@@ -201,7 +201,7 @@ def test_a_logger_of_another_package(dummy: Path) -> None:
         for index in range(first, first + 3):
             recorder.step(make_step(index))
         recorder.log({"val_loss": 1.0}, first + 2)
-        recorder.close(ended_well=first == 2)
+        recorder.close(succeeded=first == 2)
     said = [json.loads(line) for line in (dummy / "dummy.jsonl").read_text().splitlines()]
     opened = [row for row in said if "opened" in row]
     assert opened == [
@@ -225,7 +225,7 @@ def test_what_comes_between_the_last_look_at_the_records_and_the_end_is_brought(
             ended.wait(10.0)
         return found
 
-    monkeypatch.setattr(feeder, "read_records", slow_look)
+    monkeypatch.setattr(logger_thread, "read_records", slow_look)
     recorder = Recorder(dummy, loggers=("dummy",))
     assert looked.wait(10.0)
     recorder.step(make_step(0))
@@ -250,9 +250,9 @@ def test_training_that_begins_again_at_step_0_is_another_run_of_the_place(dummy:
 
 def test_a_logger_that_its_package_lacks(dummy: Path) -> None:
     check_loggers(("broken",))
-    with pytest.raises(ConfigError, match="the logger 'broken' can't be loaded from its package"):
+    with pytest.raises(ConfigError, match="the logger 'broken' cannot be loaded from its package"):
         Recorder(dummy, loggers=("broken",))
-    with pytest.raises(ConfigError, match="expected some of tensorboard, wandb, mlflow, broken, dummy"):
+    with pytest.raises(ConfigError, match="expected tensorboard, wandb, mlflow, broken, dummy"):
         check_loggers(("nope",))
 
 
@@ -284,10 +284,10 @@ def test_a_place_that_cannot_be_written_is_told_once_and_gets_everything_later(t
     time.sleep(1.2)  # it is tried again, and told no second time
     assert len(told(tmp_path)) == 1
     assert told(tmp_path)[0].startswith("tensorboard fails: FileExistsError")
-    assert "training goes on" in told(tmp_path)[0]
+    assert "training continues" in told(tmp_path)[0]
     (tmp_path / "tensorboard").unlink()
     until(lambda: len(told(tmp_path)) == 2)
-    assert told(tmp_path)[1] == "tensorboard works again and has every step up to now"
+    assert told(tmp_path)[1] == "tensorboard works again and has received every step so far"
     recorder.step(make_step(3))
     recorder.close()
     assert list(read_back(tmp_path)["loss"]) == [0, 1, 2, 3]
@@ -296,7 +296,7 @@ def test_a_place_that_cannot_be_written_is_told_once_and_gets_everything_later(t
 def test_a_place_that_never_works_is_given_up_at_the_end_and_filled_by_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(feeder, "CLOSE_PATIENCE_S", 0.2)
+    monkeypatch.setattr(logger_thread, "CLOSE_TIMEOUT_S", 0.2)
     (tmp_path / "tensorboard").write_text("in the way")
     recorder = Recorder(tmp_path, loggers=("tensorboard",))
     recorder.step(make_step(0))
@@ -307,7 +307,7 @@ def test_a_place_that_never_works_is_given_up_at_the_end_and_filled_by_show(
     with pytest.raises(SystemExit) as left:
         main(["show", str(tmp_path), "--to", "tensorboard"])
     assert left.value.code == 2
-    assert f"{tmp_path} was not brought to tensorboard: tensorboard fails: FileExistsError" in capsys.readouterr().err
+    assert f"{tmp_path} was not sent to tensorboard: tensorboard fails: FileExistsError" in capsys.readouterr().err
     (tmp_path / "tensorboard").unlink()
     for answer in ("tensorboard took 2 points", "tensorboard has it all"):
         with pytest.raises(SystemExit) as left:
@@ -321,7 +321,7 @@ def test_a_place_that_never_works_is_given_up_at_the_end_and_filled_by_show(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--to", "nope"], "there is no logger 'nope'"),
+        (["--to", "nope"], "unknown logger 'nope'"),
         (["--to", "tensorboard", "--live"], "three ways to show a run"),
         (["--logger-option", "wandb.name=a"], "name it by --to"),
         (["--to", "wandb", "--logger-option", "wandb.nam=a"], "wandb has no such option"),
@@ -349,7 +349,7 @@ def test_only_one_process_brings_a_runs_steps(tmp_path: Path) -> None:
     )
     recorder.close()
     assert done.returncode == 2
-    assert "another process brings this run's steps to it" in done.stderr
+    assert "another process sends the steps of this run to it" in done.stderr
     assert read_back(tmp_path)["loss"] == {0: 4.0}
 
 
@@ -370,7 +370,7 @@ def test_points_that_are_refused_are_told_and_left_out(dummy: Path) -> None:
     recorder.close()
     said = [json.loads(line) for line in (dummy / "dummy.jsonl").read_text().splitlines()]
     assert [row["step"] for row in said if "step" in row] == [0, 2]
-    assert told(dummy) == ["dummy refuses step 1, which it will lack: no ones here"]
+    assert told(dummy) == ["dummy rejects step 1, which it will not contain: no ones here"]
 
 
 STUCK = DUMMY.replace(
@@ -383,13 +383,13 @@ STUCK = DUMMY.replace(
 
 
 def test_a_logger_that_hangs_keeps_nobody_waiting(dummy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeder, "CLOSE_PATIENCE_S", 0.2)
+    monkeypatch.setattr(logger_thread, "CLOSE_TIMEOUT_S", 0.2)
     (dummy.parent / "site/evenload_dummy.py").write_text(STUCK)
     recorder = Recorder(dummy, loggers=("dummy", "tensorboard"))
     for index in range(100):
         recorder.step(make_step(index))
     recorder.close()  # comes back, although the logger hangs still
-    assert "dummy has not got all steps" in told(dummy)[-1]
+    assert "dummy has not received all steps" in told(dummy)[-1]
     (dummy / "go").touch()
     until(lambda: not any(thread.name == "evenload-dummy" for thread in threading.enumerate()))
 

@@ -15,7 +15,7 @@ pytest.importorskip("mlflow", reason="the package mlflow is missing")
 KILLED = """
 options = {"mlflow": {"tracking_uri": "sqlite:///" + os.path.abspath("mlflow.db"), "experiment": "unlike", "tags": ["a=1", "b"]}}
 Path("options.json").write_text(json.dumps(options))
-feeder.OPEN_PATIENCE_S = 90.0  # a store's tables are made when it is first used
+logger_thread.OPEN_TIMEOUT_S = 90.0  # a store's tables are made when it is first used
 recorder = Recorder(RUN, loggers=("mlflow",), logger_options=options, hyperparameters={"seed": 3, "balance": [24, 6]})
 record(recorder, range(0, 4))
 until(lambda: delivered("mlflow") == 3)
@@ -53,7 +53,7 @@ while not told() and time.monotonic() < limit:
 recorder.close()
 found["deleted"] = told()
 # A server that is gone
-feeder.OPEN_PATIENCE_S, feeder.CLOSE_PATIENCE_S = 0.5, 0.5
+logger_thread.OPEN_TIMEOUT_S, logger_thread.CLOSE_TIMEOUT_S = 0.5, 0.5
 RUN = Path("other")
 began = time.monotonic()
 recorder = Recorder(RUN, loggers=("mlflow",), logger_options={"mlflow": {"tracking_uri": "http://127.0.0.1:9"}})
@@ -81,9 +81,9 @@ def test_steps_are_neither_lost_nor_doubled_and_outages_are_told(tmp_path: Path)
     assert found["val"] == [[69, 0.5]]
     assert found["share"] == [[0, 85.0], [1, 85.0]]
     (deleted,) = found["deleted"]
-    assert deleted.startswith("mlflow is given up: MLflow's run ") and "was deleted; remove " in deleted
+    assert deleted.startswith("mlflow is disabled: the MLflow run ") and "was deleted; remove " in deleted
     assert found["gone_s"] < 15
-    assert found["gone"][0].startswith("mlflow has not opened yet; training goes on")
+    assert found["gone"][0].startswith("mlflow has not opened yet; training continues")
     assert found["kept"] == 3
 
 

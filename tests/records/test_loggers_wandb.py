@@ -37,7 +37,7 @@ print(json.dumps(told()))
 """
 HANGS = """
 import psutil
-feeder.CLOSE_PATIENCE_S = 0.5
+logger_thread.CLOSE_TIMEOUT_S = 0.5
 recorder = Recorder(RUN, loggers=("wandb",), logger_options=OPTIONS)
 record(recorder, range(12, 14))
 until(lambda: delivered("wandb") == 13)
@@ -58,7 +58,7 @@ def test_steps_are_neither_lost_nor_doubled_whoever_dies(tmp_path: Path) -> None
     told = json.loads(went_on.stdout)
     assert [message.partition(";")[0] for message in told] == [
         "wandb fails: ConnectionResetError: Connection lost",
-        "wandb works again and has every step up to now",
+        "wandb works again and has received every step so far",
     ]
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 3
@@ -76,7 +76,7 @@ def test_steps_are_neither_lost_nor_doubled_whoever_dies(tmp_path: Path) -> None
     assert newest_step_in(files) == 11
     hung = run_child(tmp_path, OPTIONS + HANGS, timeout_s=60, **variables)
     assert hung.returncode == 0, hung.stderr
-    assert "wandb has not got all steps" in hung.stdout
+    assert "wandb has not received all steps" in hung.stdout
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -96,7 +96,7 @@ try:
     Recorder(RUN, loggers=("wandb",))
 except ConfigError as error:
     print("refused", error)
-feeder.OPEN_PATIENCE_S, feeder.CLOSE_PATIENCE_S = 0.5, 0.5
+logger_thread.OPEN_TIMEOUT_S, logger_thread.CLOSE_TIMEOUT_S = 0.5, 0.5
 os.environ["WANDB_API_KEY"] = "0123456789" * 4
 os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"
 began = time.monotonic()
@@ -115,11 +115,11 @@ def test_nobody_logged_in_is_refused_and_a_dead_server_is_told(tmp_path: Path) -
     done = run_child(tmp_path, NOBODY_HOME, HOME=str(tmp_path), NETRC=str(tmp_path / "none"), **variables)
     assert done.returncode == 0, done.stderr
     refused, answer = done.stdout.splitlines()
-    assert refused.startswith("refused W&B doesn't open a run: No API key configured")
+    assert refused.startswith("refused W&B cannot open a run: No API key configured")
     assert "wandb.mode=offline" in refused
     told, steps, delivered = json.loads(answer)
-    assert told[0].startswith("wandb has not opened yet; training goes on")
-    assert told[1].startswith("wandb has not got all steps") and "evenload show " in told[1]
+    assert told[0].startswith("wandb has not opened yet; training continues")
+    assert told[1].startswith("wandb has not received all steps") and "evenload show " in told[1]
     assert (steps, delivered) == ([0, 1, 2], -1)
 
 

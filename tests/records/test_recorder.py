@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, StepError
 from evenload.records import lines
-from evenload.records.reader import Follower, find_run, read_events, read_steps
+from evenload.records.reader import RecordTail, find_run, read_events, read_steps
 from evenload.records.recorder import Recorder
-from evenload.records.values import Event, Logged, RankTimes, StepRecord
+from evenload.records.values import Event, LateMetrics, RankTimes, StepRecord
 from tests.records.make import make_step
 
 
@@ -166,7 +166,7 @@ def test_a_torn_last_line_is_ended_on_reopen_and_skipped(tmp_path: Path, cut: in
     path = tmp_path / "steps.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
     assert [step.step for step in read_steps(tmp_path)] == [0]
-    follower = Follower(tmp_path)
+    follower = RecordTail(tmp_path)
     follower.poll()
     recorder = Recorder(tmp_path)
     recorder.step(make_step(1, loss=7.0))
@@ -191,7 +191,7 @@ def test_a_crash_inside_the_first_line_is_no_end(tmp_path: Path) -> None:
 def test_another_schema_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text('{"schema": 99}\n')
-    for use in (lambda: Recorder(tmp_path), lambda: read_steps(tmp_path), lambda: Follower(tmp_path).poll()):
+    for use in (lambda: Recorder(tmp_path), lambda: read_steps(tmp_path), lambda: RecordTail(tmp_path).poll()):
         with pytest.raises(ConfigError, match="schema 99, this Evenload reads schema 1; use the version"):
             use()
     assert path.read_text() == '{"schema": 99}\n'
@@ -220,7 +220,7 @@ def test_settings_are_toml_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"the run folder .*file.* can't be written .*; set project_dir"):
+    with pytest.raises(ConfigError, match=r"the run folder .*file.* is not writable .*; set project_dir"):
         Recorder(tmp_path / "file")
 
 
@@ -251,7 +251,7 @@ def test_events_of_several_threads_stay_whole_lines(tmp_path: Path) -> None:
 
 
 def test_find_run_takes_the_run_or_the_newest_below(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a run folder, found nothing there"):
+    with pytest.raises(ConfigError, match="expected a run folder, found nothing;"):
         find_run(tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"found no events.jsonl or steps.jsonl"):
         find_run(tmp_path)
@@ -263,7 +263,7 @@ def test_find_run_takes_the_run_or_the_newest_below(tmp_path: Path) -> None:
         os.utime(file, (1, 1))
     assert find_run(tmp_path) == (tmp_path / "new", 2)
     assert find_run(tmp_path / "old") == (tmp_path / "old", 1)
-    with pytest.raises(ConfigError, match="found a file there"):
+    with pytest.raises(ConfigError, match="found a file;"):
         find_run(tmp_path / "old" / "steps.jsonl")
 
 
@@ -288,5 +288,5 @@ def test_late_metrics_are_followed(tmp_path: Path) -> None:
     recorder.step(make_step(0))
     recorder.log({"val_loss": 2.0}, 0)
     recorder.close()
-    logged = [record for record in Follower(tmp_path).poll() if isinstance(record, Logged)]
+    logged = [record for record in RecordTail(tmp_path).poll() if isinstance(record, LateMetrics)]
     assert [(record.step, record.metrics) for record in logged] == [(0, {"val_loss": 2.0})]

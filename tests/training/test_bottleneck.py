@@ -20,8 +20,8 @@ from evenload.records.values import RankTimes, StepRecord
 from evenload.testing import run_ranks
 from evenload.training.data.tuning import ReadSettings, SettingsOrigin
 from evenload.training.step.bottleneck import Bottleneck
-from evenload.views.run.summary import tell
-from evenload.views.run.summary_text import story_text
+from evenload.views.run.summary import summarize_run
+from evenload.views.run.summary_text import format_run_summary
 from tests.records.make import make_step
 
 GIVEN = [ReadSettings(), ReadSettings(2, 2)]
@@ -148,8 +148,8 @@ def test_a_loader_made_slow_on_one_rank_is_named_within_20_steps(tmp_path: Path,
     (event,) = [event for event in read_events(folder) if event.kind == "data_bound"]
     assert event.fields["rank"] == 1 and event.step is not None and since <= event.step < since + 20
     assert event.message.startswith("data-bound: ") and "of rank 1's step" in event.message
-    text = story_text(tell(folder))
-    assert re.search(r"bound by +.*data-bound: \d+ % of rank 1's step", text), text
+    text = format_run_summary(summarize_run(folder))
+    assert re.search(r"bottleneck +.*data-bound: \d+ % of rank 1's step", text), text
     assert json.loads(json.dumps(event.fields["fraction"])) > 0.1
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.errors import RankFailedError
-from evenload.records.measurement import read_rows
+from evenload.records.measurement import blocks_from_rows
 from evenload.records.reader import read_events, read_steps
 from evenload.testing import run_ranks
 
@@ -94,7 +94,7 @@ def test_the_blocks_are_as_planned(tmp_path: Path) -> None:
     order = [arm for arm, before in zip(arms[1:], arms, strict=False) if arm != before]
     assert order == ["even", "evenload", "solo", "static:9,3", "solo", "evenload", "even", ""]  # static twice in a row
     (event,) = [event for event in read_events(tmp_path) if event.kind == "windows"]
-    blocks = read_rows(event.fields["blocks"])
+    blocks = blocks_from_rows(event.fields["blocks"])
     assert [block.arm for block in blocks] == [*OPTIONS["arms"], *OPTIONS["arms"][::-1]]  # type: ignore[misc]
     shares = {block.arm: block.shares for block in blocks}
     assert shares == {"even": (6, 6), "evenload": (8, 4), "static:9,3": (9, 3), "solo": ()}

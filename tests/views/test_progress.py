@@ -15,35 +15,35 @@ import pytest
 from rich.console import Console
 
 from evenload.errors import ConfigError
-from evenload.records.console import Facts, plain_line
+from evenload.records.console import RunInfo, plain_line
 from evenload.records.recorder import Recorder
 from evenload.records.values import Event, RankTimes
 from evenload.views.run.panel import BusyBar, render_panel
-from evenload.views.run.progress import Progress
+from evenload.views.run.progress import RunProgress
 from tests.records.make import START_S, make_step
 
 ROOT = Path(__file__).parents[2]
 
 
-def make_facts(*devices: str, **fields: object) -> Facts:
-    facts = Facts()
-    facts.take(Event("open", "", fields={"total_steps": 400, "devices": list(devices), **fields}))
-    return facts
+def make_facts(*devices: str, **fields: object) -> RunInfo:
+    info = RunInfo()
+    info.add(Event("open", "", fields={"total_steps": 400, "devices": list(devices), **fields}))
+    return info
 
 
-def draw(window: list, facts: Facts, width: int) -> list[str]:
+def draw(window: list, info: RunInfo, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(render_panel(window, facts, width))
+    console.print(render_panel(window, info, width))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
 def test_the_live_area_word_for_word() -> None:
     window = [make_step(index) for index in range(118, 120)]
-    facts = make_facts("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3060")
-    facts.take(Event("solo_speeds", "", fields={"speeds_per_s": [400, 140]}))
+    info = make_facts("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3060")
+    info.add(Event("solo_speeds", "", fields={"speeds_per_s": [400, 140]}))
     for step in window:
-        facts.take(step)
-    assert [line.replace("\N{NO-BREAK SPACE}", " ") for line in draw(window, facts, 100)] == [
+        info.add(step)
+    assert [line.replace("\N{NO-BREAK SPACE}", " ") for line in draw(window, info, 100)] == [
         "step 120/400  loss 0.3101  512.0 samples/s  efficiency 95 %  2:20 left",
         "rank 0  NVIDIA GeForce RTX 3090  share 171  █████████████████████████████░  busy 96 %   wait 4 %",
         "rank 1  NVIDIA GeForce RTX 3060   share 85  ███████████████████████░░░░░░░  busy 78 %  wait 22 %",
@@ -86,7 +86,7 @@ def test_the_bar_is_always_as_wide_as_its_room() -> None:
 def test_the_pipe_word_for_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenload.records.recorder.time.time", lambda: START_S)
     folder, stream = tmp_path / "not" / "yet", io.StringIO()
-    with Progress(folder, stream, since_s=0.0) as progress:
+    with RunProgress(folder, stream, since_s=0.0) as progress:
         progress.poll()
         progress.print("a worker's words")
         recorder = Recorder(folder, total_steps=40)
@@ -115,7 +115,7 @@ def test_an_earlier_sitting_is_not_shown_again(tmp_path: Path) -> None:
     recorder.close()
     time.sleep(0.01)
     stream = io.StringIO()
-    with Progress(tmp_path, stream) as progress:
+    with RunProgress(tmp_path, stream) as progress:
         progress.poll()
         assert not progress.ended
         recorder = Recorder(tmp_path)
@@ -127,7 +127,7 @@ def test_an_earlier_sitting_is_not_shown_again(tmp_path: Path) -> None:
 
 def test_the_folder_may_be_told_later(tmp_path: Path) -> None:
     stream = io.StringIO()
-    progress = Progress(None, stream)
+    progress = RunProgress(None, stream)
     progress.poll()
     recorder = Recorder(tmp_path)
     recorder.event("x", "hello")
@@ -143,7 +143,7 @@ def test_the_folder_may_be_told_later(tmp_path: Path) -> None:
 
 def test_records_of_another_version_are_an_error_and_close_still_works(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text('{"schema": 7}\n')
-    progress = Progress(tmp_path, io.StringIO())
+    progress = RunProgress(tmp_path, io.StringIO())
     with pytest.raises(ConfigError, match="schema 7"):
         progress.close()
     progress.close()
@@ -154,7 +154,7 @@ def test_what_workers_print_stands_above_the_live_area_once(tmp_path: Path) -> N
     console = Console(width=60, file=output, force_terminal=True, color_system=None)
     threads = set(threading.enumerate())
     recorder = Recorder(tmp_path, total_steps=3)
-    with Progress(tmp_path, output, since_s=0.0, console=console) as progress:
+    with RunProgress(tmp_path, output, since_s=0.0, console=console) as progress:
         for index in range(3):
             recorder.step(make_step(index))
             progress.poll()
@@ -197,9 +197,9 @@ def replay(raw: str) -> list[str]:
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from evenload.views.run.progress import Progress
+from evenload.views.run.progress import RunProgress
 
-with Progress(Path(sys.argv[1]), sys.stdout) as progress:
+with RunProgress(Path(sys.argv[1]), sys.stdout) as progress:
     deadline_s = time.monotonic() + 30
     while not progress.ended and time.monotonic() < deadline_s:
         progress.poll()
@@ -254,7 +254,7 @@ def test_the_live_window_forgets_old_steps_and_other_arms(tmp_path: Path) -> Non
     for index in range(20, 50):
         recorder.step(make_step(index, arm="mine", seconds=1.0 if index > 35 else 4.0, time=START_S + index))
     recorder.close()
-    with Progress(tmp_path, output, since_s=0.0, console=console):
+    with RunProgress(tmp_path, output, since_s=0.0, console=console):
         pass
     assert [line for line in replay(output.getvalue()) if "step" in line] == [
         "mine  step 50  loss 0.6780  256.0 samples/s  busy 44 %"

@@ -39,7 +39,7 @@ from tests.wrong_uses.jobs import IMPORTS, command, evenload_run, script, told_b
         ({"num_workers": "many"}, r"init\(num_workers=.many.\): expected auto \(chosen by measurement\) or loader"),
         ({"check_every": 0}, r"init\(check_every=0\): expected off or a number of steps, at least 1"),
         ({"check_every": "often"}, r"init\(check_every=.often.\): expected off or a number of steps"),
-        ({"loggers": "wandbb"}, "there is no logger 'wandbb'; expected some of tensorboard"),
+        ({"loggers": "wandbb"}, "unknown logger 'wandbb'; expected tensorboard"),
         ({"loggers": 3}, r"init\(loggers=3\): expected the names of loggers"),
         ({"log_every_s": 0}, r"init\(log_every_s=0\): expected seconds, more than 0"),
         ({"timeout_s": "1min"}, r"init\(timeout_s='1min'\): expected seconds"),
@@ -71,7 +71,7 @@ def test_the_name_of_a_missing_attribute_is_told():
 def test_a_run_folder_that_is_a_file(init, tmp_path):
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(
-        ConfigError, match=r"the run folder .*run can't be written .*set project_dir to a folder that can"
+        ConfigError, match=r"the run folder .*run is not writable .*set project_dir to a writable folder"
     ):
         init()
 
@@ -88,7 +88,7 @@ def test_a_run_folder_that_is_a_file_ends_all_ranks(tmp_path):
 
 def test_a_logger_whose_package_is_missing(init, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    with pytest.raises(ConfigError, match=r"tensorboard can't be imported here; pip install 'evenload\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"tensorboard cannot be imported; run pip install 'evenload\[tensorboard\]'"):
         init(loggers="tensorboard")
 
 

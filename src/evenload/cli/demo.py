@@ -32,7 +32,7 @@ def demo(
     from evenload.hardware import gpus
     from evenload.training.launch.devices import describe_workers
     from evenload.training.launch.supervisor import LaunchRequest, launch, plan
-    from evenload.views.run.progress import Progress
+    from evenload.views.run.progress import RunProgress
 
     on_gpus = len(gpus()) >= 2
     # The measurement comes late: its table stands next to the text that the model writes at the end.
@@ -49,7 +49,7 @@ def demo(
     print("evenload: a small GPT learns from the Python standard library's source, one global batch for all devices:")
     for line in describe_workers(workers):
         print(f"evenload: {line}", flush=True)
-    view = Progress(None, sys.stdout, log_every_s=Config.log_every_s, devices=workers[0].device_names)
+    view = RunProgress(None, sys.stdout, log_every_s=Config.log_every_s, devices=workers[0].device_names)
     code = launch(replace(request, view=view))
     if code == 0:
         print(f"evenload: the story of this run: evenload show {project_dir}")

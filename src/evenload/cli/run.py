@@ -112,7 +112,7 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping
     from evenload.training.launch.devices import describe_workers
     from evenload.training.launch.supervisor import LaunchRequest, launch, plan
     from evenload.training.launch.throttle import parse_throttle
-    from evenload.views.run.progress import Progress
+    from evenload.views.run.progress import RunProgress
 
     settings = {key: value for key, value in values.items() if key not in LAUNCH_KEYS}
     options = settings.get("logger_options", {})
@@ -133,7 +133,7 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping
         for key, value in settings.items():
             print(f"evenload: {key} = {value!r} ({sources[key]})", flush=True)
         return launch(request, leaves=True)
-    view = Progress(
+    view = RunProgress(
         None,
         sys.stdout,
         log_every_s=settings.get("log_every_s", Config.log_every_s),

@@ -62,17 +62,17 @@ def show(
 
 
 def _tell(folder: Path, as_json: bool) -> None:
-    from evenload.views.run.summary import as_table, tell
+    from evenload.views.run.summary import summarize_run, summary_to_json
 
-    story = tell(folder)
+    story = summarize_run(folder)
     if as_json:
         import json
 
-        print(json.dumps(as_table(story), indent=1, allow_nan=False, ensure_ascii=False, default=str))
+        print(json.dumps(summary_to_json(story), indent=1, allow_nan=False, ensure_ascii=False, default=str))
         return
-    from evenload.views.run.summary_text import story_text
+    from evenload.views.run.summary_text import format_run_summary
 
-    print(story_text(story))
+    print(format_run_summary(story))
 
 
 def _tell_job(name: str, queue: Path | None, as_json: bool) -> bool:
@@ -133,7 +133,7 @@ def _send(folder: Path, logger: str, texts: list[str]) -> None:
 
     from evenload.config import parse_logger_options
     from evenload.records.loggers.catalogue import check_loggers
-    from evenload.records.loggers.feeder import send
+    from evenload.records.loggers.logger_thread import send
     from evenload.records.recorder import CONFIG_FILE
 
     path = folder / CONFIG_FILE
@@ -141,19 +141,17 @@ def _send(folder: Path, logger: str, texts: list[str]) -> None:
     given = parse_logger_options(texts)
     check_loggers((logger,), given)
     options = {**settings.get("logger_options", {}).get(logger, {}), **given.get(logger, {})}
-    num_points = send(logger, folder, options, settings)
-    print(
-        f"evenload: {logger} took {num_points} points of {folder}" if num_points else f"evenload: {logger} has it all"
-    )
+    num_sent = send(logger, folder, options, settings)
+    print(f"evenload: {logger} took {num_sent} points of {folder}" if num_sent else f"evenload: {logger} has it all")
 
 
 def _follow(folder: Path) -> None:
     """Shows the newest sitting from its beginning, then what comes."""
     from evenload.records.reader import read_events
-    from evenload.views.run.progress import Progress
+    from evenload.views.run.progress import RunProgress
 
     opened_s = max((event.time for event in read_events(folder) if event.kind == "open"), default=-float("inf"))
-    with Progress(folder, sys.stdout, since_s=opened_s) as progress:
+    with RunProgress(folder, sys.stdout, since_s=opened_s) as progress:
         try:
             progress.poll()
             while not progress.ended:

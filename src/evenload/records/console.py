@@ -1,4 +1,4 @@
-"""The plain line: what a run says where there is no terminal, one line an interval.
+"""Progress lines for output without a terminal, one line per interval.
 
 ``step 120/400 | loss 2.346 | 412 samples/s | busy 97 % | rank 0: share 171, busy 98 %, wait 1 % | ... | 3:12 left``
 """
@@ -9,17 +9,17 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from evenload.records.summary import RankSummary, Summary, Verdict, summarise
-from evenload.records.values import Event, Logged, Record, StepRecord
+from evenload.records.summary import Bottleneck, RankSummary, WindowSummary, summarize_steps
+from evenload.records.values import Event, LateMetrics, Record, StepRecord
 
 MAX_RANKS_SHOWN = 8
-"""With more ranks, a line gives their range and the one that waits least: the one the others wait for."""
+"""With more ranks, a line shows their range and the rank that waits least (the slowest one)."""
 ETA_STEPS = 100
-"""Over how many last steps the time of a step is taken for the time left."""
+"""Number of last steps whose mean time gives the time left."""
 
 
-class Facts:
-    """What the events say about a run, for lines and views: names, solo speeds, lengths, the time of a step."""
+class RunInfo:
+    """Device names, solo speeds, lengths and step times of a run, collected from its records."""
 
     def __init__(self) -> None:
         self.devices: tuple[str, ...] = ()
@@ -28,14 +28,14 @@ class Facts:
         self.epoch_steps: int | None = None
         self._times: deque[tuple[int, float, float]] = deque(maxlen=ETA_STEPS)
 
-    def take(self, record: Record) -> None:
-        """Learns from one record."""
+    def add(self, record: Record) -> None:
+        """Update from one record."""
         if isinstance(record, StepRecord):
             self._times.append((record.step, record.time, record.seconds))
         elif isinstance(record, Event):
-            self._take_event(record)
+            self._add_event(record)
 
-    def _take_event(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
         if event.kind == "open":
             self._times.clear()
         self.total_steps = _count(event.fields.get("total_steps")) or self.total_steps
@@ -47,28 +47,26 @@ class Facts:
             self.solo_per_s = tuple(float(speed) for speed in speeds)
 
     def name(self, rank: int) -> str:
-        """What a person calls a rank."""
+        """Return the device name of a rank, or ``rank N`` if it is unknown."""
         return self.devices[rank] if rank < len(self.devices) else f"rank {rank}"
 
     def left_s(self, last: StepRecord) -> float | None:
-        """Wall seconds left to the end of the run, or of the epoch where the run's length isn't known."""
-        num_left = self._num_left(last)
-        if num_left is None or not self._times:
+        """Estimate the wall seconds left in the run, or in the epoch if the length of the run is unknown."""
+        if self.total_steps is not None:
+            num_left = self.total_steps - last.step - 1
+        elif self.epoch_steps is not None:
+            num_left = self.epoch_steps - last.epoch_step - 1
+        else:
+            return None
+        if not self._times:
             return None
         (first_step, first_s, _), (last_step, last_s, seconds) = self._times[0], self._times[-1]
         if last_step > first_step and last_s > first_s:
             seconds = (last_s - first_s) / (last_step - first_step)
-        return num_left * seconds
-
-    def _num_left(self, last: StepRecord) -> int | None:
-        if self.total_steps is not None:
-            return max(0, self.total_steps - last.step - 1)
-        if self.epoch_steps is not None:
-            return max(0, self.epoch_steps - last.epoch_step - 1)
-        return None
+        return max(0, num_left) * seconds
 
     def position(self, last: StepRecord) -> str:
-        """``step 12/400`` or ``epoch 1 step 12/40``; steps are counted from 1, as done."""
+        """Format the step, counted from 1: ``step 12/400`` or ``step 52 (epoch 1: 12/40)``."""
         if self.total_steps is not None:
             return f"step {last.step + 1}/{self.total_steps}"
         if self.epoch_steps is not None:
@@ -76,90 +74,90 @@ class Facts:
         return f"step {last.step + 1}"
 
     def left(self, last: StepRecord) -> str:
-        """``3:12 left``, ``0:40 left in the epoch``, or nothing where it isn't known."""
+        """Format the time left: ``3:12 left``, ``0:40 left in the epoch``, or an empty string if it is unknown."""
         left_s = self.left_s(last)
         if left_s is None:
             return ""
         return f"{format_seconds(left_s)} left" + ("" if self.total_steps is not None else " in the epoch")
 
 
-class PlainLines:
-    """Turns records into the lines to print: the first step, then one line an interval, and what events say.
+class ProgressLines:
+    """Convert records to the lines to print: the first step, then one line per interval, and the events.
 
-    Reads no clock: the interval is taken from the records' own times.
+    Intervals are measured by the times of the records, not by a clock.
     """
 
     def __init__(self, log_every_s: float) -> None:
-        self.facts = Facts()
+        self.info = RunInfo()
         self._log_every_s = log_every_s
         self._window: list[StepRecord] = []
         self._shown_s = -math.inf
 
-    def take(self, record: Record) -> list[str]:
-        """Lines to print after this record; mostly none."""
-        self.facts.take(record)
-        if isinstance(record, Logged):
+    def add(self, record: Record) -> list[str]:
+        """Return the lines to print after this record; usually none."""
+        self.info.add(record)
+        if isinstance(record, LateMetrics):
             return []
         if isinstance(record, Event):
             return [f"evenload: {record.message}"] if record.message else []
         if self._window and self._window[-1].arm != record.arm:
-            self._window.clear()  # a line over two arms would describe neither
+            self._window.clear()  # a line covers steps of one arm only
         self._window.append(record)
         if record.time - self._shown_s < self._log_every_s:
             return []
         return self.finish()
 
     def finish(self) -> list[str]:
-        """A last line for the steps since the last one; empty where there are none."""
+        """Return a line for the steps since the last line; empty if there are none."""
         if not self._window:
             return []
-        text = plain_line(self._window, self.facts)
+        text = plain_line(self._window, self.info)
         self._shown_s = self._window[-1].time
         self._window.clear()
         return [text]
 
 
-def head_parts(last: StepRecord, summary: Summary, facts: Facts) -> list[str]:
-    """What is said of a window first, whoever shows it."""
+def header_parts(last: StepRecord, summary: WindowSummary, info: RunInfo) -> list[str]:
+    """Return the first parts of a progress display: arm, position, loss, throughput, busy time, bottleneck."""
     return [
         last.arm,
-        facts.position(last),
+        info.position(last),
         f"loss {format_number(last.loss)}",
         f"{format_number(summary.samples_per_s)} samples/s" if summary.seconds > 0 else "",
         format_busy(summary),
-        format_verdict(summary.verdict) if summary.seconds > 0 else "",
+        format_bottleneck(summary.bottleneck) if summary.seconds > 0 else "",
     ]
 
 
-def plain_line(window: Sequence[StepRecord], facts: Facts) -> str:
-    """One line for a window of at least one step."""
+def plain_line(window: Sequence[StepRecord], info: RunInfo) -> str:
+    """Format one line for a window of at least one step."""
     last = window[-1]
-    summary = summarise(window, facts.solo_per_s)
-    parts = [*head_parts(last, summary, facts), *_rank_parts(summary.ranks), facts.left(last)]
+    summary = summarize_steps(window, info.solo_per_s)
+    parts = [*header_parts(last, summary, info), *_rank_parts(summary.ranks), info.left(last)]
     return " | ".join(part for part in parts if part)
 
 
-def format_busy(summary: Summary) -> str:
-    """``efficiency 96 %`` where the solo speeds are known, else ``busy 97 %``."""
+def format_busy(summary: WindowSummary) -> str:
+    """Format ``efficiency 96 %`` if the solo speeds are known, else ``busy 97 %``."""
     if summary.efficiency is not None:
         return f"efficiency {format_percent(summary.efficiency)}"
     return f"busy {format_percent(summary.busy)}"
 
 
-def format_verdict(verdict: Verdict | None) -> str:
-    """``data-bound: 41 % of rank 1's step``; nothing where there is no verdict."""
-    if verdict is None:
+def format_bottleneck(bottleneck: Bottleneck | None) -> str:
+    """Format ``data-bound: 41 % of rank 1's step``; empty for None."""
+    if bottleneck is None:
         return ""
-    return f"{verdict.kind}-bound: {format_percent(verdict.fraction)} of rank {verdict.rank}'s step"
+    return f"{bottleneck.kind}-bound: {format_percent(bottleneck.fraction)} of rank {bottleneck.rank}'s step"
 
 
 def format_percent(fraction: float) -> str:
-    """``97 %``."""
+    """Format a fraction as ``97 %``."""
     return f"{fraction * 100:.0f} %" if math.isfinite(fraction) else "? %"
 
 
 def format_number(value: float) -> str:
-    """Four significant digits, without an exponent from 0.001 to a billion."""
+    """Format four significant digits, without an exponent from 0.001 to a billion."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
     size = abs(value)
@@ -170,7 +168,7 @@ def format_number(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0:40``, ``3:12``, ``1:02:03``, ``2 d 03 h``."""
+    """Format a duration: ``0:40``, ``3:12``, ``1:02:03``, ``2 d 03 h``."""
     whole = round(seconds)
     if whole >= 86_400:
         return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
@@ -180,17 +178,27 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _rank_parts(ranks: Sequence[RankSummary]) -> list[str]:
-    if len(ranks) <= MAX_RANKS_SHOWN:
-        return [
-            f"rank {index}: share {rank.share}, busy {format_percent(rank.busy)}, wait {format_percent(rank.wait)}"
-            for index, rank in enumerate(ranks)
-        ]
+def format_rank_range(ranks: Sequence[RankSummary], first: int = 0) -> str:
+    """Format the range of shares and busy times of several ranks, and the rank that waits least.
+
+    Args:
+        ranks: at least one.
+        first: the index of the first of them.
+    """
     least = min(range(len(ranks)), key=lambda index: ranks[index].wait)
+    return (
+        f"shares {min(r.share for r in ranks)} to {max(r.share for r in ranks)}, "
+        f"busy {format_percent(min(r.busy for r in ranks))} to {format_percent(max(r.busy for r in ranks))}, "
+        f"rank {first + least} waits least ({format_percent(ranks[least].wait)})"
+    )
+
+
+def _rank_parts(ranks: Sequence[RankSummary]) -> list[str]:
+    if len(ranks) > MAX_RANKS_SHOWN:
+        return [f"{len(ranks)} ranks: {format_rank_range(ranks)}"]
     return [
-        f"{len(ranks)} ranks: shares {min(r.share for r in ranks)} to {max(r.share for r in ranks)}, busy "
-        f"{format_percent(min(r.busy for r in ranks))} to {format_percent(max(r.busy for r in ranks))}, rank {least} "
-        f"waits least ({format_percent(ranks[least].wait)})"
+        f"rank {index}: share {rank.share}, busy {format_percent(rank.busy)}, wait {format_percent(rank.wait)}"
+        for index, rank in enumerate(ranks)
     ]
 
 

@@ -1,7 +1,7 @@
-"""One record, one line of JSON: there and back.
+"""Conversion between records and lines of JSON.
 
-The seconds of the ranks are written as columns (``"ranks": {"wait_s": [0.1, 0.2], ...}``): short, and easy to cut with
-other tools.
+The seconds of the ranks are written as columns (``"ranks": {"wait_s": [0.1, 0.2], ...}``), which is short and easy to
+process with other tools.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from evenload.errors import ConfigError
-from evenload.records.values import SEGMENTS, Event, Logged, RankTimes, Record, StepRecord
+from evenload.records.values import SEGMENTS, Event, LateMetrics, RankTimes, Record, StepRecord
 
 SCHEMA = 1
-"""Raised when a line changes so that an older reader would misread it; a new key alone doesn't."""
+"""Increased when an older reader would misread a line; a new key does not require it."""
 
 EVENTS_FILE = "events.jsonl"
 STEPS_FILE = "steps.jsonl"
 
 
 def header_line(time: float) -> bytes:
-    """The first line of both files."""
+    """Return the first line of both files."""
     return _encode({"schema": SCHEMA, "time": time})
 
 
 def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
-    """A step with its newline; ``metrics`` stands in place of the record's own."""
+    """Encode a step, newline included; ``metrics`` replaces the metrics of the record."""
     columns: dict[str, list[float]] = {
         name: [round(getattr(rank, name), 6) for rank in record.ranks] for name in SEGMENTS
     }
@@ -52,7 +52,7 @@ def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
 
 
 def event_line(event: Event) -> bytes:
-    """An event with its newline; a field that JSON doesn't know is written as its text."""
+    """Encode an event, newline included; fields of types unknown to JSON are written as text."""
     row: dict[str, Any] = {
         "kind": event.kind,
         "message": event.message,
@@ -64,16 +64,16 @@ def event_line(event: Event) -> bytes:
     return _encode(row)
 
 
-def logged_line(logged: Logged) -> bytes:
-    """Late metrics with their newline."""
-    return _encode({"step": logged.step, "log": logged.metrics, "time": round(logged.time, 6)})
+def late_metrics_line(late: LateMetrics) -> bytes:
+    """Encode late metrics, newline included."""
+    return _encode({"step": late.step, "log": late.metrics, "time": round(late.time, 6)})
 
 
 def parse_line(line: bytes) -> Record | None:
-    """Reads a line of either file; None for the header, and for a line that a crash has torn.
+    """Parse a line of either file; return None for the header and for a line cut short by a crash.
 
     Raises:
-        ConfigError: the header names a schema of a newer Evenload.
+        ConfigError: another version of Evenload wrote the file, with another schema.
     """
     try:
         row = json.loads(line)
@@ -83,7 +83,7 @@ def parse_line(line: bytes) -> Record | None:
         if "kind" in row:
             return Event(row["kind"], row["message"], float(row["time"]), row["step"], row.get("fields", {}))
         if "log" in row:
-            return Logged(row["step"], _floats(row["log"]), float(row["time"]))
+            return LateMetrics(row["step"], _floats(row["log"]), float(row["time"]))
         return _parse_step(row)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
@@ -116,7 +116,7 @@ def _parse_step(row: dict[str, Any]) -> StepRecord:
 def _check_schema(schema: Any) -> None:
     if schema != SCHEMA:
         raise ConfigError(
-            f"the run's records have schema {schema!r}, this Evenload reads schema {SCHEMA}; use the version of "
+            f"the records of this run have schema {schema!r}, this Evenload reads schema {SCHEMA}; use the version of "
             f"Evenload that wrote them, or another run folder"
         )
 
@@ -128,13 +128,13 @@ def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _encode(row: dict[str, Any]) -> bytes:
     try:
         text = _ENCODER.encode(row)
-    except ValueError:  # a number that isn't finite somewhere: rare, so only now look for it
+    except ValueError:  # a non-finite number: rare, so the search for it happens only here
         text = _ENCODER.encode(spell_floats(row))
     return text.encode() + b"\n"
 
 
 def spell_floats(value: Any) -> Any:
-    """The value, of any nesting, with NaN and infinities as the strings that `float` reads back."""
+    """Replace NaN and infinities, at any depth, with strings that `float` reads back."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -144,8 +144,7 @@ def spell_floats(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
-    """What JSON doesn't know: mappings, sets, numbers of other libraries, else the text of it."""
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):
@@ -156,4 +155,4 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_plain)
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_to_json_value)

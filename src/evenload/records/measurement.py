@@ -1,7 +1,7 @@
-"""What alternating windows measured: blocks of arms, and the estimates that are made of them.
+"""Results of a measurement with alternating arms: timed blocks, the estimates made from them, and their table.
 
-In one round each arm has one block. The rounds are the units of the bootstrap: everything that drifts (the clock of a
-processor, a neighbour on the machine) touches the arms of one round alike, so ratios are far surer than speeds.
+Each arm has one block per round, and the rounds are the units of the bootstrap. Drift of the machine (clock frequency,
+other load) affects all arms of a round alike, so ratios are far more certain than speeds.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from statistics import median
 from typing import Any
 
 SOLO, EVEN, EVENLOAD = "solo", "even", "evenload"
-"""``even`` gives equal shares, ``evenload`` the shares that were ruled; in ``solo`` each rank does whole global batches
-alone. ``static:24,8`` is a further arm of fixed shares."""
+"""``even``: equal shares. ``evenload``: the planned shares. ``solo``: each rank computes whole global batches alone.
+``static:24,8`` is a further arm with fixed shares."""
 STATIC = "static:"
 _RESAMPLES = 4000
+_TITLES = {EVEN: "equal shares", EVENLOAD: "Evenload"}
 
 
 @dataclass(frozen=True)
-class Block:
-    """One block of one arm: the samples and seconds of each rank in ``solo``, of all ranks together in other arms."""
+class TimedBlock:
+    """One block of one arm: samples and seconds of each rank in ``solo``, of all ranks together in other arms."""
 
     arm: str
     round: int
     num_samples: tuple[int, ...]
     seconds: tuple[float, ...]
     shares: tuple[int, ...] = ()
-    """Of a usual step; empty in ``solo``."""
+    """Of a full step; empty in ``solo``."""
 
     @property
     def per_s(self) -> tuple[float, ...]:
@@ -51,53 +52,55 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Arms:
-    """The result of a measurement; speeds are samples/s."""
+class MeasurementResult:
+    """The estimates of a measurement; speeds are samples/s."""
 
     num_rounds: int
     speeds: Mapping[str, Estimate]
     """By arm, without ``solo``."""
     shares: Mapping[str, tuple[int, ...]]
     solo: tuple[Estimate, ...]
-    """By rank; empty where it was not measured."""
+    """By rank; empty without a ``solo`` arm."""
     solo_sum: Estimate | None
     of_sum: Mapping[str, Estimate]
-    """Each arm's speed over the sum of the solo speeds; empty where those were not measured."""
+    """Speed of each arm over the sum of the solo speeds; empty without a ``solo`` arm."""
     over_even: Estimate | None
     over_best_alone: Estimate | None
     best_static: str | None
-    """The fixed split with the highest median."""
+    """The fixed split with the highest median speed."""
     over_best_static: Estimate | None
 
     @property
     def efficiency(self) -> Estimate | None:
-        """Evenload's part of the sum of the solo speeds."""
+        """Speed of Evenload over the sum of the solo speeds."""
         return self.of_sum.get(EVENLOAD)
 
 
-Rounds = Sequence[Mapping[str, Block]]
+Rounds = Sequence[Mapping[str, TimedBlock]]
 
 
 def bootstrap(statistic: Callable[[Rounds], float], rounds: Rounds, seed: int = 0) -> Estimate:
-    """A statistic of all rounds, with the percentile interval of it over rounds drawn with replacement."""
+    """Estimate a statistic with its percentile interval over rounds drawn with replacement."""
     rng = random.Random(seed)
     count = len(rounds)
     drawn = sorted(statistic([rounds[rng.randrange(count)] for _ in range(count)]) for _ in range(_RESAMPLES))
     return Estimate(statistic(rounds), drawn[round(0.025 * (_RESAMPLES - 1))], drawn[round(0.975 * (_RESAMPLES - 1))])
 
 
-def evaluate(blocks: Sequence[Block]) -> Arms:
-    """Estimates speeds (medians over rounds) and ratios (medians of the ratios inside a round)."""
-    by_round: dict[int, dict[str, Block]] = {}
+def evaluate(blocks: Sequence[TimedBlock]) -> MeasurementResult:
+    """Estimate speeds (medians over rounds) and ratios (medians of the ratios within a round)."""
+    by_round: dict[int, dict[str, TimedBlock]] = {}
     for block in blocks:
         by_round.setdefault(block.round, {})[block.arm] = block
     names = list(dict.fromkeys(block.arm for block in blocks))
     rounds = [found for _, found in sorted(by_round.items()) if len(found) == len(names)]
 
-    def ratio(above: Callable[[Mapping[str, Block]], float], below: Callable[[Mapping[str, Block]], float]) -> Estimate:
+    def ratio(
+        above: Callable[[Mapping[str, TimedBlock]], float], below: Callable[[Mapping[str, TimedBlock]], float]
+    ) -> Estimate:
         return bootstrap(lambda drawn: median(above(found) / below(found) for found in drawn), rounds)
 
-    def speed(arm: str) -> Callable[[Mapping[str, Block]], float]:
+    def speed(arm: str) -> Callable[[Mapping[str, TimedBlock]], float]:
         return lambda found: sum(found[arm].per_s)
 
     def of(arm: str, rank: int) -> Estimate:
@@ -109,7 +112,7 @@ def evaluate(blocks: Sequence[Block]) -> Arms:
     best = max(range(num_ranks), key=lambda rank: solo[rank].value, default=None)
     static = max((arm for arm in names if arm.startswith(STATIC)), key=lambda arm: speeds[arm].value, default=None)
     has = EVENLOAD in names
-    return Arms(
+    return MeasurementResult(
         num_rounds=len(rounds),
         speeds=speeds,
         shares={arm: rounds[-1][arm].shares for arm in speeds},
@@ -125,8 +128,8 @@ def evaluate(blocks: Sequence[Block]) -> Arms:
     )
 
 
-def as_rows(blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    """Blocks as plain values, for an event."""
+def blocks_to_rows(blocks: Sequence[TimedBlock]) -> list[dict[str, Any]]:
+    """Convert blocks to plain values for an event."""
     return [
         {
             "arm": block.arm,
@@ -139,9 +142,57 @@ def as_rows(blocks: Sequence[Block]) -> list[dict[str, Any]]:
     ]
 
 
-def read_rows(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
-    """Reads what `as_rows` gave."""
+def blocks_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[TimedBlock]:
+    """Read back what `blocks_to_rows` returned."""
     return [
-        Block(row["arm"], row["round"], tuple(row["num_samples"]), tuple(row["seconds"]), tuple(row["shares"]))
+        TimedBlock(row["arm"], row["round"], tuple(row["num_samples"]), tuple(row["seconds"]), tuple(row["shares"]))
         for row in rows
     ]
+
+
+def format_measurement(found: MeasurementResult, devices: Sequence[str] = (), throttle: Sequence[float] = ()) -> str:
+    """Format the speed of each arm and its fraction of the sum of the solo speeds as a table.
+
+    Args:
+        found: the estimates.
+        devices: the name of each rank's device.
+        throttle: the requested relative speed of each rank; empty if no rank is throttled.
+    """
+    total = found.solo_sum
+    rows = [
+        (
+            f"rank {rank} alone" + (f", {devices[rank]}" if rank < len(devices) else ""),
+            "",
+            speed,
+            speed.value / total.value if total is not None else None,
+        )
+        for rank, speed in enumerate(found.solo)
+    ]
+    if total is not None:
+        rows.append(("sum of these", "", total, 1.0))
+    for arm, speed in found.speeds.items():
+        title = _TITLES.get(arm, "fixed shares" if arm.startswith(STATIC) else arm)
+        part = found.of_sum[arm].value if arm in found.of_sum else None
+        rows.append((title, " + ".join(map(str, found.shares[arm])), speed, part))
+    width = max(len(title) for title, *_ in rows)
+    shares_width = max(len("shares"), *(len(shares) for _, shares, *_ in rows))
+    lines = [f"{'':{width}}  {'shares':>{shares_width}}  samples/s" + ("  of the sum" if total is not None else "")]
+    for title, shares, speed, part in rows:
+        end = f"  {part * 100:8.1f} %" if part is not None else ""
+        lines.append(f"{title:{width}}  {shares:>{shares_width}}  {speed.value:9.4g}{end}")
+    best_static = (found.best_static or "").removeprefix(STATIC)
+    for what, ratio in (
+        ("Evenload over equal shares", found.over_even),
+        ("Evenload over the best device alone", found.over_best_alone),
+        (f"Evenload over the best fixed split ({best_static})", found.over_best_static),
+    ):
+        if ratio is not None:
+            lines.append(f"{what}: {ratio.value:.3g} times ({ratio.low:.3g} to {ratio.high:.3g})")
+    if (ratio := found.efficiency) is not None:
+        low, high = ratio.low * 100, ratio.high * 100
+        lines.append(f"efficiency, Evenload over the sum: {ratio.value * 100:.1f} % ({low:.1f} to {high:.1f})")
+    if len(throttle) == len(found.solo) > 1 and any(factor != 1 for factor in throttle):
+        requested = ":".join(f"{factor / throttle[0]:.4g}" for factor in throttle)
+        delivered = ":".join(f"{speed.value / found.solo[0].value:.3f}" for speed in found.solo)
+        lines.append(f"throttle: requested speeds {requested}, delivered {delivered}")
+    return "\n".join(lines)

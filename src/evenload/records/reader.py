@@ -1,4 +1,4 @@
-"""Reads a run folder, also while it is written; never a training process."""
+"""Readers of a run folder, also while the run writes to it."""
 
 from __future__ import annotations
 
@@ -10,49 +10,48 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 from evenload.records.lines import EVENTS_FILE, STEPS_FILE, parse_line
-from evenload.records.values import Event, Logged, Record, StepRecord
+from evenload.records.values import Event, LateMetrics, Record, StepRecord
 
 _BLOCK_BYTES = 1 << 16
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder holds the records of a run."""
+    """Return whether the folder contains the records of a run."""
     return (folder / EVENTS_FILE).is_file() or (folder / STEPS_FILE).is_file()
 
 
 def find_run(path: Path) -> tuple[Path, int]:
-    """The run folder that a person means by ``path``: itself, or the newest run right below it.
+    """Find the run folder at ``path``: the folder itself, or the newest run directly below it.
 
     Returns:
-        The folder, and how many runs there were to choose from.
+        The folder, and the number of runs found.
 
     Raises:
-        ConfigError: there is no such folder, or no run in it.
+        ConfigError: there is no such folder, or it contains no run.
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
-        raise ConfigError(f"{path}: expected a run folder, found {found} there; the folder is the run's project_dir")
+        raise ConfigError(f"{path}: expected a run folder, found {found}; give the project_dir of a run")
     if is_run(path):
         return path, 1
     runs = [child for child in path.iterdir() if child.is_dir() and is_run(child)]
     if not runs:
         raise ConfigError(
-            f"{path}: found no {EVENTS_FILE} or {STEPS_FILE} in it or right below it, so no run has written there; "
-            f"expected a run's project_dir"
+            f"{path}: found no {EVENTS_FILE} or {STEPS_FILE} in it or directly below it; give the project_dir of a run"
         )
-    return max(runs, key=_changed_s), len(runs)
+    return max(runs, key=_modified_s), len(runs)
 
 
 def read_events(folder: Path) -> list[Event]:
-    """All events of a run in the order in which they were written; empty where there are none yet."""
+    """Read all events of a run in the order of writing; empty if there are none yet."""
     return [record for record in _read(folder / EVENTS_FILE) if isinstance(record, Event)]
 
 
 def read_steps(folder: Path) -> list[StepRecord]:
-    """The steps of a run, each once, with all metrics logged for them; empty where there are none yet.
+    """Read the steps of a run, each once, with all metrics logged for them; empty if there are none yet.
 
-    After a resume from an older checkpoint steps are done again; the steps that were lost by it are left out. Metrics
-    logged for a step without a record (before the first one) are in the file alone.
+    A resume from an older checkpoint repeats steps; the repeated ones replace those that the resume discarded. Metrics
+    logged for a step without a record are left out.
     """
     steps: dict[tuple[str, int], StepRecord] = {}
     newest: dict[str, int] = {}
@@ -62,41 +61,39 @@ def read_steps(folder: Path) -> list[StepRecord]:
                 steps.pop((record.arm, lost), None)
             newest[record.arm] = record.step
             steps[record.arm, record.step] = record
-        elif isinstance(record, Logged):
+        elif isinstance(record, LateMetrics):
             key = next((key for key in ((arm, record.step) for arm in newest) if key in steps), None)
             if key is not None:
                 steps[key] = dataclasses.replace(steps[key], metrics={**steps[key].metrics, **record.metrics})
     return list(steps.values())
 
 
-class Follower:
-    """Yields what is appended to a run folder, from another process, without a thread.
+class RecordTail:
+    """Return records as another process appends them to a run folder, without a thread.
 
-    The folder need not be there yet. A line is read when its newline is there; a torn line that was ended later is
-    skipped. A folder that is moved aside and begun anew (`--fresh`) is read from its beginning.
+    The folder need not exist yet. A line is read once its newline is written; a line cut short by a crash is skipped.
+    A folder that was moved aside and created again (`--fresh`) is read from its beginning.
 
     Args:
         folder: the run folder.
-        since_s: leave out what is older, in seconds since 1970; what an earlier sitting wrote isn't read through.
+        since_s: skip older records, in seconds since 1970; most of the records of earlier sessions are not even parsed.
     """
 
     def __init__(self, folder: Path, since_s: float | None = None) -> None:
         self.folder = folder
         since_s = -float("inf") if since_s is None else since_s
-        self._tails = (_Tail(folder / EVENTS_FILE, since_s), _Tail(folder / STEPS_FILE, since_s))
+        self._tails = (_FileTail(folder / EVENTS_FILE, since_s), _FileTail(folder / STEPS_FILE, since_s))
 
     def poll(self) -> list[Record]:
-        """The records since the last call, by their times; empty where there are none.
+        """Return the records since the last call in the order of their times; empty if there are none.
 
         Raises:
-            ConfigError: they are written by another version of Evenload.
+            ConfigError: another version of Evenload wrote them.
         """
         return list(heapq.merge(*(tail.poll() for tail in self._tails), key=lambda record: record.time))
 
 
-class _Tail:
-    """One growing file, and how far it is read."""
-
+class _FileTail:
     def __init__(self, path: Path, since_s: float) -> None:
         self._path = path
         self._since_s = since_s
@@ -122,7 +119,7 @@ class _Tail:
         return [record for record in records if record is not None and record.time >= self._since_s]
 
     def _first_offset(self, file: int, size: int) -> int:
-        """A line's start before which everything is older than ``since_s``: goes back from the end in blocks."""
+        """Find the start of a line before which everything is older than ``since_s``, searching back from the end."""
         if self._since_s == -float("inf"):
             return 0
         low = size
@@ -157,6 +154,6 @@ def _read(path: Path) -> Iterator[Record]:
         return
 
 
-def _changed_s(folder: Path) -> float:
+def _modified_s(folder: Path) -> float:
     files = (folder / EVENTS_FILE, folder / STEPS_FILE)
     return max(path.stat().st_mtime for path in files if path.exists())

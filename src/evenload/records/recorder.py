@@ -1,4 +1,4 @@
-"""Writes what happens: the run folder, the loggers, and plain lines where nobody else shows them."""
+"""Writer of a run folder, with loggers and optional progress lines."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from typing import Any
 
 from evenload.errors import ConfigError, StepError
 from evenload.records import lines
-from evenload.records.console import PlainLines
+from evenload.records.console import ProgressLines
 from evenload.records.loggers.catalogue import check_loggers
-from evenload.records.loggers.feeder import Feeder, close_feeders, start_feeders
-from evenload.records.values import Event, Logged, Record, StepRecord
+from evenload.records.loggers.logger_thread import LoggerThread, close_logger_threads, start_logger_threads
+from evenload.records.values import Event, LateMetrics, Record, StepRecord
 
 CONFIG_FILE = "config.toml"
 
 
 class Recorder:
-    """The one writer of a run folder; a process whose folder is None says and writes nothing.
+    """The only writer of a run folder; without a folder it writes and prints nothing.
 
-    Each record is one unbuffered append, so a reader in another process sees it at once and a crash tears at most the
-    last line. A folder of an earlier sitting is appended to, never cut; its torn last line is ended first. The events
-    ``open`` and ``close`` (without a message) frame a sitting.
+    Each record is one unbuffered append, so readers in other processes see it immediately and a crash can cut only the
+    last line short. An existing folder is appended to, never truncated; an incomplete last line is terminated first. The
+    events ``open`` and ``close`` (without a message) delimit a session.
 
-    Metrics of `log` become part of the record of their step. Where that is already written (an evaluation after the
-    epoch's last step), they follow as a line of their own, which the reader joins to the step.
+    Metrics from `log` become part of the record of their step. If that record is already written (an evaluation after
+    the last step of an epoch), they follow on a separate line, which the reader joins to the step.
 
     Args:
-        folder: the run folder, made where it isn't there; None on ranks that write nothing.
-        loggers: further places, such as ``"tensorboard"``. They follow the records in threads of their own; one that
-            fails is told once and tried again, and never stops training.
-        logger_options: for each logger by name, its options.
-        hyperparameters: what the loggers are told of the run: its settings.
-        console: print plain lines and the messages of events on stdout; for a script started without a launcher.
-        log_every_s: seconds between two plain lines.
-        total_steps: steps of the whole run, where known; for the time left.
+        folder: the run folder, created if missing; None on ranks that write nothing.
+        loggers: names of loggers, such as ``"tensorboard"``. Each follows the records in a separate thread; a failure is
+            reported once and retried, and never stops training.
+        logger_options: the options of each logger, by its name.
+        hyperparameters: the settings of the run, for the loggers.
+        console: print progress lines and event messages on stdout; for scripts started without a launcher.
+        log_every_s: seconds between two progress lines.
+        total_steps: steps of the whole run, if known; for the time left.
 
     Raises:
-        ConfigError: the folder can't be written, holds records of another schema, or a logger's package is missing
-            (this one on every rank).
+        ConfigError: the folder is not writable or holds records of another schema, or the package of a logger is missing
+            (the latter on every rank).
     """
 
     def __init__(
@@ -61,31 +61,33 @@ class Recorder:
         self._pending: dict[int, dict[str, float]] = {}
         self._last_step = -1
         self._closed = folder is None
-        self._console = PlainLines(log_every_s) if console and folder is not None else None
-        self._feeders: tuple[Feeder, ...] = ()
+        self._console = ProgressLines(log_every_s) if console and folder is not None else None
+        self._logger_threads: tuple[LoggerThread, ...] = ()
         if folder is None:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as opened:  # all of it, or nothing is left open
-                self._events = opened.enter_context(contextlib.closing(_AppendOnly(folder / lines.EVENTS_FILE)))
-                self._steps = opened.enter_context(contextlib.closing(_AppendOnly(folder / lines.STEPS_FILE)))
-                self._feeders = start_feeders(loggers, folder, logger_options or {}, hyperparameters or {}, self._tell)
+            with contextlib.ExitStack() as opened:  # on failure nothing stays open
+                self._events = opened.enter_context(contextlib.closing(_AppendOnlyFile(folder / lines.EVENTS_FILE)))
+                self._steps = opened.enter_context(contextlib.closing(_AppendOnlyFile(folder / lines.STEPS_FILE)))
+                self._logger_threads = start_logger_threads(
+                    loggers, folder, logger_options or {}, hyperparameters or {}, self._logger_event
+                )
                 opened.pop_all()
         except OSError as error:
             raise ConfigError(
-                f"the run folder {folder} can't be written ({error}); set project_dir to a folder that can"
+                f"the run folder {folder} is not writable ({error}); set project_dir to a writable folder"
             ) from error
         self.event("open", "", total_steps=total_steps)
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
-        """Writes one event; its message, unless empty, is also printed where this recorder prints.
+        """Write one event; print its message, unless empty, if this recorder prints.
 
         Args:
             kind: one word for programs, such as ``rebalance``.
             message: one sentence for people.
             step: the global step it belongs to.
-            **fields: the same as plain values. Known to the views: ``shares`` (the event is the reason for them),
+            **fields: the same information as plain values. The views use ``shares`` (the event is their reason),
                 ``speeds_per_s`` (of kind ``solo_speeds``), ``total_steps``, ``epoch_steps``, ``devices`` (a name for
                 each rank).
         """
@@ -97,30 +99,30 @@ class Recorder:
             self._show(event)
 
     def step(self, record: StepRecord) -> None:
-        """Writes one committed step, with what `log` gave for it before; the user's names win over the record's."""
+        """Write one committed step with the metrics logged for it; user metrics take precedence over those of the record."""
         if self._closed:
             return
         with self._lock:
             logged: dict[str, float] = {}
-            if not record.arm:  # a window's step is no training: it neither takes metrics nor ends the wait for them
+            if not record.arm:  # steps of a measurement take no metrics
                 logged = self._pending.pop(record.step, {})
                 for earlier in [step for step in self._pending if step < record.step]:
-                    self._write_logged(Logged(earlier, self._pending.pop(earlier)))
+                    self._write_late(LateMetrics(earlier, self._pending.pop(earlier)))
                 self._last_step = record.step
             self._steps.write(lines.step_line(record, {**record.metrics, **logged} if logged else record.metrics))
-            for feeder in self._feeders:
-                feeder.wake()
+            for thread in self._logger_threads:
+                thread.wake()
             self._show(record)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Takes the user's metrics for a step.
+        """Record the user's metrics for a step.
 
         Args:
-            metrics: numbers by name, or what turns into one number (a tensor of one element).
+            metrics: numbers by name, or objects that convert to one number (a tensor of one element).
             step: the global step they belong to.
 
         Raises:
-            StepError: a value isn't a number; raised on ranks that write nothing, too.
+            StepError: a value is not a number; also raised on ranks that write nothing.
         """
         for name, value in metrics.items():
             if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
@@ -132,12 +134,12 @@ class Recorder:
             if step > self._last_step:
                 self._pending.setdefault(step, {}).update(numbers)
             else:
-                self._write_logged(Logged(step, numbers))
-                for feeder in self._feeders:
-                    feeder.wake()
+                self._write_late(LateMetrics(step, numbers))
+                for thread in self._logger_threads:
+                    thread.wake()
 
     def settings(self, table: Mapping[str, Any]) -> None:
-        """Writes the resolved settings as `config.toml`, all of it or none; a value of None is left out."""
+        """Write the resolved settings to `config.toml` atomically; values of None are left out."""
         if self._folder is None:
             return
         import tomli_w
@@ -146,19 +148,19 @@ class Recorder:
         partial.write_text(tomli_w.dumps(_toml(table)), encoding="utf-8")
         partial.replace(self._folder / CONFIG_FILE)
 
-    def close(self, ended_well: bool = True) -> None:
-        """Writes what is pending, waits a while for the loggers, and closes the files; a second call does nothing.
+    def close(self, succeeded: bool = True) -> None:
+        """Write pending metrics, wait briefly for the loggers and close the files; a second call does nothing.
 
         Args:
-            ended_well: what the loggers are told of the run's end.
+            succeeded: the final status for the loggers.
         """
         if self._closed:
             return
         with self._lock:
             for step, metrics in self._pending.items():
-                self._write_logged(Logged(step, metrics))
+                self._write_late(LateMetrics(step, metrics))
             self._pending.clear()
-        close_feeders(self._feeders, ended_well)
+        close_logger_threads(self._logger_threads, succeeded)
         self.event("close", "")
         with self._lock:
             self._closed = True
@@ -167,20 +169,18 @@ class Recorder:
             self._events.close()
             self._steps.close()
 
-    def _tell(self, logger: str, message: str) -> None:
+    def _logger_event(self, logger: str, message: str) -> None:
         self.event("logger", message, logger=logger)
 
-    def _write_logged(self, logged: Logged) -> None:
-        self._steps.write(lines.logged_line(logged))
+    def _write_late(self, logged: LateMetrics) -> None:
+        self._steps.write(lines.late_metrics_line(logged))
 
     def _show(self, record: Record) -> None:
         if self._console is not None:
-            _print(self._console.take(record))
+            _print(self._console.add(record))
 
 
-class _AppendOnly:
-    """A file that only grows, one whole line a write."""
-
+class _AppendOnlyFile:
     def __init__(self, path: Path) -> None:
         torn, empty = _inspect(path)
         self._file = path.open("ab", buffering=0)
@@ -190,7 +190,7 @@ class _AppendOnly:
             self.write(lines.header_line(time.time()))
 
     def write(self, line: bytes) -> None:
-        """Appends a line in one call of the system, unless the disk takes only a part of it."""
+        """Append a line in one system call, unless the disk accepts only a part of it."""
         written = self._file.write(line)
         while written < len(line):
             written += self._file.write(line[written:])
@@ -200,7 +200,7 @@ class _AppendOnly:
 
 
 def _inspect(path: Path) -> tuple[bool, bool]:
-    """Whether the last line of a file is torn, and whether there is nothing in it; checks the schema on the way."""
+    """Return whether the last line of a file is incomplete, and whether the file is empty; check its schema."""
     try:
         with path.open("rb") as file:
             lines.parse_line(file.readline())

@@ -1,4 +1,4 @@
-"""What a run writes down: frozen, plain, the same when read back."""
+"""The records of a run: frozen values that read back the same as they were written."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Where one rank's seconds went in one step, and the most memory it held.
+    """Seconds of one rank in one step by segment, and its peak memory.
 
-    The segments are those of the step clock: ``wait_s`` is the rest of the reduction after the own backward,
-    ``comm_s`` the collectives inside forward and backward, ``other_s`` what is no training at all (evaluation,
+    The segments are those of the step clock. ``wait_s`` is the part of the reduction after the rank's own backward,
+    ``comm_s`` the collectives inside forward and backward, ``other_s`` everything outside training (evaluation,
     checkpoints).
     """
 
@@ -33,15 +33,15 @@ class RankTimes:
 
 
 SEGMENTS = ("data_s", "compute_s", "wait_s", "comm_s", "optimizer_s", "compile_s", "other_s")
-"""The fields of RankTimes that are seconds, in the order in which views show them."""
+"""The fields of RankTimes in seconds, in display order."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One committed step, as rank 0 knows it."""
+    """One committed step, as recorded by rank 0."""
 
     step: int
-    """Global index of the step, counted over all epochs and sittings."""
+    """Global index of the step, counted over all epochs and sessions."""
     epoch: int
     epoch_step: int
     """Index of the step within its epoch."""
@@ -54,38 +54,38 @@ class StepRecord:
     num_micro: int
     """K, the number of micro-batches."""
     seconds: float
-    """Wall seconds of the whole step, without what is no training (the ranks' ``other_s``)."""
+    """Wall seconds of the whole step, without the ranks' ``other_s``."""
     ranks: tuple[RankTimes, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further scalars of the step: those of `loss_fn`, and what `run.log` gave for it."""
+    """Further scalars of the step, from `loss_fn` and `run.log`."""
     arm: str = ""
-    """Which of several alternating arms the step belongs to; empty in a normal run."""
+    """The arm of a measurement that the step belongs to; empty in normal training."""
     time: float = field(default_factory=_time.time)
-    """When it was committed, in seconds since 1970."""
+    """Time of the commit, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened or was decided, with its reason as a sentence."""
+    """One occurrence or decision, with its reason as a sentence."""
 
     kind: str
     message: str
-    """For people; empty where there is nothing to say aloud."""
+    """For people; empty for events that are not printed."""
     time: float = field(default_factory=_time.time)
     """Seconds since 1970."""
     step: int | None = None
-    """Global index of the step it belongs to, where there is one."""
+    """Global index of the step it belongs to, if any."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The same as plain values, for programs."""
+    """The same information as plain values, for programs."""
 
 
 @dataclass(frozen=True)
-class Logged:
-    """Metrics that `run.log` gave for a step whose record was already written."""
+class LateMetrics:
+    """Metrics from `run.log` for a step whose record was already written."""
 
     step: int
     metrics: Mapping[str, float]
     time: float = field(default_factory=_time.time)
 
 
-Record = StepRecord | Event | Logged
+Record = StepRecord | Event | LateMetrics

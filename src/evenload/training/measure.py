@@ -37,7 +37,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenload.balance.split import even_shares, scale_shares
 from evenload.errors import ConfigError
 from evenload.records import measurement
-from evenload.records.measurement_table import arms_table
 from evenload.training.checkpoint.registry import clone_state
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
@@ -96,7 +95,7 @@ class Measurement:
         self._options = options
         self._done = False
         self._ends_s: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._blocks: list[measurement.Block] = []
+        self._blocks: list[measurement.TimedBlock] = []
         self._num_steps = 1
         self._number = 0
         self._alone_assignments: tuple[ShareAssignment, ...] | None = None
@@ -193,7 +192,7 @@ class Measurement:
                 num_samples += batch.num_samples
             self._barrier(loader)
             seconds = time.perf_counter() - began_s
-        self._blocks.append(measurement.Block(arm, index, (num_samples,), (seconds,), shares))
+        self._blocks.append(measurement.TimedBlock(arm, index, (num_samples,), (seconds,), shares))
 
     def _solo_block(self, loader: StepLoader, index: int) -> Iterator[Step]:
         """Every rank alone, at the same time; see Note [Solo]."""
@@ -228,7 +227,7 @@ class Measurement:
         self._barrier(loader)
         rows = context.control.exchange(Operation.WINDOW, [float(num_samples), seconds])
         self._blocks.append(
-            measurement.Block(
+            measurement.TimedBlock(
                 measurement.SOLO, index, tuple(int(row[0]) for row in rows), tuple(row[1] for row in rows)
             )
         )
@@ -268,12 +267,12 @@ class Measurement:
         found = measurement.evaluate(self._blocks)
         if found.solo:
             context.recorder.event("solo_speeds", "", speeds_per_s=[speed.value for speed in found.solo])
-        table = arms_table(found, device_names(context), speeds).replace("\n", "\n  ")
+        table = measurement.format_measurement(found, device_names(context), speeds).replace("\n", "\n  ")
         context.recorder.event(
             "windows",
             f"measured in {found.num_rounds} rounds of short blocks:\n  {table}\n  training goes on",
             step=context.loop.steps_done,
-            blocks=measurement.as_rows(self._blocks),
+            blocks=measurement.blocks_to_rows(self._blocks),
             throttle=speeds,
         )
 

@@ -1,5 +1,5 @@
-"""Views: readers of a run's records, never of a training process.
+"""Views that read records, never a training process.
 
-`progress` is what the launcher shows while ranks train, `panel` its area on a terminal; `story` sums up a run
-afterwards, `story_text` writes it for people.
+In `run`, `progress` shows a run while its ranks train (`panel` draws it on a terminal), `summary` summarizes a run
+afterwards and `summary_text` formats the summary.
 """

@@ -1,13 +1,13 @@
-"""Other places for metrics, by their own libraries: TensorBoard, Weights & Biases, MLflow, others by entry point.
+"""Loggers that forward metrics through their own libraries: TensorBoard, Weights & Biases, MLflow, or by entry point.
 
-The records of the run are the truth, and the queue: a feeder reads `steps.jsonl` and brings it to a logger, in a thread of
-its own. Training never waits for a logger; one that fails is tried again, also in the next sitting, from where it stopped.
+The records of the run are the queue: a thread reads `steps.jsonl` and sends it to a logger. Training never waits for a
+logger. After a failure the thread retries from the same position, also in the next session.
 
-`logger` says what a logger is, `catalogue` which there are, `points` what a step looks like to them, `feeder` brings it.
-Evenload's own figures get names of their own; ``loss`` is written once, the user's where they log it.
+`logger` defines the interface, `catalogue` lists the loggers, `scalars` converts records to scalars per step,
+`logger_thread` sends them. Metrics of Evenload have names of their own; ``loss`` is written once, the user's if logged.
 """
 
 from evenload.records.loggers.logger import Logger as Logger
-from evenload.records.loggers.logger import Opening as Opening
-from evenload.records.loggers.logger import Point as Point
+from evenload.records.loggers.logger import LoggerContext as LoggerContext
 from evenload.records.loggers.logger import RefusedError as RefusedError
+from evenload.records.loggers.logger import StepScalars as StepScalars

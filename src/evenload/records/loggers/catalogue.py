@@ -1,4 +1,4 @@
-"""Which loggers there are: our own, and those that other packages offer by entry point."""
+"""Catalogue of loggers: the built-in ones, and those of other packages by entry point."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from importlib import metadata
 from typing import Any
 
 from evenload.errors import ConfigError
-from evenload.records.loggers.logger import Logger, Opening
+from evenload.records.loggers.logger import Logger, LoggerContext
 
 ENTRY_POINTS = "evenload.loggers"
-"""The group of entry points; each names a function ``(Opening) -> Logger``."""
+"""The group of entry points; each names a factory ``(LoggerContext) -> Logger``."""
 
 
 @dataclass(frozen=True)
-class BuiltIn:
-    """One of our own loggers."""
+class BuiltInLogger:
+    """A logger of Evenload."""
 
     package: str
-    """What must be importable; the extra has the same name as the logger."""
-    opener: str
+    """The required package; the extra has the name of the logger."""
+    factory: str
     """``module:function``."""
     texts: tuple[str, ...] = ()
-    """Options that are one text."""
+    """Options that are a string."""
     lists: tuple[str, ...] = ()
-    """Options that are several texts; with commas between them on the command line."""
+    """Options that are a list of strings, separated by commas on the command line."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Options that take one of a few texts."""
+    """Options with a fixed set of values."""
 
 
-BUILT_IN: Mapping[str, BuiltIn] = {
-    "tensorboard": BuiltIn("tensorboard", "evenload.records.loggers.tensorboard:TensorBoard"),
-    "wandb": BuiltIn(
+BUILT_IN: Mapping[str, BuiltInLogger] = {
+    "tensorboard": BuiltInLogger("tensorboard", "evenload.records.loggers.tensorboard:TensorBoard"),
+    "wandb": BuiltInLogger(
         "wandb",
         "evenload.records.loggers.wandb:WeightsAndBiases",
         texts=("project", "entity", "name", "group", "job_type", "notes"),
         lists=("tags",),
         choices={"mode": ("online", "offline", "disabled")},
     ),
-    "mlflow": BuiltIn(
+    "mlflow": BuiltInLogger(
         "mlflow",
         "evenload.records.loggers.mlflow:MLflow",
         texts=("tracking_uri", "experiment", "name"),
@@ -51,55 +51,55 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 
 
 def check_loggers(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Checks without importing any of them that the loggers can be opened; the same on every rank.
+    """Check that the loggers can be opened, without importing them; the result is the same on every rank.
 
     Args:
         names: the loggers of a run.
-        options: for each logger by name, its own options.
+        options: the options of each logger, by its name.
 
     Raises:
-        ConfigError: an unknown name or option, a name given twice, options of a logger that isn't used, or a missing package.
+        ConfigError: an unknown name or option, a name given twice, options of an unused logger, or a missing package.
     """
     offered = _offered()
     for name in names:
         if name not in BUILT_IN and name not in offered:
             raise ConfigError(
-                f"there is no logger {name!r}; expected some of {', '.join([*BUILT_IN, *sorted(offered)])}, or install the "
-                f"package that offers it by an entry point of the group {ENTRY_POINTS}"
+                f"unknown logger {name!r}; expected {', '.join([*BUILT_IN, *sorted(offered)])}, or install the package that "
+                f"provides it by an entry point of the group {ENTRY_POINTS}"
             )
         if names.count(name) > 1:
-            raise ConfigError(f"the logger {name} is named twice; name it once")
+            raise ConfigError(f"the logger {name} is listed twice; list it once")
         if name in BUILT_IN and importlib.util.find_spec(BUILT_IN[name].package) is None:
             raise _missing(name)
     for name, own in (options or {}).items():
         if name not in names:
             raise ConfigError(
-                f"logger_options has options for {name!r}, which is no logger of this run ({', '.join(names) or 'none is set'}); "
-                f"add it to loggers, or remove them"
+                f"logger_options has options for {name!r}, which is not a logger of this run "
+                f"({', '.join(names) or 'none is set'}); add it to loggers, or remove its options"
             )
         if name in BUILT_IN:
             _check_options(name, own)
 
 
-def open_logger(name: str, opening: Opening) -> Logger:
-    """Opens a logger that `check_loggers` has let pass.
+def open_logger(name: str, context: LoggerContext) -> Logger:
+    """Open a logger that `check_loggers` has accepted.
 
     Raises:
-        ConfigError: its package doesn't import, or what the logger itself says only the user can mend.
-        Exception: whatever else its library raises; it may pass by itself.
+        ConfigError: its package cannot be imported, or the logger reports a problem that only the user can fix.
+        Exception: any other error of its library; it may be temporary.
     """
     if name in BUILT_IN:
-        module, _, function = BUILT_IN[name].opener.partition(":")
+        module, _, function = BUILT_IN[name].factory.partition(":")
         try:
-            opener: Callable[[Opening], Logger] = getattr(importlib.import_module(module), function)
-            return opener(replace(opening, options=_spelled_out(name, opening.options)))
+            factory: Callable[[LoggerContext], Logger] = getattr(importlib.import_module(module), function)
+            return factory(replace(context, options=_with_lists(name, context.options)))
         except ImportError as error:
             raise _missing(name) from error
     try:
-        opener = _offered()[name].load()
+        factory = _offered()[name].load()
     except (ImportError, AttributeError, KeyError) as error:
-        raise ConfigError(f"the logger {name!r} can't be loaded from its package: {error}") from error
-    return opener(opening)
+        raise ConfigError(f"the logger {name!r} cannot be loaded from its package: {error}") from error
+    return factory(context)
 
 
 def _offered() -> dict[str, metadata.EntryPoint]:
@@ -110,19 +110,18 @@ def _check_options(name: str, own: Mapping[str, Any]) -> None:
     built_in = BUILT_IN[name]
     known = (*built_in.texts, *built_in.lists, *built_in.choices)
     for key, value in own.items():
-        spelled = f"logger_options: {name}.{key} = {value!r}"
+        shown = f"logger_options: {name}.{key} = {value!r}"
         if key not in known:
-            raise ConfigError(f"{spelled}: {name} has no such option; expected {_either(known)}")
+            raise ConfigError(f"{shown}: {name} has no such option; expected {_one_of(known)}")
         if key in built_in.texts and not (isinstance(value, str) and value):
-            raise ConfigError(f"{spelled}: expected a text")
+            raise ConfigError(f"{shown}: expected a string")
         if key in built_in.lists and not (value and all(isinstance(part, str) and part for part in _listed(value))):
-            raise ConfigError(f"{spelled}: expected a list of texts")
+            raise ConfigError(f"{shown}: expected a list of strings")
         if key in built_in.choices and value not in built_in.choices[key]:
-            raise ConfigError(f"{spelled}: expected {_either(built_in.choices[key])}")
+            raise ConfigError(f"{shown}: expected {_one_of(built_in.choices[key])}")
 
 
-def _spelled_out(name: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with every list as a list; the command line gives ``a,b``."""
+def _with_lists(name: str, own: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _listed(value) if key in BUILT_IN[name].lists else value for key, value in own.items()}
 
 
@@ -132,13 +131,13 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _either(known: Sequence[str]) -> str:
-    return f"one of {', '.join(known)}" if known else "none: it has no options"
+def _one_of(known: Sequence[str]) -> str:
+    return f"one of {', '.join(known)}" if known else "no options"
 
 
 def _missing(name: str) -> ConfigError:
     package = BUILT_IN[name].package
     return ConfigError(
-        f"loggers={name!r} is set, but the package {package} can't be imported here; "
-        f"pip install 'evenload[{name}]', or leave the logger out"
+        f"loggers={name!r} is set, but the package {package} cannot be imported; run pip install 'evenload[{name}]', or remove "
+        f"the logger"
     )

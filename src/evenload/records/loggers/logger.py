@@ -1,4 +1,4 @@
-"""What a logger is: what it is opened with, what it takes, what it must keep."""
+"""Interface of a logger."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Point:
-    """Numbers of one step."""
+class StepScalars:
+    """Scalars of one step."""
 
     step: int
     """Global index of the step."""
     time: float
-    """When it was committed, in seconds since 1970."""
+    """Time of the commit, in seconds since 1970."""
     scalars: Mapping[str, float]
     """By name; may be NaN or infinite."""
-    again: bool = False
-    """Training went back to a checkpoint: this step and those after it replace what was given for them before."""
+    replaces: bool = False
+    """Training went back to a checkpoint: discard what was written for this step and all later ones."""
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What a logger is opened with."""
+class LoggerContext:
+    """Arguments with which a logger is opened."""
 
     folder: Path
     """The run folder."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the user set for this logger (``logger_options``); texts, where it came from the command line."""
+    """The options of this logger (``logger_options``); values from the command line are strings."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of the run as resolved: its hyperparameters."""
+    """The resolved settings of the run: its hyperparameters."""
     run_id: str = ""
-    """`Logger.run_id` of an earlier sitting of this run; empty in the first one."""
+    """`Logger.run_id` of an earlier session of this run; empty in the first one."""
 
 
 class Logger(Protocol):
-    """One further place for metrics; used by one thread alone.
+    """A destination for metrics; used by a single thread.
 
-    An opener ``(Opening) -> Logger`` raises `ConfigError` for what only the user can mend (a wrong option, nobody logged
-    in); that ends the run before it begins. Whatever else it or `write` raises is taken for a passing fault: training goes
-    on, and the same call is made again later.
+    The factory ``(LoggerContext) -> Logger`` raises `ConfigError` for a problem that only the user can fix (a wrong
+    option, no login), which ends the run before it starts. Any other exception from it or from `write` counts as
+    temporary: training continues, and the call is repeated later.
     """
 
     run_id: str
-    """What the place calls this run; kept in the run folder, for the next sitting. May be empty."""
+    """The identifier of this run at the destination, kept in the run folder for the next session. May be empty."""
     newest_step: int | None
-    """The newest step that the place held when it was opened; -1 where it held none, None where it doesn't tell."""
-    takes_again: bool
-    """Whether points that are ``again`` may come; else such steps are left out, and the place keeps what it has."""
+    """The newest step at the destination when it was opened; -1 if there was none, None if unknown."""
+    accepts_rewrites: bool
+    """Accept scalars with ``replaces``. Otherwise repeated steps are left out and the first values stay."""
 
-    def write(self, points: Sequence[Point]) -> None:
-        """Takes points, steps rising. They count as taken when it returns; a step may have several points.
+    def write(self, batch: Sequence[StepScalars]) -> None:
+        """Write scalars in the order of their steps; a step may occur several times. Returning confirms all of them.
 
         Raises:
-            RefusedError: the place will never take them; they are left out, and the user is told.
+            RefusedError: the destination will never accept them; they are left out and the user is notified.
         """
 
-    def close(self, ended_well: bool) -> None:
-        """Hands over everything and lets go; ``ended_well`` is False where the script failed."""
+    def close(self, succeeded: bool) -> None:
+        """Flush everything and close; ``succeeded`` is False if the script failed."""
 
     def drop(self, for_good: bool) -> None:
-        """Lets go after a fault; the logger is then opened anew.
+        """Release resources after a failure; the logger is then opened again.
 
         Args:
-            for_good: the run is over and nobody waits any longer; also called while `close` hangs in another thread. Nothing
-                may be left that would keep the process from ending.
+            for_good: the run is over and nothing waits any longer. May be called while `close` blocks in another
+                thread; nothing may remain that keeps the process from exiting.
         """
 
 
 class RefusedError(Exception):
-    """What `Logger.write` raises for points that its place will never take, such as a name it doesn't allow."""
+    """Raised by `Logger.write` for scalars that the destination will never accept, such as an invalid name."""

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in ``<run folder>/tensorboard``, written by tensorboard's own record writer; needs no torch."""
+"""TensorBoard logger: event files in ``<run folder>/tensorboard``, without torch."""
 
 from __future__ import annotations
 
@@ -8,59 +8,55 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenload.records.loggers.logger import Opening, Point
+from evenload.records.loggers.logger import LoggerContext, StepScalars
 
 
 class TensorBoard:
-    """One event file a sitting; each batch of points is one write to it, so that a full disk tears no event.
+    """One event file per session; each batch is a single write, so that a full disk leaves no partial event.
 
-    Where steps are done again, a session start is written first, which makes TensorBoard drop the points it had of them.
+    Before repeated steps a session start is written, which makes TensorBoard discard their earlier values.
     """
 
-    takes_again = True
+    accepts_rewrites = True
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, context: LoggerContext) -> None:
         self._event_pb: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summary_pb: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._record_writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         self.run_id = ""
         self.newest_step: int | None = None
-        target = opening.folder / "tensorboard"
+        target = context.folder / "tensorboard"
         target.mkdir(parents=True, exist_ok=True)
         num_earlier = len(list(target.glob("events.out.tfevents.*")))
         now = time.time()
         first = [self._event_pb.Event(wall_time=now, file_version="brain.Event:2")]
-        if opening.settings:
-            summary = _hyperparameters(opening.settings, str(opening.folder), now)
+        if context.settings:
+            summary = _hyperparameters(context.settings, str(context.folder), now)
             first.append(self._event_pb.Event(wall_time=now, summary=summary))
-        # TensorBoard reads the files of a folder in the order of their names, which begin with whole seconds.
+        # TensorBoard reads the files of a folder in the order of their names, which start with whole seconds.
         path = target / f"events.out.tfevents.{int(now):010d}.evenload.{num_earlier:04d}"
         self._file = path.open("wb", buffering=0)
         self._size = 0
         self._append(first)
 
-    def write(self, points: Sequence[Point]) -> None:
-        """Writes the points, all of them or none."""
+    def write(self, batch: Sequence[StepScalars]) -> None:
+        """Write the scalars, all or none."""
         events = []
-        for point in points:
-            if point.again:
+        for row in batch:
+            if row.replaces:
                 start = self._event_pb.SessionLog(status=self._event_pb.SessionLog.START)
-                events.append(self._event_pb.Event(wall_time=point.time, step=point.step, session_log=start))
-            values = [
-                self._summary_pb.Summary.Value(tag=tag, simple_value=value) for tag, value in point.scalars.items()
-            ]
+                events.append(self._event_pb.Event(wall_time=row.time, step=row.step, session_log=start))
+            values = [self._summary_pb.Summary.Value(tag=tag, simple_value=value) for tag, value in row.scalars.items()]
             summary = self._summary_pb.Summary(value=values)
-            events.append(self._event_pb.Event(wall_time=point.time, step=point.step, summary=summary))
+            events.append(self._event_pb.Event(wall_time=row.time, step=row.step, summary=summary))
         self._append(events)
 
-    def close(self, ended_well: bool) -> None:
-        """Closes the event file."""
-        del ended_well
+    def close(self, succeeded: bool) -> None:
+        """Close the event file."""
         self._file.close()
 
     def drop(self, for_good: bool) -> None:
-        """Closes the event file; the next one goes on."""
-        del for_good
+        """Close the event file; the next one continues."""
         self._file.close()
 
     def _append(self, events: Sequence[Any]) -> None:
@@ -81,7 +77,6 @@ class TensorBoard:
 
 
 def _hyperparameters(settings: Mapping[str, Any], group: str, time_s: float) -> Any:
-    """The settings as TensorBoard's HPARAMS page reads them, from this sitting's file."""
     hparams: Any = importlib.import_module("tensorboard.plugins.hparams.summary_v2")
     plain = {
         key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in settings.items()

@@ -1,4 +1,4 @@
-"""Weights & Biases, by its own library: one W&B run for a run folder, also over several sittings, online or offline."""
+"""Weights & Biases logger: one W&B run per run folder, also over several sessions, online or offline."""
 
 from __future__ import annotations
 
@@ -9,62 +9,62 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError
-from evenload.records.loggers.logger import Opening, Point
+from evenload.records.loggers.logger import LoggerContext, StepScalars
 from evenload.records.loggers.wandb_files import newest_step_in
 
 INIT_TIMEOUT_S = 20.0
 
 
 class WeightsAndBiases:
-    """A W&B run of its own, beside those that the script may have open.
+    """A separate W&B run, independent of those that the script opens.
 
-    W&B takes the steps of a run in rising order alone, so a step that is done again after a resume keeps its first values.
-    What is not set for this logger is what W&B's own settings say (``wandb login``, its variables, its settings file).
+    W&B accepts steps in increasing order only, so steps repeated after a resume are left out and keep their first
+    values. Options that are not set follow W&B's own settings (``wandb login``, its variables, its settings file).
     """
 
-    takes_again = False
+    accepts_rewrites = False
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, context: LoggerContext) -> None:
         self._wandb: Any = importlib.import_module("wandb")
-        arguments: dict[str, Any] = {**opening.options, "reinit": "create_new", "allow_val_change": True}
+        arguments: dict[str, Any] = {**context.options, "reinit": "create_new", "allow_val_change": True}
         try:
             own = self._wandb.setup().settings
-            if own.init_timeout > INIT_TIMEOUT_S:  # it is tried again, and an exit waits for it
+            if own.init_timeout > INIT_TIMEOUT_S:  # retries follow, and an exit waits for it
                 arguments["settings"] = {"init_timeout": INIT_TIMEOUT_S}
-            if opening.run_id:
-                arguments |= {"id": opening.run_id, "resume": "allow"}
+            if context.run_id:
+                arguments |= {"id": context.run_id, "resume": "allow"}
             elif "name" not in arguments and own.run_name is None:
-                arguments["name"] = opening.folder.name
-            self._run: Any = self._wandb.init(config=dict(opening.settings), **arguments)
+                arguments["name"] = context.folder.name
+            self._run: Any = self._wandb.init(config=dict(context.settings), **arguments)
         except (self._wandb.errors.UsageError, self._wandb.errors.AuthenticationError, ValueError) as error:
             raise ConfigError(
-                f"W&B doesn't open a run: {error}; `wandb login`, or set logger_options to wandb.mode=offline, or leave the "
-                f"logger out"
+                f"W&B cannot open a run: {error}; run `wandb login`, or set the logger option wandb.mode=offline, or remove the "
+                f"logger"
             ) from error
         self.run_id: str = self._run.id
         self.newest_step: int | None = -1
-        if opening.run_id:
-            self._run.config.update(dict(opening.settings), allow_val_change=True)
-            # Online W&B's server says where it goes on; offline the files of earlier sittings do.
+        if context.run_id:
+            self._run.config.update(dict(context.settings), allow_val_change=True)
+            # The next step comes from the W&B server if online, else from the files of earlier sessions.
             offline = bool(self._run.offline)
             self.newest_step = newest_step_in(self._earlier_files()) if offline else self._run.step - 1
 
-    def write(self, points: Sequence[Point]) -> None:
-        """Hands the points to W&B's own process, which writes and uploads them."""
-        for point in points:
-            self._run.log(dict(point.scalars), step=point.step)
+    def write(self, batch: Sequence[StepScalars]) -> None:
+        """Pass the scalars to the W&B process, which writes and uploads them."""
+        for row in batch:
+            self._run.log(dict(row.scalars), step=row.step)
 
-    def close(self, ended_well: bool) -> None:
-        """Ends the W&B run; waits until everything is uploaded, or on the disk where it is offline."""
-        self._run.finish(exit_code=0 if ended_well else 1)
+    def close(self, succeeded: bool) -> None:
+        """Finish the W&B run; wait until everything is uploaded, or on disk if offline."""
+        self._run.finish(exit_code=0 if succeeded else 1)
 
     def drop(self, for_good: bool) -> None:
-        """After a fault W&B's own process may be gone, which no later run in this process would survive by itself.
+        """Finish the run, or tear down the W&B process, which may be dead and would break any later run in this process.
 
-        For good, it is ended: it would keep this process waiting until W&B's server answers, however long that takes.
+        With ``for_good`` the W&B process is killed: it would block the exit until its server answers.
         """
         if for_good:
-            _end_service()
+            _kill_service()
             return
         try:
             self._run.finish(exit_code=1)
@@ -81,7 +81,7 @@ class WeightsAndBiases:
         ]
 
 
-def _end_service() -> None:
+def _kill_service() -> None:
     import psutil
 
     for child in psutil.Process().children(recursive=True):

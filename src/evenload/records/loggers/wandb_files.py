@@ -1,7 +1,7 @@
-"""How far W&B got in the files that it writes offline: the newest step that is safe on the disk.
+"""Reader of W&B's offline files, to find the newest step that is safely on disk.
 
-W&B writes such a file from time to time; what it held in memory is lost with its process. A file is seven bytes and then a
-log as LevelDB has it: blocks of 32 KiB, in them fragments of records, each record a protobuf message of W&B's.
+W&B writes these files from time to time; steps still in memory are lost with its process. A file has a header of seven
+bytes and then a LevelDB log: blocks of 32 KiB with fragments of records, each record a W&B protobuf message.
 https://github.com/google/leveldb/blob/main/doc/log_format.md
 """
 
@@ -20,13 +20,13 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def newest_step_in(paths: Iterable[Path]) -> int | None:
-    """The newest step in all files together; -1 where they hold none, None where there is no file that can be read."""
+    """Return the newest step in all files; -1 if they hold none, None if no file is readable."""
     found = [newest for path in paths if (newest := _newest(path)) is not None]
     return max(found, default=None)
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a run's history, each with its ``_step``; ends where the file is torn."""
+    """Yield the rows of a run's history, each with its ``_step``; stop where the file is cut short."""
     messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     for record in records_in(path.read_bytes()):
         message = messages.Record.FromString(record)
@@ -35,13 +35,13 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def records_in(log: bytes) -> Iterator[bytes]:
-    """The whole records of a log."""
+    """Yield the complete records of a log."""
     parts: list[bytes] = []
     at = HEADER_BYTES
     while at + HEADER_BYTES <= len(log):
         left = BLOCK_BYTES - at % BLOCK_BYTES
         if left < HEADER_BYTES:
-            at += left  # no room for a fragment: the block ends in zeros
+            at += left  # too short for a fragment: the block ends in zeros
             continue
         _, size, kind = struct.unpack_from("<IHB", log, at)
         data = log[at + HEADER_BYTES : at + HEADER_BYTES + size]
@@ -57,4 +57,4 @@ def _newest(path: Path) -> int | None:
     try:
         return max((int(row["_step"]) for row in rows_in(path) if "_step" in row), default=-1)
     except Exception:
-        return None  # another version of W&B writes another form
+        return None  # another version of W&B may use another format

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from evenload.records.console import format_number, format_percent, format_verdict
-from evenload.records.summary import DATA_BOUND, summarise
+from evenload.records.console import format_bottleneck, format_number, format_percent
+from evenload.records.summary import DATA_BOUND, summarize_steps
 from evenload.records.values import StepRecord
 from evenload.training.data.tuning import SKIPPED_STEPS, ReadSettings, SettingsOrigin
 
@@ -96,7 +96,7 @@ class Bottleneck:
         events = [
             LoadingEvent("data_bound_over", f"rank {rank} no longer waits for samples", {"rank": rank}) for rank in over
         ]
-        verdict = summarise(self._window).verdict
+        verdict = summarize_steps(self._window).bottleneck
         if (
             verdict is None
             or verdict.kind != "data"
@@ -106,7 +106,7 @@ class Bottleneck:
             return events
         self._reported.add(verdict.rank)
         reading = self._readers[verdict.rank].reading
-        message = f"{format_verdict(verdict)} goes by waiting for samples ({reading}); {_advice(reading)}"
+        message = f"{format_bottleneck(verdict)} goes by waiting for samples ({reading}); {_advice(reading)}"
         fields = {"rank": verdict.rank, "fraction": verdict.fraction, "num_workers": reading.num_workers}
         return [*events, LoadingEvent("data_bound", message, fields)]
 

@@ -1,4 +1,4 @@
-"""The live area on a terminal, drawn from a window of steps; keeps nothing."""
+"""Rendering of the live area on a terminal from a window of steps."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from evenload.records.console import Facts, format_percent, head_parts
-from evenload.records.summary import RankSummary, summarise
+from evenload.records.console import RunInfo, format_percent, format_rank_range, header_parts
+from evenload.records.summary import RankSummary, summarize_steps
 from evenload.records.values import StepRecord
 
 MAX_ROWS = 12
-"""More ranks than this are summed up in a last row, so that the area fits a terminal."""
+"""Further ranks are summarized in the last row, so that the area fits a terminal."""
 _NARROW = 72
-"""Below this width the names of the devices are left out."""
+"""Below this width device names are left out."""
 _GAP, _MAX_NAME, _MIN_BAR, _MAX_BAR = 2, 28, 6, 30
-"""Columns of the terminal: between two cells, for a name, for a bar."""
+"""In terminal columns: between two cells, for a name, for a bar."""
 
 
 class BusyBar:
-    """A bar of one line: busy, waiting, and the rest; told apart without colours too."""
+    """A bar of one line with the fractions busy, waiting and other; readable without colors."""
 
     def __init__(self, busy: float, wait: float) -> None:
         self.busy = min(1.0, max(0.0, busy))
         self.wait = min(1.0 - self.busy, max(0.0, wait))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draws the bar over all the width there is."""
+        """Draw the bar over the full width."""
         width = options.max_width
         num_busy = round(width * self.busy)
         num_wait = round(width * (self.busy + self.wait)) - num_busy
@@ -40,22 +40,23 @@ class BusyBar:
         yield Segment(" " * (width - num_busy - num_wait))
 
 
-def render_panel(window: Sequence[StepRecord], facts: Facts, width: int) -> RenderableType:
-    """The live area for a window of at least one step, on a terminal of ``width`` columns."""
+def render_panel(window: Sequence[StepRecord], info: RunInfo, width: int) -> RenderableType:
+    """Render a window of at least one step for a terminal of ``width`` columns."""
     last = window[-1]
-    summary = summarise(window, facts.solo_per_s)
-    parts = [*head_parts(last, summary, facts), facts.left(last)]
+    summary = summarize_steps(window, info.solo_per_s)
+    parts = [*header_parts(last, summary, info), info.left(last)]
     head = Text("  ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts if part), style="bold")
     shown = summary.ranks if len(summary.ranks) <= MAX_ROWS else summary.ranks[: MAX_ROWS - 1]
-    names = [facts.name(index) if facts.devices and width >= _NARROW else "" for index in range(len(shown))]
+    names = [info.name(index) if info.devices and width >= _NARROW else "" for index in range(len(shown))]
     rows: list[RenderableType] = [head, _rank_table(shown, names, width)]
     if len(shown) < len(summary.ranks):
-        rows.append(Text(_rest_line(summary.ranks[len(shown) :], len(shown)), style="dim"))
+        rest = summary.ranks[len(shown) :]
+        rows.append(Text(f"{len(rest)} more ranks: {format_rank_range(rest, len(shown))}", style="dim"))
     return Group(*rows)
 
 
 def _rank_table(ranks: Sequence[RankSummary], names: Sequence[str], width: int) -> Table:
-    """A row a rank. What the figures leave of the width goes to the names, then to the bars."""
+    """Lay out one row per rank; names, then bars, share the width that the figures leave."""
     figures = [
         (
             f"rank {index}",
@@ -79,12 +80,3 @@ def _rank_table(ranks: Sequence[RankSummary], names: Sequence[str], width: int) 
     for rank, name, (index, share, busy, wait) in zip(ranks, names, figures, strict=True):
         table.add_row(index, *([name] if name_width > 0 else []), share, BusyBar(rank.busy, rank.wait), busy, wait)
     return table
-
-
-def _rest_line(ranks: Sequence[RankSummary], first: int) -> str:
-    least = min(range(len(ranks)), key=lambda index: ranks[index].wait)
-    return (
-        f"{len(ranks)} more ranks: shares {min(r.share for r in ranks)} to {max(r.share for r in ranks)}, busy "
-        f"{format_percent(min(r.busy for r in ranks))} to {format_percent(max(r.busy for r in ranks))}, rank "
-        f"{first + least} waits least"
-    )

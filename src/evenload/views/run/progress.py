@@ -1,7 +1,7 @@
-"""What a launcher shows while its ranks train: a live area on a terminal, plain lines in a pipe.
+"""Progress display of a launcher: a live area on a terminal, plain lines otherwise.
 
-It reads the run folder that rank 0 writes, from its own process, and starts no thread: the owner calls `poll` from
-its loop.
+It reads the run folder that rank 0 writes, from another process and without a thread: the caller calls `poll` in its
+loop.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from evenload.records.console import Facts, PlainLines
-from evenload.records.reader import Follower
-from evenload.records.values import Event, Logged, Record, StepRecord
+from evenload.records.console import ProgressLines, RunInfo
+from evenload.records.reader import RecordTail
+from evenload.records.values import Event, LateMetrics, Record, StepRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
 WINDOW_S = 10.0
-"""The live area shows the steps of the last so many seconds."""
+"""The live area shows the steps of this many last seconds."""
 MIN_STEPS = 3
 MAX_STEPS = 500
 REFRESH_S = 0.1
-"""The live area is drawn at most this often."""
+"""Minimum time between two updates of the live area."""
 
 
-class Progress:
-    """Follows one run folder and shows it on a stream.
+class RunProgress:
+    """Show one run folder on a stream.
 
     Args:
-        folder: the run folder, which need not be there yet; None until `follow` tells it.
-        stream: where to show it; a live area if it is a terminal, else plain lines.
+        folder: the run folder, which need not exist yet; None until `follow` sets it.
+        stream: the output; a live area if it is a terminal, else plain lines.
         log_every_s: seconds between two plain lines.
-        devices: what a person calls the device of each rank; an event of the run may tell, too.
-        since_s: show what is newer than this time (seconds since 1970); now, if not given, so that an earlier sitting
-            in the same folder isn't shown again.
-        console: a rich console to draw the live area with instead of the stream, for a given width.
+        devices: the device name of each rank; events of the run may also provide them.
+        since_s: skip older records, in seconds since 1970; now by default, so that earlier sessions in the same folder
+            are not shown again.
+        console: a rich console to draw the live area on instead of the stream.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class Progress:
         console: Console | None = None,
     ) -> None:
         self._since_s = time.time() if since_s is None else since_s
-        self._follower: Follower | None = None
-        self._show: _PlainShow | _LiveShow
+        self._records: RecordTail | None = None
+        self._display: _PlainDisplay | _LiveDisplay
         if console is None and stream.isatty():
             from rich.console import Console as RichConsole
 
             console = RichConsole(file=stream, highlight=False, markup=False, emoji=False)
         if console is not None and console.is_terminal and not console.is_dumb_terminal:
-            self._show = _LiveShow(console)
+            self._display = _LiveDisplay(console)
         else:
-            self._show = _PlainShow(stream, log_every_s)
-        self._show.facts.devices = tuple(devices)
+            self._display = _PlainDisplay(stream, log_every_s)
+        self._display.info.devices = tuple(devices)
         self._ended = False
         self._closed = False
         if folder is not None:
@@ -70,43 +70,43 @@ class Progress:
 
     @property
     def ended(self) -> bool:
-        """Whether the run itself has said that it closed its records."""
+        """The run has closed its records."""
         return self._ended
 
     def follow(self, folder: Path) -> None:
-        """Tells the run folder, where it became known later; the same one again changes nothing."""
-        if self._follower is None or self._follower.folder != folder:
-            self._follower = Follower(folder, since_s=self._since_s)
+        """Set the run folder; setting the same one again changes nothing."""
+        if self._records is None or self._records.folder != folder:
+            self._records = RecordTail(folder, since_s=self._since_s)
 
     def poll(self) -> None:
-        """Reads what is new and shows it; takes well under a millisecond when there is nothing.
+        """Show new records; takes well under a millisecond if there are none.
 
         Raises:
-            ConfigError: the folder is written by another version of Evenload.
+            ConfigError: another version of Evenload writes the folder.
         """
         if self._closed:
             return
-        for record in self._follower.poll() if self._follower is not None else ():
+        for record in self._records.poll() if self._records is not None else ():
             if isinstance(record, Event) and record.kind in ("open", "close"):
                 self._ended = record.kind == "close"
-            self._show.take(record)
-        self._show.refresh()
+            self._display.add(record)
+        self._display.refresh()
 
     def print(self, text: str) -> None:
-        """Prints whole lines of somebody else's (a worker's output) above the live area; adds a missing newline."""
-        self._show.print(text)
+        """Print whole lines, such as the output of a worker, above the live area; add a missing newline."""
+        self._display.print(text)
 
     def close(self) -> None:
-        """Shows the last state, and leaves the terminal as it was; a second call does nothing."""
+        """Show the last state and restore the terminal; a second call does nothing."""
         if self._closed:
             return
         try:
             self.poll()
         finally:
             self._closed = True
-            self._show.close()
+            self._display.close()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RunProgress:
         return self
 
     def __exit__(
@@ -115,23 +115,21 @@ class Progress:
         self.close()
 
 
-class _PlainShow:
-    """Plain lines on any stream."""
-
+class _PlainDisplay:
     def __init__(self, stream: TextIO, log_every_s: float) -> None:
         self._stream = stream
-        self._lines = PlainLines(log_every_s)
+        self._lines = ProgressLines(log_every_s)
 
     @property
-    def facts(self) -> Facts:
-        return self._lines.facts
+    def info(self) -> RunInfo:
+        return self._lines.info
 
-    def take(self, record: Record) -> None:
-        for line in self._lines.take(record):
+    def add(self, record: Record) -> None:
+        for line in self._lines.add(record):
             self.print(line)
 
     def refresh(self) -> None:
-        """A plain line is never drawn again."""
+        """Do nothing: plain lines are never redrawn."""
 
     def print(self, text: str) -> None:
         self._stream.write(text if text.endswith("\n") else text + "\n")
@@ -142,23 +140,21 @@ class _PlainShow:
             self.print(line)
 
 
-class _LiveShow:
-    """An area at the bottom of a terminal that is drawn anew; begins with the first step."""
-
+class _LiveDisplay:
     def __init__(self, console: Console) -> None:
-        self.facts = Facts()
+        self.info = RunInfo()
         self._console = console
         self._live: Live | None = None
         self._window: list[StepRecord] = []
         self._changed = False
         self._drawn_s = -REFRESH_S
 
-    def take(self, record: Record) -> None:
-        self.facts.take(record)
+    def add(self, record: Record) -> None:
+        self.info.add(record)
         if isinstance(record, Event):
             if record.message:
                 self.print(f"evenload: {record.message}")
-        elif not isinstance(record, Logged):
+        elif not isinstance(record, LateMetrics):
             self._window = _last_steps([*self._window, record])
             self._changed = True
 
@@ -172,9 +168,9 @@ class _LiveShow:
 
         self._changed = False
         self._drawn_s = now_s
-        area = render_panel(self._window, self.facts, self._console.width)
+        area = render_panel(self._window, self.info, self._console.width)
         if self._live is None:
-            # Its own thread and its capture of sys.stdout stay off: the owner polls, and prints through `print`.
+            # Without rich's thread and redirection of stdout: the caller polls, and prints through `print`.
             self._live = Live(
                 area, console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
             )
@@ -185,7 +181,7 @@ class _LiveShow:
     def print(self, text: str) -> None:
         from rich.text import Text
 
-        # Colours of a worker are kept; its carriage returns are resolved, so that they can't touch the live area.
+        # Keep colors, but resolve carriage returns, which would overwrite the live area.
         self._console.print(Text.from_ansi(text.removesuffix("\n")), soft_wrap=True)
 
     def close(self) -> None:
@@ -196,7 +192,7 @@ class _LiveShow:
 
 
 def _last_steps(window: list[StepRecord]) -> list[StepRecord]:
-    """The last steps of one arm: those of the last seconds, a few at least."""
+    """Return the steps of the last `WINDOW_S` seconds, at least `MIN_STEPS`, of one arm only."""
     last = window[-1]
     first = max(0, len(window) - MAX_STEPS)
     while first < len(window) - MIN_STEPS and window[first].time < last.time - WINDOW_S:

@@ -1,4 +1,4 @@
-"""The story of a run, from its records: shares and why, where time went, how fast, how even, how it learned."""
+"""Summary of a run from its records: shares and their reasons, time by segment, throughput, balance, losses."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenload.records.console import Facts
+from evenload.records.console import RunInfo
 from evenload.records.lines import spell_floats
 from evenload.records.reader import read_events, read_steps
-from evenload.records.summary import Summary, summarise
+from evenload.records.summary import WindowSummary, summarize_steps
 from evenload.records.values import SEGMENTS, Event, StepRecord
+from evenload.stored_names import RUN_SUMMARY_JSON
 
 
 @dataclass(frozen=True)
 class SharesSpan:
-    """Steps in a row that were split alike; ragged last batches of an epoch are passed over."""
+    """Consecutive steps with the same split; the smaller last batch of an epoch is ignored."""
 
     first_step: int
     last_step: int
@@ -26,17 +27,17 @@ class SharesSpan:
     shares: tuple[int, ...]
     num_micro: int
     reason: str
-    """The sentence of the event that decided it; empty where none did."""
+    """The message of the event that decided it; empty if there is none."""
 
 
 @dataclass(frozen=True)
-class RankStory:
-    """One rank over the run: fractions of its seconds by segment, and the most memory it held."""
+class RankBreakdown:
+    """Time of one rank over the run by segment, and its peak memory."""
 
     device: str
-    """What a person calls it; empty where nobody told."""
+    """Its name; empty if unknown."""
     num_steps: int
-    """Steps that had this rank."""
+    """Steps in which this rank took part."""
     fractions: dict[str, float]
     """By segment (``data``, ``compute``, ...); they sum to 1."""
     memory_bytes: int
@@ -53,75 +54,78 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Story:
-    """All that `evenload show` tells. ``whole``, ``early`` and ``late`` are None without a committed step."""
+class RunSummary:
+    """Content of `evenload show`. ``whole``, ``early`` and ``late`` are None without a committed step."""
 
     folder: str
     num_steps: int
     num_samples: int
-    num_sittings: int
+    num_sessions: int
     first_epoch: int
     last_epoch: int
     seconds: float
     """Wall seconds of all steps."""
     solo_per_s: tuple[float, ...]
-    whole: Summary | None
-    early: Summary | None
+    whole: WindowSummary | None
+    early: WindowSummary | None
     """The first tenth of the steps."""
-    late: Summary | None
+    late: WindowSummary | None
     """The last tenth of the steps."""
     losses: Losses | None
     metrics: dict[str, float]
     """The newest value of each metric."""
-    arms: dict[str, Summary]
-    """One summary an arm, where steps have arms."""
+    by_arm: dict[str, WindowSummary]
+    """By arm; empty without a measurement."""
     spans: tuple[SharesSpan, ...]
-    ranks: tuple[RankStory, ...]
+    ranks: tuple[RankBreakdown, ...]
     events: tuple[Event, ...]
     """Those with a message."""
 
 
-def tell(folder: Path) -> Story:
-    """Reads a run folder and sums it up.
+def summarize_run(folder: Path) -> RunSummary:
+    """Read a run folder and summarize it.
 
     Raises:
-        ConfigError: it is written by another version of Evenload.
+        ConfigError: another version of Evenload wrote it.
     """
     steps = read_steps(folder)
     events = read_events(folder)
-    facts = Facts()
+    info = RunInfo()
     for event in events:
-        facts.take(event)
-    solo = facts.solo_per_s
+        info.add(event)
+    solo = info.solo_per_s
     tenth = max(1, len(steps) // 10)
     arms = dict.fromkeys(step.arm for step in steps)
-    return Story(
+    return RunSummary(
         folder=str(folder),
         num_steps=len(steps),
         num_samples=sum(step.num_samples for step in steps),
-        num_sittings=max(1, sum(event.kind == "open" for event in events)),
+        num_sessions=max(1, sum(event.kind == "open" for event in events)),
         first_epoch=min((step.epoch for step in steps), default=0),
         last_epoch=max((step.epoch for step in steps), default=0),
         seconds=sum(step.seconds for step in steps),
         solo_per_s=solo,
-        whole=summarise(steps, solo) if steps else None,
-        early=summarise(steps[:tenth], solo) if steps else None,
-        late=summarise(steps[-tenth:], solo) if steps else None,
+        whole=summarize_steps(steps, solo) if steps else None,
+        early=summarize_steps(steps[:tenth], solo) if steps else None,
+        late=summarize_steps(steps[-tenth:], solo) if steps else None,
         losses=_losses(steps),
         metrics={name: value for step in steps for name, value in step.metrics.items()},
-        arms={arm: summarise([step for step in steps if step.arm == arm], solo) for arm in arms} if any(arms) else {},
+        by_arm={arm: summarize_steps([step for step in steps if step.arm == arm], solo) for arm in arms}
+        if any(arms)
+        else {},
         spans=_spans(steps, events),
-        ranks=_ranks(steps, facts),
+        ranks=_ranks(steps, info),
         events=tuple(event for event in events if event.message),
     )
 
 
-def as_table(story: Story) -> dict[str, Any]:
-    """The story as plain values for JSON; numbers that aren't finite are strings, as in the records."""
-    table = spell_floats(dataclasses.asdict(story))
-    if not isinstance(table, dict):  # asdict of a dataclass always is one; said for the type checker
-        raise TypeError(type(table))
-    return table
+def summary_to_json(summary: RunSummary) -> dict[str, Any]:
+    """Convert a summary to plain values for JSON; non-finite numbers are strings, as in the records."""
+
+    def to_json(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {RUN_SUMMARY_JSON.get(name, name): spell_floats(value) for name, value in fields}
+
+    return dataclasses.asdict(summary, dict_factory=to_json)
 
 
 def _losses(steps: Sequence[StepRecord]) -> Losses | None:
@@ -151,20 +155,20 @@ def _spans(steps: Sequence[StepRecord], events: Sequence[Event]) -> tuple[Shares
 
 
 def _reason(step: StepRecord, decisions: Sequence[Event]) -> str:
-    """The newest decision for these shares that was made before the step was committed."""
+    """Return the message of the newest decision for these shares before the commit of the step."""
     for event in reversed(decisions):
         if event.time <= step.time and tuple(event.fields["shares"]) == step.shares:
             return event.message
     return ""
 
 
-def _ranks(steps: Sequence[StepRecord], facts: Facts) -> tuple[RankStory, ...]:
-    stories = []
+def _ranks(steps: Sequence[StepRecord], info: RunInfo) -> tuple[RankBreakdown, ...]:
+    found = []
     for rank in range(max((len(step.ranks) for step in steps), default=0)):
         times = [step.ranks[rank] for step in steps if rank < len(step.ranks)]
         seconds = {name.removesuffix("_s"): sum(getattr(time, name) for time in times) for name in SEGMENTS}
         total_s = sum(seconds.values())
         fractions = {name: part_s / total_s if total_s > 0 else 0.0 for name, part_s in seconds.items()}
-        device = facts.devices[rank] if rank < len(facts.devices) else ""
-        stories.append(RankStory(device, len(times), fractions, max(time.memory_bytes for time in times)))
-    return tuple(stories)
+        device = info.devices[rank] if rank < len(info.devices) else ""
+        found.append(RankBreakdown(device, len(times), fractions, max(time.memory_bytes for time in times)))
+    return tuple(found)

@@ -1,54 +1,54 @@
-"""The story of a run as text, for people."""
+"""Text form of the summary of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evenload.records.console import format_busy, format_number, format_percent, format_seconds, format_verdict
-from evenload.records.summary import Verdict
-from evenload.views.run.summary import SharesSpan, Story
+from evenload.records.console import format_bottleneck, format_busy, format_number, format_percent, format_seconds
+from evenload.records.summary import Bottleneck
+from evenload.views.run.summary import RunSummary, SharesSpan
 
 MAX_SPANS = 24
-"""More changes of the shares than this are cut out of the middle."""
+"""Further changes of the shares are omitted in the middle."""
 MAX_EVENTS = 40
 MAX_RANKS_ACROSS = 8
-"""With more ranks, a split is told by its smallest and its largest share."""
+"""With more ranks, a split is shown as its smallest and largest share."""
 
 
-def story_text(story: Story) -> str:
-    """The whole story, several paragraphs, each line without a newline at the end of the text."""
+def format_run_summary(summary: RunSummary) -> str:
+    """Format the summary as several paragraphs, without a newline at the end."""
     paragraphs = [
-        _head(story),
-        _figures(story),
-        _arms(story),
-        _shares(story.spans),
-        _times(story),
-        _events(story),
+        _header(summary),
+        _figures(summary),
+        _measurement(summary),
+        _shares(summary.spans),
+        _times(summary),
+        _events(summary),
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-def _head(story: Story) -> str:
-    if not story.num_steps:
-        return f"{story.folder}: no step was committed yet"
-    epochs = f"epoch {story.first_epoch}"
-    if story.last_epoch > story.first_epoch:
-        epochs = f"epochs {story.first_epoch} to {story.last_epoch}"
-    sittings = f", {story.num_sittings} sittings" if story.num_sittings > 1 else ""
+def _header(summary: RunSummary) -> str:
+    if not summary.num_steps:
+        return f"{summary.folder}: no step was committed yet"
+    epochs = f"epoch {summary.first_epoch}"
+    if summary.last_epoch > summary.first_epoch:
+        epochs = f"epochs {summary.first_epoch} to {summary.last_epoch}"
+    sessions = f", {summary.num_sessions} sessions" if summary.num_sessions > 1 else ""
     return (
-        f"{story.folder}: {_many(story.num_steps, 'step')}, {_many(story.num_samples, 'sample')}, {epochs}{sittings}, "
-        f"{format_seconds(story.seconds)} in steps"
+        f"{summary.folder}: {_many(summary.num_steps, 'step')}, {_many(summary.num_samples, 'sample')}, {epochs}{sessions}, "
+        f"{format_seconds(summary.seconds)} in steps"
     )
 
 
-def _figures(story: Story) -> str:
-    whole, early, late, losses = story.whole, story.early, story.late, story.losses
+def _figures(summary: RunSummary) -> str:
+    whole, early, late, losses = summary.whole, summary.early, summary.late, summary.losses
     if whole is None or early is None or late is None or losses is None:
         return ""
     rows = [
         (
             "loss",
-            f"{format_number(losses.first)} at first, {format_number(losses.last)} at last, lowest "
+            f"{format_number(losses.first)} first, {format_number(losses.last)} last, lowest "
             f"{format_number(losses.best)} (step {losses.best_step})",
         ),
         (
@@ -56,56 +56,55 @@ def _figures(story: Story) -> str:
             f"{format_number(whole.samples_per_s)} samples/s; {format_number(early.samples_per_s)} in the first tenth "
             f"of the steps, {format_number(late.samples_per_s)} in the last",
         ),
-        ("efficiency", _efficiency(story)),
+        ("efficiency", _efficiency(summary)),
         (
             "imbalance",
             f"{format_percent(early.imbalance)} in the first tenth, {format_percent(late.imbalance)} in the last "
             f"(max / mean - 1 of the ranks' own seconds)",
         ),
     ]
-    if whole.verdict is not None or late.verdict is not None:
-        rows.append(("bound by", _verdicts(whole.verdict, late.verdict)))
-    rows += [(name, f"{format_number(value)} (newest)") for name, value in story.metrics.items() if name != "loss"]
+    if whole.bottleneck is not None or late.bottleneck is not None:
+        rows.append(("bottleneck", _bottlenecks(whole.bottleneck, late.bottleneck)))
+    rows += [(name, f"{format_number(value)} (newest)") for name, value in summary.metrics.items() if name != "loss"]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
 
 
-def _efficiency(story: Story) -> str:
-    whole, late = story.whole, story.late
+def _efficiency(summary: RunSummary) -> str:
+    whole, late = summary.whole, summary.late
     if whole is None or late is None:
         return ""
     if whole.efficiency is None or late.efficiency is None:
-        return f"not known without the solo speeds; the ranks were busy {format_percent(whole.busy)} of the steps"
-    solo = " + ".join(format_number(speed) for speed in story.solo_per_s[:MAX_RANKS_ACROSS])
-    solo += " + ..." if len(story.solo_per_s) > MAX_RANKS_ACROSS else ""
+        return f"unknown without the solo speeds; the ranks were busy for {format_percent(whole.busy)} of the steps"
+    solo = " + ".join(format_number(speed) for speed in summary.solo_per_s[:MAX_RANKS_ACROSS])
+    solo += " + ..." if len(summary.solo_per_s) > MAX_RANKS_ACROSS else ""
     return (
         f"{format_percent(whole.efficiency)} of {solo} samples/s, the sum of the solo speeds; "
         f"{format_percent(late.efficiency)} in the last tenth"
     )
 
 
-def _verdicts(whole: Verdict | None, late: Verdict | None) -> str:
-    """What the run was bound by, where it was not computing, and how it ended."""
+def _bottlenecks(whole: Bottleneck | None, late: Bottleneck | None) -> str:
     if whole is None:
-        return f"computing, but in the last tenth {format_verdict(late)}"
-    return f"{format_verdict(whole)}; in the last tenth {format_verdict(late) or 'computing'}"
+        return f"compute; in the last tenth {format_bottleneck(late)}"
+    return f"{format_bottleneck(whole)}; in the last tenth {format_bottleneck(late) or 'compute'}"
 
 
-def _arms(story: Story) -> str:
-    if not story.arms:
+def _measurement(summary: RunSummary) -> str:
+    if not summary.by_arm:
         return ""
     rows = [["arm", "steps", "samples/s", "", "imbalance"]]
-    for arm, summary in story.arms.items():
+    for arm, window in summary.by_arm.items():
         rows.append(
             [
                 arm or "(none)",
-                str(summary.num_steps),
-                format_number(summary.samples_per_s),
-                format_busy(summary),
-                format_percent(summary.imbalance),
+                str(window.num_steps),
+                format_number(window.samples_per_s),
+                format_busy(window),
+                format_percent(window.imbalance),
             ]
         )
-    return "Arms\n" + _aligned(rows, left=1)
+    return "Measurement\n" + _aligned(rows, left=1)
 
 
 def _shares(spans: Sequence[SharesSpan]) -> str:
@@ -113,9 +112,9 @@ def _shares(spans: Sequence[SharesSpan]) -> str:
         return ""
     world_size = max(len(span.shares) for span in spans)
     wide = world_size <= MAX_RANKS_ACROSS
-    arms = any(span.arm for span in spans)
+    has_arms = any(span.arm for span in spans)
     ranks = [f"rank {rank}" for rank in range(world_size)] if wide else ["shares"]
-    head = ["steps", *(["arm"] if arms else []), *ranks, "K", "why"]
+    head = ["steps", *(["arm"] if has_arms else []), *ranks, "K", "reason"]
     rows = [head]
     gap = len(spans) - MAX_SPANS
     for index, span in enumerate(spans):
@@ -127,30 +126,36 @@ def _shares(spans: Sequence[SharesSpan]) -> str:
         shares = [str(share) for share in span.shares]
         shares = shares + ["-"] * (world_size - len(shares)) if wide else [_range(span.shares)]
         reason = span.reason or ("at the start" if index == 0 else "")
-        rows.append([steps, *([span.arm] if arms else []), *shares, str(span.num_micro), reason])
+        rows.append([steps, *([span.arm] if has_arms else []), *shares, str(span.num_micro), reason])
     samples = sorted({span.num_samples for span in spans})
-    return f"Shares of {' or '.join(map(str, samples))} samples\n" + _aligned(rows, left=2 if arms else 1, last=True)
+    return f"Shares of {' or '.join(map(str, samples))} samples\n" + _aligned(
+        rows, left=2 if has_arms else 1, last=True
+    )
 
 
-def _times(story: Story) -> str:
-    if not story.ranks:
+def _times(summary: RunSummary) -> str:
+    if not summary.ranks:
         return ""
-    names = [name for name in story.ranks[0].fractions if any(rank.fractions[name] >= 0.0005 for rank in story.ranks)]
-    memory = any(rank.memory_bytes for rank in story.ranks)
+    names = [
+        name for name in summary.ranks[0].fractions if any(rank.fractions[name] >= 0.0005 for rank in summary.ranks)
+    ]
+    memory = any(rank.memory_bytes for rank in summary.ranks)
     rows = [["", *names, *(["memory"] if memory else [])]]
-    for index, rank in enumerate(story.ranks):
+    for index, rank in enumerate(summary.ranks):
         name = f"rank {index} {rank.device}".rstrip()
         cells = [f"{rank.fractions[part] * 100:.1f} %" for part in names]
         rows.append([name, *cells, *([_bytes(rank.memory_bytes)] if memory else [])])
-    return "Where time went\n" + _aligned(rows, left=1)
+    return "Time by segment\n" + _aligned(rows, left=1)
 
 
-def _events(story: Story) -> str:
-    if not story.events:
+def _events(summary: RunSummary) -> str:
+    if not summary.events:
         return ""
-    first_s = story.events[0].time
-    shown = story.events[-MAX_EVENTS:]
-    title = "Events" if len(shown) == len(story.events) else f"Events (the last {len(shown)} of {len(story.events)})"
+    first_s = summary.events[0].time
+    shown = summary.events[-MAX_EVENTS:]
+    title = (
+        "Events" if len(shown) == len(summary.events) else f"Events (the last {len(shown)} of {len(summary.events)})"
+    )
     rows = [
         [format_seconds(event.time - first_s), "" if event.step is None else f"step {event.step}", event.message]
         for event in shown
@@ -159,7 +164,7 @@ def _events(story: Story) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int, last: bool = False) -> str:
-    """Columns under one another: the first ``left`` and, with ``last``, the last one flush left, the others right."""
+    """Align columns: the first ``left`` ones and, with ``last``, the last one to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     flush = set(range(left)) | ({len(widths) - 1} if last else set())
     lines = []

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from evenload.cli.show import show
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes
-from evenload.views.run.summary import tell
-from evenload.views.run.summary_text import MAX_SPANS, story_text
+from evenload.views.run.summary import summarize_run
+from evenload.views.run.summary_text import MAX_SPANS, format_run_summary
 from tests.records.make import START_S, make_step
 
 app = typer.Typer()
@@ -46,22 +46,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_story_word_for_word(folder: Path) -> None:
-    text = story_text(tell(folder)).replace(str(folder), "runs/gpt")
+    text = format_run_summary(summarize_run(folder)).replace(str(folder), "runs/gpt")
     assert [line.rstrip() for line in text.splitlines()] == [
         "runs/gpt: 40 steps, 10,084 samples, epoch 0, 0:26 in steps",
         "",
-        "loss        4.000 at first, 0.8163 at last, lowest 0.8163 (step 39)",
+        "loss        4.000 first, 0.8163 last, lowest 0.8163 (step 39)",
         "throughput  387.8 samples/s; 256.0 in the first tenth of the steps, 434.0 in the last",
         "efficiency  72 % of 400.0 + 140.0 samples/s, the sum of the solo speeds; 80 % in the last tenth",
         "imbalance   47 % in the first tenth, 10 % in the last (max / mean - 1 of the ranks' own seconds)",
         "val_loss    1.250 (newest)",
         "",
         "Shares of 256 samples",
-        "  steps     rank 0  rank 1  K  why",
+        "  steps     rank 0  rank 1  K  reason",
         "  0 to 11      128     128  2  at the start",
         "  12 to 38     171      85  2  rank 1 is 2.0x slower than rank 0: share 128 -> 85 of 256",
         "",
-        "Where time went",
+        "Time by segment",
         "                      data  compute    wait   comm  optimizer   memory",
         "  rank 0 big card    1.1 %   64.6 %  32.2 %  0.0 %      2.2 %  3.0 GiB",
         "  rank 1 small card  1.1 %   83.5 %  12.2 %  1.1 %      2.2 %  2.0 GiB",
@@ -80,7 +80,7 @@ def test_the_same_shares_later_have_the_newer_reason(tmp_path: Path) -> None:
             recorder.event("rebalance", reason, shares=shares)
         recorder.step(make_step(index, num_samples=2, shares=shares, time=time.time()))
     recorder.close()
-    assert [span.reason for span in tell(tmp_path).spans] == ["", "down", "up", "down again"]
+    assert [span.reason for span in summarize_run(tmp_path).spans] == ["", "down", "up", "down again"]
 
 
 def test_what_the_run_is_bound_by_is_told(tmp_path: Path) -> None:
@@ -90,14 +90,14 @@ def test_what_the_run_is_bound_by_is_told(tmp_path: Path) -> None:
             times = tuple(RankTimes(data_s=data, compute_s=0.2, wait_s=wait) for data, wait in ranks)
             recorder.step(make_step(index, seconds=0.5, ranks=times))
         recorder.close()
-        return story_text(tell(tmp_path / name))
+        return format_run_summary(summarize_run(tmp_path / name))
 
     assert (
-        "bound by    data-bound: 40 % of rank 1's step; in the last tenth data-bound: 40 % of rank 1's step"
+        "bottleneck  data-bound: 40 % of rank 1's step; in the last tenth data-bound: 40 % of rank 1's step"
         in write("data", (0.0, 0.2), (0.2, 0.0))
     )
-    assert "bound by    communication-bound: 44 % of rank 1's step;" in write("network", (0.0, 0.3), (0.0, 0.22))
-    assert "bound by" not in write("well", (0.01, 0.1), (0.02, 0.05))
+    assert "bottleneck  communication-bound: 44 % of rank 1's step;" in write("network", (0.0, 0.3), (0.0, 0.22))
+    assert "bottleneck" not in write("well", (0.01, 0.1), (0.02, 0.05))
     table = json.loads(CliRunner().invoke(app, [str(tmp_path / "data"), "--json"]).stdout)
     assert table["whole"]["verdict"] == {"kind": "data", "rank": 1, "fraction": pytest.approx(0.4)}
 
@@ -108,10 +108,10 @@ def test_arms_have_a_table_of_their_own(tmp_path: Path) -> None:
         arm = ("even", "evenload")[index // 2 % 2]
         recorder.step(make_step(index, arm=arm, seconds=1.0 if arm == "even" else 0.5))
     recorder.close()
-    story = tell(tmp_path)
-    assert {arm: summary.samples_per_s for arm, summary in story.arms.items()} == {"even": 256, "evenload": 512}
-    assert len(story.spans) == 4
-    text = story_text(story)
+    summary = summarize_run(tmp_path)
+    assert {arm: summary.samples_per_s for arm, summary in summary.by_arm.items()} == {"even": 256, "evenload": 512}
+    assert len(summary.spans) == 4
+    text = format_run_summary(summary)
     assert "  even          4      256.0  busy 44 %       10 %" in text
     assert "  2 to 3  evenload     171      85  2" in text
 
@@ -121,9 +121,9 @@ def test_many_changes_are_cut_in_the_middle(tmp_path: Path) -> None:
     for index in range(100):
         recorder.step(make_step(index, shares=(100 + index, 156 - index)))
     recorder.close()
-    story = tell(tmp_path)
-    assert len(story.spans) == 100
-    lines = story_text(story).split("Shares of 256 samples\n")[1].split("\n\n")[0].splitlines()
+    summary = summarize_run(tmp_path)
+    assert len(summary.spans) == 100
+    lines = format_run_summary(summary).split("Shares of 256 samples\n")[1].split("\n\n")[0].splitlines()
     assert len(lines) == 1 + MAX_SPANS + 1
     assert lines[13].strip() == "(76 more)"
     assert lines[12].split()[0] == "11"
@@ -135,13 +135,13 @@ def test_ranks_that_left_and_many_ranks(tmp_path: Path) -> None:
     recorder.step(make_step(0))
     recorder.step(make_step(1, shares=(256,), ranks=(RankTimes(compute_s=0.5),)))
     recorder.close()
-    story = tell(tmp_path / "left")
-    assert [rank.num_steps for rank in story.ranks] == [2, 1]
-    assert "  1         256       -  2" in story_text(story)
+    summary = summarize_run(tmp_path / "left")
+    assert [rank.num_steps for rank in summary.ranks] == [2, 1]
+    assert "  1         256       -  2" in format_run_summary(summary)
     recorder = Recorder(tmp_path / "many")
     recorder.step(make_step(0, shares=tuple(range(20)), ranks=(RankTimes(compute_s=0.5),) * 20))
     recorder.close()
-    assert "0 to 19 on 20" in story_text(tell(tmp_path / "many"))
+    assert "0 to 19 on 20" in format_run_summary(summarize_run(tmp_path / "many"))
 
 
 def test_nan_losses_do_not_hide_the_best_one_and_json_stays_strict(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_nan_losses_do_not_hide_the_best_one_and_json_stays_strict(tmp_path: Pat
     for index, loss in enumerate([math.nan, 2.0, 3.0, math.inf]):
         recorder.step(make_step(index, loss=loss))
     recorder.close()
-    assert "loss        NaN at first, inf at last, lowest 2.000 (step 1)" in story_text(tell(tmp_path))
+    assert "loss        NaN first, inf last, lowest 2.000 (step 1)" in format_run_summary(summarize_run(tmp_path))
     result = CliRunner().invoke(app, [str(tmp_path), "--json"])
     assert result.exit_code == 0
     table = json.loads(result.stdout, parse_constant=lambda constant: pytest.fail(constant))
@@ -161,7 +161,7 @@ def test_show_takes_the_run_and_the_folder_above(folder: Path) -> None:
     for path in (folder, folder.parent):
         result = CliRunner().invoke(app, [str(path)])
         assert result.exit_code == 0
-        assert result.stdout == story_text(tell(folder)) + "\n"
+        assert result.stdout == format_run_summary(summarize_run(folder)) + "\n"
         assert result.stderr == ""
     Recorder(folder.parent / "other").close()
     result = CliRunner().invoke(app, [str(folder.parent)])
@@ -181,8 +181,8 @@ def test_show_live_of_an_ended_run_shows_its_newest_sitting_and_ends(folder: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "evenload show: nowhere: expected a run folder, found nothing there"),
-        (["."], "found no events.jsonl or steps.jsonl in it or right below it"),
+        (["nowhere"], "evenload show: nowhere: expected a run folder, found nothing;"),
+        (["."], "found no events.jsonl or steps.jsonl in it or directly below it"),
         (["newer"], "schema 99, this Evenload reads schema 1"),
         ([".", "--json", "--live"], "--json, --live and --to are three ways to show a run"),
     ],

@@ -7,11 +7,20 @@ import random
 
 import pytest
 
-from evenload.records.measurement import EVEN, EVENLOAD, SOLO, Block, as_rows, bootstrap, evaluate, read_rows
-from evenload.records.measurement_table import arms_table
+from evenload.records.measurement import (
+    EVEN,
+    EVENLOAD,
+    SOLO,
+    TimedBlock,
+    blocks_from_rows,
+    blocks_to_rows,
+    bootstrap,
+    evaluate,
+    format_measurement,
+)
 
 
-def _blocks(num_rounds: int = 9, noise: float = 0.0, drift: float = 0.0) -> list[Block]:
+def _blocks(num_rounds: int = 9, noise: float = 0.0, drift: float = 0.0) -> list[TimedBlock]:
     """Solo speeds 20 and 10; even 19, evenload 29, static 28.5; a drift slows all arms of a round alike."""
     rng = random.Random(1)
     blocks = []
@@ -22,11 +31,11 @@ def _blocks(num_rounds: int = 9, noise: float = 0.0, drift: float = 0.0) -> list
             return 300 / per_s * slow * rng.gauss(1, noise)
 
         blocks += [
-            Block(EVEN, index, (300,), (seconds(19),), (15, 15)),
-            Block(EVENLOAD, index, (300,), (seconds(29),), (20, 10)),
-            Block("static:18,12", index, (300,), (seconds(26),), (18, 12)),
-            Block("static:21,9", index, (300,), (seconds(28.5),), (21, 9)),
-            Block(SOLO, index, (300, 300), (seconds(20), seconds(10))),
+            TimedBlock(EVEN, index, (300,), (seconds(19),), (15, 15)),
+            TimedBlock(EVENLOAD, index, (300,), (seconds(29),), (20, 10)),
+            TimedBlock("static:18,12", index, (300,), (seconds(26),), (18, 12)),
+            TimedBlock("static:21,9", index, (300,), (seconds(28.5),), (21, 9)),
+            TimedBlock(SOLO, index, (300, 300), (seconds(20), seconds(10))),
         ]
     return blocks
 
@@ -71,26 +80,26 @@ def test_the_bootstrap_is_deterministic() -> None:
 
 def test_an_unfinished_round_is_left_out() -> None:
     blocks = _blocks()
-    assert evaluate([*blocks, Block(EVEN, 9, (300,), (1.0,), (15, 15))]).num_rounds == 9
+    assert evaluate([*blocks, TimedBlock(EVEN, 9, (300,), (1.0,), (15, 15))]).num_rounds == 9
 
 
 def test_without_solo_there_is_no_efficiency() -> None:
     found = evaluate([block for block in _blocks() if block.arm != SOLO])
     assert found.efficiency is None and found.solo == () and found.solo_sum is None and found.over_even is not None
-    assert "sum" not in arms_table(found)
+    assert "sum" not in format_measurement(found)
 
 
 def test_blocks_survive_json() -> None:
     blocks = _blocks()
-    back = read_rows(json.loads(json.dumps(as_rows(blocks))))
+    back = blocks_from_rows(json.loads(json.dumps(blocks_to_rows(blocks))))
     assert evaluate(back).efficiency == evaluate(blocks).efficiency
     assert [block.shares for block in back] == [block.shares for block in blocks]
 
 
 def test_the_table_names_what_it_shows() -> None:
-    table = arms_table(evaluate(_blocks()), ("CPU (core 0)", "CPU (core 1)"), (1.0, 0.5))
+    table = format_measurement(evaluate(_blocks()), ("CPU (core 0)", "CPU (core 1)"), (1.0, 0.5))
     assert "rank 1 alone, CPU (core 1)" in table
     assert "20 + 10" in table
     assert "efficiency, Evenload over the sum: 96.7 %" in table
-    assert "asked of the throttle 1:0.5, delivered 1.000:0.500" in table
+    assert "throttle: requested speeds 1:0.5, delivered 1.000:0.500" in table
     assert "best fixed split (21,9): 1.02 times" in table

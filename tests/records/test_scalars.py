@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.records.lines import logged_line, step_line
-from evenload.records.loggers import points as points_module
-from evenload.records.loggers.points import Mark, read_records, to_points
-from evenload.records.values import Logged, Record
+from evenload.records.lines import late_metrics_line, step_line
+from evenload.records.loggers import scalars as scalars_module
+from evenload.records.loggers.scalars import LoggerPosition, read_records, to_scalars
+from evenload.records.values import LateMetrics, Record
 from tests.records.make import make_step
 
-START = Mark()
+START = LoggerPosition()
 
 
 def steps_of(
-    records: list[Record], mark: Mark = START, takes_again: bool = False
-) -> tuple[list[tuple[int, bool]], Mark]:
-    points, mark = to_points(records, mark, takes_again)
-    return [(point.step, point.again) for point in points], mark
+    records: list[Record], position: LoggerPosition = START, accepts_rewrites: bool = False
+) -> tuple[list[tuple[int, bool]], LoggerPosition]:
+    points, position = to_scalars(records, position, accepts_rewrites)
+    return [(point.step, point.replaces) for point in points], position
 
 
 def test_steps_done_again_within_a_batch_count_as_last_done() -> None:
@@ -31,34 +31,34 @@ def test_steps_done_again_within_a_batch_count_as_last_done() -> None:
 
 
 def test_steps_given_before_are_left_out_or_told_again() -> None:
-    mark = Mark(newest=3)
-    records: list[Record] = [make_step(2), Logged(2, {"val": 1.0}), make_step(3), make_step(4)]
-    assert steps_of(records, mark) == ([(4, False)], Mark(newest=4))
-    assert steps_of(records, mark, takes_again=True)[0] == [(2, True), (2, False), (3, False), (4, False)]
+    position = LoggerPosition(newest=3)
+    records: list[Record] = [make_step(2), LateMetrics(2, {"val": 1.0}), make_step(3), make_step(4)]
+    assert steps_of(records, position) == ([(4, False)], LoggerPosition(newest=4))
+    assert steps_of(records, position, accepts_rewrites=True)[0] == [(2, True), (2, False), (3, False), (4, False)]
 
 
 def test_a_place_that_has_more_than_was_believed_gets_the_rest() -> None:
-    assert steps_of([make_step(index) for index in range(6)], Mark(newest=3))[0] == [(4, False), (5, False)]
+    assert steps_of([make_step(index) for index in range(6)], LoggerPosition(newest=3))[0] == [(4, False), (5, False)]
 
 
 def test_metrics_of_a_step_that_was_never_committed_wait_for_the_next_sitting() -> None:
-    records: list[Record] = [make_step(0), Logged(1, {"loss": 3.0})]
-    given, mark = steps_of(records)
-    assert (given, mark.newest) == ([(0, False)], 0)
-    assert steps_of([Logged(2, {"a": 1.0}), make_step(3)], mark)[0] == [(2, False), (3, False)]
+    records: list[Record] = [make_step(0), LateMetrics(1, {"loss": 3.0})]
+    given, position = steps_of(records)
+    assert (given, position.newest) == ([(0, False)], 0)
+    assert steps_of([LateMetrics(2, {"a": 1.0}), make_step(3)], position)[0] == [(2, False), (3, False)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sittings=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1, max_size=5),
+    sessions=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1, max_size=5),
     cuts=st.lists(st.integers(1, 4), min_size=1, max_size=30),
 )
-def test_however_it_is_cut_each_step_comes_once(sittings: list[tuple[int, int]], cuts: list[int]) -> None:
+def test_however_it_is_cut_each_step_comes_once(sessions: list[tuple[int, int]], cuts: list[int]) -> None:
     """Sittings go back by some steps and do some; a logger that replaces ends with the last of each, one that doesn't has
     each once."""
     records: list[Record] = []
     done = 0
-    for number, (back, forward) in enumerate(sittings):
+    for number, (back, forward) in enumerate(sessions):
         done = max(0, done - back)
         for step in range(done, done + forward):
             records.append(make_step(step, loss=float(number)))
@@ -67,18 +67,18 @@ def test_however_it_is_cut_each_step_comes_once(sittings: list[tuple[int, int]],
     for record in records:
         survivors = {step: loss for step, loss in survivors.items() if step < record.step}  # type: ignore[union-attr]
         survivors[record.step] = record.loss  # type: ignore[union-attr]
-    for takes_again in (True, False):
-        mark, at, place, num_given = Mark(), 0, dict[int, float](), 0
+    for accepts_rewrites in (True, False):
+        position, at, place, num_given = LoggerPosition(), 0, dict[int, float](), 0
         for cut in [*cuts, len(records)]:
-            points, mark = to_points(records[at : at + cut], mark, takes_again)
+            points, position = to_scalars(records[at : at + cut], position, accepts_rewrites)
             at += cut
             for point in points:
-                if point.again:
+                if point.replaces:
                     place = {step: loss for step, loss in place.items() if step < point.step}
                 assert point.step not in place
                 place[point.step] = point.scalars["loss"]
                 num_given += 1
-        if takes_again:
+        if accepts_rewrites:
             assert place == survivors
         else:
             assert set(place) >= set(survivors)
@@ -87,9 +87,9 @@ def test_however_it_is_cut_each_step_comes_once(sittings: list[tuple[int, int]],
 
 def test_a_file_is_read_in_blocks_and_a_torn_line_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "steps.jsonl"
-    lines = [step_line(make_step(index), {}) for index in range(5)] + [logged_line(Logged(4, {"a": 1.0}))]
+    lines = [step_line(make_step(index), {}) for index in range(5)] + [late_metrics_line(LateMetrics(4, {"a": 1.0}))]
     path.write_bytes(b"".join(lines) + b'{"step": 5')
-    monkeypatch.setattr(points_module, "BLOCK_BYTES", 40)  # far less than a line
+    monkeypatch.setattr(scalars_module, "BLOCK_BYTES", 40)  # far less than a line
     offset, records = 0, []
     while (block := read_records(path, offset))[1] != offset:
         records += block[0]
@@ -99,5 +99,5 @@ def test_a_file_is_read_in_blocks_and_a_torn_line_waits(tmp_path: Path, monkeypa
 
 
 def test_the_mark_keeps_what_it_does_not_change() -> None:
-    _, mark = to_points([make_step(0, metrics={"loss": 1.0})], Mark(run_id="x", offset=7), False)
-    assert mark == replace(Mark(run_id="x", offset=7), newest=0, own_loss=True)
+    _, position = to_scalars([make_step(0, metrics={"loss": 1.0})], LoggerPosition(run_id="x", offset=7), False)
+    assert position == replace(LoggerPosition(run_id="x", offset=7), newest=0, own_loss=True)
