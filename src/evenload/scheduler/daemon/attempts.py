@@ -24,7 +24,7 @@ from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.peaks import MemoryPeaks
 from evenload.scheduler.daemon.runner_orders import order_for
 from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt, identity_row
-from evenload.scheduler.daemon.server import Connection
+from evenload.scheduler.daemon.server import ClientConnection
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.runner.files import RunnerRequest
 from evenload.scheduler.store.ledger import AttemptRecord, Fence, RunnerStarted
@@ -40,7 +40,7 @@ _LOOK_WITHIN_S = 30.0
 """A driver that doesn't answer for so long keeps a job from beginning."""
 
 Record = Callable[..., tuple[Job, ...]]
-Answer = tuple[Connection, dict[str, Any]]
+_Reply = tuple[ClientConnection, dict[str, Any]]
 
 _ADMITTED = {"ok": True, "result": {"go": True}}
 _REFUSED = {"ok": True, "result": {"go": False}}
@@ -50,7 +50,7 @@ _REFUSED = {"ok": True, "result": {"go": False}}
 class _PendingRunner:
     """A runner that waits to begin."""
 
-    connection: Connection
+    connection: ClientConnection
     fence: Fence
     identity: ProcessIdentity
     since_s: float
@@ -73,7 +73,7 @@ class Attempts:
         self._failed: dict[str, str] = {}
         """Jobs whose runner couldn't be started, and why."""
 
-    def take_over(self) -> None:
+    def adopt_running(self) -> None:
         """Finds again what an earlier daemon had started."""
         num = 0
         for attempt in self._state.store.attempts():
@@ -118,7 +118,7 @@ class Attempts:
         order = order_for(state.folder, attempt, stored.program, state.devices, state.settings.log_bytes, shares=shares)
         state.runners.launch(attempt, order, learns=stored.learns, measures=stored.measures, done=job.done)
 
-    def register(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any] | None:
+    def register(self, connection: ClientConnection, message: dict[str, Any]) -> dict[str, Any] | None:
         """A runner tells of itself; None where its answer follows once its devices were looked at.
 
         Raises:
@@ -148,28 +148,28 @@ class Attempts:
             self._scan_soon()
         return None
 
-    def admit(self, record: Record) -> list[Answer]:
+    def admit(self, record: Record) -> list[_Reply]:
         """The runners that may begin now, and those that may not: all of their devices were looked at since they came."""
-        answers: list[Answer] = []
+        replies: list[_Reply] = []
         waiting = []
         for at in self._pending:
             attempt = self._state.store.attempt(at.fence.job)
             if attempt is None or attempt.fence != at.fence:
-                answers.append((at.connection, _REFUSED))
+                replies.append((at.connection, _REFUSED))
                 continue
             job = self._state.store.queue_state.jobs[at.fence.job]
             if attempt.runner is not None:
-                answers.append((at.connection, _ADMITTED))
+                replies.append((at.connection, _ADMITTED))
                 continue
             if job.state is not JobState.STARTING:
-                answers.append((at.connection, _REFUSED))
+                replies.append((at.connection, _REFUSED))
                 record(events.Yielded(time.time(), job.id, job.reason))
                 continue
             problem = self._problem(attempt, at.since_s)
             if problem is None:
                 waiting.append(at)
                 continue
-            answers.append((at.connection, _REFUSED if problem else _ADMITTED))
+            replies.append((at.connection, _REFUSED if problem else _ADMITTED))
             if problem:
                 device, reason = problem
                 if device not in self._state.store.queue_state.closed:
@@ -183,7 +183,7 @@ class Attempts:
                 if (live := self._state.runners.live.get(job.id)) is not None:
                     live.began_s = time.monotonic()
         self._pending = waiting
-        return answers
+        return replies
 
     def _problem(self, attempt: AttemptRecord, since_s: float) -> tuple[str, str] | tuple[()] | None:
         """The device that isn't free and why; nothing where all are; None where they have to be looked at first."""

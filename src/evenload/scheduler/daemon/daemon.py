@@ -1,17 +1,16 @@
-"""The daemon's loop: what came in is recorded, decided on, put on disk at once, and then answered and acted on."""
+"""The daemon's loop: requests are recorded, decided on and committed together, and only then replied to and acted on."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import selectors
 import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
@@ -26,15 +25,15 @@ from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.daemon.requests import caller_of
-from evenload.scheduler.daemon.runners import Runners
-from evenload.scheduler.daemon.server import Connection, Request, Wire
+from evenload.scheduler.daemon.runners import EndedAttempt, Runners
+from evenload.scheduler.daemon.server import ClientConnection, RequestServer
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.notify import Notifier
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import QueueStore
 
 TICK_S = 1.0
-_WRITER_GOES_S = 10.0
+_WRITER_EXIT_S = 10.0
 _FULL_DISK_S = 2.0
 
 
@@ -42,59 +41,78 @@ class Daemon:
     """One queue's daemon, from its start to its end."""
 
     def __init__(self, folder: Path, log: DaemonLog) -> None:
-        """Opens the queue, and takes over what runs.
+        """Open the queue and adopt running attempts; called in a running event loop.
 
         Raises:
             ConfigError, QueueError: the queue can't be used.
         """
         self._log = log
-        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
         settings = read_queue_file(folder)
         _make_folders(folder, settings)
         self._store = _open_store(folder)
         reader = Reader(folder)
-        newest = reader.jobs(newest_first=True, limit=1)
         self._state = DaemonState(
             folder=folder,
             store=self._store,
             reader=reader,
-            runners=Runners(folder, self._selector),
+            runners=Runners(folder, self._wake.set),
             settings=settings,
             devices={},
-            next_number=newest[0].number + 1 if newest else 1,
+            next_number=_next_number(reader),
         )
         self._handlers = RequestHandlers(self._state)
         self._notifier = Notifier(log.write)
         self._attempts = Attempts(self._state, log, self._scan_soon)
-        self._watch: GpuMonitor | None = None
-        self._told_s: dict[str, float] = {}
-        self._waiting: list[tuple[Connection, DelayedReply]] = []
+        self._gpu_monitor: GpuMonitor | None = None
+        self._closed_recorded_s: dict[str, float] = {}
+        self._delayed: list[tuple[ClientConnection, DelayedReply]] = []
         self._decide_at_s = self._tick_at_s = 0.0
         self._stalled_until_s = 0.0
-        self._reload = True
-        self._attempts.take_over()
-        self._listen_to_signals()
-        self._wire = Wire(folder, self._selector, shared=settings.shared)
+        self._must_reload = True
+        self._attempts.adopt_running()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._end)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
+        self._server = RequestServer(folder, self._wake.set, shared=settings.shared)
         log.write(
             f"the daemon {os.getpid()} has the queue {folder}: "
             f"{len(self._store.queue_state.jobs)} jobs, epoch {self._store.epoch}"
         )
 
-    def run(self) -> None:
-        """Works until it is asked to end; jobs go on without it."""
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Work until a stop is requested; jobs go on without the daemon.
+
+        Args:
+            ready: called once requests are accepted.
+        """
         try:
+            await self._server.start()
+            ready()
             while not self._handlers.is_over:
-                for key, _ in self._selector.select(self._pause_s()):
-                    key.data()
-                self._pass()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s()):
+                        await self._wake.wait()
+                        await asyncio.sleep(0)
+                self._wake.clear()
+                self._run_once()
         finally:
             self._close()
+
+    def _end(self) -> None:
+        self._handlers.is_over = True
+        self._wake.set()
+
+    def _reload(self) -> None:
+        self._must_reload = True
+        self._wake.set()
 
     def _pause_s(self) -> float:
         now_s = time.monotonic()
         if now_s < self._stalled_until_s:
             return self._stalled_until_s - now_s
-        if self._wire.pause_s is not None or self._reload:
+        if self._must_reload:
             return 0.0
         if self._state.runners.is_sweeping:
             return 0.05
@@ -103,96 +121,90 @@ class Daemon:
             due_s = min(due_s, self._attempts.next_request_s)
         return max(0.0, min(due_s, self._tick_at_s) - now_s)
 
-    def _pass(self) -> None:
-        """One turn: all that came in, one commit, then the answers and the acts."""
+    def _run_once(self) -> None:
+        """Handle everything that has arrived: one commit, then the replies and actions."""
         if time.monotonic() < self._stalled_until_s:
             return
-        answers: list[tuple[Connection, dict[str, Any] | DelayedReply]] = []
-        if self._reload:
+        if self._must_reload:
             self._read_settings()
         is_tick = time.monotonic() >= self._tick_at_s
         if is_tick:
-            self._tick()
-        self._see()
-        for request in self._wire.requests():
-            answer = self._handle(request)
-            if answer is not None:
-                answers.append((request.connection, answer))
+            self._tick_at_s = time.monotonic() + TICK_S
+            self._server.check_times()
+            self._attempts.note_reports(self._state.record)
+        self._apply_scan()
+        replies: list[tuple[ClientConnection, dict[str, Any] | DelayedReply]] = []
+        for connection, message in self._server.requests():
+            reply = self._handle(connection, message)
+            if reply is not None:
+                replies.append((connection, reply))
         ended = self._attempts.end_gone(self._state.record)
-        answers += self._attempts.admit(self._state.record)
+        replies += self._attempts.admit(self._state.record)
         self._decide(is_tick)
         try:
             self._store.commit()
         except StaleError:
             raise
         except QueueError as error:
-            self._undone(error, answers)
+            self._roll_back(error)
+            for connection, _ in replies:
+                connection.reply(messages.error_row(error))
             return
         self._state.problems.pop("disk", None)
         self._act(ended)
-        for connection, row in answers:
-            if isinstance(row, DelayedReply):
-                self._waiting.append((connection, row))
+        for connection, reply in replies:
+            if isinstance(reply, DelayedReply):
+                self._delayed.append((connection, reply))
             else:
-                self._wire.answer(connection, row)
-        self._answer_waiting()
+                connection.reply(reply)
+        self._send_delayed()
 
-    def _undone(self, error: QueueError, answers: list[tuple[Connection, dict[str, Any] | DelayedReply]]) -> None:
+    def _roll_back(self, error: QueueError) -> None:
         """Nothing of this turn is on disk, so nothing of it has happened."""
         self._log.write(f"nothing can be recorded: {error}")
         self._state.problems["disk"] = str(error)
         self._stalled_until_s = time.monotonic() + _FULL_DISK_S
         self._state.ended.clear()
         self._handlers.to_kill.clear()
-        newest = self._state.reader.jobs(newest_first=True, limit=1)
-        self._state.next_number = newest[0].number + 1 if newest else 1
-        self._state.has_changed = self._reload = True
-        for connection, _ in answers:
-            self._wire.answer(connection, messages.error_row(error))
+        self._state.next_number = _next_number(self._state.reader)
+        self._state.has_changed = self._must_reload = True
 
-    def _handle(self, request: Request) -> dict[str, Any] | DelayedReply | None:
-        """The answer to one request; None where it follows when a device was looked at."""
-        connection, message = request.connection, request.message
+    def _handle(self, connection: ClientConnection, message: dict[str, Any]) -> dict[str, Any] | DelayedReply | None:
+        """Return the reply; None where it follows once a device was scanned."""
         try:
             if message.get("verb") == "runner":
                 return self._attempts.register(connection, message)
             caller = caller_of(connection.pid, connection.uid, self._state.settings)
-            answer = self._handlers.handle(caller, message)
+            reply = self._handlers.handle(caller, message)
         except EvenloadError as error:
             return messages.error_row(error)
-        except Exception as error:  # a fault of ours must not end the queue of everybody
+        except Exception as error:  # a defect here must not end the queue of all users
             self._log.write(f"a request of user {connection.uid} failed: {traceback.format_exc()}")
             return messages.error_row(
                 QueueError(f"the daemon failed at this: {type(error).__name__}; its log has more")
             )
-        return answer if isinstance(answer, DelayedReply) else {"ok": True, "result": answer}
+        return reply if isinstance(reply, DelayedReply) else {"ok": True, "result": reply}
 
-    def _tick(self) -> None:
-        now_s = time.monotonic()
-        self._tick_at_s = now_s + TICK_S
-        self._wire.tick()
-        self._attempts.note_reports(self._state.record)
-
-    def _see(self) -> None:
-        """Takes over what the watch has seen since."""
-        if self._watch is None or self._watch.last is self._state.scan or self._watch.last is None:
+    def _apply_scan(self) -> None:
+        """Record what the newest scan of the GPUs changes."""
+        scan = None if self._gpu_monitor is None else self._gpu_monitor.last
+        if scan is None or scan is self._state.scan:
             return
-        scan = self._state.scan = self._watch.last
+        self._state.scan = scan
         seen = {
-            (device, holder.pid)
+            (device, process.pid)
             for device, found in self._state.devices.items()
             if found.is_gpu and (held := scan.held.get(device)) is not None
-            for holder in held.external
+            for process in held.external
         }
         since = self._state.external_since_s
         self._state.external_since_s = {key: since.get(key, time.time()) for key in seen}
-        allowed_bytes = self._state.settings.ghost_bytes
         for event in external_process_events(
             self._store.queue_state,
             self._state.devices,
             scan,
-            allowed_bytes,
-            self._told_s,
+            self._state.settings.ghost_bytes,
+            self._closed_recorded_s,
             time.time(),
             self._attempts.runner_pids(),
         ):
@@ -201,13 +213,13 @@ class Daemon:
             self._log.write(f"{label}: {event.reason if isinstance(event, events.DeviceClosed) else 'free again'}")
 
     def _decide(self, is_tick: bool) -> None:
-        """Asks the core what to do now. What it costs bounds how often."""
+        """Have the core decide. The time that it takes limits how often it runs."""
         began_s = time.monotonic()
         if began_s < self._decide_at_s or not (self._state.has_changed or is_tick):
             return
         snapshot = self._store.queue_state.snapshot()
         if unseen := self._attempts.unseen():
-            snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being looked at"), **snapshot.closed})
+            snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being scanned"), **snapshot.closed})
         now_s = time.time()
         for command in decide(snapshot, now_s):
             self._state.record(command)
@@ -215,8 +227,8 @@ class Daemon:
         took_s = time.monotonic() - began_s
         self._decide_at_s = began_s + took_s + min(2.0, 2 * took_s)
 
-    def _act(self, ended: list[Any]) -> None:
-        """Carries out what is on disk now."""
+    def _act(self, ended: list[EndedAttempt]) -> None:
+        """Act on what is on disk now."""
         self._attempts.forget(ended)
         for job in self._state.ended:
             found = self._state.program_of(job.id)
@@ -225,26 +237,24 @@ class Daemon:
         self._state.ended.clear()
         self._attempts.launch()
         self._attempts.request_stops(self._handlers.to_kill)
-        if self._watch is not None:
-            self._watch.runners = self._state.runners.pids()
+        if self._gpu_monitor is not None:
+            self._gpu_monitor.runners = self._state.runners.pids()
 
-    def _answer_waiting(self) -> None:
+    def _send_delayed(self) -> None:
         now_s, last = time.monotonic(), self._store.last
         left = []
-        for connection, later in self._waiting:
+        for connection, delayed in self._delayed:
             if connection.is_closed:
                 continue
-            if last > later.after or now_s >= later.until_s:
-                self._wire.answer(connection, {"ok": True, "result": {"last": last}})
+            if last > delayed.after or now_s >= delayed.until_s:
+                connection.reply({"ok": True, "result": {"last": last}})
             else:
-                left.append((connection, later))
-        self._waiting = left
-
-    # What is set, and what is here.
+                left.append((connection, delayed))
+        self._delayed = left
 
     def _read_settings(self) -> None:
-        """Reads `queue.toml` and looks for devices anew; what can't be read leaves all as it was."""
-        self._reload = False
+        """Read `queue.toml` and find the devices again; on an error everything stays as it was."""
+        self._must_reload = False
         try:
             settings = read_queue_file(self._state.folder)
             found = {one.device.id: one for one in find_devices(settings)}
@@ -259,57 +269,33 @@ class Daemon:
         for event in (*file_events(queue_state, settings, now_s), *device_events(queue_state, found, now_s)):
             with contextlib.suppress(QueueError):
                 self._state.record(event)
-        self._start_watch(found, settings)
+        self._start_gpu_monitor(found, settings)
 
-    def _start_watch(self, found: Mapping[str, LocalDevice], settings: QueueFile) -> None:
-        if self._watch is not None or not any(one.is_gpu for one in found.values()):
-            return
-        self._watch = GpuMonitor(settings.look_every_s)
-        self._selector.register(self._watch.ready_fd, selectors.EVENT_READ, self._drain_watch)
-        self._watch.start()
+    def _start_gpu_monitor(self, found: Mapping[str, LocalDevice], settings: QueueFile) -> None:
+        if self._gpu_monitor is None and any(one.is_gpu for one in found.values()):
+            self._gpu_monitor = GpuMonitor(settings.look_every_s, self._wake_from_thread)
+            self._gpu_monitor.start()
 
-    def _drain_watch(self) -> None:
-        if self._watch is not None:
-            _drain(self._watch.ready_fd)
+    def _wake_from_thread(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     def _scan_soon(self) -> None:
-        if self._watch is not None:
-            self._watch.scan_soon()
-
-    def _listen_to_signals(self) -> None:
-        self._wakeup, end = os.pipe()
-        for descriptor in (self._wakeup, end):
-            os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_end)
-        signal.signal(signal.SIGHUP, self._on_reload)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: _drain(self._wakeup))
-
-    def _on_end(self, number: int, frame: FrameType | None) -> None:
-        self._handlers.is_over = True
-
-    def _on_reload(self, number: int, frame: FrameType | None) -> None:
-        self._reload = True
+        if self._gpu_monitor is not None:
+            self._gpu_monitor.scan_soon()
 
     def _close(self) -> None:
         self._log.write(f"the daemon {os.getpid()} ends; {len(self._state.runners.live)} jobs go on")
-        if self._watch is not None:
-            self._watch.close()
-        self._wire.close()
+        if self._gpu_monitor is not None:
+            self._gpu_monitor.close()
+        self._server.close()
         self._state.runners.close()
         self._state.reader.close()
         self._store.close()
 
 
-def _drain(descriptor: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while os.read(descriptor, 4096):
-            pass
-
-
 def _make_folders(folder: Path, settings: QueueFile) -> None:
-    """The queue's folders; others may pass through them to the socket and to what is theirs, and look at nothing."""
+    """Make the queue's folders; other users may pass through them to the socket and their own files, and list nothing."""
     if settings.shared and os.geteuid() != 0:
         raise ConfigError(
             "shared = true, but this daemon isn't run by root and can't run jobs as their owners; let root run it, or leave "
@@ -321,8 +307,8 @@ def _make_folders(folder: Path, settings: QueueFile) -> None:
 
 
 def _open_store(folder: Path) -> QueueStore:
-    """Opens the record; a daemon that is just ending is waited for."""
-    deadline_s = time.monotonic() + _WRITER_GOES_S
+    """Open the store; wait for a daemon that is just ending."""
+    deadline_s = time.monotonic() + _WRITER_EXIT_S
     while True:
         try:
             return QueueStore(folder, holder="evenload daemon")
@@ -332,8 +318,15 @@ def _open_store(folder: Path) -> QueueStore:
             time.sleep(0.05)
 
 
+def _next_number(reader: Reader) -> int:
+    newest = reader.jobs(newest_first=True, limit=1)
+    return newest[0].number + 1 if newest else 1
+
+
 def run_daemon(folder: Path, log: DaemonLog, ready: Callable[[], None]) -> None:
-    """Runs the daemon of a queue; `ready` is called once it answers."""
-    daemon = Daemon(folder, log)
-    ready()
-    daemon.run()
+    """Run the daemon of a queue; `ready` is called once it accepts requests."""
+
+    async def run() -> None:
+        await Daemon(folder, log).run(ready)
+
+    asyncio.run(run())

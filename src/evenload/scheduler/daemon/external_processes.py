@@ -6,11 +6,9 @@ queue. Each scan has a time, so that a caller can require one that began after a
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,12 +107,10 @@ def describe(holder: DeviceProcess) -> str:
 class GpuMonitor(threading.Thread):
     """Looks at the GPUs every so often, and when asked to."""
 
-    def __init__(self, every_s: float) -> None:
-        super().__init__(name="evenload-watch", daemon=True)
-        self.ready_fd, self._ready_end = os.pipe()
-        """Readable after a look."""
-        os.set_blocking(self.ready_fd, False)
-        os.set_blocking(self._ready_end, False)
+    def __init__(self, every_s: float, on_scan: Callable[[], None]) -> None:
+        """Scan every `every_s` seconds; `on_scan` is called from this thread after each scan."""
+        super().__init__(name="evenload-gpu-monitor", daemon=True)
+        self._on_scan = on_scan
         self.last: GpuScan | None = None
         self.runners: tuple[int, ...] = ()
         """Process ids whose descendants are the queue's own."""
@@ -151,8 +147,7 @@ class GpuMonitor(threading.Thread):
 
     def _show(self, scan: GpuScan) -> None:
         self.last = scan
-        with contextlib.suppress(OSError):
-            os.write(self._ready_end, b"1")
+        self._on_scan()
 
     def _wait(self) -> None:
         self._is_requested.wait(self._every_s)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,10 @@ class EndedAttempt:
 class Runners:
     """All attempts under way, by job."""
 
-    def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
-        self._folder, self._selector = folder, selector
+    def __init__(self, folder: Path, wake: Callable[[], None]) -> None:
+        """`wake` is called when a runner has ended; the event loop of this thread watches for it."""
+        self._folder, self._wake = folder, wake
+        self._loop = asyncio.get_running_loop()
         self.live: dict[str, LiveAttempt] = {}
 
     def launch(self, attempt: AttemptRecord, spec: AttemptSpec, *, learns: bool, measures: bool, done: float) -> None:
@@ -237,24 +239,25 @@ class Runners:
         except OSError:
             return False
         live._pidfds[pid] = descriptor
-        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(live, pid))
+        self._loop.add_reader(descriptor, self._ended, live, pid)
         return True
 
     def _ended(self, live: LiveAttempt, pid: int) -> None:
         """A runner ended: the attempt's own, or one that came too late to be."""
         descriptor = live._pidfds.pop(pid, None)
         if descriptor is not None:
-            self._selector.unregister(descriptor)
+            self._loop.remove_reader(descriptor)
             os.close(descriptor)
         if (process := live._spawned.get(pid)) is not None:
             process.wait()
         is_own = live.identity is not None and live.identity.pid == pid
         if is_own or (live.identity is None and not live._pidfds):
             live.is_gone = True
+        self._wake()
 
     def _unwatch(self, live: LiveAttempt) -> None:
         for descriptor in live._pidfds.values():
-            self._selector.unregister(descriptor)
+            self._loop.remove_reader(descriptor)
             os.close(descriptor)
         live._pidfds.clear()
 
