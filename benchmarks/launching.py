@@ -60,7 +60,7 @@ def run_script(
             devices=devices or default_devices()[0],
             settings={"project_dir": str(folder / "run"), **(settings or {})},
             throttle=throttle,
-            mode="windows" if options else "train",
+            mode="measure" if options else "train",
             options=options or {},
             view=Silent(),
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.models import Size
 from evenload.training.launch.devices import own_cores, parse_devices, plan_workers, read_host
-from evenload.training.launch.throttle import Throttle
+from evenload.training.launch.throttle import ThrottleController
 
 PEERS = ("ddp", "accelerate", "lightning")
 HOME = Path(__file__).parent
@@ -66,7 +66,7 @@ def measure_peer(peer: str, size: Size, factors: tuple[float, ...], block_s: flo
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="evenload-peer-") as folder:
-        throttle = Throttle(Path(folder), factors, own_cores(workers, host), ["cpu"] * len(factors))
+        throttle = ThrottleController(Path(folder), factors, own_cores(workers, host), ["cpu"] * len(factors))
         processes = []
         try:
             for worker in workers:

@@ -4,12 +4,12 @@ from hypothesis import strategies as st
 
 from evenload.balance.values import ComputeDevice
 from evenload.errors import ConfigError
-from evenload.training.launch.devices import Host, describe_workers, own_cores, parse_devices, plan_workers
+from evenload.training.launch.devices import HostDevices, describe_workers, own_cores, parse_devices, plan_workers
 
 
 def _host(num_gpus=0, num_cores=8, quota=None):
     gpus = tuple(ComputeDevice(f"GPU model {index}", "cuda", index, 2**34) for index in range(num_gpus))
-    return Host(gpus, ComputeDevice("CPU", "cpu", -1, 2**35, num_cores), tuple(range(num_cores)), quota)
+    return HostDevices(gpus, ComputeDevice("CPU", "cpu", -1, 2**35, num_cores), tuple(range(num_cores)), quota)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 
 from evenload.balance.values import ComputeDevice
 from evenload.errors import ConfigError
-from evenload.training.launch.devices import Host, describe_workers, parse_devices, plan_workers
+from evenload.training.launch.devices import HostDevices, describe_workers, parse_devices, plan_workers
 from evenload.training.launch.environment import WorkerSpec, read_spec, write_spec
-from evenload.training.launch.replicas import as_one_worker, num_parts, places_of, replica_places
+from evenload.training.launch.replicas import as_one_worker, num_parts, plan_replicas, replica_devices
 from tests.launch.scripts import Started, assert_gone, run
 
 TRAIN = """
@@ -61,9 +61,9 @@ def _done(stdout: str) -> list[list[int]]:
     return [[int(n) for n in found] for found in re.findall(r"DONE (\d+) (\d+) (\d+) (\d+) (\d+)", stdout)]
 
 
-def _host(num_gpus: int = 0, num_cores: int = 8) -> Host:
+def _host(num_gpus: int = 0, num_cores: int = 8) -> HostDevices:
     gpus = tuple(ComputeDevice(f"GPU model {index}", "cuda", index, 2**34) for index in range(num_gpus))
-    return Host(gpus, ComputeDevice("CPU", "cpu", -1, 2**35, num_cores), tuple(range(num_cores)))
+    return HostDevices(gpus, ComputeDevice("CPU", "cpu", -1, 2**35, num_cores), tuple(range(num_cores)))
 
 
 def test_one_process_gives_the_weights_of_two(tmp_path: Path) -> None:
@@ -113,7 +113,12 @@ def test_throttled_replicas_share_by_their_speeds(tmp_path: Path) -> None:
         ),
         (("-d", "cpu:2", "--strategy", "dp", "--balance", "8,4,4"), "", "--balance 8,4,4: 3 shares for 2 ranks", 2),
         (("-d", "cpu:2", "--strategy", "dp", "--throttle", "1,1,1"), "", "3 speeds for 2 ranks", 2),
-        (("--nproc-per-node", "2", "--strategy", "dp"), "", "asks for several processes, --strategy dp is one", 2),
+        (
+            ("--nproc-per-node", "2", "--strategy", "dp"),
+            "",
+            "asks for several processes, but --strategy dp uses one process",
+            2,
+        ),
         (("-d", "cpu:2", "--strategy", "dp", "--port", "29599"), "", "--port 29599 has no effect", 2),
         (("-d", "cpu+cpu", "--strategy", "dp"), "", "cpu+cpu is one rank with several; name them apart: -d cpu,cpu", 2),
         (
@@ -164,7 +169,7 @@ def test_one_worker_that_owns_all_devices(tmp_path: Path) -> None:
     assert worker.num_threads == 6 and num_parts([worker]) == 4 and num_parts(ranks) == 4
     write_spec(worker, tmp_path / "worker.json")
     read = read_spec(tmp_path / "worker.json")
-    assert [place.cores for place in replica_places(read, "--strategy dp")] == [(), (), (2, 3, 4), (5, 6, 7)]
+    assert [place.cores for place in replica_devices(read, "--strategy dp")] == [(), (), (2, 3, 4), (5, 6, 7)]
     assert describe_workers([worker])[0] == "one process, 4 replicas (strategy dp)"
     assert describe_workers([worker])[3] == "rank 2: cpu    CPU (cores 2-4)  3 threads"
     assert as_one_worker(ranks, {"strategy": "ddp"}) == ranks
@@ -176,7 +181,7 @@ def test_a_gpu_named_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="cuda:0 is named twice"):
         as_one_worker(ranks, {"strategy": "dp"})
     with pytest.raises(ConfigError, match="cuda:0 is named twice"):
-        places_of(["cuda:0", "cpu", "cuda:0"], host)
+        plan_replicas(["cuda:0", "cpu", "cuda:0"], host)
 
 
 @pytest.mark.parametrize(
@@ -189,4 +194,4 @@ def test_a_gpu_named_twice_is_refused() -> None:
 )
 def test_beside_other_ranks_it_is_refused(origin: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        replica_places(WorkerSpec(world_size=2, origin=origin), "init(strategy='dp')")
+        replica_devices(WorkerSpec(world_size=2, origin=origin), "init(strategy='dp')")

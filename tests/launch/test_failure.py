@@ -3,7 +3,7 @@ import pytest
 from evenload.errors import DataError, PeerLostError
 from evenload.testing.ranks import run_ranks
 from evenload.training.launch.failure import (
-    Failure,
+    FailureReport,
     describe_error,
     failure_path,
     is_consequence,
@@ -64,8 +64,8 @@ def test_round_trip_and_story(tmp_path):
     assert read_failure(tmp_path, 1) is None
     write_failure(failure, tmp_path)
     assert read_failure(tmp_path, 1) == failure and failure_path(tmp_path, 1).exists()
-    assert failure.story("cpu").startswith("rank 1 (cpu) failed at step 4: ConfigError: run_ranks(num_ranks=0)")
-    assert Failure(0, "killed by SIGKILL", "").story() == "rank 0 failed: killed by SIGKILL"
+    assert failure.text("cpu").startswith("rank 1 (cpu) failed at step 4: ConfigError: run_ranks(num_ranks=0)")
+    assert FailureReport(0, "killed by SIGKILL", "").text() == "rank 0 failed: killed by SIGKILL"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"colour": 1}'])

@@ -2,7 +2,7 @@ import io
 import os
 import sys
 
-from evenload.training.launch.output import Outputs
+from evenload.training.launch.output import WorkerOutputs
 
 
 class _Terminal(io.StringIO):
@@ -27,7 +27,7 @@ class _View:
 def _feed(monkeypatch, stream, pieces, view=None):
     """Sends (rank, bytes) through pipes, piece by piece, and returns what the stream got."""
     monkeypatch.setattr(sys, "stdout", stream)
-    outputs = Outputs()
+    outputs = WorkerOutputs()
     outputs.view = view
     ends = {}
     for rank in (0, 1):

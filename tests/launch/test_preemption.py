@@ -12,7 +12,7 @@ import pytest
 
 from evenload.job.protocol import VARIABLE, ask_to_stop, read_report, write_terms
 from evenload.training.checkpoint import files
-from evenload.training.launch.devices import Host, parse_devices, plan_workers, read_host
+from evenload.training.launch.devices import HostDevices, parse_devices, plan_workers, read_host
 from tests.job.programs import terms
 from tests.launch.scripts import Started, assert_gone
 from tests.starts import ways
@@ -226,7 +226,9 @@ def test_auto_takes_the_cores_that_a_queue_gives() -> None:
     finally:
         os.sched_setaffinity(0, before)
     for devices in ("auto", "cpu"):
-        (worker,) = plan_workers(parse_devices(devices, Host((), host.cpu, host.cores)), Host((), host.cpu, host.cores))
+        (worker,) = plan_workers(
+            parse_devices(devices, HostDevices((), host.cpu, host.cores)), HostDevices((), host.cpu, host.cores)
+        )
         assert worker.cores == (min(before),) and worker.num_threads == 1
 
 

@@ -10,20 +10,20 @@ from evenload.testing import run_ranks
 from evenload.testing.faults import set_throttle
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.throttle import (
-    Burner,
-    CpuGroups,
-    Throttle,
+    ComputeThrottle,
+    CpuCgroups,
+    ThrottleController,
     check_factors,
     find_cpu_group,
     parse_throttle,
-    request,
+    request_speeds,
 )
 from tests.launch.scripts import cpu_groups, run
 
 
 def _groups_work():
     try:
-        CpuGroups([0]).remove()
+        CpuCgroups([0]).remove()
     except OSError:
         return False
     return True
@@ -74,15 +74,15 @@ def test_a_quota_delivers_the_speed_and_changes_while_running():
 
 @pytest.mark.parametrize("speed", [0.5, 0.25])
 def test_repeated_computation_pays_what_is_owed(tmp_path, speed):
-    throttle = Throttle(tmp_path, [1.0, speed], [1.0, 1.0], ["cpu", "cpu"], use_quota=False)
-    burner = Burner(
+    throttle = ThrottleController(tmp_path, [1.0, speed], [1.0, 1.0], ["cpu", "cpu"], use_quota=False)
+    computing = ComputeThrottle(
         WorkerSpec(rank=1, local_rank=1, device="cpu", launch_dir=str(tmp_path), throttle=throttle.spec_of(1))
     )
-    assert throttle.spec_of(1) == {"factor": speed, "means": "compute"} and burner.active
-    burner.pay(0.01)
+    assert throttle.spec_of(1) == {"factor": speed, "means": "compute"} and computing.active
+    computing.slow_down(0.01)
     for _ in range(5):
         cpu = time.process_time()
-        ratio = burner.pay(0.3) / (0.3 * (1 / speed - 1))
+        ratio = computing.slow_down(0.3) / (0.3 * (1 / speed - 1))
         busy = time.process_time() - cpu
         if abs(ratio - 1) <= 0.03:
             break
@@ -92,16 +92,16 @@ def test_repeated_computation_pays_what_is_owed(tmp_path, speed):
 
 
 def test_the_burner_follows_a_change_and_the_unthrottled_pay_nothing(tmp_path):
-    throttle = Throttle(tmp_path, [1.0, 0.5], [1.0, 1.0], ["cpu", "cpu"], use_quota=False)
+    throttle = ThrottleController(tmp_path, [1.0, 0.5], [1.0, 1.0], ["cpu", "cpu"], use_quota=False)
     where = {"device": "cpu", "launch_dir": str(tmp_path)}
     specs = [WorkerSpec(rank=r, local_rank=r, **where, throttle=throttle.spec_of(r)) for r in (0, 1)]
-    burners = [Burner(spec) for spec in specs]
-    assert burners[0].pay(5.0) == 0.0 and burners[1].pay(0.05) >= 0.05
+    computing = [ComputeThrottle(spec) for spec in specs]
+    assert computing[0].slow_down(5.0) == 0.0 and computing[1].slow_down(0.05) >= 0.05
     with pytest.raises(LaunchError, match=r"did not apply the speeds \[0.5, 1.0\]"):
-        request(tmp_path, [0.5, 1.0], timeout_s=0.05)
+        request_speeds(tmp_path, [0.5, 1.0], timeout_s=0.05)
     throttle.poll()
-    assert burners[0].pay(0.05) >= 0.05 and burners[1].pay(5.0) == 0.0
-    assert Burner(WorkerSpec()).pay(5.0) == 0.0
+    assert computing[0].slow_down(0.05) >= 0.05 and computing[1].slow_down(5.0) == 0.0
+    assert ComputeThrottle(WorkerSpec()).slow_down(5.0) == 0.0
 
 
 @needs_quota
@@ -130,7 +130,7 @@ time.sleep(1000)
 def test_ranks_that_share_cores_get_their_part_of_them(tmp_path):
     try:
         above, version = find_cpu_group()
-        throttle = Throttle(tmp_path, [1.0, 0.5], [2 / 3, 2 / 3], ["cpu", "cpu"])
+        throttle = ThrottleController(tmp_path, [1.0, 0.5], [2 / 3, 2 / 3], ["cpu", "cpu"])
     except OSError:
         pytest.skip("no control groups here")
     if throttle.spec_of(0)["means"] != "quota" or version != 1:
@@ -148,7 +148,7 @@ def test_the_groups_of_a_dead_supervisor_are_swept():
     above, _ = find_cpu_group()
     stale = above / "evenload-4194999"
     (stale / "rank-0").mkdir(parents=True)
-    CpuGroups([0]).remove()
+    CpuCgroups([0]).remove()
     assert not stale.exists()
 
 

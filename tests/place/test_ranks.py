@@ -16,19 +16,19 @@ from evenload.balance.values import ComputeDevice
 from evenload.errors import ConfigError
 from evenload.testing import run_ranks
 from evenload.training.comm.groups import Groups, Membership
-from evenload.training.launch.devices import Host, describe_workers, parse_devices, plan_workers
+from evenload.training.launch.devices import HostDevices, describe_workers, parse_devices, plan_workers
 from evenload.training.parallel.model_split.buckets import Neighbours
 from evenload.training.parallel.model_split.transfers import placement_of
 from evenload.training.parallel.reducer import BucketReducer
 from tests.wrong_uses.jobs import evenload_run
 
 
-def _host(num_gpus: int = 4) -> Host:
+def _host(num_gpus: int = 4) -> HostDevices:
     gpus = tuple(
         ComputeDevice("GPU model A" if index < 2 else f"GPU model {index}", "cuda", index, 2**34)
         for index in range(num_gpus)
     )
-    return Host(gpus, ComputeDevice("CPU", "cpu", -1, 2**35, 4), (0, 1, 2, 3), None)
+    return HostDevices(gpus, ComputeDevice("CPU", "cpu", -1, 2**35, 4), (0, 1, 2, 3), None)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_rank_may_have_several_devices(text: str, devices: list[tuple[str, ...
         ("0+", "'' is no device"),
         ("+", "'' is no device"),
         ("0+9", "no GPU 9 here"),
-        ("cpu:2+0", "is one rank with several devices, in which each is named for itself"),
+        ("cpu:2+0", "is one rank with several devices, each of which must be named; write cpu+cpu in place of cpu:2"),
         ("auto+cpu", "'auto' is no device"),
     ],
 )
@@ -126,7 +126,7 @@ def test_the_command_line_gives_the_devices(tmp_path: Path, monkeypatch: pytest.
 def test_devices_that_nothing_uses_are_told_at_the_end_of_a_script(tmp_path: Path) -> None:
     bare = evenload_run(tmp_path, "print('no training at all')", "-d", "cpu+cpu")
     assert bare.code != 0
-    assert "gives each rank 2 devices, but no model is cut over them" in bare.stderr
+    assert "gives each rank 2 devices, but no model is split over them" in bare.stderr
     assert "-d cpu,cpu" in bare.stderr
 
 
@@ -144,7 +144,7 @@ def _without_place(folder: str) -> str:
 
 def test_devices_that_nothing_uses_are_told_at_the_first_step(tmp_path: Path) -> None:
     (told,) = run_ranks(_without_place, 1, str(tmp_path), devices=("cpu", "cpu"))
-    assert "gives each rank 2 devices, but no model is cut over them" in told
+    assert "gives each rank 2 devices, but no model is split over them" in told
 
 
 def _place(devices: Any) -> str:

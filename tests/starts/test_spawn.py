@@ -120,7 +120,7 @@ def test_a_rank_does_not_spawn() -> None:
 def test_a_rank_of_torchrun_does_not_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match="rank 1 of 2 already, started by torchrun; call the function itself here"):
+    with pytest.raises(LaunchError, match="already rank 1 of 2, started by torchrun; call the function itself here"):
         evenload.spawn(print_rank)
 
 

@@ -78,7 +78,7 @@ def _world() -> int:
 def test_training_is_the_same_to_the_last_bit(tmp_path: Path, weighted: bool) -> None:
     options = {**OPTIONS, "arms": ["even", "evenload", "static:9,3", "solo"], "num_rounds": 1 if weighted else 2}
     plain = run_ranks(train, 2, str(tmp_path / "plain"), True, 0, None, weighted)
-    windowed = run_ranks(train, 2, str(tmp_path / "windows"), True, 0, None, weighted, mode="windows", options=options)
+    windowed = run_ranks(train, 2, str(tmp_path / "windows"), True, 0, None, weighted, mode="measure", options=options)
     for without, with_windows in zip(plain, windowed, strict=True):
         for key in ("losses", "weights", "lr", "random"):
             assert without[key] == with_windows[key], key
@@ -88,7 +88,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path, weighted: bool) ->
 
 
 def test_the_blocks_are_as_planned(tmp_path: Path) -> None:
-    ranks = run_ranks(train, 2, str(tmp_path), mode="windows", options=OPTIONS)
+    ranks = run_ranks(train, 2, str(tmp_path), mode="measure", options=OPTIONS)
     arms = [arm for arm, _ in ranks[0]["seen"]]
     assert arms[:3] == ["", "", ""]
     order = [arm for arm, before in zip(arms[1:], arms, strict=False) if arm != before]
@@ -105,7 +105,7 @@ def test_the_blocks_are_as_planned(tmp_path: Path) -> None:
 
 
 def test_records_carry_the_arm_and_metrics_stay_out_of_windows(tmp_path: Path) -> None:
-    run_ranks(train, 2, str(tmp_path), mode="windows", options=OPTIONS)
+    run_ranks(train, 2, str(tmp_path), mode="measure", options=OPTIONS)
     steps = read_steps(tmp_path)
     training = [step for step in steps if not step.arm]
     assert [step.step for step in training] == list(range(10))
@@ -119,7 +119,7 @@ def test_records_carry_the_arm_and_metrics_stay_out_of_windows(tmp_path: Path) -
 def test_no_checkpoint_is_written_in_a_window(tmp_path: Path) -> None:
     options = {**OPTIONS, "after_steps": 4}
     plain = run_ranks(train, 2, str(tmp_path / "plain"), True, 0, 2)
-    windowed = run_ranks(train, 2, str(tmp_path / "windows"), True, 0, 2, mode="windows", options=options)
+    windowed = run_ranks(train, 2, str(tmp_path / "windows"), True, 0, 2, mode="measure", options=options)
     assert plain[0]["weights"] == windowed[0]["weights"]
     written = [
         [event.step for event in read_events(tmp_path / name) if event.kind == "checkpoint"]
@@ -131,7 +131,7 @@ def test_no_checkpoint_is_written_in_a_window(tmp_path: Path) -> None:
 def test_loader_workers_and_one_rank(tmp_path: Path) -> None:
     plain = run_ranks(train, 1, str(tmp_path / "plain"), True, 1)
     options = {**OPTIONS, "arms": ["evenload", "solo"]}
-    windowed = run_ranks(train, 1, str(tmp_path / "windows"), True, 1, mode="windows", options=options)
+    windowed = run_ranks(train, 1, str(tmp_path / "windows"), True, 1, mode="measure", options=options)
     assert plain[0]["weights"] == windowed[0]["weights"]
 
 
@@ -147,9 +147,9 @@ def test_loader_workers_and_one_rank(tmp_path: Path) -> None:
 )
 def test_wrong_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RankFailedError, match=message):
-        run_ranks(train, 2, str(tmp_path), mode="windows", options={**OPTIONS, **options})
+        run_ranks(train, 2, str(tmp_path), mode="measure", options={**OPTIONS, **options})
 
 
 def test_a_script_whose_state_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"call run\.resume"):
-        run_ranks(train, 2, str(tmp_path), False, mode="windows", options=OPTIONS)
+        run_ranks(train, 2, str(tmp_path), False, mode="measure", options=OPTIONS)

@@ -42,7 +42,7 @@ def demo(
         devices="auto" if on_gpus else "cpu:2",
         settings={"project_dir": project_dir, "fresh": True},
         throttle=() if on_gpus else (1.0, 0.5),
-        mode="windows",
+        mode="measure",
         options={"after_steps": before, "num_rounds": rounds, "block_s": block_s},
     )
     workers = plan(request)
@@ -52,7 +52,7 @@ def demo(
     view = RunProgress(None, sys.stdout, log_every_s=Config.log_every_s, devices=workers[0].device_names)
     code = launch(replace(request, view=view))
     if code == 0:
-        print(f"evenload: the story of this run: evenload show {project_dir}")
+        print(f"evenload: summary of this run: evenload show {project_dir}")
     raise typer.Exit(code)
 
 

@@ -132,11 +132,11 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping
     if settings.get("dry_run"):
         for key, value in settings.items():
             print(f"evenload: {key} = {value!r} ({sources[key]})", flush=True)
-        return launch(request, leaves=True)
+        return launch(request, exits_afterwards=True)
     view = RunProgress(
         None,
         sys.stdout,
         log_every_s=settings.get("log_every_s", Config.log_every_s),
         devices=workers[0].device_names if terms is None else (),
     )
-    return launch(replace(request, view=view), leaves=True)
+    return launch(replace(request, view=view), exits_afterwards=True)

@@ -27,10 +27,10 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evenload.errors import ConfigError, RankFailedError
-from evenload.training.launch.devices import Place, own_cores, plan_workers, read_host
+from evenload.training.launch.devices import RankDevice, own_cores, plan_workers, read_host
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, read_spec, write_spec
 from evenload.training.launch.failure import is_consequence
-from evenload.training.launch.throttle import Throttle
+from evenload.training.launch.throttle import ThrottleController
 
 Result = TypeVar("Result")
 
@@ -102,7 +102,7 @@ def run_ranks(
 class _Ranks:
     """The processes of one call, from start to end."""
 
-    def __init__(self, folder: Path, throttle: Throttle | None) -> None:
+    def __init__(self, folder: Path, throttle: ThrottleController | None) -> None:
         self._folder = folder
         self._throttle = throttle
         self._processes: list[ForkServerProcess] = []
@@ -220,14 +220,14 @@ def _spec(rank: int, num_ranks: int, store: str, folder: str, overrides: dict[st
     return WorkerSpec(**values)
 
 
-def _make_throttle(folder: Path, num_ranks: int, overrides: dict[str, Any]) -> Throttle | None:
+def _make_throttle(folder: Path, num_ranks: int, overrides: dict[str, Any]) -> ThrottleController | None:
     """Takes a list of speeds out of the overrides and puts in what the ranks need to know."""
     factors = overrides.get("throttle")
     if not isinstance(factors, list | tuple):
         return None
     host = read_host()
-    workers = plan_workers([Place("cpu", "CPU")] * num_ranks, host)
-    throttle = Throttle(folder, factors, own_cores(workers, host), ["cpu"] * num_ranks)
+    workers = plan_workers([RankDevice("cpu", "CPU")] * num_ranks, host)
+    throttle = ThrottleController(folder, factors, own_cores(workers, host), ["cpu"] * num_ranks)
     overrides["throttle"] = throttle.spec_of
     overrides.setdefault("cores", lambda rank: workers[rank].cores)
     return throttle

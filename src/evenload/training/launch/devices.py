@@ -1,4 +1,4 @@
-"""Which devices a launch uses, and what each of its workers gets: pure planning, nothing is started here."""
+"""Devices, cores and threads of the workers of a launch; pure planning."""
 
 from __future__ import annotations
 
@@ -14,141 +14,140 @@ from evenload.training.launch.environment import WorkerSpec
 
 _EXPECTED = (
     "expected auto, all, cpu, cpu:3 (three CPU ranks), GPU indices such as 0,2, a mix such as 0,cpu, or 0+1 (one rank with two "
-    "devices, over which evenload.place cuts a model)"
+    "devices, over which evenload.rank_device cuts a model)"
 )
 
 
 @dataclass(frozen=True)
-class Host:
-    """What one machine has for the workers."""
+class HostDevices:
+    """GPUs, cores and CPU quota of one machine."""
 
     gpus: tuple[ComputeDevice, ...]
     cpu: ComputeDevice
     cores: tuple[int, ...]
     """The cores this process may use."""
     quota_cores: float | None = None
-    """How many cores' time this process may use, where that is limited."""
+    """CPU quota of this process in cores; None: unlimited."""
 
     @property
     def num_cores(self) -> float:
-        """How many cores' time there is; a fraction under a quota."""
+        """Usable CPU time in cores; a fraction under a quota."""
         return float(len(self.cores)) if self.quota_cores is None else min(self.quota_cores, float(len(self.cores)))
 
     def describe(self) -> str:
-        """What is here, for an error."""
+        """Return the devices of this machine, for an error."""
         gpus = "no GPU" if not self.gpus else ", ".join(f"{gpu.index} ({gpu.name})" for gpu in self.gpus)
         return f"{gpus}; cpu ({len(self.cores)} cores)"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one rank computes."""
+class RankDevice:
+    """Device, or several, of one rank."""
 
     device: str
     """``cuda:N`` or ``cpu``."""
     name: str
-    """What a person calls it."""
+    """Name for people."""
     devices: tuple[str, ...] = ()
-    """All devices of the rank, `device` first, where it has several."""
+    """All devices of a rank with several, `device` first; otherwise empty."""
 
 
-def read_host() -> Host:
-    """Reads what is here (the devices, the cores, the quota)."""
+def read_host() -> HostDevices:
+    """Return the devices, cores and quota of this machine."""
     from evenload import hardware
 
-    return Host(hardware.gpus(), hardware.cpu(), tuple(hardware.usable_cores()), hardware.cpu_quota())
+    return HostDevices(hardware.gpus(), hardware.cpu(), tuple(hardware.usable_cores()), hardware.cpu_quota())
 
 
-def parse_devices(text: str, host: Host) -> tuple[Place, ...]:
-    """The places that ``-d`` names, one for each rank.
+def parse_devices(text: str, host: HostDevices) -> tuple[RankDevice, ...]:
+    """Return the device of each rank that ``-d`` names.
 
-    ``auto`` is every GPU, or one CPU rank with all cores where there is none; ``all`` is every GPU and one CPU rank.
-    A GPU named twice gets two ranks; ``0+1`` is one rank with two devices.
+    ``auto`` means every GPU, or one CPU rank with all cores where there is none; ``all`` means every GPU and one CPU rank.
+    A GPU named twice has two ranks; ``0+1`` is one rank with two devices.
 
     Raises:
-        ConfigError: an unknown device; the message lists what is here.
+        ConfigError: an unknown device; the message lists the devices of this machine.
     """
-    gpus = tuple(_gpu_place(gpu) for gpu in host.gpus)
+    gpus = tuple(_gpu_device(gpu) for gpu in host.gpus)
     if text == "auto":
-        return gpus or (_cpu_place(host),)
+        return gpus or (_cpu_device(host),)
     if text == "all":
-        return (*gpus, _cpu_place(host))
-    places: list[Place] = []
+        return (*gpus, _cpu_device(host))
+    rank_devices: list[RankDevice] = []
     for item in text.split(","):
         if "+" in item:
-            places.append(_group([_parse_item(text, part, host) for part in item.split("+")], text, item))
+            rank_devices.append(_group([_parse_item(text, part, host) for part in item.split("+")], text, item))
         else:
-            places += _parse_item(text, item, host)
-    return tuple(places)
+            rank_devices += _parse_item(text, item, host)
+    return tuple(rank_devices)
 
 
-def _parse_item(text: str, item: str, host: Host) -> list[Place]:
-    """The ranks that one item of ``-d`` names."""
+def _parse_item(text: str, item: str, host: HostDevices) -> list[RankDevice]:
     kind, _, number = item.strip().partition(":")
     if kind == "cpu" and (not number or number.isdecimal()):
         count = int(number or 1)
         if count < 1:
-            raise ConfigError(f"-d {text}: {item} is no rank at all; {_EXPECTED}")
-        return [_cpu_place(host)] * count
+            raise ConfigError(f"-d {text}: {item} has no ranks; {_EXPECTED}")
+        return [_cpu_device(host)] * count
     if (kind.isdecimal() and not number) or (kind in ("cuda", "gpu") and number.isdecimal()):
         index = int(number or kind)
         if index >= len(host.gpus):
             raise ConfigError(f"-d {text}: there is no GPU {index} here; here are: {host.describe()}")
-        return [_gpu_place(host.gpus[index])]
+        return [_gpu_device(host.gpus[index])]
     raise ConfigError(f"-d {text}: {item!r} is no device; {_EXPECTED}; here are: {host.describe()}")
 
 
-def _group(parts: list[list[Place]], text: str, item: str) -> Place:
-    """One rank with several devices; its batches come to the first."""
+def _group(parts: list[list[RankDevice]], text: str, item: str) -> RankDevice:
+    # Batches of a rank with several devices are moved to the first.
     for part in parts:
         if len(part) > 1:
             raise ConfigError(
-                f"-d {text}: {item} is one rank with several devices, in which each is named for itself; write cpu+cpu in "
-                "place of cpu:2"
+                f"-d {text}: {item} is one rank with several devices, each of which must be named; write cpu+cpu in place of "
+                "cpu:2"
             )
     devices = [part[0] for part in parts]
-    names = Counter(place.name for place in devices)
-    return Place(
+    names = Counter(rank_device.name for rank_device in devices)
+    return RankDevice(
         devices[0].device,
         " + ".join(f"{count} × {name}" if count > 1 else name for name, count in names.items()),
-        tuple(place.device for place in devices),
+        tuple(rank_device.device for rank_device in devices),
     )
 
 
 def plan_workers(
-    places: Sequence[Place],
-    host: Host,
+    rank_devices: Sequence[RankDevice],
+    host: HostDevices,
     settings: Mapping[str, Any] | None = None,
     mode: str = "train",
     options: Mapping[str, Any] | None = None,
 ) -> tuple[WorkerSpec, ...]:
-    """The workers of one launch on one host, by rank; store, folder and throttle are still empty.
+    """Return the workers of a launch on one host, by rank; store, folder and throttle are still empty.
 
-    CPU ranks are bound to cores of their own where there are enough; beside GPUs they leave one core for each GPU rank.
-    GPU ranks are not bound. Under a CPU quota nobody is bound, because the quota isn't tied to cores.
+    CPU ranks are bound to separate cores if there are enough, leaving one core for each GPU rank. GPU ranks are not bound.
+    Under a CPU quota no rank is bound, because a quota is not tied to cores.
 
     Raises:
         ConfigError: ``settings`` fix the shares of another number of ranks.
     """
     settings = dict(settings or {})
     shares = settings.get("balance")
-    if isinstance(shares, tuple | list) and len(shares) != len(places):
+    if isinstance(shares, tuple | list) and len(shares) != len(rank_devices):
         raise ConfigError(
-            f"--balance {','.join(map(str, shares))}: {len(shares)} shares for {len(places)} ranks "
-            f"({', '.join(place.device for place in places)}); give one share for each rank"
+            f"--balance {','.join(map(str, shares))}: {len(shares)} shares for {len(rank_devices)} ranks "
+            f"({', '.join(rank_device.device for rank_device in rank_devices)}); give one share for each rank"
         )
-    cores = _cores_by_rank(places, host)
-    threads = _threads_by_rank(places, host, cores)
-    backend = _backend(places)
-    names = tuple(_name(place, cores[rank]) for rank, place in enumerate(places))
+    cores = _cores_by_rank(rank_devices, host)
+    threads = _threads_by_rank(rank_devices, host, cores)
+    backend = _backend(rank_devices)
+    names = tuple(_name(rank_device, cores[rank]) for rank, rank_device in enumerate(rank_devices))
     return tuple(
         WorkerSpec(
             rank=rank,
             local_rank=rank,
-            world_size=len(places),
-            workers=tuple(f"worker-{index}" for index in range(len(places))),
-            device=place.device,
-            devices=place.devices,
+            world_size=len(rank_devices),
+            workers=tuple(f"worker-{index}" for index in range(len(rank_devices))),
+            device=rank_device.device,
+            devices=rank_device.devices,
             device_names=names,
             backend=backend,
             cores=cores[rank],
@@ -158,19 +157,19 @@ def plan_workers(
             settings=settings,
             options=dict(options or {}),
         )
-        for rank, place in enumerate(places)
+        for rank, rank_device in enumerate(rank_devices)
     )
 
 
-def own_cores(workers: Sequence[WorkerSpec], host: Host) -> tuple[float, ...]:
-    """How many cores' time each rank has to itself; a fraction where ranks share cores."""
+def own_cores(workers: Sequence[WorkerSpec], host: HostDevices) -> tuple[float, ...]:
+    """Return the cores of each rank; a fraction where ranks share cores."""
     num_unbound = sum(1 for worker in workers if not worker.cores)
     left = host.num_cores - sum(len(worker.cores) for worker in workers)
     return tuple(float(len(worker.cores)) if worker.cores else left / num_unbound for worker in workers)
 
 
 def describe_workers(workers: Sequence[WorkerSpec]) -> list[str]:
-    """One line for each worker: its devices, cores, threads and backend."""
+    """Describe each worker in one line: devices, cores, threads and backend."""
     if workers[0].replicas:
         return _describe_replicas(workers[0])
     lines = []
@@ -187,46 +186,47 @@ def describe_workers(workers: Sequence[WorkerSpec]) -> list[str]:
 
 
 def _describe_replicas(worker: WorkerSpec) -> list[str]:
-    """One line for each replica of a process."""
-    width = max(len(place["name"]) for place in worker.replicas)
+    width = max(len(rank_device["name"]) for rank_device in worker.replicas)
     lines = [f"one process, {len(worker.replicas)} replicas (strategy dp)"]
-    for index, place in enumerate(worker.replicas):
-        threads = f"{place['num_threads']} thread" + ("s" if place["num_threads"] != 1 else "")
-        line = f"rank {index}: {place['device']:<6} {place['name']:<{width}}  {threads}"
+    for index, rank_device in enumerate(worker.replicas):
+        threads = f"{rank_device['num_threads']} thread" + ("s" if rank_device["num_threads"] != 1 else "")
+        line = f"rank {index}: {rank_device['device']:<6} {rank_device['name']:<{width}}  {threads}"
         if worker.throttle:
             line += f", throttled to {worker.throttle['factors'][index]:g} of its speed"
         lines.append(line)
     return lines
 
 
-def _gpu_place(gpu: ComputeDevice) -> Place:
-    return Place(f"cuda:{gpu.index}", gpu.name)
+def _gpu_device(gpu: ComputeDevice) -> RankDevice:
+    return RankDevice(f"cuda:{gpu.index}", gpu.name)
 
 
-def _cpu_place(host: Host) -> Place:
-    return Place("cpu", host.cpu.name)
+def _cpu_device(host: HostDevices) -> RankDevice:
+    return RankDevice("cpu", host.cpu.name)
 
 
-def _name(place: Place, cores: tuple[int, ...]) -> str:
-    """The CPU's name with the cores of this rank in place of all."""
-    if set(place.devices or (place.device,)) != {"cpu"} or not cores:
-        return place.name
+def _name(rank_device: RankDevice, cores: tuple[int, ...]) -> str:
+    """Return the name; of the CPU, with the cores of this rank."""
+    if set(rank_device.devices or (rank_device.device,)) != {"cpu"} or not cores:
+        return rank_device.name
     runs = f"{cores[0]}-{cores[-1]}" if cores[-1] - cores[0] + 1 == len(cores) > 1 else ",".join(map(str, cores))
     name = f"CPU (core{'s' if len(cores) > 1 else ''} {runs})"
-    return f"{len(place.devices)} × {name}" if place.devices else name
+    return f"{len(rank_device.devices)} × {name}" if rank_device.devices else name
 
 
-def _backend(places: Sequence[Place]) -> str:
-    """NCCL wants one GPU of its own for each rank."""
-    counts = Counter(place.device for place in places)
-    one_each = all(count == 1 for count in counts.values()) and not any(place.devices for place in places)
+def _backend(rank_devices: Sequence[RankDevice]) -> str:
+    # NCCL requires a separate GPU for each rank.
+    counts = Counter(rank_device.device for rank_device in rank_devices)
+    one_each = all(count == 1 for count in counts.values()) and not any(
+        rank_device.devices for rank_device in rank_devices
+    )
     return "nccl" if "cpu" not in counts and one_each else "gloo"
 
 
-def _cores_by_rank(places: Sequence[Place], host: Host) -> list[tuple[int, ...]]:
-    bound: list[tuple[int, ...]] = [()] * len(places)
-    cpu_ranks = [rank for rank, place in enumerate(places) if place.device == "cpu"]
-    num_gpu_ranks = len(places) - len(cpu_ranks)
+def _cores_by_rank(rank_devices: Sequence[RankDevice], host: HostDevices) -> list[tuple[int, ...]]:
+    bound: list[tuple[int, ...]] = [()] * len(rank_devices)
+    cpu_ranks = [rank for rank, rank_device in enumerate(rank_devices) if rank_device.device == "cpu"]
+    num_gpu_ranks = len(rank_devices) - len(cpu_ranks)
     cores = host.cores
     if host.num_cores < len(cores):
         return bound
@@ -241,7 +241,9 @@ def _cores_by_rank(places: Sequence[Place], host: Host) -> list[tuple[int, ...]]
     return bound
 
 
-def _threads_by_rank(places: Sequence[Place], host: Host, cores: Sequence[tuple[int, ...]]) -> list[int]:
+def _threads_by_rank(
+    rank_devices: Sequence[RankDevice], host: HostDevices, cores: Sequence[tuple[int, ...]]
+) -> list[int]:
     num_bound = sum(len(own) for own in cores)
     num_unbound_ranks = sum(1 for own in cores if not own)
     left = max(0.0, host.num_cores - num_bound)

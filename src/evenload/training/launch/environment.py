@@ -1,6 +1,6 @@
-"""Which worker this process is: told by our launcher's file, by the variables of torchrun or srun, or alone.
+"""The worker that this process is, from the launcher's file or from the variables of torchrun or srun.
 
-The launcher speaks to a worker through one channel: a JSON file named by the variable `EVENLOAD_WORKER`.
+The launcher describes a worker in one JSON file, named by the variable `EVENLOAD_WORKER`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker of one job, as started."""
+    """One worker of a launch."""
 
     rank: int = 0
     local_rank: int = 0
@@ -33,64 +33,64 @@ class WorkerSpec:
     workers: tuple[str, ...] = ("worker-0",)
     """Stable ids of all workers; the index is the rank."""
     device: str = "auto"
-    """``cuda:N`` or ``cpu``; ``auto`` where nobody told (the first GPU, else the CPU)."""
+    """``cuda:N`` or ``cpu``; ``auto``: the first GPU, else the CPU."""
     devices: tuple[str, ...] = ()
-    """All devices of this rank, `device` first, where it has several (``-d 0+1``); empty: that one alone."""
+    """All devices of a rank with several (``-d 0+1``), `device` first; otherwise empty."""
     replicas: tuple[Mapping[str, Any], ...] = ()
-    """Where the replicas of this process compute (strategy ``dp``): ``device``, ``name``, ``cores``, ``num_threads`` of each."""
+    """``device``, ``name``, ``cores`` and ``num_threads`` of each replica of this process (strategy ``dp``)."""
     device_names: tuple[str, ...] = ()
-    """What a person calls the device of each rank; empty where nobody told."""
+    """Name of each rank's device for people; empty if unknown."""
     backend: str = "auto"
-    """Of the gradients: ``nccl``, ``gloo`` or ``auto``."""
+    """Backend of the gradient reduction: ``nccl``, ``gloo`` or ``auto``."""
     store: str = ""
-    """``host:port`` of the TCPStore that the launcher serves, ``env://host:port`` under torchrun,
-    ``tcp://host:port`` where rank 0 serves it; empty for a world of one."""
+    """``host:port`` of the launcher's TCPStore, ``env://host:port`` under torchrun, ``tcp://host:port`` where rank 0 serves it;
+    empty for a world of one."""
     interface: str = ""
-    """The network interface that gloo and NCCL use; empty: they choose."""
+    """Network interface of gloo and NCCL; empty: they choose."""
     cores: tuple[int, ...] = ()
     """CPU cores this worker is bound to; empty: unbound."""
     num_threads: int = 0
     """Threads for torch's own operators; 0 leaves torch's default."""
     launch_dir: str = ""
-    """The launcher's folder for this launch: worker files, failures, logs; empty without our launcher."""
+    """Folder of this launch for worker files and failure reports; empty without Evenload's launcher."""
     lifeline: int = -1
-    """File descriptor of a pipe from the launcher: one byte means go, its end means that the launcher is gone."""
+    """File descriptor of a pipe from the launcher: one byte starts the worker; its end means that the launcher is gone."""
     origin: str = "alone"
-    """Who started it: ``evenload``, ``spawn`` (`evenload.spawn`), ``torchrun``, ``slurm``, ``group`` (an existing process
+    """The launcher: ``evenload``, ``spawn`` (`evenload.spawn`), ``torchrun``, ``slurm``, ``group`` (an existing process
     group) or ``alone``."""
     mode: str = "train"
-    """``train``, ``verify`` or ``windows`` (the demo's and the benchmarks' alternating windows)."""
+    """``train``, ``verify``, or ``measure`` (the measurement of the demo and the benchmarks)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the command line set, by key of Config."""
+    """Settings of the command line, by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the mode needs to know, such as the windows' lengths."""
+    """Options of the mode, such as the lengths of a measurement."""
     command: str = ""
-    """How a person starts this launch again; empty without our launcher."""
+    """Command that resumes this launch; empty without Evenload's launcher."""
     call: str = ""
-    """Folder of the function that this worker calls in place of a script (call.py); empty: a script or a module."""
+    """Folder of the function that this worker calls (function_call.py); empty: it runs a script or a module."""
     throttle: Mapping[str, Any] = field(default_factory=dict)
-    """How this worker is slowed down: ``factor``, ``means`` (``quota`` or ``compute``); empty: not at all (throttle.py)."""
+    """Speed limit of this worker (throttle.py): ``factor`` and ``means`` (``quota`` or ``compute``); empty: none."""
 
 
 def devices_without_effect(spec: WorkerSpec) -> str:
-    """What is told where a rank has several devices and no model is cut over them."""
+    """Return the error for a rank with several devices over which no model is split."""
     names = [name.removeprefix("cuda:") for name in spec.devices]
     return (
-        f"-d {'+'.join(names)} gives each rank {len(names)} devices, but no model is cut over them, so the others would do "
-        "nothing; write model = evenload.place(model) before run.prepare(model), or start a rank on each device with "
+        f"-d {'+'.join(names)} gives each rank {len(names)} devices, but no model is split over them, so the others would be "
+        "idle; write model = evenload.place(model) before run.prepare(model), or start a rank on each device with "
         f"-d {','.join(names)}"
     )
 
 
 def write_spec(spec: WorkerSpec, path: Path) -> None:
-    """Writes a worker's file; readers see all of it or none."""
+    """Write a worker's file atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(dataclasses.asdict(spec), indent=1))
     partial.replace(path)
 
 
 def read_spec(path: Path) -> WorkerSpec:
-    """Reads a worker's file.
+    """Read a worker's file.
 
     Raises:
         LaunchError: it can't be read, or holds something else.
@@ -107,10 +107,10 @@ def read_spec(path: Path) -> WorkerSpec:
 
 
 def detect() -> WorkerSpec:
-    """Which worker this process is.
+    """Return the worker that this process is.
 
-    The first of these that is there: the file of our launcher, torchrun's variables (torchrun's own, or set by hand), those
-    of a task of `srun`. Otherwise it is alone.
+    Taken from the first of these that exists: the launcher's file, torchrun's variables (possibly set by hand), those of a
+    task of `srun`. Otherwise the process is a world of one.
 
     Raises:
         LaunchError: variables contradict one another, or the file can't be read.
@@ -124,7 +124,7 @@ def detect() -> WorkerSpec:
     if (task := slurm.read_task(variables)) is not None:
         return _from_slurm(task)
     if variables.get("RANK", "0") != "0" or variables.get("WORLD_SIZE", "1") != "1":
-        # Going on alone would train as many models as there are processes.
+        # Otherwise each process would train a model of its own.
         there = [name for name in _TORCHRUN if name not in missing]
         raise LaunchError(
             f"{', '.join(f'{name}={variables[name]}' for name in there)} {'are' if len(there) > 1 else 'is'} set, but "
@@ -153,7 +153,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> WorkerSpec:
         node_rank=node_rank,
         num_nodes=num_nodes,
         workers=_names(world_size),
-        # torch reads the variables again (torchrun's agent may serve the store); what stands here is for people.
+        # Only for messages: torch reads the variables itself (torchrun's agent may serve the store).
         store=f"env://{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}",
         origin="torchrun",
     )

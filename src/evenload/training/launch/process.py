@@ -1,4 +1,4 @@
-"""One worker process, seen from the supervisor."""
+"""A worker process of the supervisor: start, poll, stop and kill it."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from dataclasses import replace
 from pathlib import Path
 
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, write_spec
-from evenload.training.launch.output import Outputs
+from evenload.training.launch.output import WorkerOutputs
 
 
 class WorkerProcess:
-    """One worker process and all that it started; it waits for `go` before it does anything."""
+    """A worker process in a session of its own; it waits for `go` before it does anything."""
 
-    def __init__(self, spec: WorkerSpec, arguments: Sequence[str], outputs: Outputs) -> None:
-        ours: list[int] = []
-        theirs: list[int] = []
+    def __init__(self, spec: WorkerSpec, arguments: Sequence[str], outputs: WorkerOutputs) -> None:
+        own_ends: list[int] = []
+        worker_ends: list[int] = []
         try:
-            told, self._lifeline = os.pipe()
-            theirs.append(told)
-            ours.append(self._lifeline)
+            lifeline, self._lifeline = os.pipe()
+            worker_ends.append(lifeline)
+            own_ends.append(self._lifeline)
             for _ in ("stdout", "stderr"):
                 read, write = os.pipe()
-                ours.append(read)
-                theirs.append(write)
-            self.spec = replace(spec, lifeline=told)
+                own_ends.append(read)
+                worker_ends.append(write)
+            self.spec = replace(spec, lifeline=lifeline)
             path = Path(spec.launch_dir) / f"worker-{spec.rank}.json"
             write_spec(self.spec, path)
-            # -P: nothing of the user's folder may stand in for a module of ours before the script runs.
+            # -P: no file of the user's folder may shadow a module before the script runs.
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-P", "-m", "evenload.training.launch.worker", *arguments],
                 env={**os.environ, WORKER_VARIABLE: str(path)},
                 stdin=subprocess.DEVNULL,
-                stdout=theirs[1],
-                stderr=theirs[2],
-                pass_fds=(told,),
+                stdout=worker_ends[1],
+                stderr=worker_ends[2],
+                pass_fds=(lifeline,),
                 start_new_session=True,
             )
         except BaseException:
-            for descriptor in ours:
+            for descriptor in own_ends:
                 os.close(descriptor)
             raise
         finally:
-            for descriptor in theirs:
+            for descriptor in worker_ends:
                 os.close(descriptor)
-        outputs.add(spec.rank, "stdout", ours[1])
-        outputs.add(spec.rank, "stderr", ours[2])
+        outputs.add(spec.rank, "stdout", own_ends[1])
+        outputs.add(spec.rank, "stderr", own_ends[2])
         self.code: int | None = None
         self.ended_s = 0.0
 
     @property
     def pid(self) -> int:
-        """The process, and the session and group that it leads."""
+        """The process id, which is also that of its session and group."""
         return self._process.pid
 
     def go(self) -> None:
-        """Lets the worker begin."""
-        # One that has ended already is found by `poll`.
+        """Let the worker begin."""
+        # `poll` finds a worker that has already ended.
         with suppress(BrokenPipeError):
             os.write(self._lifeline, b"g")
 
     def poll(self) -> int | None:
-        """The exit code (−N: signal N) once the process has ended; then what it left running is killed too."""
+        """Return the exit code (−N: signal N) once the process has ended, after killing what it left running."""
         if self.code is not None:
             return self.code
-        # Looked at without reaping: until it is reaped, its number can't be another process's.
+        # Without reaping: until then its id cannot be reused.
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
             self.ended_s = time.time()
@@ -78,24 +78,24 @@ class WorkerProcess:
             self.code = self._process.wait()
         return self.code
 
-    def ask(self, number: int) -> None:
-        """Passes a request to stop on to the worker, which saves and ends by itself."""
+    def request_stop(self, number: int) -> None:
+        """Forward a signal to the worker, which saves and ends by itself."""
         if self.poll() is None:
             self._process.send_signal(number)
 
     def terminate(self) -> None:
-        """Asks the worker to end; its own children it ends itself."""
+        """Send SIGTERM to the worker, which ends its own children."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the worker and all that it started, at once."""
+        """Kill the worker and everything it started."""
         if self.poll() is None:
             self._signal_group(signal.SIGKILL)
             self.code = self._process.wait()
 
     def close(self) -> None:
-        """Lets go of the pipe that told the worker that we live."""
+        """Close the pipe by which the worker monitors this process."""
         os.close(self._lifeline)
 
     def _signal_group(self, number: int) -> None:

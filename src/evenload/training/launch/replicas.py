@@ -1,4 +1,4 @@
-"""Which devices the replicas of one process compute on (strategy ``dp``): told by the launcher, or found here."""
+"""Devices of the replicas of one process (strategy ``dp``), from the launcher or found on this machine."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError
-from evenload.training.launch.devices import Host, Place, parse_devices, plan_workers, read_host
+from evenload.training.launch.devices import HostDevices, RankDevice, parse_devices, plan_workers, read_host
 from evenload.training.launch.environment import WorkerSpec
-from evenload.training.launch.throttle import Throttle
+from evenload.training.launch.throttle import ThrottleController
 
 STRATEGY = "dp"
 
 
 @dataclass(frozen=True)
-class ReplicaPlace:
-    """Where one replica computes."""
+class ReplicaDevice:
+    """Device, cores and speed limit of one replica."""
 
     device: str
     """``cuda:N`` or ``cpu``."""
     name: str = ""
-    """What a person calls it."""
+    """Name for people."""
     cores: tuple[int, ...] = ()
     """CPU cores its thread is bound to; empty: unbound."""
     num_threads: int = 0
     """Threads for torch's own operators; 0 leaves torch's default."""
     factor: float = 1.0
-    """The part of its own speed that it is held to."""
+    """Relative speed to which it is throttled."""
 
 
 def as_one_worker(
     workers: Sequence[WorkerSpec], settings: Mapping[str, Any], *, several_machines: bool = False
 ) -> tuple[WorkerSpec, ...]:
-    """The workers of a launch; under strategy ``dp`` one that owns the devices of all.
+    """Return the workers of a launch; under strategy ``dp`` one worker with the devices of all.
 
     Raises:
         ConfigError: several machines, a GPU named twice, a rank of several devices, or a mode that compares processes.
@@ -57,7 +57,7 @@ def as_one_worker(
     check_mode(workers[0].mode, spelled)
     if len(workers) == 1:
         return tuple(workers)
-    places = tuple(
+    devices = tuple(
         {"device": w.device, "name": w.device_names[w.rank], "cores": list(w.cores), "num_threads": w.num_threads}
         for w in workers
     )
@@ -70,73 +70,79 @@ def as_one_worker(
             backend="gloo",
             cores=(),
             num_threads=max(1, sum(w.num_threads for w in workers if w.device == "cpu")),
-            replicas=places,
+            replicas=devices,
         ),
     )
 
 
-def replica_places(spec: WorkerSpec, spelled: str) -> tuple[ReplicaPlace, ...]:
-    """The places of this process's replicas; one place means that there is one device only.
+def replica_devices(spec: WorkerSpec, spelled: str) -> tuple[ReplicaDevice, ...]:
+    """Return the devices of this process's replicas.
 
     Args:
         spec: this worker.
-        spelled: where ``dp`` was asked for, as a person wrote it.
+        spelled: the setting ``strategy`` as the user wrote it.
 
     Raises:
-        ConfigError: there are other ranks beside this one.
+        ConfigError: there are other ranks.
     """
     check_mode(spec.mode, spelled)
     if spec.world_size > 1:
         how = {
-            "evenload": "evenload run started {n} ranks; say it there too: evenload run --strategy dp ..., or take it out of "
-            "the script",
+            "evenload": "evenload run started {n} ranks; set it there: evenload run --strategy dp ..., or remove it from the "
+            "script",
             "torchrun": "torchrun started {n} ranks; start the script with evenload run --strategy dp, or with plain python",
-        }.get(spec.origin, "there are {n} ranks; start one, or take it out of the script")
+        }.get(spec.origin, "there are {n} ranks; start one, or remove it from the script")
         raise ConfigError(
             f"{spelled}: dp is one process that owns all its devices, but {how.format(n=spec.world_size)}"
         )
     if spec.replicas:
         throttle = spec.throttle.get("factors") or [1.0] * len(spec.replicas)
         return tuple(
-            ReplicaPlace(
-                place["device"],
-                place.get("name", place["device"]),
-                tuple(place.get("cores", ())),
-                int(place.get("num_threads", 0)),
+            ReplicaDevice(
+                device["device"],
+                device.get("name", device["device"]),
+                tuple(device.get("cores", ())),
+                int(device.get("num_threads", 0)),
                 float(factor),
             )
-            for place, factor in zip(spec.replicas, throttle, strict=True)
+            for device, factor in zip(spec.replicas, throttle, strict=True)
         )
     host = read_host()
     if spec.device != "auto":
-        return (ReplicaPlace(spec.device, spec.device),)
-    return places_of([place.device for place in parse_devices("auto", host)], host)
+        return (ReplicaDevice(spec.device, spec.device),)
+    return plan_replicas([item.device for item in parse_devices("auto", host)], host)
 
 
-def places_of(devices: Sequence[str], host: Host | None = None) -> tuple[ReplicaPlace, ...]:
-    """Places for devices in one process, with cores and threads as ranks on them would get.
+def plan_replicas(devices: Sequence[str], host: HostDevices | None = None) -> tuple[ReplicaDevice, ...]:
+    """Return replicas on these devices of one process, with the cores and threads that ranks would have.
 
     Raises:
         ConfigError: a GPU is named twice.
     """
     host = host or read_host()
     _check_distinct(devices, "devices")
-    workers = plan_workers([Place(device, _name(device, host)) for device in devices], host)
+    workers = plan_workers([RankDevice(device, _name(device, host)) for device in devices], host)
     return tuple(
-        ReplicaPlace(w.device, w.device_names[w.rank], w.cores if len(workers) > 1 else (), w.num_threads)
+        ReplicaDevice(w.device, w.device_names[w.rank], w.cores if len(workers) > 1 else (), w.num_threads)
         for w in workers
     )
 
 
 def check_mode(mode: str, spelled: str) -> None:
-    """Raises ConfigError in a mode that compares ranks with each other."""
+    """Refuse a mode that compares ranks with each other.
+
+    Raises:
+        ConfigError: ``mode`` is such a mode.
+    """
     if mode == "verify":
         raise ConfigError(
             f"{spelled}: evenload verify compares ranks with one process, and dp has no ranks; verify the script with "
-            "strategy='ddp' on the same devices, which splits a batch alike"
+            "strategy='ddp' on the same devices, which splits a batch in the same way"
         )
-    if mode == "windows":
-        raise ConfigError(f"{spelled}: windows measure ranks, each also alone; use strategy='ddp'")
+    if mode == "measure":
+        raise ConfigError(
+            f"{spelled}: a measurement also runs each rank alone, and dp has no ranks; use strategy='ddp'"
+        )
 
 
 def _check_distinct(devices: Sequence[str], what: str) -> None:
@@ -148,7 +154,7 @@ def _check_distinct(devices: Sequence[str], what: str) -> None:
         )
 
 
-def _name(device: str, host: Host) -> str:
+def _name(device: str, host: HostDevices) -> str:
     if device == "cpu":
         return host.cpu.name
     index = int(device.partition(":")[2] or 0)
@@ -157,21 +163,23 @@ def _name(device: str, host: Host) -> str:
 
 def make_throttle(
     folder: Path, factors: Sequence[float], specs: Sequence[WorkerSpec], num_cores: Sequence[float]
-) -> Throttle:
-    """Holds ranks at their speeds; replicas of one process share its control group, so they repeat their computation."""
-    places = specs[0].replicas
-    if not places:
-        return Throttle(folder, factors, num_cores, [spec.device for spec in specs])
-    return Throttle(folder, factors, [1.0] * len(places), [place["device"] for place in places], use_quota=False)
+) -> ThrottleController:
+    """Return the throttle of a launch; replicas of one process share its control group, so they repeat computation."""
+    devices = specs[0].replicas
+    if not devices:
+        return ThrottleController(folder, factors, num_cores, [spec.device for spec in specs])
+    return ThrottleController(
+        folder, factors, [1.0] * len(devices), [device["device"] for device in devices], use_quota=False
+    )
 
 
-def throttle_of(throttle: Throttle, spec: WorkerSpec) -> dict[str, Any]:
-    """`WorkerSpec.throttle` of a worker."""
+def throttle_of(throttle: ThrottleController, spec: WorkerSpec) -> dict[str, Any]:
+    """Return `WorkerSpec.throttle` of a worker."""
     if not spec.replicas:
         return throttle.spec_of(spec.local_rank)
     return {"factors": [throttle.spec_of(index)["factor"] for index in range(len(spec.replicas))], "means": "compute"}
 
 
 def num_parts(workers: Sequence[WorkerSpec]) -> int:
-    """Who shares a step of these workers: ranks, or replicas."""
+    """Return the number of ranks or replicas that share a step."""
     return sum(len(worker.replicas) or 1 for worker in workers)

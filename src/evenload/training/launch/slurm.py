@@ -1,6 +1,6 @@
-"""Which task of a Slurm job step this process is, and where the tasks meet: read from what `srun` sets for each of them.
+"""The task of a Slurm job step that this process is, and its rendezvous, from the variables that `srun` sets.
 
-Nothing is asked of Slurm itself: the variables say enough, and a node without its commands can train too.
+No Slurm command is called, so a node without them can train too.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from evenload.errors import LaunchError
 
 _FIRST_PORT = 15000
 _NUM_PORTS = 10000
-"""Ports 15000 to 24999: above what services use, below what Linux hands out to clients (32768)."""
+"""Ports 15000 to 24999: above those of services, below those that Linux assigns to clients (32768)."""
 _STEP_STRIDE = 7919
-"""A prime: steps of one job that run at the same time meet at ports far apart."""
+"""A prime: simultaneous steps of one job get ports far apart."""
 
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """One of several tasks of a job step; each is a rank."""
+    """One of several tasks of a job step. Each task is a rank."""
 
     rank: int
     world_size: int
@@ -27,18 +27,18 @@ class SlurmTask:
     node_rank: int
     num_nodes: int
     host: str
-    """Where rank 0 listens, as every task can reach it."""
+    """Host on which rank 0 listens, as all tasks reach it."""
     port: int
 
 
 def read_task(variables: Mapping[str, str]) -> SlurmTask | None:
-    """The task that this process is, or None where `srun` started no other beside it.
+    """Return the task that this process is, or None if `srun` started only one.
 
-    A batch script, the shell of `salloc` and `srun --pty bash` are single processes, whatever the job has asked for: what
-    is started there by hand is alone. In a step the number of tasks is that of the step.
+    A batch script, the shell of `salloc` and `srun --pty bash` are single processes, whatever the job has requested: a
+    process started there by hand is a world of one. In a step the number of tasks is that of the step.
 
     Raises:
-        LaunchError: a variable is missing, is no number, or contradicts another one.
+        LaunchError: a variable is missing, not a number, or contradicts another.
     """
     if "SLURM_PROCID" not in variables:
         return None
@@ -130,18 +130,18 @@ def _hosts(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _first(hosts: tuple[str, ...]) -> str:
-    """Where rank 0 is: Slurm numbers the tasks from the first host on."""
+    # Slurm numbers the tasks from the first host on, so rank 0 runs there.
     if not hosts:
         raise LaunchError(
-            "srun's SLURM_STEP_NODELIST is not set, so the tasks don't know where to meet; start them with srun, or set "
-            "MASTER_ADDR to the host of rank 0"
+            "srun's SLURM_STEP_NODELIST is not set, so the tasks have no rendezvous; start them with srun, or set MASTER_ADDR to "
+            "the host of rank 0"
         )
-    # A machine need not know itself by name.
+    # A machine may not resolve its own name.
     return hosts[0] if len(hosts) > 1 else "127.0.0.1"
 
 
 def _port(variables: Mapping[str, str]) -> int:
-    """The user's, else one that `srun --resv-ports` reserved, else one that follows from the job and the step."""
+    """Return the user's port, else one reserved by `srun --resv-ports`, else one derived from job and step."""
     if "MASTER_PORT" in variables:
         return _number(variables, "MASTER_PORT")
     if reserved := variables.get("SLURM_STEP_RESV_PORTS"):
@@ -150,24 +150,24 @@ def _port(variables: Mapping[str, str]) -> int:
             return int(first)
     if "SLURM_JOB_ID" not in variables:
         raise LaunchError(
-            "SLURM_JOB_ID is not set, from which the port follows where the tasks meet; start them with srun, or set "
+            "SLURM_JOB_ID is not set, from which the port of the rendezvous is derived; start the tasks with srun, or set "
             "MASTER_PORT to a free port of rank 0's host"
         )
     step = variables.get("SLURM_STEP_ID", "0")
-    # A step may be named by a word ("interactive").
+    # A step's id may be a word ("interactive").
     number = _number(variables, "SLURM_JOB_ID") + _STEP_STRIDE * (int(step) if step.isdecimal() else 0)
     return _FIRST_PORT + number % _NUM_PORTS
 
 
 def _check_torch_variables(variables: Mapping[str, str], rank: int, world_size: int) -> None:
-    """RANK and WORLD_SIZE that a batch script exports by habit must say the same as srun."""
-    for name, value, said in (
+    """Check that RANK and WORLD_SIZE, if a batch script exports them, agree with srun."""
+    for name, value, variable in (
         ("RANK", rank, "SLURM_PROCID"),
         ("WORLD_SIZE", world_size, "the number of tasks"),
     ):
         if name in variables and variables[name] != str(value):
             raise LaunchError(
-                f"{name}={variables[name]} is set, but {said} of srun is {value}; unset {name}: Evenload takes srun's own "
+                f"{name}={variables[name]} is set, but {variable} of srun is {value}; unset {name}: Evenload takes srun's own "
                 "variables"
             )
 

@@ -1,8 +1,9 @@
-"""What a request to stop means for a rank: told to its supervisor in a small file, read when a request comes.
+"""The effect of a stop request on each rank, in small files that the supervisor reads.
 
-A rank that can save at the end of a step is asked to; one that can't is ended at once. A rank that has told nothing has not
-begun to train: nothing is lost when it ends. The supervisor, too, tells by a file that a signal is now the end and no request:
-to a rank that saves SIGTERM may come from elsewhere too (Slurm sends it to every process of a job), and more than once.
+A rank that can save at the end of a step is requested to; another one is ended at once. A rank without a file has not begun to
+train, so nothing is lost when it ends. Another file marks that the supervisor is ending its ranks: from then on SIGTERM is no
+request any more. Without it a rank that saves ignores further SIGTERMs, because they may come from elsewhere too (Slurm sends
+one to every process of a job).
 """
 
 from __future__ import annotations
@@ -13,69 +14,69 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_END = "stop-end"
+_ABORT_FILE = "stop-end"
 
 
-class Stop(enum.Enum):
-    """How a rank would take a request to stop."""
+class StopStatus(enum.Enum):
+    """The effect that a stop request has on a rank."""
 
-    STARTS = "starts"
-    """It has not begun its first step: ended at once, and nothing is lost."""
-    SAVES = "saves"
-    """It finishes its step, saves and ends by itself (stop.py)."""
-    LOSES = "loses"
-    """It trains, and the script never said what to save, or handles SIGTERM itself: ended at once."""
-    OVER = "over"
-    """It has closed its run, and its script goes on: nothing of Evenload's is left to save."""
-    ENDS = "ends"
-    """Its script has come to its end: it leaves by itself, in a moment."""
+    NOT_STARTED = "not started"
+    """It has not begun its first step: it is ended at once, and nothing is lost."""
+    CAN_SAVE = "can save"
+    """It finishes its step, saves and ends by itself (session/stop.py)."""
+    CANNOT_SAVE = "cannot save"
+    """It trains, but the script did not register what to save, or handles SIGTERM itself: it is ended at once."""
+    CLOSED = "closed"
+    """It has closed its run, and its script continues: Evenload has nothing left to save."""
+    EXITING = "exiting"
+    """Its script has ended: it exits by itself in a moment."""
 
 
 def is_interactive() -> bool:
-    """Whether this process is a notebook's, or a Python that somebody types into: an interrupt belongs to what runs there."""
+    """Return True in a notebook or an interactive Python, where an interrupt concerns only the running cell."""
     return hasattr(sys, "ps1")
 
 
-def tell(launch_dir: str, rank: int, stop: Stop) -> None:
-    """Tells the supervisor; without one nothing is written."""
+def write(launch_dir: str, rank: int, status: StopStatus) -> None:
+    """Write the status for the supervisor; without one (an empty ``launch_dir``) do nothing."""
     if not launch_dir:
         return
     path = _path(Path(launch_dir), rank)
     partial = path.with_suffix(".partial")
     with suppress(OSError):  # the launch may be over already, its folder gone
-        partial.write_text(stop.value)
+        partial.write_text(status.value)
         partial.replace(path)
 
 
-def read(launch_dir: Path, ranks: Iterable[int]) -> Stop:
-    """What a request means for these ranks together: they save only where each does, or has ended its run already."""
-    told = {_read(launch_dir, rank) for rank in ranks} or {Stop.STARTS}
-    if Stop.SAVES in told and told <= {Stop.SAVES, Stop.OVER, Stop.ENDS}:
-        return Stop.SAVES
-    if told == {Stop.ENDS}:
-        return Stop.ENDS
-    for stop in (Stop.LOSES, Stop.STARTS):
-        if stop in told:
-            return stop
-    return Stop.OVER
+def read(launch_dir: Path, ranks: Iterable[int]) -> StopStatus:
+    """Return the status of these ranks together: they can save only if each of them can, or has closed its run."""
+    found = {_read(launch_dir, rank) for rank in ranks} or {StopStatus.NOT_STARTED}
+    if StopStatus.CAN_SAVE in found and found <= {StopStatus.CAN_SAVE, StopStatus.CLOSED, StopStatus.EXITING}:
+        return StopStatus.CAN_SAVE
+    if found == {StopStatus.EXITING}:
+        return StopStatus.EXITING
+    for status in (StopStatus.CANNOT_SAVE, StopStatus.NOT_STARTED):
+        if status in found:
+            return status
+    return StopStatus.CLOSED
 
 
-def tell_end(launch_dir: Path) -> None:
-    """From now on a signal to a rank is the end."""
+def write_abort(launch_dir: Path) -> None:
+    """Mark that the supervisor is ending its ranks, so a signal to a rank ends it."""
     with suppress(OSError):
-        (launch_dir / _END).touch()
+        (launch_dir / _ABORT_FILE).touch()
 
 
-def is_end(launch_dir: str) -> bool:
-    """Whether the supervisor ends its ranks now."""
-    return (Path(launch_dir) / _END).exists()
+def is_aborted(launch_dir: str) -> bool:
+    """Return True if the supervisor is ending its ranks."""
+    return (Path(launch_dir) / _ABORT_FILE).exists()
 
 
-def _read(launch_dir: Path, rank: int) -> Stop:
+def _read(launch_dir: Path, rank: int) -> StopStatus:
     try:
-        return Stop(_path(launch_dir, rank).read_text())
+        return StopStatus(_path(launch_dir, rank).read_text())
     except (OSError, ValueError):
-        return Stop.STARTS
+        return StopStatus.NOT_STARTED
 
 
 def _path(launch_dir: Path, rank: int) -> Path:

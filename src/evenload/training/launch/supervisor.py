@@ -1,9 +1,9 @@
-"""Starts the workers of one host, watches over them, and tells the story of the first that fails, once.
+"""The supervisor of one host: start the workers, monitor them, and report the first failure once.
 
-One supervisor a host, one worker process a device. The supervisor listens on the store's port first, starts the
-workers, and imports torch for the store while the workers import it too. Each worker is a session of its own: Ctrl-C
-reaches the supervisor alone, and ending a worker ends whatever it started. On several machines the supervisors meet first
-(meeting/), and stay in touch: why a run ends is decided at the meeting point, and told on all of them.
+There is one supervisor per host and one worker process per device. The supervisor opens the store's port, starts the
+workers, and imports torch for the store while the workers import it too. Each worker runs in a session of its own: Ctrl-C
+reaches only the supervisor, and ending a worker ends everything it started. On several machines the supervisors first run
+the rendezvous and stay connected; the coordinator decides the cause of a failure, and every machine reports it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,20 +28,19 @@ from evenload.job import EXIT_CODE, grace_left_s
 from evenload.rendezvous.peer_monitor import Alone, Cause, Party
 from evenload.rendezvous.settings import Terms
 from evenload.training.launch import stop_status
-from evenload.training.launch.devices import Host, own_cores, parse_devices, plan_workers, read_host
+from evenload.training.launch.devices import HostDevices, own_cores, parse_devices, plan_workers, read_host
 from evenload.training.launch.environment import WorkerSpec
-from evenload.training.launch.failure import Failure, describe_end, read_failure
-from evenload.training.launch.output import Outputs, View
+from evenload.training.launch.failure import FailureReport, describe_end, read_failure
+from evenload.training.launch.output import ProgressView, WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.replicas import as_one_worker, make_throttle, num_parts, throttle_of
-from evenload.training.launch.signals import Signals
-from evenload.training.launch.stop_status import Stop
-from evenload.training.launch.store import Store, listen
+from evenload.training.launch.stop_status import StopStatus
+from evenload.training.launch.store_server import StoreServer, listen
 from evenload.training.launch.target import check_target
-from evenload.training.launch.throttle import Throttle, check_factors
+from evenload.training.launch.throttle import ThrottleController, check_factors
 
 RUN_FOLDER_FILE = "run_folder"
-"""Rank 0 writes the path of the run folder into this file of the launch folder."""
+"""File in the launch folder to which rank 0 writes the path of the run folder."""
 
 _NOT_SAVED = (
     "nothing was saved: the script doesn't call run.resume(model=..., optimizer=...), which lets it save and stop, or it handles "
@@ -47,45 +48,45 @@ _NOT_SAVED = (
 )
 _POLL_S = 0.04
 _CAUSE_WAIT_S = 2.0
-"""How long ranks that only lost a peer keep us waiting for the rank that is the cause."""
-_ELDER_WAIT_S = 0.2
-"""How long we wait, with a cause in hand, for an earlier one."""
+"""Time to wait for the rank that is the cause when others have only lost a peer."""
+_EARLIER_CAUSE_WAIT_S = 0.2
+"""Time to wait for an earlier cause when one is known."""
 _VERDICT_WAIT_S = 4.0
-"""How long we wait for the meeting point to say why the run ends."""
+"""Time to wait for the coordinator's decision on the cause."""
 _TERM_WAIT_S = 3.0
-"""What a worker gets for its clean-up before it is killed."""
+"""Time for a worker's clean-up before it is killed."""
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What to run, on what, how."""
+    """The script, devices and settings of a launch."""
 
     arguments: tuple[str, ...]
-    """``train.py --its --args``, or ``-m package.module --its --args``; empty where there is a call."""
+    """``train.py --its --args``, or ``-m package.module --its --args``; empty for a function call."""
     devices: str = "auto"
-    """As ``-d`` gives it; see `parse_devices`."""
+    """As given to ``-d``; see `parse_devices`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the command line set, by key of Config."""
+    """Settings of the command line, by name."""
     throttle: tuple[float, ...] = ()
-    """Relative speeds, one for each rank of this machine; empty: nobody is slowed."""
+    """Relative speeds, one for each rank of this machine; empty: full speed."""
     port: int = 0
     """TCP port of the store; 0 takes a free one."""
     terms: Terms | None = None
-    """With whom: several machines; None: this one alone."""
+    """Rendezvous of several machines; None: this machine alone."""
     mode: str = "train"
     """`WorkerSpec.mode`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """`WorkerSpec.options`."""
     call: str = ""
     """`WorkerSpec.call`."""
-    view: View | None = None
-    """What draws while the workers run."""
+    view: ProgressView | None = None
+    """Draws progress while the workers run."""
 
 
-def plan(request: LaunchRequest, host: Host | None = None) -> tuple[WorkerSpec, ...]:
-    """The workers that `launch` would start here; checks everything that can be known before a process starts.
+def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[WorkerSpec, ...]:
+    """Return the workers that `launch` would start here, after all checks that need no process.
 
-    With several machines their ranks are numbered as if this one were alone, until the machines have met.
+    With several machines the ranks are numbered as if this machine were alone, until the rendezvous.
 
     Raises:
         ConfigError: a setting, a device, or a number of shares or speeds is wrong.
@@ -95,7 +96,7 @@ def plan(request: LaunchRequest, host: Host | None = None) -> tuple[WorkerSpec, 
         check_target(request.arguments)
     resolve({}, request.settings, SPAWN if request.call else COMMAND_LINE)
     host = host or read_host()
-    # One share for each rank of all machines: counted where they meet.
+    # One share for each rank of all machines: counted at the rendezvous.
     own_settings = {key: value for key, value in request.settings.items() if request.terms is None or key != "balance"}
     workers = plan_workers(
         parse_devices(request.devices, host), host, own_settings, mode=request.mode, options=request.options
@@ -106,7 +107,7 @@ def plan(request: LaunchRequest, host: Host | None = None) -> tuple[WorkerSpec, 
         workers = tuple(replace(worker, origin="spawn", call=request.call) for worker in workers)
     if request.throttle:
         factors = check_factors(request.throttle, num_parts(workers))
-        # By which means is known when the control groups have been tried.
+        # `ThrottleController` chooses the means when it has tried the control groups.
         workers = tuple(
             replace(worker, throttle={"factors": factors} if worker.replicas else {"factor": factors[worker.rank]})
             for worker in workers
@@ -116,30 +117,35 @@ def plan(request: LaunchRequest, host: Host | None = None) -> tuple[WorkerSpec, 
     return workers
 
 
-def print_story(text: str) -> None:
-    """Tells on stderr why a launch ended."""
+def print_failure(text: str) -> None:
+    """Print to stderr why a launch ended."""
     print(f"evenload: {text}", file=sys.stderr, flush=True)
 
 
-def launch(request: LaunchRequest, tell: Callable[[str], None] = print_story, leaves: bool = False) -> int:
-    """Runs the workers to their end and returns the exit code.
+def launch(
+    request: LaunchRequest, report: Callable[[str], None] = print_failure, exits_afterwards: bool = False
+) -> int:
+    """Run the workers to their end and return the exit code.
 
-    Where this process `leaves` with that code, a signal after the end of the launch changes nothing any more.
+    0: all ended well. 75: all ranks saved and ended on request. 130 and 143: ended by SIGINT or SIGTERM. Otherwise the exit
+    code of the worker that failed, after ``report`` has received its error. No process, control group or folder of the launch
+    is left in any case.
 
-    0: all ended well. 75: asked to stop, all ranks saved and ended. 130 and 143: ended by SIGINT or SIGTERM. Else the code of
-    the worker that failed, whose story `tell` has got. Whatever happens, no process, control group or folder of the launch is
-    left.
+    Args:
+        request: the launch.
+        report: receives the reason where the launch does not end well.
+        exits_afterwards: this process exits with the returned code, so SIGINT and SIGTERM are ignored from then on.
 
     Raises:
         ConfigError: as `plan`.
-        LaunchError: as `plan`, or the port is in use, or the machines don't come together.
+        LaunchError: as `plan`, or the port is in use, or the rendezvous fails.
     """
     host = read_host()
     workers = plan(request, host)
     folder = Path(tempfile.mkdtemp(prefix="evenload-"))
-    supervisor = _Supervisor(request, folder, tell)
+    supervisor = _Supervisor(request, folder, report)
     try:
-        with supervisor.signals(leaves):
+        with supervisor.stop_signals(exits_afterwards):
             return supervisor.run(workers, own_cores(workers, host))
     finally:
         supervisor.close()
@@ -147,7 +153,7 @@ def launch(request: LaunchRequest, tell: Callable[[str], None] = print_story, le
 
 
 def _command(request: LaunchRequest) -> str:
-    """How a person starts this launch again, to go on."""
+    """Return the command that resumes this launch."""
     if request.call:
         return shlex.join(sys.orig_argv)
     own = sys.argv[1:]
@@ -155,38 +161,39 @@ def _command(request: LaunchRequest) -> str:
     return shlex.join(["evenload", *(word for word in options if word != "--fresh"), *own[len(options) :]])
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"evenload: {text}", flush=True)
 
 
 class _Supervisor:
     """One launch, from the first process to the last."""
 
-    def __init__(self, request: LaunchRequest, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, request: LaunchRequest, folder: Path, report: Callable[[str], None]) -> None:
         self._request = request
-        self._tell = tell
+        self._report = report
         self._folder = folder
-        self._outputs = Outputs()
+        self._outputs = WorkerOutputs()
         self._workers: list[WorkerProcess] = []
         self._listener: socket.socket | None = None
-        self._store: Store | None = None
+        self._store: StoreServer | None = None
         self._party: Party = Alone()
         self._machine = ""
-        """What this one is called among several."""
+        """Name of this machine among several."""
         self._own_causes: dict[int, Cause] = {}
-        self._throttle: Throttle | None = None
+        self._throttle: ThrottleController | None = None
         self._view = request.view
         self._following = False
         self._outputs.view = request.view
-        self._asked: list[int] = []
-        self._passed_on = False
-        """Whether the ranks were asked to save and stop."""
+        self._stop_signals: list[int] = []
+        """Signals received so far."""
+        self._stop_forwarded = False
+        """The ranks were requested to save and stop."""
 
     def run(self, specs: Sequence[WorkerSpec], num_cores: Sequence[float]) -> int:
-        """Starts the workers and stays until all have ended; the exit code."""
-        specs = self._meet(specs)
-        if self._asked:
-            return self._end_asked()
+        """Start the workers, wait until all have ended, and return the exit code."""
+        specs = self._join_world(specs)
+        if self._stop_signals:
+            return self._end_by_signal()
         if self._request.throttle:
             self._throttle = make_throttle(self._folder, self._request.throttle, specs, num_cores)
         for spec in specs:
@@ -198,32 +205,42 @@ class _Supervisor:
                 self._throttle.admit(spec.local_rank, worker.pid)
             worker.go()
         if self._listener is not None:
-            self._store = Store(self._listener, specs[0].world_size)
-        while self._goes_on():
+            self._store = StoreServer(self._listener, specs[0].world_size)
+        while self._is_running():
             if self._store is not None and self._store.error is not None:
                 self._party.end(Cause(f"the store can't be served: {self._store.error}"))
                 raise LaunchError(f"the store can't be served: {self._store.error}")
             self._tick()
-        if self._is_to_end():
-            return self._end_asked()
+        if self._must_end():
+            return self._end_by_signal()
         if self._party.verdict is not None or self._causes():
             return self._end_failed()
         self._close_output()
         if all(worker.code != EXIT_CODE for worker in self._workers):
             return 0
-        if self._workers[0].spec.rank != 0:  # rank 0 tells it where it is
-            self._tell("all ranks saved and stopped; start the same command again on all machines to go on")
+        if self._workers[0].spec.rank != 0:  # on rank 0's machine rank 0 reports it
+            self._report("all ranks saved and stopped; start the same command again on all machines to go on")
         return EXIT_CODE
 
-    def signals(self, is_last: bool) -> Signals:
-        """While it is entered, SIGINT and SIGTERM ask for the end instead of ending this process.
+    @contextmanager
+    def stop_signals(self, ignore_afterwards: bool) -> Iterator[None]:
+        """Collect SIGINT and SIGTERM instead of ending this process; has no effect outside the main thread.
 
-        The first one is passed on to ranks that can save and stop by themselves; otherwise, and by the second, they are ended.
+        The first signal is forwarded to ranks that can save and stop by themselves. Otherwise, and by a second signal, the
+        ranks are ended.
         """
-        return Signals(self._asked.append, is_last)
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, lambda received, _: self._stop_signals.append(received))
+        try:
+            yield
+        finally:
+            for caught, handler in before.items():
+                signal.signal(caught, signal.SIG_IGN if ignore_afterwards else handler)
 
     def close(self) -> None:
-        """Ends whatever still runs and takes everything away; safe at any time."""
+        """End all workers and release all resources; safe at any time."""
         for worker in self._workers:
             worker.kill()
         self._close_output()
@@ -237,8 +254,8 @@ class _Supervisor:
         if self._throttle is not None:
             self._throttle.close()
 
-    def _meet(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
-        """The workers with their place in the world, once all machines are there; the port of the store is open then."""
+    def _join_world(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
+        """Open the store's port, on several machines after the rendezvous, and return the workers with their global ranks."""
         terms = self._request.terms
         if terms is None:
             if len(specs) == 1:
@@ -249,44 +266,48 @@ class _Supervisor:
         from evenload.rendezvous.world import join_world
 
         subject = Subject(self._request.arguments, self._request.settings, specs)
-        meeting = meet(terms, subject, lambda: bool(self._asked), _say)
+        meeting = meet(terms, subject, lambda: bool(self._stop_signals), _print)
         if meeting is None:
             return specs
         self._party, self._listener = meeting.party, meeting.listener
         self._machine = meeting.world.machines[meeting.node_rank].name
         for line in meeting.world.describe():
-            _say(line)
+            _print(line)
         if meeting.node_rank != 0:
-            _say(f"progress is shown on {meeting.world.machines[0].name}, which writes the run folder")
+            _print(f"progress is shown on {meeting.world.machines[0].name}, which writes the run folder")
         return join_world(specs, meeting.world, meeting.node_rank, meeting.store)
 
-    def _goes_on(self) -> bool:
-        if self._is_to_end() or self._party.verdict is not None or self._causes():
+    def _is_running(self) -> bool:
+        if self._must_end() or self._party.verdict is not None or self._causes():
             return False
         if any(worker.poll() is None for worker in self._workers):
             return True
         self._party.tell_ended()
         return not self._party.all_ended
 
-    def _is_to_end(self) -> bool:
-        """Whether the ranks are to be ended from here; passes a first request on to ranks that obey it."""
-        if not self._asked or len(self._asked) > 1:
-            return bool(self._asked)
-        means = Stop.LOSES if self._passed_on else self._what_a_stop_means()
-        if means in (Stop.SAVES, Stop.ENDS):
-            self._passed_on = True
-            name = signal.Signals(self._asked[0]).name
-            what = "saving and stopping after this step" if means is Stop.SAVES else "the script is at its end already"
-            self._outputs.say(f"evenload: {name}: {what}; once more ends it at once")
-            for worker in self._workers if means is Stop.SAVES else ():
-                worker.ask(self._asked[0])
-        return not self._passed_on
+    def _must_end(self) -> bool:
+        """Return True when a signal ends the ranks; forward a first signal to ranks that can stop by themselves."""
+        if not self._stop_signals or len(self._stop_signals) > 1:
+            return bool(self._stop_signals)
+        status = StopStatus.CANNOT_SAVE if self._stop_forwarded else self._stop_status()
+        if status in (StopStatus.CAN_SAVE, StopStatus.EXITING):
+            self._stop_forwarded = True
+            name = signal.Signals(self._stop_signals[0]).name
+            what = (
+                "saving and stopping after this step"
+                if status is StopStatus.CAN_SAVE
+                else "the script is at its end already"
+            )
+            self._outputs.print_line(f"evenload: {name}: {what}; once more ends it at once")
+            for worker in self._workers if status is StopStatus.CAN_SAVE else ():
+                worker.request_stop(self._stop_signals[0])
+        return not self._stop_forwarded
 
-    def _what_a_stop_means(self) -> Stop:
+    def _stop_status(self) -> StopStatus:
         return stop_status.read(self._folder, (worker.spec.rank for worker in self._workers))
 
     def _tick(self) -> None:
-        """Passes on output, or waits for a moment; then everything that is polled."""
+        """Forward output, or wait for a moment, then poll everything else."""
         self._outputs.pump(_POLL_S)
         self._party.poll()
         if self._throttle is not None:
@@ -299,42 +320,42 @@ class _Supervisor:
         self._view.poll()
 
     def _causes(self) -> list[Cause]:
-        """What is known of why the run can't go on, here and from other machines, the likeliest cause first."""
+        """Return the known causes of a failure on all machines, the most likely first."""
         for worker in self._workers:
             rank = worker.spec.rank
             if rank in self._own_causes or (failure := self._failure(worker)) is None:
                 continue
             where = worker.spec.device + (f" on {self._machine}" if self._machine else "")
-            cause = Cause(failure.story(where), failure.exit_code, failure.consequence, failure.time_s)
+            cause = Cause(failure.text(where), failure.exit_code, failure.consequence, failure.time_s)
             self._own_causes[rank] = cause
             self._party.report(cause)
         return sorted(
             [*self._own_causes.values(), *self._party.causes], key=lambda cause: (cause.consequence, cause.time_s)
         )
 
-    def _failure(self, worker: WorkerProcess) -> Failure | None:
+    def _failure(self, worker: WorkerProcess) -> FailureReport | None:
         rank = worker.spec.rank
-        told = read_failure(self._folder, rank)
+        report = read_failure(self._folder, rank)
         code = worker.poll()
-        if told is not None or not code:
-            return told
-        if code == EXIT_CODE and not self._left_alone(rank):
+        if report is not None or not code:
+            return report
+        if code == EXIT_CODE and not self._ended_unexpectedly(rank):
             return None  # saved and stopped on request, as all are about to
-        # It may have written its story and left between the two looks.
+        # It may have written its report and exited after the first read.
         return read_failure(self._folder, rank) or describe_end(rank, code, worker.ended_s)
 
-    def _left_alone(self, rank: int) -> bool:
-        """Whether the other ranks know nothing of this one's end: they only tell that it is gone."""
+    def _ended_unexpectedly(self, rank: int) -> bool:
+        """Return True if the other ranks did not expect this one to end: they only report a lost peer."""
         others = [cause for other, cause in self._own_causes.items() if other != rank]
         return bool(others) and all(cause.consequence for cause in others)
 
     def _end_failed(self) -> int:
-        """Waits for the true cause, ends the others, and tells the cause once."""
-        began, num_asked = time.monotonic(), len(self._asked)
-        while len(self._asked) == num_asked and self._party.verdict is None:
+        """Wait for the earliest cause, end the other ranks, and report the cause once."""
+        began, num_signals = time.monotonic(), len(self._stop_signals)
+        while len(self._stop_signals) == num_signals and self._party.verdict is None:
             wait_s = _VERDICT_WAIT_S
             if self._party.decides:
-                wait_s = _CAUSE_WAIT_S if self._causes()[0].consequence else _ELDER_WAIT_S
+                wait_s = _CAUSE_WAIT_S if self._causes()[0].consequence else _EARLIER_CAUSE_WAIT_S
             nobody_left = self._request.terms is None and all(worker.poll() is not None for worker in self._workers)
             if time.monotonic() - began > wait_s or nobody_left:
                 break
@@ -343,46 +364,45 @@ class _Supervisor:
         self._party.end(verdict)
         self._end_all()
         self._close_output()
-        self._tell(verdict.text)
+        self._report(verdict.text)
         return verdict.exit_code
 
-    def _end_asked(self) -> int:
-        number = self._asked[0]
+    def _end_by_signal(self) -> int:
+        number = self._stop_signals[0]
         name = signal.Signals(number).name
         on = f" on {self._machine}" if self._machine else ""
         num_ranks = self._workers[0].spec.world_size if self._workers else 0
         count = f"the {num_ranks} ranks" if num_ranks > 1 else "the run"
         code, why = 128 + number, ""
-        means = Stop.SAVES if self._passed_on else self._what_a_stop_means()
-        if means is Stop.LOSES:
+        status = StopStatus.CAN_SAVE if self._stop_forwarded else self._stop_status()
+        if status is StopStatus.CANNOT_SAVE:
             why = f"; {_NOT_SAVED}"
-        elif means is Stop.STARTS and self._request.mode == "train" and grace_left_s() is not None:
+        elif status is StopStatus.NOT_STARTED and self._request.mode == "train" and grace_left_s() is not None:
             code, why = EXIT_CODE, " before the first step: nothing is lost"
-        elif means is Stop.SAVES:
+        elif status is StopStatus.CAN_SAVE:
             why = " at once, by the second signal; the next start goes on from the newest checkpoint"
         self._party.end(Cause(f"{name}{on}: {count} ended{why}", code, time_s=time.time()))
         self._end_all()
         self._close_output()
-        self._tell(f"{name}: {count} ended{why}")
+        self._report(f"{name}: {count} ended{why}")
         return code
 
     def _end_all(self) -> None:
-        """SIGTERM, then SIGKILL for who is still there; a signal to us meanwhile kills at once."""
-        patient = len(self._asked) < 2
-        num_asked = len(self._asked)
-        stop_status.tell_end(self._folder)
+        """Send SIGTERM, then SIGKILL to workers that remain; a further signal to this process kills them at once."""
+        num_signals = len(self._stop_signals)
+        stop_status.write_abort(self._folder)
         for worker in self._workers:
             worker.terminate()
         deadline = time.monotonic() + _TERM_WAIT_S
         while any(worker.poll() is None for worker in self._workers):
-            if time.monotonic() > deadline or not patient or len(self._asked) > num_asked:
+            if time.monotonic() > deadline or num_signals >= 2 or len(self._stop_signals) > num_signals:
                 break
             self._tick()
         for worker in self._workers:
             worker.kill()
 
     def _close_output(self) -> None:
-        """Passes on the last output and lets the view draw for the last time; once."""
+        """Forward the remaining output and close the view; a second call does nothing."""
         self._outputs.drain()
         self._outputs.view = None
         view, self._view = self._view, None

@@ -1,4 +1,4 @@
-"""Is the script or module there, and which file is it? Looked up without running any of it."""
+"""The file of a script or module, found without running any of it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from evenload.errors import LaunchError
 
 
 def check_target(arguments: Sequence[str]) -> None:
-    """Whether the script or module is there, without running any of it.
+    """Check that the script or module exists.
 
     Raises:
-        LaunchError: it isn't.
+        LaunchError: it does not.
     """
     target_file(arguments)
 
 
 def target_file(arguments: Sequence[str]) -> Path:
-    """The file that would run; of a module without a source file, where it would be looked for.
+    """Return the file that would run; for a module without a source file, its name.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: it does not exist.
     """
     if not arguments or tuple(arguments) == ("-m",):
         raise LaunchError("there is no script to run; write `evenload run train.py`")
@@ -42,7 +42,7 @@ def target_file(arguments: Sequence[str]) -> Path:
 
 
 def _module_file(name: str) -> Path:
-    # Found part by part: `importlib.util.find_spec` would import the packages around it here, torch and all.
+    # Part by part: `importlib.util.find_spec` would import the parent packages, possibly torch.
     where: Sequence[str] | None = [str(Path.cwd()), *sys.path]
     found = ""
     spec = None

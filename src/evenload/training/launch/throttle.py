@@ -1,9 +1,9 @@
-"""Unequal ranks on one machine: CPU ranks that run at a chosen part of their own speed.
+"""Unequal ranks on one machine, for tests: CPU ranks throttled to a fraction of their speed.
 
-Where control groups can be written, a rank's group gets a CPU quota; else the rank repeats part of its own computation.
-Nobody ever sleeps: a sleeping rank lends its core to the others and hides communication. The quota's period is 5 ms:
-with the usual 100 ms, steps of a second scatter by 10 %, and within a period work costs nothing until the quota is used
-up, so a step of 20 ms under a period of 20 ms jumps from 10 ms to 20 ms instead of growing with its samples.
+If control groups can be written, a rank's group has a CPU quota; otherwise the rank repeats part of its computation. It never
+sleeps: a sleeping rank frees its core for the others and hides communication. The quota's period is 5 ms. With the usual
+100 ms, steps of one second vary by 10 %; and work within a period is free until the quota is used up, so under a period of
+20 ms a step of 20 ms would jump from 10 ms to 20 ms instead of growing with its samples.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from evenload.training.launch.environment import WorkerSpec
 
 PERIOD_US = 5_000
 _LEAST_QUOTA_US = 1_000
-"""The kernel takes no smaller one; a rank with less gets a longer period."""
+"""The kernel's minimum; a rank with less has a longer period."""
 _REQUEST = "throttle-request.json"
 _APPLIED = "throttle.json"
 
 
 def parse_throttle(text: str) -> tuple[float, ...]:
-    """Reads ``1,0.5`` as the command line gives it."""
+    """Parse ``1,0.5`` of the command line."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -36,10 +36,10 @@ def parse_throttle(text: str) -> tuple[float, ...]:
 
 
 def check_factors(factors: Sequence[float], num_ranks: int) -> tuple[float, ...]:
-    """The relative speeds, one for each rank.
+    """Return the relative speeds, one for each rank.
 
     Raises:
-        ConfigError: another number of them than ranks, or one outside (0, 1].
+        ConfigError: their number differs from that of the ranks, or one is outside (0, 1].
     """
     spelled = ",".join(f"{factor:g}" for factor in factors)
     if len(factors) != num_ranks:
@@ -52,10 +52,10 @@ def check_factors(factors: Sequence[float], num_ranks: int) -> tuple[float, ...]
     return tuple(float(factor) for factor in factors)
 
 
-class Throttle:
-    """The supervisor's side: holds the ranks at their speeds, and changes them when asked.
+class ThrottleController:
+    """The supervisor's part: sets the speeds of the ranks, and changes them on request.
 
-    ``num_cores[rank]`` is how many cores are the rank's own; a fraction where ranks share cores.
+    ``num_cores[rank]`` is the number of the rank's own cores, a fraction where ranks share cores.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Throttle:
     ) -> None:
         self._launch_dir = launch_dir
         self._num_cores = tuple(num_cores)
-        self._quotas: CpuGroups | None = None
+        self._quotas: CpuCgroups | None = None
         cpu_ranks = [rank for rank, device in enumerate(devices) if device == "cpu"]
         if use_quota and cpu_ranks:
             with suppress(OSError):
-                self._quotas = CpuGroups(cpu_ranks)
+                self._quotas = CpuCgroups(cpu_ranks)
         self._factors: tuple[float, ...] = ()
         self._seen: tuple[int, int] | None = None
         try:
@@ -82,17 +82,17 @@ class Throttle:
             raise
 
     def spec_of(self, rank: int) -> dict[str, Any]:
-        """`WorkerSpec.throttle` of one rank."""
+        """Return `WorkerSpec.throttle` of one rank."""
         means = "quota" if self._quotas is not None and rank in self._quotas.ranks else "compute"
         return {"factor": self._factors[rank], "means": means}
 
     def admit(self, rank: int, pid: int) -> None:
-        """Puts a worker's process under its quota; what it starts later comes under it too."""
+        """Move a worker's process into its control group, in which its children start too."""
         if self._quotas is not None and rank in self._quotas.ranks:
             self._quotas.admit(rank, pid)
 
     def poll(self) -> None:
-        """Applies a change that `request` asked for."""
+        """Apply a change made by `request_speeds`."""
         path = self._launch_dir / _REQUEST
         try:
             stat = path.stat()
@@ -101,11 +101,11 @@ class Throttle:
         if (stat.st_ino, stat.st_mtime_ns) == self._seen:
             return
         self._seen = (stat.st_ino, stat.st_mtime_ns)
-        asked = json.loads(path.read_text())
-        self._apply(tuple(asked["factors"]), asked["number"])
+        wanted = json.loads(path.read_text())
+        self._apply(tuple(wanted["factors"]), wanted["number"])
 
     def close(self) -> None:
-        """Takes the quotas away; the workers have ended."""
+        """Remove the control groups, after the workers have ended."""
         if self._quotas is not None:
             self._quotas.remove()
             self._quotas = None
@@ -129,12 +129,12 @@ class Throttle:
         _write(self._launch_dir / _APPLIED, {"number": number, "factors": factors})
 
 
-def request(launch_dir: Path, factors: Sequence[float], timeout_s: float = 5.0) -> None:
-    """Asks the supervisor of a throttled launch for other speeds, and waits until they hold.
+def request_speeds(launch_dir: Path, factors: Sequence[float], timeout_s: float = 5.0) -> None:
+    """Request other speeds from the supervisor of a throttled launch, and wait until they apply.
 
     Raises:
-        ConfigError: the launch isn't throttled, or the speeds don't fit it.
-        LaunchError: nothing was applied in time.
+        ConfigError: the launch is not throttled, or the speeds are wrong.
+        LaunchError: the supervisor did not apply them in time.
     """
     try:
         applied = json.loads((launch_dir / _APPLIED).read_text())
@@ -153,11 +153,8 @@ def request(launch_dir: Path, factors: Sequence[float], timeout_s: float = 5.0) 
         time.sleep(0.002)
 
 
-class Burner:
-    """A rank's side where there is no quota: pays for its own computation with more of it.
-
-    A rank at speed f that computed for t seconds computes (1/f − 1)·t seconds more.
-    """
+class ComputeThrottle:
+    """A rank's part without a quota: after t seconds of computation at speed f it computes (1/f − 1)·t seconds more."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._rank = spec.local_rank  # a launch throttles the ranks of its own machine
@@ -170,23 +167,19 @@ class Burner:
 
     @property
     def active(self) -> bool:
-        """Whether `pay` may take time: this rank is slowed by repeated computation."""
+        """This rank is slowed down by repeated computation."""
         return self._active
 
-    def pay(self, seconds: float) -> float:
-        """Computes on for what ``seconds`` of own computation cost at this rank's speed.
-
-        Returns:
-            The seconds it took.
-        """
+    def slow_down(self, seconds: float) -> float:
+        """Compute for the time that ``seconds`` of computation cost more at this rank's speed; return the seconds spent."""
         if not self._active:
             return 0.0
         self._reread()
-        owed_s = (1.0 / self._factor - 1.0) * seconds
-        if owed_s <= 0:
+        extra_s = (1.0 / self._factor - 1.0) * seconds
+        if extra_s <= 0:
             return 0.0
         start = time.perf_counter()
-        while time.perf_counter() - start < owed_s:
+        while time.perf_counter() - start < extra_s:
             self._compute()
         return time.perf_counter() - start
 
@@ -211,13 +204,13 @@ class Burner:
             self._factor = json.loads(self._path.read_text())["factors"][self._rank]
 
 
-class CpuGroups:
-    """One control group for each rank below this process's own; version 1 or 2, whichever has the CPU controller here.
+class CpuCgroups:
+    """One control group for each rank below this process's own, of the version (1 or 2) with the CPU controller.
 
-    A quota that this process itself is under stays as it is and holds on top.
+    A quota of this process itself stays in force.
 
     Raises:
-        OSError: groups can't be made here.
+        OSError: groups can't be created.
     """
 
     def __init__(self, ranks: Sequence[int], proc: Path = Path("/proc/self")) -> None:
@@ -236,11 +229,11 @@ class CpuGroups:
             raise
 
     def admit(self, rank: int, pid: int) -> None:
-        """Puts the process into the rank's group."""
+        """Move a process into the rank's group."""
         (self._of(rank) / "cgroup.procs").write_text(str(pid))
 
     def limit(self, rank: int, num_cores: float | None) -> None:
-        """Lets the rank use the time of ``num_cores`` cores; None takes the limit away."""
+        """Limit the rank to ``num_cores`` cores; None removes the limit."""
         group = self._of(rank)
         period_us, quota_us = PERIOD_US, -1
         if num_cores is not None:
@@ -255,7 +248,7 @@ class CpuGroups:
         (group / "cpu.cfs_quota_us").write_text(str(quota_us))
 
     def remove(self) -> None:
-        """Takes the groups away; processes that have just ended may hold them for a moment."""
+        """Remove the groups; processes that have just ended may keep them for a moment."""
         _remove(self._folder, wait_s=1.0)
 
     def _of(self, rank: int) -> Path:
@@ -312,7 +305,7 @@ def _make_folder(above: Path) -> Path:
 
 
 def _sweep(above: Path) -> None:
-    """Takes away what supervisors left that were killed."""
+    """Remove groups of supervisors that were killed."""
     for folder in above.glob("evenload-*"):
         pid = folder.name.split("-")[1]
         if pid.isdigit() and not Path("/proc", pid).exists():
@@ -338,7 +331,7 @@ def _remove(folder: Path, wait_s: float) -> None:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    """Readers see all of it or none; a file of its own each time, so that its identity tells the change."""
+    """Write atomically; each time a new file, whose inode identifies the change."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(value))
     partial.replace(path)

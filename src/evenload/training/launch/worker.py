@@ -1,12 +1,11 @@
-"""The life of one worker process: from the launcher's file to `os._exit`.
+"""Entry point of a worker process, from the launcher's file to `os._exit`.
 
     python -m evenload.training.launch.worker train.py --its --args
     python -m evenload.training.launch.worker -m package.module --its --args
-    python -m evenload.training.launch.worker          the call that its file names (call.py)
+    python -m evenload.training.launch.worker          the function of its file (function_call.py)
 
-It becomes the user's script as far as the script can tell: `__main__`, `sys.argv`, `sys.path[0]`. It leaves by
-`os._exit`, because a process that used gloo may die in its destructors after its work. Its module holds no
-torch: the number of threads must be set before torch is imported.
+The worker sets up `__main__`, `sys.argv` and `sys.path[0]` as python does for the script. It exits by `os._exit`, because a
+process that used gloo may crash in its destructors. This module must not import torch: the number of threads must be set first.
 """
 
 from __future__ import annotations
@@ -31,47 +30,46 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from evenload.errors import ConfigError, LaunchError
-from evenload.training.launch.call import MAIN_NAME, read_call, run_call
+from evenload.training.launch import stop_status
 from evenload.training.launch.environment import WorkerSpec, detect, devices_without_effect
 from evenload.training.launch.failure import describe_error, is_consequence, write_failure
-from evenload.training.launch.stop_status import Stop
-from evenload.training.launch.stop_status import tell as tell_stop
+from evenload.training.launch.function_call import MAIN_NAME, read_call, run_call
+from evenload.training.launch.stop_status import StopStatus
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_LAST_WORDS_S = 5.0
-"""How long a worker that failed, or was stopped, may take for its clean-up; a peer it waits for may be gone, and somebody
-waits for the devices."""
+_CLEAN_UP_S = 5.0
+"""Time limit of the clean-up of a worker that failed or was stopped: it may wait for a lost peer."""
 _PR_SET_PDEATHSIG = 1
-_LET_IN_S = 0.02
-"""What threads of gloo get to let go of their tensors, several times the interpreter's switch interval."""
+_GLOO_THREADS_S = 0.02
+"""Time for gloo's threads to release their tensors, several times the interpreter's switch interval."""
 
 
 @dataclass
-class Progress:
-    """What the core tells about this process, for the story of a failure."""
+class WorkerProgress:
+    """Progress of this process, for failure reports and the clean-up."""
 
     initialised: bool = False
     """`evenload.init` was called."""
     placed: bool = False
     """`evenload.place` was called."""
     step: int | None = None
-    """The global step that is running or was last."""
+    """The current or last global step."""
     reading: bool = False
-    """A script is read for its functions (`run_function`), not run."""
+    """The script runs only for its functions (`run_function`)."""
     exit_code: int | None = None
-    """Set before the clean-up callbacks run; anything but 0, or 75 of a stop that all ranks agreed on, means that peers may be
-    gone: no collectives then."""
+    """Set before the clean-up callbacks run. Unless it is 0, or 75 after a stop that all ranks agreed on, peers may be gone, and
+    collectives must not be called."""
 
 
-progress = Progress()
+progress = WorkerProgress()
 _callbacks: list[Callable[[], object]] = []
 
 
 def at_exit(callback: Callable[[], object]) -> None:
-    """Registers a clean-up that runs before this worker leaves, last registered first.
+    """Register a clean-up that runs before this worker exits, last registered first.
 
-    Under `os._exit` nothing of the kind runs by itself. `progress.exit_code` tells the callback how the script ended.
-    Without our bootstrap (``python train.py``) it runs as an ordinary exit function.
+    `os._exit` runs no exit functions by itself. `progress.exit_code` is the exit code of the script. Without Evenload's launcher
+    (``python train.py``) the clean-up is an ordinary exit function.
     """
     if not _callbacks:
         atexit.register(_at_interpreter_exit)
@@ -79,12 +77,12 @@ def at_exit(callback: Callable[[], object]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the script or module of the command line as a worker; never returns."""
+    """Run the script or module of the command line as a worker; never return."""
     arguments = sys.argv[1:] if argv is None else argv
     spec = detect()
     _watch_supervisor(spec)
     _bind(spec)
-    # SIGTERM runs `finally` blocks and the clean-up; the supervisor kills what doesn't end by itself.
+    # SIGTERM runs `finally` blocks and the clean-up; the supervisor kills what does not end by itself.
     signal.signal(signal.SIGTERM, leave_on_signal)
     code = 0
     try:
@@ -96,17 +94,17 @@ def main(argv: list[str] | None = None) -> None:
             raise LaunchError(_no_init(arguments, spec.world_size))
         if len(spec.devices) > 1 and not progress.placed and not progress.initialised:
             raise ConfigError(devices_without_effect(spec))
-    except SystemExit as leave:
-        code = _exit_code(leave)
+    except SystemExit as error:
+        code = _exit_code(error)
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         progress.exit_code = code
-        _tell(error, spec, code)
-    _leave(code, spec)
+        _report_failure(error, spec, code)
+    _exit(code, spec)
 
 
 def run_function(folder: Path, rank: int) -> None:
-    """Calls the function that lies in `folder`, in the surroundings of the process that sent it."""
+    """Call the function in `folder`, with the path and arguments of the process that sent it."""
     call = read_call(folder)
     sys.path[:] = call.path
     sys.argv = list(call.argv)
@@ -118,10 +116,10 @@ def run_function(folder: Path, rank: int) -> None:
 
 
 def run_script(arguments: list[str], name: str = "__main__") -> None:
-    """Becomes ``SCRIPT args...`` or ``-m MODULE args...``, as python itself would run it; `name` is its ``__name__``.
+    """Run ``SCRIPT args...`` or ``-m MODULE args...`` as python does, with `name` as its ``__name__``.
 
-    `__main__` stays in place afterwards (`runpy` takes it away), so that what the clean-up pickles is still found, and
-    the start method spawn finds the script by its file or its module's name.
+    Unlike with `runpy`, `__main__` stays afterwards, so the clean-up can pickle its objects, and the start method spawn finds the
+    script by its file or module name.
     """
     if arguments[:1] == ["-m"]:
         _prepend(str(Path.cwd()))
@@ -145,7 +143,7 @@ def run_script(arguments: list[str], name: str = "__main__") -> None:
 
 
 def _prepend(folder: str) -> None:
-    """Makes the folder ``sys.path[0]``; the worker starts with -P, so nothing stands there yet."""
+    # A worker starts with -P, which leaves out the script's folder.
     if sys.flags.safe_path:
         sys.path.insert(0, folder)
     else:
@@ -174,26 +172,26 @@ def _no_init(arguments: list[str], world_size: int) -> str:
 
 
 def _bind(spec: WorkerSpec) -> None:
-    """Sets cores, threads and the network interface; libraries read the variables when they are loaded or first used."""
+    """Set cores, threads and network interface, before libraries read the variables."""
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
-        # Torch counts the cores of this rank alone; loader workers give way to it (data/reading.py).
+        # Torch counts only the cores of this rank; loader workers have a lower priority (data/reading.py).
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
     if spec.num_threads:
         for variable in _THREAD_VARIABLES:
             os.environ[variable] = str(spec.num_threads)
     if spec.interface:
-        # Left to themselves they take the one of the host name, or the first: the usual reason why machines wait for ever.
+        # By default they take that of the host name, or the first: the usual reason for a rendezvous that hangs.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", spec.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={spec.interface}")
 
 
 def _watch_supervisor(spec: WorkerSpec) -> None:
-    """Waits for the supervisor's go, then watches that it lives: this process group must not outlive it."""
+    """Wait for the supervisor's start byte, then kill this process group when the supervisor is gone."""
     if spec.lifeline < 0:
         return
     os.set_inheritable(spec.lifeline, False)
-    _wake_with_supervisor()
+    _continue_with_supervisor()
     if not os.read(spec.lifeline, 1):
         os._exit(1)
 
@@ -206,11 +204,10 @@ def _watch_supervisor(spec: WorkerSpec) -> None:
     threading.Thread(target=watch, name="evenload-lifeline", daemon=True).start()
 
 
-def _wake_with_supervisor() -> None:
-    """Where Linux can: a worker that is stopped (SIGSTOP) goes on when its supervisor dies, and then ends by its lifeline.
+def _continue_with_supervisor() -> None:
+    """Request SIGCONT when the supervisor dies (Linux), so a stopped worker continues and ends by its lifeline.
 
-    Not SIGKILL, which would leave behind what this worker started. One whose supervisor died before this call reads the end of
-    the lifeline at once.
+    SIGKILL would leave the worker's children behind. If the supervisor died before this call, the lifeline has already ended.
     """
     if sys.platform != "linux":
         return
@@ -221,56 +218,56 @@ def _wake_with_supervisor() -> None:
 
 
 def leave_on_signal(number: int, _: object) -> None:
-    """What SIGTERM does to a worker that can't save (stop.py): it runs `finally` blocks and the clean-up."""
+    """Handle SIGTERM in a worker that can't save (session/stop.py): run `finally` blocks and the clean-up."""
     if progress.exit_code:
-        return  # it leaves already, in limited time
-    # A second one ends the process where it stands.
+        return  # it already exits, in limited time
+    # A second one ends the process at once.
     signal.signal(number, signal.SIG_DFL)
     if progress.exit_code == 0:
-        return  # the script has done its work, and only takes leave
+        return  # the script has ended
     raise SystemExit(128 + number)
 
 
-def _exit_code(leave: SystemExit) -> int:
-    if leave.code is None:
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
         return 0
-    if isinstance(leave.code, int):
-        return leave.code & 0xFF
-    print(leave.code, file=sys.stderr)
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
     return 1
 
 
-def _tell(error: BaseException, spec: WorkerSpec, code: int) -> None:
+def _report_failure(error: BaseException, spec: WorkerSpec, code: int) -> None:
     failure = describe_error(error, spec.rank, progress.step, code)
     if spec.launch_dir:
         with suppress(OSError):
             write_failure(failure, Path(spec.launch_dir))
             return
-    print(f"evenload: {failure.story()}", file=sys.stderr)
+    print(f"evenload: {failure.text()}", file=sys.stderr)
 
 
-def _leave(code: int, spec: WorkerSpec) -> None:
-    """Runs every clean-up, flushes, and ends the process."""
+def _exit(code: int, spec: WorkerSpec) -> None:
+    """Run every clean-up, flush, and end the process."""
     progress.exit_code = code
     if code:
         if signal.getsignal(signal.SIGTERM) is leave_on_signal:
-            # The supervisor says so to all as soon as it hears of one: this one leaves already, in limited time.
+            # The supervisor sends it to all ranks when one fails; this rank already exits, in limited time.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        late = threading.Timer(_LAST_WORDS_S, os._exit, (code,))
+        late = threading.Timer(_CLEAN_UP_S, os._exit, (code,))
         late.daemon = True
         late.start()
     else:
         _join_threads()
-        tell_stop(spec.launch_dir, spec.rank, Stop.ENDS)
+        stop_status.write(spec.launch_dir, spec.rank, StopStatus.EXITING)
     error = _run_callbacks()
     if error is not None and not code:
         code = 1
-        _tell(error, spec, code)
+        _report_failure(error, spec, code)
     _end(code)
 
 
 def _end(code: int) -> NoReturn:
-    # What the interpreter would call: loggers and trackers flush here.
+    # As the interpreter does: loggers and trackers flush here.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -279,14 +276,14 @@ def _end(code: int) -> NoReturn:
 
 
 def _join_threads() -> None:
-    """Waits for the script's own threads, as the interpreter does at its end."""
+    # As the interpreter does at its end.
     for thread in threading.enumerate():
         if not thread.daemon and thread not in (threading.current_thread(), threading.main_thread()):
             thread.join()
 
 
 def _run_callbacks() -> BaseException | None:
-    """Runs all of them, whatever one raises; returns the first error."""
+    """Run all of them even if one raises; return the first error."""
     first: BaseException | None = None
     while _callbacks:
         callback = _callbacks.pop()
@@ -298,29 +295,29 @@ def _run_callbacks() -> BaseException | None:
 
 
 def _at_interpreter_exit() -> None:
-    """The clean-up where the interpreter, not our bootstrap, ends the process: under plain python, torchrun, srun.
+    """Run the clean-up where the interpreter ends the process: under plain python, torchrun, srun.
 
-    Note [How gloo leaves]
-      A thread of gloo lets go of its last tensor after the waiter has gone on, and needs the interpreter for it; one that
-      asks while the interpreter ends takes the process with it ("terminate called without an active exception"). So the
-      groups end before that, and who asks now is let in.
+    Note [Ending gloo's threads]
+      A thread of gloo may release its last tensor after the operation has completed, and needs the interpreter for it. If it
+      does so while the interpreter ends, the process crashes ("terminate called without an active exception"). So the groups
+      end before, and their threads get some time.
     """
     failed = getattr(sys, "last_value", None) is not None
     progress.exit_code = int(failed)
     error = _run_callbacks()
-    time.sleep(_LET_IN_S)
+    time.sleep(_GLOO_THREADS_S)
     if error is None or failed:
         return
     traceback.print_exception(error)
     if is_consequence(error):
-        return  # another rank has the story, and this one keeps its exit code
-    # An exception in an exit function would leave exit code 0: what could not be saved would look well.
+        return  # another rank reports the cause, and this one keeps its exit code
+    # An exception in an exit function leaves exit code 0, which would hide a failed save.
     atexit.unregister(_at_interpreter_exit)
     _end(1)
 
 
 if __name__ == "__main__":
-    # The module the core imports and this one must be the same, or nobody would see `progress`.
+    # Import it under its name, so that other modules share `progress`.
     from evenload.training.launch import worker
 
     worker.main()

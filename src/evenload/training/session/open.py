@@ -29,9 +29,9 @@ from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
-from evenload.training.launch.replicas import STRATEGY, ReplicaPlace, replica_places
+from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
 from evenload.training.launch.supervisor import RUN_FOLDER_FILE
-from evenload.training.launch.throttle import Burner
+from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.step.context import TrainingContext
@@ -62,7 +62,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             f"{config.sources['batch_lr']} has no effect: it says how the learning rate follows a batch that grows; set "
             "batch_max too, or leave it out"
         )
-    places = _replica_places(config, spec)
+    places = _replica_devices(config, spec)
     _check_balance(config, len(places) or spec.world_size)
     if "project_dir" not in config.sources:
         config = replace(config, project_dir=f"runs/{_run_name()}")
@@ -122,7 +122,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         precision=precision,
         clock=clock,
         recorder=recorder,
-        burner=Burner(spec if executor is None else replace(spec, throttle={})),
+        throttle=ComputeThrottle(spec if executor is None else replace(spec, throttle={})),
         check_every=0 if config.check_every == "off" else int(config.check_every),
         executor=executor,
         grad_norms=grad_norms,
@@ -133,11 +133,11 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     return TrainingContext(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry)
 
 
-def _replica_places(config: Config, spec: WorkerSpec) -> tuple[ReplicaPlace, ...]:
+def _replica_devices(config: Config, spec: WorkerSpec) -> tuple[ReplicaDevice, ...]:
     """Under strategy ``dp`` where this process's replicas compute; otherwise nothing."""
     if config.strategy != STRATEGY:
         return ()
-    return replica_places(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
+    return replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
 
 
 def _one_device(device: str) -> str:

@@ -43,7 +43,7 @@ class Session:
         self._attached = 0
         self._looked = False
         context.loop.on_begin = self._at_step
-        if context.spec.mode == "windows":
+        if context.spec.mode == "measure":
             context.loop.interlude = Measurement(context, read_options(context.spec.options))
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._hooks = (

@@ -31,7 +31,7 @@ from evenload.job import (
 )
 from evenload.training.comm.control import Operation
 from evenload.training.launch import stop_status, worker
-from evenload.training.launch.stop_status import Stop
+from evenload.training.launch.stop_status import StopStatus
 from evenload.training.session.state import Saver
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step
@@ -71,7 +71,7 @@ class Stopper:
             self._caught.enter_context(listening(numbers, stays=self._repeated(), is_end=self._end_if_told))
         self._saves = signal.SIGTERM in numbers
         if self._saves:
-            stop_status.tell(context.spec.launch_dir, context.spec.rank, Stop.SAVES)
+            stop_status.write(context.spec.launch_dir, context.spec.rank, StopStatus.CAN_SAVE)
         rows = context.control.exchange(Operation.RESUME, [float(stop_requested())])
         if any(row[0] for row in rows):
             self._leave(f"stopped before step {context.loop.steps_done + 1} ({_reason()}); {go_on_text(self._go_on())}")
@@ -79,7 +79,7 @@ class Stopper:
     def begin(self) -> None:
         """The first step of this session begins."""
         if self._acts and not self._saves:
-            stop_status.tell(self._context.spec.launch_dir, self._context.spec.rank, Stop.LOSES)
+            stop_status.write(self._context.spec.launch_dir, self._context.spec.rank, StopStatus.CANNOT_SAVE)
 
     def close(self, well: bool) -> None:
         """The run ends; signals do again what they did before."""
@@ -88,7 +88,11 @@ class Stopper:
         if well and self._is_main and not self._context.loop.stopped:
             self._report("finished")
         is_leaving = worker.progress.exit_code == 0
-        stop_status.tell(self._context.spec.launch_dir, self._context.spec.rank, Stop.ENDS if is_leaving else Stop.OVER)
+        stop_status.write(
+            self._context.spec.launch_dir,
+            self._context.spec.rank,
+            StopStatus.EXITING if is_leaving else StopStatus.CLOSED,
+        )
         self._caught.close()
         if is_leaving and self._saves:  # the work is done: who asks for its end now is too late
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -134,7 +138,7 @@ class Stopper:
         return (signal.SIGTERM,) if self._context.spec.origin in ("torchrun", "slurm") else ()
 
     def _end_if_told(self, number: int, frame: FrameType | None) -> None:
-        if self._context.spec.launch_dir and stop_status.is_end(self._context.spec.launch_dir):
+        if self._context.spec.launch_dir and stop_status.is_aborted(self._context.spec.launch_dir):
             worker.leave_on_signal(number, frame)
 
     def _leave(self, text: str) -> None:

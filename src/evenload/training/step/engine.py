@@ -27,10 +27,17 @@ from evenload.training.compute.grad_norms import MEASURE_EVERY, GradNorms
 from evenload.training.compute.micro_steps import LossFn, StepContext
 from evenload.training.compute.precision import Precision
 from evenload.training.data.global_batch import GlobalBatch
-from evenload.training.launch.throttle import Burner
+from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.step.consistency import Consistency
-from evenload.training.step.executor import AttemptResult, BackwardAttempt, Executor, LabelWatch, RankExecutor, pay
+from evenload.training.step.executor import (
+    AttemptResult,
+    BackwardAttempt,
+    Executor,
+    LabelWatch,
+    RankExecutor,
+    slow_down,
+)
 from evenload.training.step.planner import Planner
 from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, RankReport
 from evenload.training.step.stats import StepRecorder, StepStats
@@ -55,7 +62,7 @@ class Engine:
         precision: Precision,
         clock: StepClock,
         recorder: StepRecorder,
-        burner: Burner,
+        throttle: ComputeThrottle,
         check_every: int = 0,
         executor: Executor | None = None,
         grad_norms: GradNorms | None = None,
@@ -67,7 +74,7 @@ class Engine:
         self.precision = precision
         self.clock = clock
         self.recorder = recorder
-        self.burner = burner
+        self.throttle = throttle
         self.models: list[nn.Module] = []
         self.elapsed_s = 0.0
         """Seconds since the start of the run on rank 0's clock, as of the last exchange: equal on all ranks."""
@@ -75,7 +82,7 @@ class Engine:
             rank, device, seed, strategy, statistics, precision, LabelWatch().look, grad_norms=grad_norms
         )
         self.consistency = Consistency(check_every, control, recorder.event)
-        self._executor = executor or RankExecutor(self.context, strategy, control, clock, burner, self.consistency)
+        self._executor = executor or RankExecutor(self.context, strategy, control, clock, throttle, self.consistency)
         self._buffers = BufferGuard()
         self._units: dict[int, float] = {}
         self._skipped: dict[int, int] = {}
@@ -126,9 +133,9 @@ class Engine:
         stats.body_since_s = time.perf_counter()
         return loss
 
-    def pay(self, since_s: float) -> None:
+    def slow_down(self, since_s: float) -> None:
         """Where this rank is slowed: computes on for what it computed since then, by `time.perf_counter`."""
-        pay(self.burner, self.device, since_s)
+        slow_down(self.throttle, self.device, since_s)
 
     def _attempts(self, batch: GlobalBatch, planner: Planner, stats: StepStats, loss_fn: LossFn) -> torch.Tensor:
         expect = True

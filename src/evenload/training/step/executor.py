@@ -22,7 +22,7 @@ from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.micro_steps import LossFn, StepContext, Sums, run_micro_steps
 from evenload.training.compute.weighting import ignores_labels
 from evenload.training.data.global_batch import GlobalBatch
-from evenload.training.launch.throttle import Burner
+from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.planner import Planner
@@ -101,14 +101,14 @@ class RankExecutor:
         strategy: Strategy,
         control: Control,
         clock: StepClock,
-        burner: Burner,
+        throttle: ComputeThrottle,
         consistency: Consistency,
     ) -> None:
         self._context = context
         self._strategy = strategy
         self._control = control
         self._clock = clock
-        self._burner = burner
+        self._throttle = throttle
         self._consistency = consistency
         self._started = time.monotonic()
         self._has_statistics = False
@@ -153,7 +153,7 @@ class RankExecutor:
                     "init(micro_batch=...)) lower"
                 ) from error
             return OUT_OF_MEMORY
-        pay(self._burner, self._context.device, started_s)
+        slow_down(self._throttle, self._context.device, started_s)
         if compiled_graphs() != graphs:
             stats.compiled = True
         return LATE_GRADIENT if self._strategy.report()[1] else OK
@@ -185,13 +185,13 @@ class RankExecutor:
         return read_rows(rows, sorted(own.metrics), measured=own.squared_norm is not None)
 
 
-def pay(burner: Burner, device: torch.device, since_s: float) -> None:
+def slow_down(throttle: ComputeThrottle, device: torch.device, since_s: float) -> None:
     """Where a rank is slowed: computes on for what it computed since then, by `time.perf_counter`."""
-    if not burner.active:
+    if not throttle.active:
         return
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # what was only queued so far has not cost its time yet
-    burner.pay(time.perf_counter() - since_s)
+    throttle.slow_down(time.perf_counter() - since_s)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -179,7 +179,7 @@ class StepLoop:
         """
         engine = self.engine
         if step.stats.calls:
-            engine.pay(step.stats.body_since_s)
+            engine.slow_down(step.stats.body_since_s)
         engine.clock.switch("other")
         self.step = None
         engine.control.place = (step.epoch, -1)

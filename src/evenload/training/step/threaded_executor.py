@@ -27,8 +27,8 @@ from evenload.training.compute import batchnorm
 from evenload.training.compute.micro_steps import StepContext, Sums, run_micro_steps
 from evenload.training.compute.precision import Precision
 from evenload.training.launch.environment import WorkerSpec
-from evenload.training.launch.replicas import ReplicaPlace
-from evenload.training.launch.throttle import Burner
+from evenload.training.launch.replicas import ReplicaDevice
+from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.threaded.dp import LaneStrategy
 from evenload.training.parallel.threaded.random_draws import Draws, seed_lane
 from evenload.training.parallel.threaded.replica_threads import Lane, Lanes, LaneStoppedError, Meeting, Turn, here
@@ -38,7 +38,7 @@ from evenload.training.step.executor import (
     LabelWatch,
     is_out_of_memory,
     memory_bytes,
-    pay,
+    slow_down,
 )
 from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, UNWANTED, RankReport
 
@@ -130,7 +130,7 @@ class ThreadedExecutor:
         precision: Precision,
         clock: StepClock,
         seed: int,
-        burners: Sequence[Burner],
+        throttles: Sequence[ComputeThrottle],
     ) -> None:
         """Args:
         lanes: one for each replica.
@@ -139,7 +139,7 @@ class ThreadedExecutor:
         precision: the run's; the lanes follow its scale.
         clock: of this thread.
         seed: of all keyed randomness.
-        burners: which slow a replica down, one for each.
+        throttles: which slow a replica down, one for each.
         """
         self._lanes = lanes
         self._strategy = strategy
@@ -147,7 +147,7 @@ class ThreadedExecutor:
         self._precision = precision
         self._clock = clock
         self._seed = seed
-        self._burners = list(burners)
+        self._throttles = list(throttles)
         self._draws = Draws(lanes.all)
         self._precisions = [Precision(precision.name, lane.device) for lane in lanes.all]
         self._started = time.monotonic()
@@ -230,7 +230,7 @@ class ThreadedExecutor:
                         attempt.last_units,
                         part.sums,
                     )
-                pay(self._burners[index], lane.device, started_s)
+                slow_down(self._throttles[index], lane.device, started_s)
             except LaneStoppedError:
                 part.status = UNWANTED
             except RuntimeError as error:
@@ -352,7 +352,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def open_threaded_executor(
-    places: Sequence[ReplicaPlace], spec: WorkerSpec, precision: Precision, clock: StepClock, seed: int
+    places: Sequence[ReplicaDevice], spec: WorkerSpec, precision: Precision, clock: StepClock, seed: int
 ) -> tuple[LaneStrategy, LaneStatistics, ThreadedExecutor]:
     """The replicas of this process, one a place: their strategy, their statistics, and who computes.
 
@@ -368,8 +368,8 @@ def open_threaded_executor(
     lanes = Lanes(
         [Lane(index, torch.device(place.device), place.cores, place.num_threads) for index, place in enumerate(places)]
     )
-    burners = [
-        Burner(
+    throttles = [
+        ComputeThrottle(
             replace(
                 spec,
                 local_rank=index,  # a replica counts as a rank of this machine
@@ -380,4 +380,4 @@ def open_threaded_executor(
         for index, place in enumerate(places)
     ]
     strategy, statistics = LaneStrategy(lanes), LaneStatistics(lanes)
-    return strategy, statistics, ThreadedExecutor(lanes, strategy, statistics, precision, clock, seed, burners)
+    return strategy, statistics, ThreadedExecutor(lanes, strategy, statistics, precision, clock, seed, throttles)

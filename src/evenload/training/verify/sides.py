@@ -166,7 +166,7 @@ class VerifyCall:
             precision=self.precision,
             clock=StepClock(context.device),
             recorder=StepRecorder(Recorder(None), writes=False),
-            burner=context.engine.burner,
+            throttle=context.engine.throttle,
         )
         engine.attach(self.models)
         return engine

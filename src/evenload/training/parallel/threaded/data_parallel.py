@@ -30,7 +30,7 @@ from evenload.errors import ConfigError
 from evenload.training.compute import batchnorm
 from evenload.training.data.randomness import mix
 from evenload.training.launch.devices import parse_devices, read_host
-from evenload.training.launch.replicas import ReplicaPlace, places_of
+from evenload.training.launch.replicas import ReplicaDevice, plan_replicas
 from evenload.training.parallel.threaded.device_speeds import Speeds, timed
 from evenload.training.parallel.threaded.dispatch import check_replicable, dispatched
 from evenload.training.parallel.threaded.random_draws import Draws
@@ -124,11 +124,11 @@ def _team(devices: Devices | None) -> _Team:
     with _teams_lock:
         team = _teams.get(key)
         if team is None:
-            team = _teams[key] = _Team(key, Lanes([_lane(i, place) for i, place in enumerate(places_of(key))]))
+            team = _teams[key] = _Team(key, Lanes([_lane(i, place) for i, place in enumerate(plan_replicas(key))]))
     return team
 
 
-def _lane(index: int, place: ReplicaPlace) -> Lane:
+def _lane(index: int, place: ReplicaDevice) -> Lane:
     return Lane(index, torch.device(place.device), place.cores, place.num_threads)
 
 

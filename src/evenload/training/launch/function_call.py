@@ -1,9 +1,9 @@
-"""A function and its arguments on their way to the workers, and rank 0's result on its way back.
+"""Transfer of a function and its arguments to the workers, and of rank 0's result back.
 
 Note [How a worker finds the function]
-  A function of an importable module travels by name. One of a script's own (`__main__`) too: each worker reads the script as
-  ``__mp_main__``, as multiprocessing's start method spawn does, so that what stands under ``if __name__ == "__main__"`` stays
-  out. A notebook has no file to read: there functions, and the globals that they use, travel by value (cloudpickle).
+  A function of an importable module is pickled by name. So is one of the script (`__main__`): each worker runs the script as
+  ``__mp_main__``, like multiprocessing's start method spawn, so code under ``if __name__ == "__main__"`` does not run. A
+  notebook has no file to run, so functions and the globals they use are pickled by value (cloudpickle).
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from typing import Any
 from evenload.errors import ConfigError
 
 MAIN_NAME = "__mp_main__"
-"""What a script is called that is read for its functions; multiprocessing's own name, which its children know."""
+"""`__name__` of a script that is run only for its functions, as in multiprocessing."""
 
 _CALL_FILE = "call.pickle"
 _RESULT_FILE = "result.pickle"
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a worker needs to call a function of another process."""
+class FunctionCall:
+    """A function of another process, with its arguments."""
 
     name: str
-    """What a person calls the function."""
+    """Name of the function in messages."""
     payload: bytes
-    """The function and its arguments, pickled; read after `main`."""
+    """The pickled function and arguments; loaded after `main`."""
     by_value: bool
-    """Whether `payload` holds code, not names."""
+    """`payload` holds code, not names."""
     main: tuple[str, ...]
-    """What the worker reads first, as on the command line of python: a script, or ``-m`` and a module; empty: nothing."""
+    """The script, or ``-m`` and a module, that the worker runs first; may be empty."""
     argv: tuple[str, ...]
     """`sys.argv` of the caller."""
     path: tuple[str, ...]
     """`sys.path` of the caller."""
 
 
-def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> Call:
-    """Makes a function and its arguments ready to travel.
+def pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> FunctionCall:
+    """Pickle a function and its arguments.
 
     Raises:
-        ConfigError: they can't travel, with the reason and what to write instead.
+        ConfigError: they can't be pickled.
     """
     name = getattr(fn, "__qualname__", None) or type(fn).__name__
     main = _main_target()
@@ -56,39 +56,40 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> Call:
     by_value = payload is None
     if payload is None:
         payload = _pickle(fn, args, name, by_value=True)
-    # Only who needs the script reads it: a function of a module stays clear of a script without guard.
+    # A function of another module does not need the script, which may have no `__main__` guard.
     needs_main = not by_value and b"__main__" in payload
     if needs_main and not main:
         raise ConfigError(
-            f"evenload.spawn({name}): it is defined in a __main__.py, which runs as a whole and can't be read by the workers; "
+            f"evenload.spawn({name}): it is defined in a __main__.py, which workers can't import without running it; "
             "define it in another module and import it"
         )
-    return Call(
+    return FunctionCall(
         name=name,
         payload=payload,
         by_value=by_value,
         main=(main or ()) if needs_main else (),
-        argv=tuple(sys.argv) if main else (_interactive_name(),),
+        # The run folder is named after argv[0], which in a notebook is the kernel's.
+        argv=tuple(sys.argv) if main else ("interactive",),
         path=tuple(sys.path),
     )
 
 
-def write_call(call: Call, folder: Path) -> None:
-    """Lays the call down where the workers find it."""
+def write_call(call: FunctionCall, folder: Path) -> None:
+    """Write the call into the folder of the launch."""
     (folder / _CALL_FILE).write_bytes(pickle.dumps(call))
 
 
-def read_call(folder: Path) -> Call:
-    """What `write_call` wrote."""
-    call: Call = pickle.loads((folder / _CALL_FILE).read_bytes())
+def read_call(folder: Path) -> FunctionCall:
+    """Read the call that `write_call` wrote."""
+    call: FunctionCall = pickle.loads((folder / _CALL_FILE).read_bytes())
     return call
 
 
-def run_call(call: Call, folder: Path, rank: int) -> None:
-    """Calls the function; the result of rank 0 is left in the folder.
+def run_call(call: FunctionCall, folder: Path, rank: int) -> None:
+    """Call the function, and write rank 0's result into the folder.
 
     Raises:
-        ConfigError: the result of rank 0 can't travel back.
+        ConfigError: the result of rank 0 can't be pickled.
     """
     fn, args = pickle.loads(call.payload)
     if call.by_value:
@@ -109,34 +110,29 @@ def run_call(call: Call, folder: Path, rank: int) -> None:
 
 
 def read_result(folder: Path) -> Any:
-    """What rank 0's call returned; None where it left before its end (`sys.exit(0)`)."""
+    """Return rank 0's result; None if it exited before its end (`sys.exit(0)`)."""
     path = folder / _RESULT_FILE
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 def _fill_main(fn: Callable[..., Any]) -> None:
-    """Puts what came by value where it says that it is, in `__main__`: pickling a class asks for it there."""
+    """Define `__main__` with the globals of a function sent by value: pickling a class looks it up there."""
     main = types.ModuleType("__main__")
     main.__dict__.update(getattr(fn, "__globals__", {}))
     sys.modules["__main__"] = main
 
 
 def _main_target() -> tuple[str, ...] | None:
-    """How a worker can read what is `__main__` here; None where there is no file to read (a notebook, `python -c`)."""
+    """Return how a worker runs this process's `__main__`; None where it has no file (a notebook, `python -c`)."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
-        # A package's __main__.py runs the program whatever its name is: nobody defines functions for others there.
+        # A package's __main__.py runs the program under any name.
         return () if spec.name == "__main__" or spec.name.endswith(".__main__") else ("-m", spec.name)
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).exists():
         return None
     return (os.fspath(Path(file).absolute()),)
-
-
-def _interactive_name() -> str:
-    """The run folder takes its name from `sys.argv[0]`, which in a notebook is the kernel's."""
-    return "interactive"
 
 
 def _pickle(fn: Callable[..., Any], args: tuple[Any, ...], name: str, *, by_value: bool) -> bytes:
@@ -146,11 +142,11 @@ def _pickle(fn: Callable[..., Any], args: tuple[Any, ...], name: str, *, by_valu
         if by_value:
             raise ConfigError(
                 f"evenload.spawn({name}): the function, its arguments, or the globals that it uses can't be sent to another "
-                f"process ({error}); make what can't be sent (a run, a loader, a lock, an open file) inside the function"
+                f"process ({error}); create what can't be sent (a run, a loader, a lock, an open file) inside the function"
             ) from error
         raise ConfigError(
             f"evenload.spawn({name}): the function or its arguments can't be sent to another process ({error}); define the "
-            "function at the top of a module or script, and make what can't be sent (a run, a loader, a lock) inside it"
+            "function at the top of a module or script, and create what can't be sent (a run, a loader, a lock) inside it"
         ) from error
 
 

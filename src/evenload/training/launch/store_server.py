@@ -1,4 +1,4 @@
-"""The TCPStore at which ranks meet, served by the supervisor of one machine."""
+"""The TCPStore of the ranks, served by the supervisor of one machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenload.errors import LaunchError
 
 
 def listen(port: int) -> socket.socket:
-    """Holds the store's port from now on, for this machine alone; the store itself comes when torch is there.
+    """Open the store's port on the loopback interface; the store itself follows when torch is imported.
 
     Raises:
         LaunchError: the port is in use.
@@ -28,8 +28,8 @@ def listen(port: int) -> socket.socket:
     return listener
 
 
-class Store:
-    """The TCPStore, served by a thread of its own making."""
+class StoreServer:
+    """Serves a TCPStore, which a thread creates."""
 
     def __init__(self, listener: socket.socket, world_size: int) -> None:
         self.error: Exception | None = None
@@ -37,7 +37,7 @@ class Store:
         host, self._port = listener.getsockname()[:2]
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._descriptor = listener.detach()
-        # Importing torch takes seconds; the supervisor must see a worker fail meanwhile.
+        # Importing torch takes seconds, in which the supervisor must notice a failing worker.
         self._thread = threading.Thread(target=self._serve, args=(world_size,), name="evenload-store")
         self._thread.start()
 
@@ -57,6 +57,6 @@ class Store:
             self.error = error
 
     def close(self) -> None:
-        """Ends the service; the workers have ended."""
+        """Stop serving, after the workers have ended."""
         self._thread.join()
         self._store = None
