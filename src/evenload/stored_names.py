@@ -29,3 +29,6 @@ RUN_SUMMARY_JSON = {"num_sessions": "num_sittings", "by_arm": "arms", "bottlenec
 
 FINDING_JSON = {"fix": "mend"}
 """Fields of `doctor.finding.Finding`, and the keys that `evenload doctor --json` prints for them."""
+
+RAY_LOG = "events.jsonl"
+"""The log of a queue on Ray before it was a `Store`; imported by scheduler.backends.ray.queue."""

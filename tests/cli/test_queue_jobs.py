@@ -54,7 +54,7 @@ def test_a_job_runs_and_is_told_everywhere(box: Box, here: Path) -> None:
     )
     assert said.code == 0, said
     number = said.out.split()[1]
-    assert said.out.startswith(f"job {number} (first) is queued")
+    assert said.out.startswith(f"job {number} (first) queued")
     assert (
         "no snapshot" in said.out
         and "not under git" in said.out
@@ -96,7 +96,7 @@ def test_a_waiting_job_keeps_what_it_was_submitted_with(box: Box, here: Path, fu
     assert said.code == 0 and "snapshot: 2 files" in said.out and "linked to the originals: runs" in said.out
     number = said.out.split()[1]
     second = box.say("submit", "--no-snapshot", "--name", "direct", "--", "sh", "say.sh")
-    assert "is queued, 2nd of those that wait" in second.out and "snapshot" not in second.out
+    assert "queued, position 2 of the waiting jobs" in second.out and "snapshot" not in second.out
     (here / "say.sh").write_text("echo second\n")
     waiting = box.job(number)
     assert waiting["state"] == "PENDING" and waiting["reason"]
@@ -107,11 +107,11 @@ def test_a_waiting_job_keeps_what_it_was_submitted_with(box: Box, here: Path, fu
     box.wait(number, *ENDED)
     assert box.log(number).startswith("echo first > runs/out"), box.log(number)
     assert (here / "runs" / "out").read_text() == "first\n", "outputs are at home"
-    assert "files the job made there: beside" in box.say("show", "kept").out
+    assert "files the job created there: beside" in box.say("show", "kept").out
     direct = box.say("show", "--json", "direct")
     box.wait(json.loads(direct.out)["job"]["id"], *ENDED)
     assert box.say("logs", "direct").out == "second\n"
-    assert "snapshots are removed" in box.say("ps", "--clean").out
+    assert "removed " in box.say("ps", "--clean").out
     assert not list((box.queue / "snapshots" / "work").glob("2*"))
 
 
@@ -119,7 +119,7 @@ def test_an_array_is_one_thing(box: Box) -> None:
     said = box.say(
         "submit", "--name", "sweep", "--array", "0-3%1", "--", "sh", "-c", "echo {index} $EVENLOAD_ARRAY_INDEX"
     )
-    assert "4 of an array" in said.out, said
+    assert "an array of 4" in said.out, said
     first = int(said.out.split()[1].split("-")[0])
     for number in range(first, first + 4):
         box.wait(str(number), "SUCCEEDED")
@@ -155,7 +155,7 @@ def test_cancelled_it_saves_and_again_it_ends_at_once(box: Box, here: Path) -> N
     stubborn = box.submit("--", "sh", "-c", "trap '' TERM INT; echo up; while :; do sleep 0.1; done")
     until(lambda: "up" in box.log(stubborn), lambda: "the stubborn one")
     box.say("cancel", stubborn)
-    assert "ended at once" in box.say("cancel", "--now", stubborn).out
+    assert "ending now" in box.say("cancel", "--now", stubborn).out
     assert box.wait(stubborn, *ENDED)["state"] == "CANCELLED"
     again = box.say("cancel", stubborn, number)
     assert again.code == 2 and "ended already" in again.err
@@ -209,7 +209,7 @@ def test_a_preempted_job_goes_on_and_its_story_tells(box: Box) -> None:
     until(lambda: box.job(low)["attempt"] == 2 and box.job(low)["state"] == "RUNNING", lambda: f"{box.job(low)}")
     until(lambda: "attempt 2 on" in box.log(low) and "step" in box.log(low).rpartition("attempt 2")[2], lambda: "steps")
     shown = box.say("show", "low").out
-    assert "saved and stopped" in shown and "goes on" in shown, shown
+    assert "saved and stopped" in shown and "  running" in shown, shown
     assert "lost work  0 steps by 0 of 1 stops" in shown
     assert box.say("cancel", "--now", low).code == 0
     box.wait(low, "CANCELLED")
@@ -268,7 +268,7 @@ def test_without_its_daemon_the_queue_is_read_and_submit_starts_it_again(box: Bo
     box.wait(number, "SUCCEEDED")
     box.close()
     told = box.say("ps")
-    assert told.code == 0 and "no daemon was asked" in told.out and number in told.out
+    assert told.code == 0 and "the daemon is not running" in told.out and number in told.out
     assert f"job {number} of" in box.say("show", number).out
     refused = box.say("cancel", number)
     assert refused.code == 2 and "no daemon runs" in refused.err

@@ -16,15 +16,15 @@ import pytest
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, JobSpec
 from evenload.scheduler.notify import Notifier
-from evenload.scheduler.program import Program
+from evenload.scheduler.program import JobProgram
 
 JOB = Job(
     "7", JobSpec("ann", name="gpt"), 1.0, JobState.FAILED, since_s=5.0, attempt=2, held_s=3.0, reason="exit code 3"
 )
 
 
-def program(folder: Path, *notify: str, path: str = os.defpath) -> Program:
-    return Program(("python", "train.py"), str(folder), os.geteuid(), environment={"PATH": path}, notify=notify)
+def program(folder: Path, *notify: str, path: str = os.defpath) -> JobProgram:
+    return JobProgram(("python", "train.py"), str(folder), os.geteuid(), environment={"PATH": path}, notify=notify)
 
 
 class Server(http.server.HTTPServer):
@@ -56,7 +56,7 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def send(told: list[str], *jobs: Program, timeout_s: float = 30.0) -> None:
+def send(told: list[str], *jobs: JobProgram, timeout_s: float = 30.0) -> None:
     notifier = Notifier(told.append, timeout_s)
     for each in jobs:
         notifier.send(each, JOB)
@@ -83,7 +83,7 @@ def test_a_webhook_gets_json(tmp_path: Path, server: Server) -> None:
     assert not told and server.posted[0]["state"] == "FAILED" and server.posted[0]["text"]
     server.status = 500
     send(told, program(tmp_path, f"webhook:{url}"))
-    assert "job 7: webhook:http://127.0.0.1" in told[0] and "HTTP Error 500" in told[0]
+    assert "job 7: notifying webhook:http://127.0.0.1" in told[0] and "HTTP Error 500" in told[0]
 
 
 def test_mail_goes_through_sendmail(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_failures_are_told_and_hold_nothing_up(tmp_path: Path) -> None:
     send(told, program(tmp_path, *targets))
     assert len(told) == 4
     text = "\n".join(sorted(told))
-    for part in ("/bin/false could not be told: exit code 1", "not found", "refused", "exit code 4: why not"):
+    for part in ("notifying command:/bin/false failed: exit code 1", "not found", "refused", "exit code 4: why not"):
         assert part in text
     told.clear()
     send(told, program(tmp_path, "command:/bin/sleep 600"), timeout_s=1.0)
@@ -127,7 +127,7 @@ def test_it_is_sent_as_the_jobs_owner(tmp_path: Path) -> None:
         secret = tmp_path / "secret"
         secret.write_text("root's")
         secret.chmod(0o600)
-        job = Program(
+        job = JobProgram(
             ("true",),
             name,
             nobody.pw_uid,

@@ -13,9 +13,9 @@ import pytest
 
 from evenload.errors import EvenloadError
 from evenload.scheduler.store.audit import audit
-from evenload.views.queue.job_summary import job_text, tell_job
+from evenload.views.queue.job_summary import job_text, summarize_job
 from evenload.views.queue.text import text
-from evenload.views.queue.view import Wanted, look
+from evenload.views.queue.view import JobFilter, view_of
 from tests.scheduler.daemons import ROOT, Box, box, until
 from tests.scheduler.strangers_box import _CARDS
 
@@ -90,9 +90,9 @@ def test_jobs_are_measured_and_then_share(queue: Box, tmp_path: Path) -> None:
     assert rows[first]["devices"] == rows[third]["devices"] and rows[second]["state"] == "PENDING"
     (device,) = queue.call("status")["devices"]
     assert (device["job"], device["jobs"], device["excess_bytes"]) == (first, [first, third], 0)
-    shown = "\n".join(text(look(queue.folder, Wanted())))
+    shown = "\n".join(text(view_of(queue.folder, JobFilter())))
     assert f"jobs {first}, {third}" in shown and f"shares with {third}, takes 0.1" in shown
-    story = job_text(tell_job(queue.folder, first))
+    story = job_text(summarize_job(queue.folder, first))
     assert "may share it" in story and "of its device at most" in story and f"job {third}" in story
     (tmp_path / "end").touch()
     for job in rows:
@@ -172,7 +172,7 @@ def test_those_that_can_not_save_stay_and_everybody_is_told(queue: Box, tmp_path
         queue.wait_for(job, "RUNNING")
     until(lambda: queue.call("status")["devices"][0]["excess_bytes"] > 150 * MIB, queue.log)
     until(lambda: "none of them can be stopped" in queue.log(), queue.log)
-    assert "they may need 0.2 GB more than there is" in "\n".join(text(look(queue.folder, Wanted())))
+    assert "the memory is overcommitted by 0.2 GB" in "\n".join(text(view_of(queue.folder, JobFilter())))
     (tmp_path / "end").touch()
     for job in jobs:
         assert queue.wait_for(job, "SUCCEEDED", "FAILED")["attempt"] == 1

@@ -73,11 +73,11 @@ def test_what_git_ignores_and_outputs_are_the_originals(tree: Path, tmp_path: Pa
 def test_folders_named_as_links_are_not_copied(tree: Path, tmp_path: Path) -> None:
     (tree / "big").mkdir()
     (tree / "big" / "file").write_bytes(b"0" * 2000)
-    with pytest.raises(ConfigError, match=r"at most 0 MB; the largest: big/file"):
+    with pytest.raises(ConfigError, match=r"the limit is 0 MB. Largest files: big/file"):
         take(tree, tmp_path, max_bytes=1000)
     taken = take(tree, tmp_path, max_bytes=1000, links=["big"])
     assert (snapshots.lay_out(taken.folder) / "big").readlink() == tree / "big"
-    with pytest.raises(ConfigError, match="files to copy, a snapshot at most 2"):
+    with pytest.raises(ConfigError, match="files to copy; the limit is 2"):
         take(tree, tmp_path, max_files=2)
 
 
@@ -107,7 +107,7 @@ def test_damage_is_told(tree: Path, tmp_path: Path) -> None:
     (kept,) = [p for p in (tmp_path / "snapshots" / "objects").rglob("*") if p.is_file() and b"first" in p.read_bytes()]
     kept.chmod(0o600)
     kept.write_text("damaged")
-    with pytest.raises(QueueError, match=r"train\.py .* is gone or damaged: submit the job again"):
+    with pytest.raises(QueueError, match=r"train\.py .* is missing or damaged: submit the job again"):
         snapshots.lay_out(taken.folder)
     assert not Path(taken.folder).exists()
 
@@ -136,7 +136,7 @@ def test_its_folders_are_its_owners_alone(tree: Path, tmp_path: Path) -> None:
     taken = take(tree, tmp_path)
     snapshots.lay_out(taken.folder)
     assert (tmp_path / "snapshots").stat().st_mode & 0o777 == 0o700
-    with pytest.raises(QueueError, match="is no folder of a snapshot"):
+    with pytest.raises(QueueError, match="is not in a snapshot"):
         snapshots.lay_out(str(tree / "code" / "missing"))
     with pytest.raises(ConfigError, match="expected a path below the folder"):
         take(tree, tmp_path, links=["../other"])

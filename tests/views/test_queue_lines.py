@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def _in_parts(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
-    monkeypatch.setattr(full_list, "_ALONE", 10 if num > 1 else 1000)
+    monkeypatch.setattr(full_list, "_MIN_JOBS_TO_SPLIT", 10 if num > 1 else 1000)
     monkeypatch.setattr(full_list.os, "sched_getaffinity", lambda pid: set(range(num)))
 
 

@@ -1,4 +1,4 @@
-"""``evenload change``: hold a job back, let it go, or change what it asked for."""
+"""`evenload change`: hold or release jobs, or change what they request."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from typing import Annotated, Any
 
 import typer
 
-from evenload.cli.cancel import ACTIVE
-from evenload.cli.jobs import Queue, folder_of, targets
+from evenload.cli.jobs import NOT_ENDED, Queue, folder_of, targets
 from evenload.errors import ConfigError, EvenloadError
 
 
 def change(
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Numbers, ranges such as 12-21, or names.")],
-    hold: Annotated[bool, typer.Option("--hold", help="Don't start it until it is released.")] = False,
-    release: Annotated[bool, typer.Option("--release", help="Let it start again.")] = False,
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job numbers, ranges such as 12-21, or names.")],
+    hold: Annotated[bool, typer.Option("--hold", help="Do not start the jobs until they are released.")] = False,
+    release: Annotated[bool, typer.Option("--release", help="Allow held jobs to start again.")] = False,
     priority: Annotated[int | None, typer.Option(help="Higher goes first.")] = None,
     time: Annotated[str | None, typer.Option(metavar="SOFT[:HARD]", help="Time limits.")] = None,
-    estimate: Annotated[str | None, typer.Option(metavar="TIME", help="How long it will run.")] = None,
-    steps: Annotated[int | None, typer.Option(help="All of its steps.")] = None,
+    estimate: Annotated[str | None, typer.Option(metavar="TIME", help="Expected run time.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Total number of steps.")] = None,
     devices: Annotated[str | None, typer.Option("-d", "--devices", metavar="N or MIN:MAX")] = None,
-    kind: Annotated[str | None, typer.Option(help="Kinds of devices that may serve.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="At least so much on each device.")] = None,
-    retries: Annotated[int | None, typer.Option(help="Try it again so often where it fails.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Acceptable kinds of devices.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Minimum memory of each device.")] = None,
+    retries: Annotated[int | None, typer.Option(help="Number of times to retry the job if it fails.")] = None,
     name: Annotated[str | None, typer.Option()] = None,
     queue: Queue = None,
 ) -> None:
-    """Change jobs that have not ended; devices only of those that wait."""
+    """Change jobs that have not ended. Devices can be changed only while a job waits."""
     from evenload.scheduler.client import connect
 
     if hold and release:
-        raise ConfigError("--hold and --release are opposites; give one of them")
+        raise ConfigError("--hold and --release contradict each other; give one of them")
     given = {
         "priority": priority,
         "time": time,
@@ -50,13 +49,13 @@ def change(
     fields = _fields(values)
     folder = folder_of(queue)
     failed = False
-    with connect(folder, start=False) as line:
-        for job in targets(jobs, folder, line, ("PENDING",) if hold or release else ACTIVE):
+    with connect(folder, start=False) as client:
+        for job in targets(jobs, folder, client, ("PENDING",) if hold or release else NOT_ENDED):
             try:
                 if fields:
-                    line.call("change", job=job, **fields)
+                    client.call("change", job=job, **fields)
                 if hold or release:
-                    line.call("hold" if hold else "release", jobs=[job])
+                    client.call("hold" if hold else "release", jobs=[job])
                 words = [*([] if not (hold or release) else ["held" if hold else "released"]), *values]
                 print(f"job {job}: {', '.join(words)} {'changed' if values else ''}".rstrip())
             except EvenloadError as error:
@@ -67,7 +66,7 @@ def change(
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is changed, as fields of `JobSpec`; of its needs only those that are named."""
+    """The changes as fields of `JobSpec`."""
     from evenload.scheduler.job_file import job_from
 
     job = job_from({"command": ["true"], **values}, {key: f"--{key} {value}" for key, value in values.items()})

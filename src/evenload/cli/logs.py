@@ -1,4 +1,4 @@
-"""``evenload logs``: what a job printed, all its attempts one after the other; or what it prints as it comes."""
+"""`evenload logs`: print a job's output, of all its attempts; follow it with `-f`."""
 
 from __future__ import annotations
 
@@ -11,74 +11,68 @@ from typing import Annotated, Any
 
 import typer
 
-from evenload.cli.jobs import Queue, folder_of, ids_of, row_of
+from evenload.cli.jobs import Queue, folder_of, ids_of
 from evenload.errors import ConfigError, QueueError
 
 _POLL_S = 0.2
-_ASK_S = 1.0
+_STATE_POLL_S = 1.0
 _BLOCK_BYTES = 1 << 16
 
 
 def logs(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Its number or name.")],
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended, or Ctrl-C.")] = False,
-    lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only so many last lines.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Of a job of slurm or ray, by its number there.")] = None,
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Job number or name.")],
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until the job has ended, or Ctrl-C.")] = False,
+    lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Print only the last lines.")] = None,
+    backend: Annotated[str | None, typer.Option(help="For a job of slurm or ray, by its id there.")] = None,
     queue: Queue = None,
 ) -> None:
-    """Print what a job printed."""
-    if backend is not None and backend != "local":
-        from evenload.scheduler import backends
+    """Print a job's output."""
+    from evenload.scheduler import backends
 
-        if follow:
-            raise ConfigError(
-                f"-f follows jobs of the local queue; tail -f {backends.get(backend).logs(job)} follows this"
-            )
-        path = backends.get(backend).logs(job)
-    else:
-        folder = folder_of(queue)
+    folder = folder_of(queue)
+    name = backend or "local"
+    if name == "local":
         ids = ids_of([job], folder)
         if len(ids) > 1:
             raise ConfigError(f"{job} is an array of {len(ids)} jobs: name one of them, {ids[0]} to {ids[-1]}")
-        from evenload.scheduler import paths
-
-        path, job = paths.log_path(folder, ids[0]), ids[0]
+        job = ids[0]
+    path = backends.get(name, folder).logs(job)
+    if follow and name != "local":
+        raise ConfigError(f"-f is for jobs of the local queue; use tail -f {path}")
     out = sys.stdout.buffer
     try:
         if follow:
             _follow(path, folder, job, lines, out)
         elif not _print(path, lines, out):
-            why = "" if backend else f": {_why_nothing(folder, job)}"
-            print(f"evenload: job {job} has printed nothing yet{why}", file=sys.stderr)
+            reason = f": {_state_text(folder, job)}" if name == "local" else ""
+            print(f"evenload: job {job} has no output yet{reason}", file=sys.stderr)
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read it is gone: no complaint at the end either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader is gone; avoid a second error at exit
 
 
-def _why_nothing(folder: Path, job: str) -> str:
-    row = row_of(folder, job)
-    return f"it is {row['state']}{f', {why}' if (why := row['reason']) else ''}"
+def _state_text(folder: Path, job: str) -> str:
+    from evenload.scheduler.job_lookup import job_state
+
+    state, reason = job_state(folder, job)
+    return f"it is {state}{f', {reason}' if reason else ''}"
 
 
 def _open(path: Path) -> Any:
-    """The log; None while there is none.
-
-    Raises:
-        QueueError: it is another's.
-    """
+    """The log; None while it does not exist."""
     try:
         return path.open("rb")
     except FileNotFoundError:
         return None
     except PermissionError:
-        raise QueueError(f"the output in {path} is for its owner alone") from None
+        raise QueueError(f"only the job's owner may read the output in {path}") from None
     except OSError as error:
         raise QueueError(f"the output in {path} can't be read: {error.strerror}") from error
 
 
 def _print(path: Path, lines: int | None, out: Any) -> int:
-    """Prints what is there; how many bytes of the file were seen."""
+    """Print the file; return the position reached."""
     file = _open(path)
     if file is None:
         return 0
@@ -92,7 +86,7 @@ def _print(path: Path, lines: int | None, out: Any) -> int:
 
 
 def _start_of_last(file: Any, lines: int) -> int:
-    """Where the last lines begin; read from the end, as logs are long."""
+    """The position of the last lines, found from the end because logs are long."""
     end = file.seek(0, os.SEEK_END)
     if lines == 0:
         return int(end)
@@ -107,25 +101,26 @@ def _start_of_last(file: Any, lines: int) -> int:
 
 
 def _follow(path: Path, folder: Path, job: str, lines: int | None, out: Any) -> None:
-    """What is there, then what comes, until the job has ended and all of it was printed."""
+    """Print the log, then new output until the job has ended."""
     seen = _print(path, lines, out)
     if not seen:
-        print(f"evenload: job {job} has printed nothing yet: {_why_nothing(folder, job)}", file=sys.stderr, flush=True)
-    for has_ended in _looks(folder, job):
+        print(f"evenload: job {job} has no output yet: {_state_text(folder, job)}", file=sys.stderr, flush=True)
+    for has_ended in _has_ended_polls(folder, job):
         seen = _print_from(path, seen, out)
         if has_ended:
             return
 
 
-def _looks(folder: Path, job: str) -> Iterator[bool]:
-    """Now and then; True once, when the job has ended."""
-    from evenload.scheduler.submit.check import is_over
+def _has_ended_polls(folder: Path, job: str) -> Iterator[bool]:
+    """Yield regularly; True once, when the job has ended."""
+    from evenload.scheduler.core.states import ENDED
+    from evenload.scheduler.job_lookup import job_state
 
-    asked_s = -_ASK_S
+    polled_s = -_STATE_POLL_S
     while True:
-        if time.monotonic() - asked_s >= _ASK_S:
-            asked_s = time.monotonic()
-            if is_over(row_of(folder, job)["state"]):
+        if time.monotonic() - polled_s >= _STATE_POLL_S:
+            polled_s = time.monotonic()
+            if job_state(folder, job)[0] in ENDED:
                 yield True
                 return
         yield False
@@ -137,7 +132,7 @@ def _print_from(path: Path, seen: int, out: Any) -> int:
     if file is None:
         return seen
     with file:
-        if file.seek(0, os.SEEK_END) < seen:  # its older part was cut away
+        if file.seek(0, os.SEEK_END) < seen:  # the file was truncated
             seen = 0
         file.seek(seen)
         for block in iter(lambda: file.read(_BLOCK_BYTES), b""):

@@ -1,4 +1,4 @@
-"""``evenload ps``: the queue: who has which device, how far jobs are, why the others wait."""
+"""`evenload ps`: show the queue: devices and their jobs, progress, and why jobs wait."""
 
 from __future__ import annotations
 
@@ -15,68 +15,65 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from evenload.views.queue.view import QueueView, Wanted
+    from evenload.views.queue.view import JobFilter, QueueView
 
 _REFRESH_S = 2.0
 
 
 def ps(
-    all_: Annotated[bool, typer.Option("--all", "-a", help="A line for each job there ever was.")] = False,
-    user: Annotated[str | None, typer.Option(help="This user's jobs only.")] = None,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="List every job ever submitted, one per line.")] = False,
+    user: Annotated[str | None, typer.Option(help="Only this user's jobs.")] = None,
     state: Annotated[
-        str | None, typer.Option(help="Only those: waiting, running, ended, failed, ...; several with commas.")
+        str | None,
+        typer.Option(help="Only jobs in these states: waiting, running, ended, failed, ...; separate with commas."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again until Ctrl-C.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh continuously until Ctrl-C.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the queue as JSON.")] = False,
     clean: Annotated[
         bool,
-        typer.Option("--clean", help="Remove the snapshots of jobs that have ended, also with what jobs left there."),
+        typer.Option("--clean", help="Remove the snapshots of ended jobs, including files that jobs created there."),
     ] = False,
     queue: Queue = None,
 ) -> None:
-    """Show the queue: devices, jobs that run and how far they are, jobs that wait and why."""
-    from evenload.views.queue.view import Wanted, look, parse_states
+    """Show the queue: devices, running jobs and their progress, waiting jobs and why they wait."""
+    from evenload.views.queue.view import JobFilter, parse_states, view_of
 
     folder = folder_of(queue)
     if watch + json + clean > 1 or (all_ and (watch or clean)):
-        raise ConfigError("--watch, --clean, and --json or --all are three things to do; give one of them")
+        raise ConfigError("--watch, --clean, and --json or --all can't be combined; give one of them")
+    wanted = JobFilter(user, parse_states(state) if state is not None else ())
     if clean:
         _clean(folder)
-        return
-    wanted = Wanted(user, parse_states(state) if state is not None else ())
-    if all_:
-        for block in _all(folder, wanted, json):
-            sys.stdout.write(block)
-        return
-    if watch:
+    elif all_:
+        sys.stdout.writelines(_all(folder, wanted, json))
+    elif watch:
         _watch(folder, wanted)
-        return
-    view = look(folder, wanted)
-    if json:
+    elif json:
         from evenload.views.queue.as_json import json_of
 
-        sys.stdout.write(json_of(view))
-        return
-    _show(view)
+        sys.stdout.write(json_of(view_of(folder, wanted)))
+    else:
+        _show(view_of(folder, wanted))
 
 
-def _all(folder: Path, wanted: Wanted, as_json: bool) -> Iterable[str]:
-    """A line for each job, from the queue's file where it can be read; else as the daemon tells them."""
-    from evenload.views.queue.view import is_readable
+def _all(folder: Path, wanted: JobFilter, as_json: bool) -> Iterable[str]:
+    """A line for each job: from the queue's file if it can be read, else from the daemon."""
+    from evenload.scheduler.job_lookup import has_readable_file
 
-    if is_readable(folder / "queue.sqlite"):
+    if has_readable_file(folder):
         from evenload.views.queue.full_list import all_json, all_lines
 
         return (all_json if as_json else all_lines)(folder, wanted.states, wanted.user)
-    from evenload.views.queue.text import all_told
-    from evenload.views.queue.view import ask_for_all
+    from evenload.views.queue.view import view_of_all
 
-    view = ask_for_all(folder, wanted)
+    view = view_of_all(folder, wanted)
     if as_json:
         from evenload.views.queue.as_json import json_of
 
         return [json_of(view)]
-    return all_told(view)
+    from evenload.views.queue.text import listed_lines
+
+    return listed_lines(view)
 
 
 def _show(view: QueueView) -> None:
@@ -90,17 +87,17 @@ def _show(view: QueueView) -> None:
     from evenload.views.queue.text import text
 
     sys.stdout.write("\n".join(text(view)) + "\n")
+    sys.stdout.flush()
 
 
-def _watch(folder: Path, wanted: Wanted) -> None:
-    """Again and again: in place on a terminal, one below the other elsewhere."""
-    from evenload.views.queue.view import look
+def _watch(folder: Path, wanted: JobFilter) -> None:
+    """Refresh in place on a terminal; print one view below the other elsewhere."""
+    from evenload.views.queue.view import view_of
 
     try:
         if not sys.stdout.isatty():
             while True:
-                _show(look(folder, wanted))
-                sys.stdout.flush()
+                _show(view_of(folder, wanted))
                 time.sleep(_REFRESH_S)
         from rich.live import Live
 
@@ -108,24 +105,22 @@ def _watch(folder: Path, wanted: Wanted) -> None:
 
         with Live(screen=True, auto_refresh=False) as live:
             while True:
-                live.update(panel(look(folder, wanted)), refresh=True)
+                live.update(panel(view_of(folder, wanted)), refresh=True)
                 time.sleep(_REFRESH_S)
     except KeyboardInterrupt:
         pass
 
 
 def _clean(folder: Path) -> None:
-    from evenload.cli.submitted import have_ended
     from evenload.scheduler import snapshots
+    from evenload.scheduler.backends.local import snapshot_folder
     from evenload.scheduler.client import connect
-    from evenload.scheduler.submit import check
+    from evenload.scheduler.submit.submit import jobs_have_ended
 
-    store = check.store_of(folder)
+    store = snapshot_folder(folder)
     try:
-        with connect(folder, start=False) as line:
-            done = snapshots.clean(
-                store, have_ended(line, folder), older_than_s=0.0, now_s=time.time(), with_new_files=True
-            )
+        connect(folder, start=False).close()
     except QueueError as error:
-        raise QueueError(f"which jobs have ended can't be asked: {error}") from error
-    print(f"{done.num_removed} snapshots are removed from {store}")
+        raise QueueError(f"can't determine which jobs have ended: {error}") from error
+    done = snapshots.clean(store, jobs_have_ended(folder), older_than_s=0.0, now_s=time.time(), with_new_files=True)
+    print(f"removed {done.num_removed} snapshots from {store}")

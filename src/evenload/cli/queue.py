@@ -1,4 +1,4 @@
-"""``evenload queue``: the queue itself: what is set, who has used how much; stop its daemon, set, limit, reserve."""
+"""`evenload queue`: show and change a queue's settings, limits and reservations, or stop its daemon."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _USAGE = {
 def queue(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[show|stop|set|limit|reserve|release] ...", help="What to do; show if not given."),
+        typer.Argument(metavar="[show|stop|set|limit|reserve|release] ...", help="Action. Default: show."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     queue: Queue = None,
 ) -> None:
-    """Show or change how the queue decides. Changes are for its owner and its admins.
+    """Show or change the queue's settings. Only its owner and its admins may change them.
 
-    stop: its daemon ends, its jobs go on; the next submit starts it again. set NAME=VALUE: a setting. limit USER
-    NAME=VALUE: max_devices, max_running, max_queued, share. reserve DEVICES TIME [USER...]: from now on, for these users
-    alone, or for nobody. release RESERVATION.
+    stop: stop the daemon; jobs continue, and the next submit restarts it. set NAME=VALUE: change a setting. limit USER
+    NAME=VALUE: set max_devices, max_running, max_queued or share. reserve DEVICES TIME [USER...]: reserve devices from
+    now on for these users, or for nobody. release RESERVATION: end a reservation.
     """
     action, *given = words or ["show"]
     if action not in _ACTIONS:
-        raise ConfigError(f"evenload queue {action}: there is no such action; there are {', '.join(_ACTIONS)}")
+        raise ConfigError(f"evenload queue {action}: unknown action; actions: {', '.join(_ACTIONS)}")
     from evenload.scheduler.client import connect
 
-    with connect(folder_of(queue), start=False) as line:
+    with connect(folder_of(queue), start=False) as client:
         try:
-            answer, told = _ACTIONS[action](line, given)
+            answer, text = _ACTIONS[action](client, given)
         except (ValueError, IndexError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -55,30 +55,30 @@ def queue(
 
         print(writer.dumps(answer, indent=1, ensure_ascii=False))
     else:
-        print(told)
+        print(text)
 
 
-def _show(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+def _show(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     if given:
         raise ValueError
-    status = line.call("status")
-    return status, _told(status)
+    status = client.call("status")
+    return status, _status_text(status)
 
 
-def _stop(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+def _stop(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     if given:
         raise ValueError
-    answer = line.call("stop")
-    return answer, f"the daemon {answer['pid']} ends; jobs go on, and the next submit starts it again"
+    answer = client.call("stop")
+    return answer, f"the daemon (pid {answer['pid']}) is stopping; jobs continue, and the next submit restarts it"
 
 
-def _set(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+def _set(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     changes = _pairs(given)
-    answer = line.call("set", settings=changes)
+    answer = client.call("set", settings=changes)
     return answer, ", ".join(f"{name} = {answer['settings'][name]}" for name in changes)
 
 
-def _limit(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+def _limit(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     user, *rest = given
     read: dict[str, Callable[[str], Any]] = {
         "share": float,
@@ -87,13 +87,13 @@ def _limit(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     changes = {}
     for name, value in _pairs(rest).items():
         if name not in read:
-            raise ConfigError(f"{name}: there is no such limit; there are {', '.join(read)}")
+            raise ConfigError(f"{name}: unknown limit; limits: {', '.join(read)}")
         changes[name] = None if value == "none" else read[name](value)
-    answer = line.call("limits", user=user, **changes)
+    answer = client.call("limits", user=user, **changes)
     return answer, f"{user}: " + ", ".join(f"{name} {answer['user'][name]}" for name in read)
 
 
-def _reserve(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+def _reserve(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     from evenload.scheduler.job_syntax import read_duration_s
 
     devices, lasts, *users = given
@@ -103,14 +103,14 @@ def _reserve(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
         end_s = start_s + read_duration_s(lasts)
     except ValueError as error:
         raise ConfigError(f"{lasts}: expected {error}") from None
-    answer = line.call("reserve", devices=names, start_s=start_s, end_s=end_s, users=users)
+    answer = client.call("reserve", devices=names, start_s=start_s, end_s=end_s, users=users)
     for_whom = ", ".join(users) or "nobody (maintenance)"
     return answer, f"reservation {answer['reservation']['id']}: {devices} for {for_whom}, {lasts} from now on"
 
 
-def _release(line: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+def _release(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     (name,) = given
-    return line.call("unreserve", reservation=name), f"reservation {name} is taken back"
+    return client.call("unreserve", reservation=name), f"reservation {name} released"
 
 
 _ACTIONS: dict[str, Callable[[Client, list[str]], tuple[Mapping[str, Any], str]]] = {
@@ -135,7 +135,7 @@ def _pairs(texts: list[str]) -> dict[str, str]:
     return found
 
 
-def _told(status: Mapping[str, Any]) -> str:
+def _status_text(status: Mapping[str, Any]) -> str:
     from evenload.views.queue.text import aligned, moment, span
 
     now_s = time.time()

@@ -89,14 +89,14 @@ def _tell_job(name: str, queue: Path | None, as_json: bool) -> bool:
             raise
         return False
     for number in ids:
-        story = job_summary.tell_job(folder, number)
+        summary = job_summary.summarize_job(folder, number)
         if as_json:
             import json
 
-            print(json.dumps(job_summary.as_table(story), indent=1, ensure_ascii=False, default=str))
+            print(json.dumps(job_summary.as_table(summary), indent=1, ensure_ascii=False, default=str))
             continue
-        print(job_summary.job_text(story))
-        run = job_summary.run_folder(story)
+        print(job_summary.job_text(summary))
+        run = job_summary.run_folder(summary)
         if run is not None:
             print()
             _tell(run, as_json=False)

@@ -1,9 +1,12 @@
-"""``evenload submit``: put a command, or a job file, into the queue."""
+"""`evenload submit`: submit a command or a job file to the queue or another scheduler."""
 
 from __future__ import annotations
 
+import json as writer
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +14,23 @@ import typer
 from typer.core import TyperCommand
 
 from evenload.cli.jobs import Queue, folder_of
-from evenload.cli.submitted import Wishes, submit_job
 from evenload.errors import ConfigError
-from evenload.scheduler.job_file import job_from, merged
+from evenload.scheduler.backends import JobStatus
+from evenload.scheduler.backends.local import LocalBackend
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.job_file import as_table, job_from, merged
+from evenload.scheduler.snapshots import TreeSnapshot
+from evenload.scheduler.submit import submit as submission
+from evenload.scheduler.submit.submit import SubmittedJob
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
 class SubmitCommand(TyperCommand):
-    """Options, then the command and whatever is its own. Behind a job file options go on, up to ``--``."""
+    """Parse options up to the command, whose own options are left alone; after a job file, options continue up to `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Moves a job file behind the options that follow it."""
+        """Move a job file behind the options that follow it."""
         index = self._first_word(args)
         if index < len(args) and args[index].endswith(".toml") and "--" not in args[:index]:
             rest = args[index + 1 :]
@@ -48,98 +56,129 @@ COMMAND_CLASS = SubmitCommand
 def submit(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="JOB.toml or -- COMMAND", help="The command, or a job file."),
+        typer.Argument(metavar="JOB.toml or -- COMMAND", help="A command or a job file."),
     ] = None,
     devices: Annotated[
-        str | None, typer.Option("-d", "--devices", metavar="N or MIN:MAX", help="How many devices; 1 if not given.")
+        str | None,
+        typer.Option("-d", "--devices", metavar="N or MIN:MAX", help="Number of devices, or a range. Default: 1."),
     ] = None,
     kind: Annotated[
-        list[str] | None, typer.Option(help="A kind of device that may serve, such as a100; several with commas.")
+        list[str] | None, typer.Option(help="Acceptable kinds of device, such as a100; separate several with commas.")
     ] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="At least so much on each device: 20G.")] = None,
-    one_kind: Annotated[bool, typer.Option("--one-kind", help="All devices of one kind.")] = False,
-    nodes: Annotated[int | None, typer.Option(help="Machines; 1: all devices in one of them.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Minimum memory of each device, such as 20G.")
+    ] = None,
+    one_kind: Annotated[bool, typer.Option("--one-kind", help="Require all devices to be of one kind.")] = False,
+    nodes: Annotated[int | None, typer.Option(help="Number of machines; 1: all devices in one machine.")] = None,
     priority: Annotated[
-        int | None, typer.Option(help="Higher goes first; below 0 takes idle devices only and gives them back.")
+        int | None,
+        typer.Option(help="Higher goes first; below 0 uses only idle devices and gives them back on demand."),
     ] = None,
     time: Annotated[
-        str | None, typer.Option(metavar="SOFT[:HARD]", help="Goes to the end of the line after SOFT; ends after HARD.")
+        str | None,
+        typer.Option(
+            metavar="SOFT[:HARD]",
+            help="Time limits: after SOFT the job yields to waiting jobs, after HARD it is ended.",
+        ),
     ] = None,
-    estimate: Annotated[str | None, typer.Option(metavar="TIME", help="How long it will run: 90m.")] = None,
-    steps: Annotated[int | None, typer.Option(help="All of its steps, where it doesn't report them itself.")] = None,
+    estimate: Annotated[str | None, typer.Option(metavar="TIME", help="Expected run time, such as 90m.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Total number of steps, if the program does not report it.")] = None,
     saves: Annotated[
         bool | None,
-        typer.Option("--saves/--no-saves", help="Whether it saves and stops when asked; learned if not given."),
+        typer.Option("--saves/--no-saves", help="Whether the program saves and stops on request. Default: detected."),
     ] = None,
     after: Annotated[
-        list[str] | None, typer.Option(metavar="JOB[:ok|any|failed]", help="Start when that job ended so.")
+        list[str] | None,
+        typer.Option(metavar="JOB[:ok|any|failed]", help="Start after JOB has succeeded (ok), ended (any) or failed."),
     ] = None,
     array: Annotated[
-        str | None, typer.Option(metavar="0-9[%4]", help="One job for each index, {index} in the command; % at once.")
+        str | None,
+        typer.Option(
+            metavar="0-9[%4]", help="Submit a job per index, at most % at once; {index} in the command is replaced."
+        ),
     ] = None,
     env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for it; NAME alone: as in this shell.")
+        list[str] | None,
+        typer.Option(metavar="NAME[=VALUE]", help="Set a variable; NAME alone inherits it from this shell."),
     ] = None,
-    folder: Annotated[str | None, typer.Option(metavar="DIR", help="Where it runs; here if not given.")] = None,
+    folder: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder to run in. Default: the current one.")
+    ] = None,
     snapshot: Annotated[
         bool | None,
-        typer.Option("--snapshot/--no-snapshot", help="Copy the working tree now; the default where it is under git."),
+        typer.Option(
+            "--snapshot/--no-snapshot",
+            help="Run in a copy of the working tree, taken now. Default: yes if it is under git.",
+        ),
     ] = None,
     link: Annotated[
-        list[str] | None, typer.Option(metavar="DIR", help="The snapshot links to this folder instead of a copy.")
+        list[str] | None,
+        typer.Option(metavar="DIR", help="Link to this folder from the snapshot instead of copying it."),
     ] = None,
-    grace: Annotated[str | None, typer.Option(metavar="TIME", help="From the request to stop to its end: 60s.")] = None,
-    requeue: Annotated[bool, typer.Option("--requeue", help="It may be ended and started from the beginning.")] = False,
-    retries: Annotated[int | None, typer.Option(help="Try it again so often where it fails.")] = None,
+    grace: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time from the stop request to the forced end. Default: 60s.")
+    ] = None,
+    requeue: Annotated[
+        bool, typer.Option("--requeue", help="Allow the job to be ended and restarted from the beginning.")
+    ] = False,
+    retries: Annotated[int | None, typer.Option(help="Number of times to retry the job if it fails.")] = None,
     notify: Annotated[
         list[str] | None,
-        typer.Option(metavar="TARGET", help="command:COMMAND, webhook:URL or mail:ADDRESS, when it has ended."),
+        typer.Option(
+            metavar="TARGET", help="Notify when the job has ended: command:COMMAND, webhook:URL or mail:ADDRESS."
+        ),
     ] = None,
     share_device: Annotated[
-        bool, typer.Option("--share-device", help="It may share its device with jobs that ask the same.")
+        bool, typer.Option("--share-device", help="Allow other jobs with this option on the same device.")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="For lists, and for cancel, logs and show.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the job, shown in lists and accepted by cancel, logs and show.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="local, slurm, ray or kubernetes.")] = None,
     backend_option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="For the backend; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the backend; repeatable.")
     ] = None,
     queue: Queue = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; queue nothing.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for its end, and end with its exit code.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the jobs' numbers as JSON.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted without submitting it.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the job has ended and exit with its exit code.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the jobs' ids as JSON.")] = False,
 ) -> None:
-    """Queue a command, or a job file; print its number and how to watch it."""
-    words = list(arguments or ())
-    path, command = _split(words)
+    """Submit a command or a job file; print its job number and how to watch it."""
+    path, command = _split(list(arguments or ()))
+    values_of: dict[str, Any] = {
+        "devices": devices,
+        "kind": ",".join(kind) if kind else None,
+        "memory": memory,
+        "one_kind": one_kind,
+        "nodes": nodes,
+        "priority": priority,
+        "time": time,
+        "estimate": estimate,
+        "steps": steps,
+        "array": array,
+        "folder": None if folder is None else str(Path(folder).expanduser().absolute()),
+        "grace": grace,
+        "requeue": requeue,
+        "retries": retries,
+        "share_device": share_device,
+        "name": name,
+        "backend": backend,
+    }
     given: dict[str, tuple[Any, str]] = {}
-
-    def put(key: str, value: Any, written: str) -> None:
-        if value is not None and value is not False and value != []:
-            given[key] = (value, written)
-
-    put("devices", devices, f"--devices {devices}")
-    put("kind", [part for text in kind or [] for part in text.split(",")], f"--kind {','.join(kind or [])}")
-    put("memory", memory, f"--memory {memory}")
-    put("one_kind", one_kind, "--one-kind")
-    put("nodes", nodes, f"--nodes {nodes}")
-    put("priority", priority, f"--priority {priority}")
-    put("time", time, f"--time {time}")
-    put("estimate", estimate, f"--estimate {estimate}")
-    put("steps", steps, f"--steps {steps}")
-    put("after", after, f"--after {' --after '.join(after or [])}")
-    put("array", array, f"--array {array}")
-    put("folder", None if folder is None else str(Path(folder).expanduser().absolute()), f"--folder {folder}")
-    put("links", link, f"--link {' --link '.join(link or [])}")
-    put("grace", grace, f"--grace {grace}")
-    put("requeue", requeue, "--requeue")
-    put("retries", retries, f"--retries {retries}")
-    put("notify", notify, f"--notify {' --notify '.join(notify or [])}")
-    put("share_device", share_device, "--share-device")
-    put("name", name, f"--name {name}")
-    put("backend", backend, f"--backend {backend}")
-    for key, value in (("saves", saves), ("snapshot", snapshot)):
-        if value is not None:
-            given[key] = (value, f"--{key}" if value else f"--no-{key}")
+    for key, value in values_of.items():
+        if value is not None and value is not False:
+            option = f"--{key.replace('_', '-')}"
+            given[key] = (value, option if value is True else f"{option} {value}")
+    for key, option, texts in (("after", "--after", after), ("links", "--link", link), ("notify", "--notify", notify)):
+        if texts:
+            given[key] = (texts, " ".join(f"{option} {text}" for text in texts))
+    for key, switch in (("saves", saves), ("snapshot", snapshot)):
+        if switch is not None:
+            given[key] = (switch, f"--{key}" if switch else f"--no-{key}")
     given |= _environment(env or [])
     given |= _backend_options(backend, backend_option or [])
     if command and path is None:
@@ -148,19 +187,125 @@ def submit(
     if path is not None and command:
         values["command"] = _longer(values.get("command"), command)
     job = job_from(values, sources)
-    wishes = Wishes(folder_of(queue), dry_run=dry_run, waits=wait, as_json=json)
-    raise typer.Exit(submit_job(job, wishes, Path.cwd(), dict(os.environ), sys.stdout))
+    if wait and job.backend != "local":
+        raise ConfigError(f"--wait is for the local queue; use evenload show --backend {job.backend} JOB")
+    queue_folder = folder_of(queue)
+    submitted = submission.submit(
+        job, queue=queue_folder, here=Path.cwd(), variables=dict(os.environ), is_dry_run=dry_run
+    )
+    if dry_run:
+        _print_dry_run(submitted, queue_folder, json)
+        return
+    _print_submitted(submitted, queue_folder, json)
+    if wait:
+        raise typer.Exit(_wait(submitted.ids, queue_folder))
+
+
+def _print_dry_run(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
+    decision = f"{'yes' if submitted.takes_snapshot else 'no'} ({submitted.snapshot_reason})"
+    if submitted.job.backend != "local":
+        print(submitted.request, end="")
+        if submitted.takes_snapshot:
+            print(f"evenload: snapshot: {decision}", file=sys.stderr)
+        return
+    if as_json:
+        print(submitted.request)
+        return
+    import tomli_w
+
+    num = len(submitted.job.array)
+    notes = [
+        f"queue: {queue}",
+        f"jobs: {num}, an array" if num else "jobs: 1",
+        f"snapshot: {decision}",
+        f"variables from this shell: {', '.join(submitted.inherited) or 'none'}",
+        *submitted.warnings,
+    ]
+    print("".join(f"# {note}\n" for note in notes) + tomli_w.dumps(as_table(submitted.job)), end="")
+
+
+def _print_submitted(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
+    """Print the job's number, its position in the queue, and how to watch it."""
+    job, ids, snapshot = submitted.job, submitted.ids, submitted.snapshot
+    if as_json:
+        values: dict[str, Any] = {"backend": job.backend, "job": ids[0]}
+        if job.backend == "local":
+            values = {"jobs": list(ids), "queue": str(queue), "snapshot": "" if snapshot is None else snapshot.folder}
+        print(writer.dumps(values), flush=True)
+        return
+    first, name = ids[0], f" ({job.name})" if job.name else ""
+    if job.backend != "local":
+        print(f"job {first}{name} submitted to {job.backend}; evenload show --backend {job.backend} {first}")
+    elif len(ids) > 1:
+        print(f"jobs {first}-{ids[-1]}{name} queued: an array of {len(ids)}")
+    else:
+        print(f"job {first}{name} queued{_position(queue, first)}")
+    if snapshot is not None:
+        print(_snapshot_line(snapshot))
+    elif job.backend == "local" and job.snapshot is None:
+        print(f"no snapshot: {submitted.snapshot_reason}; edits made before the job starts will affect it")
+    if job.backend == "local":
+        option = "" if queue == folder_of(None) else f" --queue {shlex.quote(str(queue))}"
+        print(f"watch: evenload ps{option} · evenload logs{option} -f {first} · evenload cancel{option} {first}")
+    sys.stdout.flush()
+
+
+def _position(queue: Path, job: str) -> str:
+    from evenload.views.queue.text import span
+
+    found = LocalBackend(queue).position(job)
+    if found is None:
+        return ", starting now"
+    position, is_lower_bound, start_s = found
+    text = f", position {position}{' or later' if is_lower_bound else ''} of the waiting jobs"
+    return text if start_s is None or start_s <= 1 else f"{text}, expected to start in {span(start_s)}"
+
+
+def _snapshot_line(snapshot: TreeSnapshot) -> str:
+    text = f"snapshot: {snapshot.num_files} files, {snapshot.size_bytes / 1e6:.1f} MB"
+    if snapshot.linked:
+        text += f"; linked to the originals: {_first_of(snapshot.linked)}"
+    if snapshot.outside:
+        text += f"; links that point outside the tree: {_first_of(snapshot.outside)}"
+    return f"{text}. The job runs in {snapshot.folder}"
+
+
+def _first_of(names: Sequence[str], num: int = 6) -> str:
+    listed = names if len(names) <= num else [*names[: num - 1], f"and {len(names) - num + 1} more"]
+    return ", ".join(listed)
+
+
+def _wait(ids: Sequence[str], queue: Path) -> int:
+    """Wait until all jobs have ended; return the exit code of the first that did not succeed."""
+    left, code = list(ids), 0
+    try:
+        for status in LocalBackend(queue).wait(ids):
+            left.remove(status.id)
+            reason = f": {status.reason}" if status.reason else ""
+            print(f"job {status.id} {status.state.lower()}{reason}", file=sys.stderr, flush=True)
+            code = code or _exit_code_of(status)
+    except KeyboardInterrupt:
+        print(f"evenload: stopped waiting; these jobs remain in the queue: {', '.join(left)}", file=sys.stderr)
+        return 130
+    return code
+
+
+def _exit_code_of(status: JobStatus) -> int:
+    """The program's own exit code if the reason contains it."""
+    if status.state is JobState.SUCCEEDED:
+        return 0
+    _, found, code = status.reason.partition("exit code ")
+    digits = code.split(" ")[0].rstrip(".,;:)")
+    return int(digits) if found and digits.isdecimal() and 0 < int(digits) < 256 else 1
 
 
 def _split(words: list[str]) -> tuple[Path | None, list[str]]:
-    """A job file and what is added to its command, or a command."""
     if words and words[0].endswith(".toml"):
         return Path(words[0]), words[1:]
     return None, words
 
 
 def _longer(command: Any, more: list[str]) -> list[str]:
-    """The file's command with further words."""
     from evenload.scheduler.job_syntax import read_words
 
     if command is None:
@@ -177,7 +322,7 @@ def _environment(texts: list[str]) -> dict[str, tuple[Any, str]]:
     for text in texts:
         name, equals, value = text.partition("=")
         if name in values or name in names:
-            raise ConfigError(f"--env {text}: {name} is given twice; give it once")
+            raise ConfigError(f"--env {text}: {name} is set twice; set it once")
         if equals:
             values[name] = value
         else:
@@ -200,5 +345,5 @@ def _backend_options(backend: str | None, texts: list[str]) -> dict[str, tuple[A
     if not options:
         return {}
     if backend is None:
-        raise ConfigError(f"--backend-option {texts[0]} is for a backend: name it by --backend")
+        raise ConfigError(f"--backend-option {texts[0]} requires --backend")
     return {backend: (options, f"--backend-option {' '.join(texts)}")}

@@ -17,7 +17,7 @@ from typing import Any
 from evenload.errors import ConfigError
 from evenload.scheduler import job_syntax as read
 from evenload.scheduler.core.values import After, JobSpec, Needs
-from evenload.scheduler.program import Program
+from evenload.scheduler.program import JobProgram
 
 BACKENDS = ("local", "slurm", "ray", "kubernetes")
 """Where a job can go; the tables of the same name hold what only that backend knows."""
@@ -140,7 +140,7 @@ def to_program(
     inherited: Mapping[str, str] | None = None,
     snapshot: str = "",
     index: int | None = None,
-) -> Program:
+) -> JobProgram:
     """What runs, for one element.
 
     Args:
@@ -151,7 +151,7 @@ def to_program(
         snapshot: the copy of the working tree, if one was taken.
         index: of the array's element.
     """
-    return Program(
+    return JobProgram(
         command=job.command_of(index),
         folder=folder,
         uid=uid,

@@ -25,7 +25,7 @@ wait       after=number of an event, timeout_s=30                       {last: n
 stop                                                                    {pid}: the daemon ends, its jobs go on
 ========== ============================================================ ===============================================
 
-``spec`` holds fields of `core.values.JobSpec` (without ``user``), ``program`` those of `program.Program` (without
+``spec`` holds fields of `core.values.JobSpec` (without ``user``), ``program`` those of `program.JobProgram` (without
 ``uid``): ``needs`` is an object of the fields of `Needs`, ``after`` a list of ``{"job": …, "condition": …}``. What has a
 default may be left out. Leave ``preemptible`` out where it isn't known: a job is then preempted once its program has
 reported through `evenload.job`, or from the beginning where ``program.requeue`` is set. Under ``array`` the jobs submitted

@@ -1,9 +1,8 @@
-"""Tells people how a job ended: by a command, a webhook, or mail; as the job's owner, and never in the queue's way.
+"""Notify users of the end of a job: by a command, a webhook or mail, without delaying the queue.
 
-The daemon hands a message over and goes on. Each is sent by a process of its own that runs as the job's owner, so that a
-daemon run by root does nothing for a user that the user couldn't do: the command itself, sendmail, or for a webhook
-``python -m evenload.scheduler.notify URL``. It has `TIMEOUT_S`; what goes wrong is told to the daemon's log. A message
-that is under way when the daemon ends is not sent again.
+Each message is sent by its own process, which runs as the job's owner, so that a daemon run by root does nothing for a user
+that the user could not do: the command itself, sendmail, or `python -m evenload.scheduler.notify URL` for a webhook. It is
+limited to `TIMEOUT_S`; failures go to the daemon's log. A message being sent when the daemon ends is not sent again.
 """
 
 from __future__ import annotations
@@ -29,66 +28,66 @@ from typing import Any
 
 from evenload.errors import QueueError
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.program import Program
+from evenload.scheduler.program import JobProgram
 
 TIMEOUT_S = 30.0
 WEBHOOK_TIMEOUT_S = 10.0
-MAX_WAITING = 10_000
-"""More messages than this are not kept; the log says so."""
+MAX_PENDING = 10_000
+"""Further messages are dropped, with a line in the log."""
 _NUM_SENDERS = 4
-SENDMAIL_PLACES = "/usr/sbin:/usr/lib:/usr/local/sbin"
+_SENDMAIL_FOLDERS = "/usr/sbin:/usr/lib:/usr/local/sbin"
 _IN_FOLDER = 'cd "$1" 2>/dev/null || cd /; shift; exec "$@"'
-"""As the owner: root may not be allowed into a home that is mounted from elsewhere."""
+"""Run as the owner: root may have no access to a home on another machine."""
 
 
 class Notifier:
-    """Sends messages beside the daemon's work. Its threads are daemons: they never keep a process from ending."""
+    """Sends messages from daemon threads, which do not keep the process alive."""
 
-    def __init__(self, tell: Callable[[str], None], timeout_s: float = TIMEOUT_S) -> None:
-        """`tell` gets a line for each message that couldn't be sent; it is called from other threads."""
-        self._tell = tell
+    def __init__(self, log: Callable[[str], None], timeout_s: float = TIMEOUT_S) -> None:
+        """`log` receives a line for each message that can't be sent; it is called from other threads."""
+        self._log = log
         self._timeout_s = timeout_s
-        self._waiting: queue.Queue[tuple[Program, str, dict[str, Any]]] = queue.Queue(MAX_WAITING)
+        self._pending: queue.Queue[tuple[JobProgram, str, dict[str, Any]]] = queue.Queue(MAX_PENDING)
         self._num_senders = 0
 
-    def send(self, program: Program, job: Job, reason: str = "") -> None:
-        """Tells all whom the job names how it ended; returns at once.
+    def send(self, program: JobProgram, job: Job, reason: str = "") -> None:
+        """Send the job's notifications; return at once.
 
         Args:
-            program: the job's.
-            job: as it ended.
-            reason: why, where it is not the job's own `reason`.
+            program: the job's program, which names the targets.
+            job: in its final state.
+            reason: if it differs from the job's own `reason`.
         """
         message = message_of(program, job, reason)
         for target in program.notify:
             try:
-                self._waiting.put_nowait((program, target, message))
+                self._pending.put_nowait((program, target, message))
             except queue.Full:
-                self._tell(f"job {job.id}: {target} is not told: {MAX_WAITING} messages wait already")
+                self._log(f"job {job.id}: {target} not notified: {MAX_PENDING} messages are pending already")
                 continue
-            if self._num_senders < min(_NUM_SENDERS, self._waiting.qsize()):
+            if self._num_senders < min(_NUM_SENDERS, self._pending.qsize()):
                 self._num_senders += 1
                 threading.Thread(target=self._work, name="notify", daemon=True).start()
 
     def wait(self) -> None:
-        """Until all that was handed over is sent, or has failed."""
-        self._waiting.join()
+        """Wait until all messages have been sent or have failed."""
+        self._pending.join()
 
     def _work(self) -> None:
         while True:
-            program, target, message = self._waiting.get()
+            program, target, message = self._pending.get()
             try:
                 problem = _send_as_owner(program, target, message, self._timeout_s)
                 if problem:
-                    self._tell(f"job {message['job']}: {target} could not be told: {problem}")
+                    self._log(f"job {message['job']}: notifying {target} failed: {problem}")
             except Exception as error:  # a thread that ends would leave all later messages unsent
-                self._tell(f"job {message['job']}: {target} could not be told: {error}")
+                self._log(f"job {message['job']}: notifying {target} failed: {error}")
             finally:
-                self._waiting.task_done()
+                self._pending.task_done()
 
 
-def message_of(program: Program, job: Job, reason: str = "") -> dict[str, Any]:
-    """What is told, as plain values: the JSON of a webhook and of a command's standard input."""
+def message_of(program: JobProgram, job: Job, reason: str = "") -> dict[str, Any]:
+    """Return the message: the JSON that a webhook, or a command on its standard input, receives."""
     why = reason or job.reason
     called = f"{job.id} ({job.spec.name})" if job.spec.name else job.id
     text = f"job {called} {job.state.lower()} after {job.held_s:.0f} s{f': {why}' if why else ''}"
@@ -106,71 +105,77 @@ def message_of(program: Program, job: Job, reason: str = "") -> dict[str, Any]:
         "attempts": job.attempt,
         "done": job.done,
         "total": job.total,
-        "text": text,  # what chat services show: Slack and Mattermost read this,
-        "content": text,  # Discord this
+        "text": text,  # displayed by Slack and Mattermost
+        "content": text,  # displayed by Discord
     }
 
 
 @dataclass(frozen=True, slots=True)
-class _Errand:
-    """A process that sends one message."""
+class _SendCommand:
+    """A command that sends one message."""
 
     command: tuple[str, ...]
-    said: bytes
-    """On its standard input."""
+    stdin: bytes
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def _errand(target: str, message: Mapping[str, Any], path: str) -> _Errand:
-    teller, _, rest = target.partition(":")
+def _send_command(target: str, message: Mapping[str, Any], path: str) -> _SendCommand:
+    kind, _, rest = target.partition(":")
     content = json.dumps(message).encode()
-    match teller:
+    match kind:
         case "command":
             names = ("name", "state", "reason", "text")
             variables = {f"EVENLOAD_JOB_{name.upper()}": str(message[name]).replace("\0", "") for name in names}
-            return _Errand(tuple(shlex.split(rest)), content, {**variables, "EVENLOAD_JOB_ID": str(message["job"])})
+            return _SendCommand(
+                tuple(shlex.split(rest)), content, {**variables, "EVENLOAD_JOB_ID": str(message["job"])}
+            )
         case "webhook":
-            return _Errand((sys.executable, "-P", "-m", "evenload.scheduler.notify", rest), content)
+            return _SendCommand((sys.executable, "-P", "-m", "evenload.scheduler.notify", rest), content)
         case "mail":
-            program = shutil.which("sendmail", path=f"{path}:{SENDMAIL_PLACES}")
+            program = find_sendmail(path)
             if program is None:
                 raise QueueError("this machine has no sendmail")
-            return _Errand((program, "-i", "--", rest), _mail(rest, message))
+            return _SendCommand((program, "-i", "--", rest), _mail(rest, message))
         case _:
             raise QueueError("expected command:COMMAND, webhook:URL or mail:ADDRESS")
 
 
-def _send_as_owner(program: Program, target: str, message: Mapping[str, Any], timeout_s: float) -> str:
-    """Why it couldn't be sent; empty where it was."""
+def find_sendmail(path: str) -> str | None:
+    """Return the sendmail program from `path` or its usual folders; None if there is none."""
+    return shutil.which("sendmail", path=f"{path}:{_SENDMAIL_FOLDERS}")
+
+
+def _send_as_owner(program: JobProgram, target: str, message: Mapping[str, Any], timeout_s: float) -> str:
+    """Send the message; return the problem, empty if there is none."""
     variables = {"PATH": os.environ.get("PATH", os.defpath), **program.environment, **_own_variables(program.uid)}
     try:
-        errand = _errand(target, message, variables["PATH"])
+        command = _send_command(target, message, variables["PATH"])
         process = subprocess.Popen(
-            ["/bin/sh", "-c", _IN_FOLDER, "sh", program.folder, *errand.command],
+            ["/bin/sh", "-c", _IN_FOLDER, "sh", program.folder, *command.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd="/",
-            env={**variables, **errand.variables},
+            env={**variables, **command.variables},
             start_new_session=True,
             **_owner_of(program.uid),
         )
     except (OSError, ValueError, KeyError, QueueError) as error:
         return str(error)
     try:
-        told, _ = process.communicate(errand.said, timeout=timeout_s)
+        output, _ = process.communicate(command.stdin, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return f"it took longer than {timeout_s:g} s"
     finally:
         _end_session(process)
     if process.returncode == 0:
         return ""
-    lines = told.decode(errors="replace").strip().splitlines()
+    lines = output.decode(errors="replace").strip().splitlines()
     return f"exit code {process.returncode}{f': {lines[-1][:300]}' if lines else ''}"
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """Whatever it started ends with it."""
+    """End the process and everything that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -180,7 +185,7 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def _owner_of(uid: int) -> dict[str, Any]:
-    """What makes a process of root's one of the job's owner; nothing where this is the owner already."""
+    """Arguments of `Popen` that switch from root to the job's owner; empty if this process is the owner's."""
     if os.geteuid() != 0 or uid == 0:
         return {}
     entry = pwd.getpwuid(uid)
@@ -188,7 +193,7 @@ def _owner_of(uid: int) -> dict[str, Any]:
 
 
 def _own_variables(uid: int) -> dict[str, str]:
-    """Who it runs as; and where this Evenload is found, where it isn't installed."""
+    """The owner's variables, and PYTHONPATH if Evenload is found through it."""
     variables = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     try:
         entry = pwd.getpwuid(uid)
@@ -207,9 +212,9 @@ def _mail(address: str, message: Mapping[str, Any]) -> bytes:
 
 
 def _post(url: str, content: bytes) -> str:
-    """Why it couldn't be posted; empty where it was."""
+    """Post the content; return the problem, empty if there is none."""
     if not url.startswith(("http://", "https://")):
-        return "expected an address that begins with http:// or https://"
+        return "expected a URL that begins with http:// or https://"
     headers = {"Content-Type": "application/json", "User-Agent": "evenload"}
     request = urllib.request.Request(url, data=content, headers=headers, method="POST")
     try:
@@ -221,7 +226,7 @@ def _post(url: str, content: bytes) -> str:
 
 
 def main() -> int:
-    """Posts its standard input to the address that it is called with; why not is the last line printed."""
+    """Post standard input to the URL in the arguments; print the problem if there is one."""
     problem = _post(sys.argv[1], sys.stdin.buffer.read())
     if problem:
         print(problem)

@@ -28,9 +28,14 @@ def default_folder() -> Path:
     with contextlib.suppress(OSError):
         if SYSTEM_FOLDER.stat().st_uid == 0 and stat.S_ISSOCK((SYSTEM_FOLDER / SOCKET).stat().st_mode):
             return SYSTEM_FOLDER
+    return user_folder() / "queue"
+
+
+def user_folder() -> Path:
+    """Return the folder of this user's state: `$XDG_STATE_HOME/evenload`, by default `~/.local/state/evenload`."""
     state = os.environ.get("XDG_STATE_HOME", "")
     base = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
-    return base / "evenload" / "queue"
+    return base / "evenload"
 
 
 def log_path(folder: Path, job: str) -> Path:

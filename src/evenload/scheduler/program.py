@@ -1,4 +1,4 @@
-"""`Program`: what a job runs, apart from what the core decides by. Kept beside the job's `Submitted` as plain values."""
+"""`JobProgram`: the command of a job and its environment, stored with the job's `Submitted` event."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from evenload.errors import QueueError
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """A command, and all that is needed to start it again as it was submitted."""
+class JobProgram:
+    """A command, and everything needed to start it as it was submitted."""
 
     command: tuple[str, ...]
     folder: str
-    """Where it was submitted, and where it runs unless there is a snapshot."""
+    """Folder in which it was submitted, and runs unless there is a snapshot."""
     uid: int
-    """Its owner; as the socket told it, never as the client said."""
+    """The owner, as the kernel reports it for the socket."""
     snapshot: str = ""
-    """A copy of the working tree, taken at the submit; it runs there. Empty for none."""
+    """The copy of the working tree to run in; empty if there is none."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables on top of the runner's own."""
+    """Variables in addition to the runner's own."""
     grace_s: float = 60.0
-    """From the request to stop to SIGKILL."""
+    """Time from the stop request to SIGKILL."""
     requeue: bool = False
-    """It may be ended and started from the beginning although it can't save."""
+    """It may be ended and restarted from the beginning."""
     notify: tuple[str, ...] = ()
-    """Whom to tell how it ended: ``command:…``, ``webhook:URL``, ``mail:ADDRESS``."""
+    """Targets to notify of its end: `command:…`, `webhook:URL`, `mail:ADDRESS`."""
     backend: str = "local"
     options: Mapping[str, str] = field(default_factory=dict)
-    """Of the backend."""
+    """Options of the backend."""
 
     def to_row(self) -> dict[str, Any]:
-        """Plain values, as `Store.record(..., extra=)` takes them."""
+        """Return plain values for `Store.record(..., extra=)`."""
         row = asdict(self)
         return {**row, "command": list(self.command), "notify": list(self.notify)}
 
 
-def program_from(row: Mapping[str, Any]) -> Program:
-    """The program that a row holds.
+def program_from(row: Mapping[str, Any]) -> JobProgram:
+    """Read a program from plain values; ignore unknown fields of later versions.
 
     Raises:
-        QueueError: it lacks a field; unknown fields of a later version are passed over.
+        QueueError: a field is missing.
     """
-    known = {name.name: row[name.name] for name in fields(Program) if name.name in row}
+    known = {name.name: row[name.name] for name in fields(JobProgram) if name.name in row}
     try:
-        return Program(**{**known, "command": tuple(known["command"]), "notify": tuple(known.get("notify", ()))})
+        return JobProgram(**{**known, "command": tuple(known["command"]), "notify": tuple(known.get("notify", ()))})
     except (KeyError, TypeError) as error:
-        raise QueueError(f"a job's program can't be read: {error}; what is there: {', '.join(sorted(row))}") from error
+        raise QueueError(f"can't read a job's program: {error}; its fields are {', '.join(sorted(row))}") from error

@@ -1,14 +1,14 @@
-"""Copies of a working tree, so that later edits don't change a job that waits.
+"""Snapshots of a working tree, so that later edits do not affect a waiting job.
 
-Content is kept once by its hash, however many jobs have it (`objects/`), and each submit has a list of its files
-(`trees/`). When the job first starts, the list is laid out as a folder of its own (`work/`), where all its attempts run.
-What git ignores is not copied but linked to the original: data, environments, outputs. So are the folders that the job
-names (`runs` without being named). Links inside the tree stay links; those that point outside keep pointing there.
+Each content is stored once, by its hash (`objects/`), and each submission has a list of its files (`trees/`). When the job
+first starts, the files are laid out in a folder of its own (`work/`), in which all its attempts run. Ignored files (data,
+environments, outputs) are linked to the original instead of copied, and so are the folders that the job names, by default
+`runs`. Links inside the tree stay relative; links that point outside the tree still do.
 
 ::
 
     snapshots/objects/3f/9a…     a file's bytes, read only
-    snapshots/trees/ID.json      path → hash and mode, or where a link leads
+    snapshots/trees/ID.json      path → hash and mode, or target of a link
     snapshots/work/ID/           laid out at the first start
 """
 
@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError, QueueError
-from evenload.scheduler.working_tree import LEFT_OUT, Tree, check_size, tree_of
+from evenload.scheduler.working_tree import EXCLUDED, WorkingTree, check_size, tree_of
 
 MAX_BYTES = 500 * 10**6
 MAX_FILES = 20_000
 LINKED = ("runs",)
-"""Folders of outputs that are linked where nothing else is said."""
+"""Folders of outputs that are linked by default."""
 _SCHEMA = 1
 _CHUNK = 1 << 20
 _MANY_FILES = 200
@@ -41,26 +41,26 @@ _ORPHAN_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What was taken."""
+class TreeSnapshot:
+    """A snapshot that was taken."""
 
     folder: str
-    """Where the job runs: the same place in the copy as the folder has in the original. Laid out by `lay_out`."""
+    """The job's folder in the copy; created by `lay_out`."""
     num_files: int
     size_bytes: int
     linked: tuple[str, ...]
-    """Paths of the original that the copy links to."""
+    """Paths that the copy links to in the original."""
     outside: tuple[str, ...]
-    """Links in the tree that point out of it, and still do."""
+    """Links that point outside the tree."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cleaned:
-    """What `clean` did."""
+class SnapshotCleanup:
+    """Result of `clean`."""
 
     num_removed: int
     kept: tuple[str, ...]
-    """Folders of ended jobs that hold files which the job made."""
+    """Folders of ended jobs that contain files created by the job."""
 
 
 def take(
@@ -70,22 +70,22 @@ def take(
     links: Sequence[str] | None = None,
     max_bytes: int = MAX_BYTES,
     max_files: int = MAX_FILES,
-) -> Snapshot:
-    """Copies the tree that `folder` belongs to: its git work tree, or the folder where there is none.
+) -> TreeSnapshot:
+    """Copy the working tree of `folder`: its git work tree, or the folder itself if there is none.
 
     Args:
-        folder: where the job would run.
-        store: the folder of snapshots, made where it is missing, for this user alone.
-        links: folders, relative to `folder`, that stay the original's (outputs, data); made there when the job starts.
-            None: `LINKED`, where they are not copied as sources.
-        max_bytes: larger trees are refused.
-        max_files: trees of more files are refused.
+        folder: the job's folder.
+        store: the folder of snapshots; created if missing, accessible to this user only.
+        links: folders, relative to `folder`, to link to the original (outputs, data); created when the job starts.
+            None: `LINKED`, unless they are under version control.
+        max_bytes: maximum size of the tree.
+        max_files: maximum number of files.
 
     Raises:
         ConfigError: the tree is too large, or can't be read or copied.
     """
     tree = tree_of(folder.resolve())
-    linked = {**dict.fromkeys(tree.ignored, False), **_asked(tree, folder.resolve(), links)}
+    linked = {**dict.fromkeys(tree.ignored, False), **_linked_folders(tree, folder.resolve(), links)}
     files = [name for name in tree.files if not any(name == path or name.startswith(f"{path}/") for path in linked)]
     check_size(tree.top, files, max_bytes, max_files)
     try:
@@ -104,20 +104,22 @@ def take(
             }
             _write_json(store / "trees" / f"{name}.json", listed)
     except OSError as error:
-        raise ConfigError(f"no snapshot of {tree.top} can be taken: {error}; --no-snapshot runs without") from error
-    return Snapshot(
+        raise ConfigError(
+            f"can't take a snapshot of {tree.top}: {error}; use --no-snapshot to run without one"
+        ) from error
+    return TreeSnapshot(
         str(store / "work" / name / below), sum("hash" in entry for entry in entries.values()), size_bytes,
         tuple(linked), tuple(outside),
     )  # fmt: skip
 
 
 def lay_out(folder: str) -> Path:
-    """Makes sure that a snapshot's folder is there, and returns it. For its owner, before a program starts in it.
+    """Create a snapshot's folder if it does not exist, and return it; to be called by its owner.
 
-    The first call lays it out; later ones, and those of other attempts, find what the job left there.
+    Later attempts find the files that earlier ones left there.
 
     Raises:
-        QueueError: the snapshot is gone or damaged.
+        QueueError: the snapshot is missing or damaged.
     """
     work, tree_file = _places(Path(folder))
     if not work.is_dir():
@@ -129,7 +131,7 @@ def lay_out(folder: str) -> Path:
             with suppress(OSError):  # another element of the array was faster
                 rough.rename(work)
         except OSError as error:
-            raise QueueError(f"the snapshot {folder} can't be laid out: {error}") from error
+            raise QueueError(f"can't lay out the snapshot {folder}: {error}") from error
         finally:
             if rough.exists():
                 shutil.rmtree(rough, ignore_errors=True)
@@ -137,10 +139,10 @@ def lay_out(folder: str) -> Path:
 
 
 def ready(folder: str) -> None:
-    """Lays out the snapshot that `folder` is a part of, if it is one and isn't laid out yet; for a runner, as the owner.
+    """Lay out the snapshot that contains `folder`, if it is one and does not exist yet; for a runner, as the owner.
 
     Raises:
-        QueueError: the snapshot is gone or damaged.
+        QueueError: the snapshot is missing or damaged.
     """
     path = Path(folder)
     if not path.is_dir() and any(place.parent.name == "work" for place in (path, *path.parents)):
@@ -148,7 +150,7 @@ def ready(folder: str) -> None:
 
 
 def new_files(folder: str, limit: int = 20) -> list[str]:
-    """Files in a snapshot's folder that the job made: paths from its top, at most `limit`."""
+    """Return the files that the job created in its snapshot, as paths from its top; at most `limit`."""
     try:
         work, tree_file = _places(Path(folder))
         entries = _read_tree(tree_file)["entries"]
@@ -156,7 +158,7 @@ def new_files(folder: str, limit: int = 20) -> list[str]:
         return []
     found: list[str] = []
     for place, folders, names in os.walk(work):
-        folders[:] = sorted(name for name in folders if name not in LEFT_OUT and not Path(place, name).is_symlink())
+        folders[:] = sorted(name for name in folders if name not in EXCLUDED and not Path(place, name).is_symlink())
         for name in sorted(names):
             path = str(Path(place, name).relative_to(work))
             if path not in entries and not Path(place, name).is_symlink() and not name.endswith(".pyc"):
@@ -167,7 +169,7 @@ def new_files(folder: str, limit: int = 20) -> list[str]:
 
 
 def note_jobs(folder: str, queue: Path, jobs: Sequence[str]) -> None:
-    """Notes whose the snapshot is, so that `clean` can tell when it isn't needed any more."""
+    """Record which jobs use the snapshot, so that `clean` can remove it after they have ended."""
     _, tree_file = _places(Path(folder))
     _write_json(tree_file.with_suffix(".jobs"), {"queue": str(queue), "jobs": list(jobs)})
 
@@ -179,18 +181,18 @@ def clean(
     older_than_s: float,
     now_s: float,
     with_new_files: bool = False,
-) -> Cleaned:
-    """Removes snapshots that no job needs any more, and content that no snapshot has.
+) -> SnapshotCleanup:
+    """Remove the snapshots of ended jobs, and content that no snapshot uses.
 
     Args:
         store: the folder of snapshots.
         have_ended: whether all these jobs of a queue have ended.
-        older_than_s: only those taken, and last written in their top folder, so long ago.
+        older_than_s: minimum time since a snapshot was taken and its top folder last written.
         now_s: the present, seconds since 1970.
-        with_new_files: those too whose jobs made files in them.
+        with_new_files: also remove those in which jobs created files.
     """
     if not (store / "trees").is_dir():
-        return Cleaned(0, ())
+        return SnapshotCleanup(0, ())
     removed, kept = 0, []
     with _locked(store):
         for tree_file in sorted((store / "trees").glob("*.json")):
@@ -207,11 +209,11 @@ def clean(
             removed += 1
         if removed:
             _sweep(store)
-    return Cleaned(removed, tuple(kept))
+    return SnapshotCleanup(removed, tuple(kept))
 
 
 def _is_over(tree_file: Path, have_ended: Callable[[Path, Sequence[str]], bool], now_s: float) -> bool:
-    """Whether its jobs have ended. One without jobs is of a submit that failed, or is just under way."""
+    """Whether its jobs have ended. A snapshot without jobs belongs to a submission that failed or is under way."""
     try:
         noted = json.loads(tree_file.with_suffix(".jobs").read_text())
         return have_ended(Path(noted["queue"]), noted["jobs"])
@@ -221,9 +223,9 @@ def _is_over(tree_file: Path, have_ended: Callable[[Path, Sequence[str]], bool],
         return False
 
 
-def _asked(tree: Tree, folder: Path, links: Sequence[str] | None) -> dict[str, bool]:
-    """Folders to be linked because the job, or the default, names them: path in the tree → made where missing."""
-    asked = {}
+def _linked_folders(tree: WorkingTree, folder: Path, links: Sequence[str] | None) -> dict[str, bool]:
+    """The folders to link that the job, or the default, names: path in the tree → True (create if missing)."""
+    found = {}
     for text in LINKED if links is None else links:
         path = Path(os.path.normpath(folder / text))
         if Path(text).is_absolute() or not path.is_relative_to(tree.top) or path in (tree.top, folder):
@@ -231,14 +233,14 @@ def _asked(tree: Tree, folder: Path, links: Sequence[str] | None) -> dict[str, b
         name = str(path.relative_to(tree.top))
         is_copied = any(file == name or file.startswith(f"{name}/") for file in tree.files)
         if links is None and is_copied:
-            continue  # it is under version control: part of the tree
+            continue  # under version control: part of the tree
         if not any(name == other or name.startswith(f"{other}/") for other in tree.ignored):
-            asked[name] = True
-    return asked
+            found[name] = True
+    return found
 
 
 def _stored(top: Path, files: Sequence[str], objects: Path) -> tuple[dict[str, Any], list[str], int]:
-    """Puts the files' content into `objects`; (path → entry, links that point outside, bytes)."""
+    """Store the files' content in `objects`; return (path → entry, links that point outside, bytes)."""
     entries: dict[str, Any] = {}
     outside, new, size_bytes = [], [], 0
     for name in files:
@@ -249,7 +251,7 @@ def _stored(top: Path, files: Sequence[str], objects: Path) -> tuple[dict[str, A
                 outside += [name] if is_outside else []
                 continue
             key, size, is_new = _store(path, objects)
-        except FileNotFoundError:  # gone since it was listed
+        except FileNotFoundError:  # removed since it was listed
             continue
         new += [objects / key[:2] / key[2:]] if is_new else []
         size_bytes += size
@@ -259,7 +261,7 @@ def _stored(top: Path, files: Sequence[str], objects: Path) -> tuple[dict[str, A
 
 
 def _link_entry(top: Path, path: Path) -> tuple[dict[str, str], bool]:
-    """A link inside the tree becomes relative, one that points outside absolute."""
+    """(The entry of a link, does it point outside the tree?) Links inside become relative, others absolute."""
     leads = Path(os.path.normpath(path.parent / path.readlink()))
     if leads.is_relative_to(top):
         return {"link": os.path.relpath(leads, path.parent)}, False
@@ -267,7 +269,7 @@ def _link_entry(top: Path, path: Path) -> tuple[dict[str, str], bool]:
 
 
 def _store(path: Path, objects: Path) -> tuple[str, int, bool]:
-    """Copies a file while hashing it, so that what is kept is what was hashed; (hash, bytes, whether it is new)."""
+    """Copy a file while hashing it, so that the stored content matches its hash; return (hash, bytes, is it new)."""
     objects.mkdir(mode=0o700, exist_ok=True)
     rough = objects / f".{os.getpid()}.{secrets.token_hex(4)}"
     digest, size = hashlib.sha256(), 0
@@ -290,7 +292,7 @@ def _store(path: Path, objects: Path) -> tuple[str, int, bool]:
 
 
 def _to_disk(paths: Sequence[Path]) -> None:
-    """A job survives a power cut; so must what it runs."""
+    """Sync to disk: a queued job survives a power failure, so its files must too."""
     if len(paths) > _MANY_FILES:
         os.sync()
         return
@@ -316,9 +318,9 @@ def _read_tree(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except (OSError, ValueError) as error:
-        raise QueueError(f"the snapshot {path.stem} is gone or damaged ({error}): submit the job again") from error
+        raise QueueError(f"the snapshot {path.stem} is missing or damaged ({error}): submit the job again") from error
     if not isinstance(tree, dict) or tree.get("schema") != _SCHEMA:
-        raise QueueError(f"the snapshot {path} is of another version of Evenload: submit the job again")
+        raise QueueError(f"the snapshot {path} was written by another version of Evenload: submit the job again")
     return tree
 
 
@@ -336,7 +338,7 @@ def _fill(target: Path, tree: dict[str, Any], objects: Path) -> None:
         except FileNotFoundError:
             content = b""
         if hashlib.sha256(content).hexdigest() != entry["hash"]:
-            raise QueueError(f"the snapshot of {name} ({kept}) is gone or damaged: submit the job again")
+            raise QueueError(f"the snapshot of {name} ({kept}) is missing or damaged: submit the job again")
         path.write_bytes(content)
         path.chmod(entry["mode"])
     for name, original in tree["linked"].items():
@@ -349,17 +351,17 @@ def _fill(target: Path, tree: dict[str, Any], objects: Path) -> None:
 
 
 def _places(folder: Path) -> tuple[Path, Path]:
-    """The snapshot's own folder under `work`, and the list of its files."""
+    """(The snapshot's folder in `work`, the list of its files.)"""
     for place in (folder, *folder.parents):
         if place.parent.name == "work":
             tree_file = place.parent.parent / "trees" / f"{place.name}.json"
             if tree_file.exists() or place.parent.parent.name == "snapshots":
                 return place, tree_file
-    raise QueueError(f"{folder} is no folder of a snapshot")
+    raise QueueError(f"{folder} is not in a snapshot")
 
 
 def _sweep(store: Path) -> None:
-    """Removes content that no tree has."""
+    """Remove content that no tree uses."""
     wanted = {
         entry["hash"]
         for tree_file in (store / "trees").glob("*.json")
@@ -373,7 +375,7 @@ def _sweep(store: Path) -> None:
 
 @contextmanager
 def _locked(store: Path) -> Iterator[None]:
-    """One process at a time takes or cleans: content that is swept may be what another has just found there."""
+    """Let one process at a time take or clean snapshots, so that content is not removed while another reuses it."""
     with (store / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

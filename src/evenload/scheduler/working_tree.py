@@ -1,7 +1,6 @@
-"""What belongs to a working tree: the files that a copy of it has, and those that git ignores.
+"""`WorkingTree`: the files to copy from a working tree, and those that git ignores.
 
-Of a git work tree: all tracked files and all others that git doesn't ignore. Of a folder without git: all but caches and
-environments.
+In a git work tree, all files that git does not ignore are copied; in a folder without git, all except caches and environments.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 
-LEFT_OUT = frozenset((".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"))
-"""Never copied nor linked."""
+EXCLUDED = frozenset((".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"))
+"""Neither copied nor linked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """A tree's files and links, and the folders and files that are ignored in it, by their paths."""
+class WorkingTree:
+    """A tree's files and links to copy, and its ignored folders and files, as relative paths."""
 
     top: Path
     files: tuple[str, ...]
@@ -28,26 +27,26 @@ class Tree:
 
 
 def git_top(folder: Path) -> Path | None:
-    """The top of the git work tree that `folder` belongs to; None where it belongs to none or git ignores it."""
-    told = _git(folder, "rev-parse", "--show-toplevel")
-    if told is None or not told.strip():
+    """Return the top of the git work tree of `folder`; None if there is none or git ignores the folder."""
+    output = _git(folder, "rev-parse", "--show-toplevel")
+    if output is None or not output.strip():
         return None
-    top = Path(told.rstrip("\n"))
+    top = Path(output.rstrip("\n"))
     if folder.resolve() != top.resolve() and _git(folder, "check-ignore", "-q", ".") is not None:
         return None
     return top
 
 
-def tree_of(folder: Path) -> Tree:
-    """The tree that `folder` belongs to: its git work tree, or the folder itself.
+def tree_of(folder: Path) -> WorkingTree:
+    """Return the tree of `folder`: its git work tree, or the folder itself.
 
     Raises:
-        ConfigError: it can't be listed.
+        ConfigError: the files can't be listed.
     """
     top = git_top(folder)
     if top is None:
         if not folder.is_dir():
-            raise ConfigError(f"the folder {folder} is not there")
+            raise ConfigError(f"folder {folder} does not exist")
         return _walked(folder)
     tracked = _git(top, "ls-files", "-z", "--cached", "--recurse-submodules")
     if tracked is None:
@@ -55,16 +54,16 @@ def tree_of(folder: Path) -> Tree:
     untracked = _git(top, "ls-files", "-z", "--others", "--exclude-standard")
     ignored = _git(top, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
     if tracked is None or untracked is None or ignored is None:
-        raise ConfigError(f"git can't list the files of {top}; --no-snapshot runs without a snapshot")
+        raise ConfigError(f"git can't list the files of {top}; use --no-snapshot to run without a snapshot")
     names = dict.fromkeys((tracked + untracked).split("\0"))
     files = [name for name in names if name and not name.endswith("/") and os.path.lexists(top / name)]
     files = [name for name in files if (top / name).is_symlink() or (top / name).is_file()]
     kept = (name.rstrip("/") for name in ignored.split("\0") if name)
-    return Tree(top, tuple(files), tuple(name for name in kept if not _is_left_out(name)))
+    return WorkingTree(top, tuple(files), tuple(name for name in kept if not _is_excluded(name)))
 
 
-def _walked(folder: Path) -> Tree:
-    """A folder without git: all but caches; environments are linked as ignored folders are."""
+def _walked(folder: Path) -> WorkingTree:
+    """The tree of a folder without git; environments count as ignored."""
     files, ignored = [], []
     for place, folders, names in os.walk(folder):
         here = Path(place)
@@ -74,40 +73,36 @@ def _walked(folder: Path) -> Tree:
                 ignored.append(str(path.relative_to(folder)))
             elif path.is_symlink():
                 files.append(str(path.relative_to(folder)))
-            if name in LEFT_OUT or path.is_symlink() or str(path.relative_to(folder)) in ignored:
+            if name in EXCLUDED or path.is_symlink() or str(path.relative_to(folder)) in ignored:
                 folders.remove(name)
         for name in names:
             path = here / name
             if not name.endswith(".pyc") and (path.is_symlink() or path.is_file()):
                 files.append(str(path.relative_to(folder)))
-    return Tree(folder, tuple(files), tuple(ignored))
+    return WorkingTree(folder, tuple(files), tuple(ignored))
 
 
-def _is_left_out(name: str) -> bool:
-    return name.endswith(".pyc") or any(part in LEFT_OUT for part in Path(name).parts)
+def _is_excluded(name: str) -> bool:
+    return name.endswith(".pyc") or any(part in EXCLUDED for part in Path(name).parts)
 
 
 def check_size(top: Path, files: Sequence[str], max_bytes: int, max_files: int) -> None:
-    """Refuses what is too much for a copy.
-
-    Raises:
-        ConfigError: naming the largest files.
-    """
+    """Raise a `ConfigError` if the tree is too large to copy."""
     sizes = {name: (top / name).lstat().st_size for name in files if os.path.lexists(top / name)}
-    cure = "Let git ignore what is no source (it is then linked), name folders of data by --link, or use --no-snapshot"
+    hint = "Add data to .gitignore or name its folders with --link (both are linked, not copied), or use --no-snapshot"
     if len(sizes) > max_files:
-        raise ConfigError(f"the tree {top} has {len(sizes)} files to copy, a snapshot at most {max_files}. {cure}")
+        raise ConfigError(f"{top} has {len(sizes)} files to copy; the limit is {max_files}. {hint}")
     if sum(sizes.values()) > max_bytes:
         largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
-        told = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in largest)
+        listed = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in largest)
         raise ConfigError(
-            f"the tree {top} has {sum(sizes.values()) / 1e6:.0f} MB to copy, a snapshot at most {max_bytes / 1e6:.0f} MB; "
-            f"the largest: {told}. {cure}"
+            f"{top} has {sum(sizes.values()) / 1e6:.0f} MB to copy; the limit is {max_bytes / 1e6:.0f} MB. "
+            f"Largest files: {listed}. {hint}"
         )
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or isn't there."""
+    """The output of git; None if it fails or is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evenload.scheduler.backends.interface import settled
+from evenload.scheduler.backends.interface import resolved
 from evenload.scheduler.job_file import JobFile, job_from, read_table
 
 COUNTING = '''\
@@ -69,7 +69,7 @@ def write_job(folder: Path, command: list[str], **rest: str) -> Path:
 
 def read_job(path: Path, backend: str, **tables: Mapping[str, Any]) -> JobFile:
     """The job file as a backend takes it: what `evenload submit --backend NAME FILE` reads."""
-    return settled(job_from({**read_table(path), **tables, "backend": backend}), str(path.parent), {})
+    return resolved(job_from({**read_table(path), **tables, "backend": backend}), str(path.parent), {})
 
 
 def run_undisturbed(folder: Path, command: list[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from evenload.scheduler.backends.ray.backend import RayCluster
+from evenload.scheduler.backends.ray.backend import RayBackend
 from tests.scheduler.backends.programs import read_job
 from tests.scheduler.backends.slurm_cluster import wait_until
 
@@ -44,7 +44,7 @@ class RayBox:
 
     def submit(self, path: Path, **changes: Any) -> Any:
         job = dataclasses.replace(read_job(path, "ray"), **changes)
-        return self.call("submit", dataclasses.asdict(RayCluster(root=self.root).materialise(job)))
+        return self.call("submit", dataclasses.asdict(RayBackend(root=self.root).build_request(job)))
 
     def state(self, job: str) -> str:
         return str(self.one(job)["state"])

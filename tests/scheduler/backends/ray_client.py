@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import EvenloadError
-from evenload.scheduler.backends.interface import Request
-from evenload.scheduler.backends.ray.backend import RayCluster
+from evenload.scheduler.backends.interface import BackendRequest
+from evenload.scheduler.backends.ray.backend import RayBackend
 
 
 def main() -> None:
-    backend = RayCluster(sys.argv[1], Path(sys.argv[2]))
+    backend = RayBackend(sys.argv[1], Path(sys.argv[2]))
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         try:
@@ -30,9 +30,10 @@ def main() -> None:
     os._exit(0)
 
 
-def _answer(backend: RayCluster, verb: str, arguments: list[Any]) -> Any:
+def _answer(backend: RayBackend, verb: str, arguments: list[Any]) -> Any:
     if verb == "submit":
-        return backend.submit(Request(**arguments[0]))
+        (job,) = backend.submit(BackendRequest(**arguments[0]))
+        return job
     if verb == "describe":
         return [dataclasses.asdict(described) for described in backend.describe(arguments[0])]
     if verb == "cancel":

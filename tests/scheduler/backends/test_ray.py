@@ -45,7 +45,7 @@ def test_a_cancelled_job_saves(ray_box: RayBox, tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "out" / "state.json").read_text())["step"]
     assert saved == len(steps_done(tmp_path / "out")) > 0
     assert ray_box.call("cancel", job)["text"] == f"job {job} has ended: CANCELLED"
-    assert ray_box.call("logs", "999") == {"error": "QueueError", "text": "there is no job 999"}
+    assert ray_box.call("logs", "999") == {"error": "QueueError", "text": "no job 999 in this queue"}
     refused = ray_box.submit(write_job(tmp_path, ["true"], devices="5"))
     assert "it asks for 5 devices of kind cpu; this queue has 4 such of its 4 devices" in refused["text"]
 

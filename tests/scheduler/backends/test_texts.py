@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import backends
-from evenload.scheduler.backends.interface import settled
-from evenload.scheduler.backends.kubernetes import Kubernetes
-from evenload.scheduler.backends.node_command import Place, spread
-from evenload.scheduler.backends.ray.backend import RayCluster
-from evenload.scheduler.backends.slurm.backend import STATES, Slurm
+from evenload.scheduler.backends.interface import resolved
+from evenload.scheduler.backends.kubernetes import KubernetesBackend
+from evenload.scheduler.backends.node_command import NodeContext, command_on_node
+from evenload.scheduler.backends.ray.backend import RayBackend
+from evenload.scheduler.backends.slurm.backend import STATES, SlurmBackend
 from evenload.scheduler.backends.slurm.script import script
 from evenload.scheduler.job_file import JobFile, job_from
 
@@ -49,17 +49,17 @@ FULL: dict[str, Any] = {
 
 def a_job(backend: str, **changes: Any) -> JobFile:
     values = {"command": ["python", "train.py"], "kind": "cpu", **changes, "backend": backend}
-    return settled(job_from({key: value for key, value in values.items() if value is not None}), "/home/ann/work", {})
+    return resolved(job_from({key: value for key, value in values.items() if value is not None}), "/home/ann/work", {})
 
 
 def test_slurms_script() -> None:
-    request = Slurm(Path("/home/ann/state")).materialise(a_job("slurm", **FULL))
+    request = SlurmBackend(Path("/home/ann/state")).build_request(a_job("slurm", **FULL))
     assert request.send == ("sbatch", "--parsable")
     assert (
         str(request)
         == """\
 #!/bin/bash
-# Written by `evenload submit --backend slurm`; it is sent with `sbatch --parsable`.
+# Written by `evenload submit --backend slurm`; submitted with `sbatch --parsable`.
 #SBATCH --job-name=sweep
 #SBATCH --output=/home/ann/state/%A_%a.log
 #SBATCH --open-mode=append
@@ -78,7 +78,7 @@ def test_slurms_script() -> None:
 #SBATCH --partition=gpu
 #SBATCH --account=lab
 #SBATCH --nice=300
-# the time limit is the soft one: then it saves and waits in line again, until the hard one is used up
+# the time limit is the soft limit: the job then saves and is requeued, until the hard limit is used up
 cd /home/ann/work || exit 1
 export DATA='/big disk/it'"'"'s here'
 export EVENLOAD_ARRAY_INDEX="$SLURM_ARRAY_TASK_ID"
@@ -101,8 +101,8 @@ def test_a_small_script_of_slurm() -> None:
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --cpus-per-task=2",
         "#SBATCH --mem-per-cpu=4096M",
-        "# devices 2:4: Slurm doesn't change them later; it gets the least",
-        "# priority 2: a user of Slurm can't go above the others; ask its admin for a qos",
+        "# devices 2:4: Slurm does not resize jobs; the job gets the minimum",
+        "# priority 2: only an admin can raise a job's priority in Slurm; ask for a qos",
         "cd /home/ann/work || exit 1",
         "exec python3 -m evenload.scheduler.backends.slurm.job --root=/s --grace=60 --goes-on -- python train.py",
     ]
@@ -118,7 +118,7 @@ def arguments_through_bash(words: list[str], tmp_path: Path, **changes: Any) -> 
     """The words as the program gets them from the script, by bash itself."""
     stub = tmp_path / "stub.py"
     stub.write_text("import json, sys\nprint(json.dumps(sys.argv[sys.argv.index('--') + 1:]))\n")
-    job = settled(JobFile(tuple(words), kinds=("cpu",), folder=str(tmp_path), backend="slurm", **changes), "/", {})
+    job = resolved(JobFile(tuple(words), kinds=("cpu",), folder=str(tmp_path), backend="slurm", **changes), "/", {})
     text = script(job, tmp_path, "PYTHON").replace(
         "exec PYTHON -m evenload.scheduler.backends.slurm.job", "exec PYTHON stub.py"
     )
@@ -147,30 +147,30 @@ def test_an_elements_index_is_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"memory": "20G", "kind": "a100"}, "Slurm doesn't know the memory of a GPU"),
-        ({"kind": ["a100", "h100"]}, "has one kind"),
-        ({"notify": "webhook:https://x.org"}, "Slurm notifies by mail alone"),
+        ({"memory": "20G", "kind": "a100"}, "Slurm does not know the memory of a GPU"),
+        ({"kind": ["a100", "h100"]}, "has one kind of device"),
+        ({"notify": "webhook:https://x.org"}, "Slurm notifies only by mail"),
         ({"share_device": True}, "share_device"),
         ({"time": "2m"}, "Slurm would ask the program to save as soon as it starts"),
-        ({"after": "train"}, "expected the id of a job of Slurm"),
-        ({"slurm": {"partitoin": "x"}}, "slurm has no such option; there are partition"),
-        ({"slurm": {"partition": "a b"}}, "expected letters, digits"),
-        ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "expected letters, digits"),
-        ({"slurm": {"root": "/a b"}}, "expected letters, digits"),
-        ({"slurm": {"root": "/a%j"}}, "expected letters, digits"),
-        ({"slurm": {"nice": "high"}}, "expected a whole number"),
+        ({"after": "train"}, "expected the id of a Slurm job"),
+        ({"slurm": {"partitoin": "x"}}, "slurm has no such option; available: partition"),
+        ({"slurm": {"partition": "a b"}}, "expected only letters, digits"),
+        ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "expected only letters, digits"),
+        ({"slurm": {"root": "/a b"}}, "expected only letters, digits"),
+        ({"slurm": {"root": "/a%j"}}, "expected only letters, digits"),
+        ({"slurm": {"nice": "high"}}, "expected an integer >= "),
         ({"slurm": {"tasks": "rank"}}, "expected device or node"),
-        ({"slurm": {"cpus_per_device": 2}}, "the devices are CPUs themselves"),
-        ({"kind": "a100 --uid=0"}, "expected letters, digits"),
+        ({"slurm": {"cpus_per_device": 2}}, "the devices are CPUs; remove it"),
+        ({"kind": "a100 --uid=0"}, "expected only letters, digits"),
     ],
 )
 def test_what_slurm_cant_do(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Slurm(Path("/s")).materialise(a_job("slurm", **changes))
+        SlurmBackend(Path("/s")).build_request(a_job("slurm", **changes))
 
 
 def test_rays_text() -> None:
-    request = RayCluster(root=Path("/s")).materialise(a_job("ray", devices="1:2", priority=1, environment={"A": "é"}))
+    request = RayBackend(root=Path("/s")).build_request(a_job("ray", devices="1:2", priority=1, environment={"A": "é"}))
     assert (request.folder, request.send) == ("/s", ())
     assert json.loads(str(request)) == {
         "backend": "ray",
@@ -182,17 +182,17 @@ def test_rays_text() -> None:
         "priority": 1,
     }
     for changes, told in (
-        ({"devices": 2, "nodes": 2}, "on Ray the queue takes devices as they come"),
+        ({"devices": 2, "nodes": 2}, "on Ray the queue chooses the nodes"),
         ({"share_device": True}, "whole devices"),
-        ({"notify": "mail:a@b.c"}, "notifies nobody"),
-        ({"ray": {"adress": "x"}}, "ray has no such option; there are address"),
+        ({"notify": "mail:a@b.c"}, "sends no notifications"),
+        ({"ray": {"adress": "x"}}, "ray has no such option; available: address"),
     ):
         with pytest.raises(ConfigError, match=told):
-            RayCluster().materialise(a_job("ray", **changes))
+            RayBackend().build_request(a_job("ray", **changes))
 
 
 KUBERNETES = """\
-# Written by `evenload submit --backend kubernetes`; send it with `kubectl create -f FILE`.
+# Written by `evenload submit --backend kubernetes`; submit it with `kubectl create -f FILE`.
 apiVersion: "jobset.x-k8s.io/v1alpha2"
 kind: "JobSet"
 metadata:
@@ -275,7 +275,7 @@ def test_kubernetes_text() -> None:
         environment={"A": "x: '$(B)'"},
         kubernetes={"image": "lab/gpt:1", "queue": "lab", "claim": "runs:/data"},
     )
-    text = str(Kubernetes().materialise(job))
+    text = str(KubernetesBackend().build_request(job))
     assert text == KUBERNETES
     yaml = pytest.importorskip("yaml")
     manifest = yaml.safe_load(text)
@@ -285,7 +285,7 @@ def test_kubernetes_text() -> None:
 
 def test_an_array_on_kubernetes() -> None:
     job = a_job("kubernetes", command="p {index}", array="0-2", kubernetes={"image": "x"})
-    documents = str(Kubernetes().materialise(job)).split("---\n")
+    documents = str(KubernetesBackend().build_request(job)).split("---\n")
     assert len(documents) == 3
     assert 'command: ["p", "2"]' in documents[2] and 'name: "p-2"' in documents[2]
 
@@ -293,24 +293,24 @@ def test_an_array_on_kubernetes() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"kubernetes": {}}, "name one that holds the program"),
-        ({"priority": 1}, "Kueue's priorities have names"),
-        ({"after": "3"}, "Kueue starts a job when there is room"),
-        ({"time": "2h"}, "a soft limit"),
+        ({"kubernetes": {}}, "needs an image with the program"),
+        ({"priority": 1}, "Kueue has named priority classes"),
+        ({"after": "3"}, "Kueue can't start a job after another"),
+        ({"time": "2h"}, "a soft time limit"),
         ({"kubernetes": {"image": "x", "claim": "here"}}, "expected CLAIM:PATH"),
     ],
 )
 def test_what_kubernetes_cant_do(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Kubernetes().materialise(a_job("kubernetes", **{"kubernetes": {"image": "x"}, **changes}))
+        KubernetesBackend().build_request(a_job("kubernetes", **{"kubernetes": {"image": "x"}, **changes}))
 
 
 def test_kubernetes_is_text_alone() -> None:
-    request = Kubernetes().materialise(a_job("kubernetes", kubernetes={"image": "x"}))
+    request = KubernetesBackend().build_request(a_job("kubernetes", kubernetes={"image": "x"}))
     for call in (
-        lambda: Kubernetes().submit(request),
-        lambda: Kubernetes().cancel("x"),
-        lambda: Kubernetes().logs("x"),
+        lambda: KubernetesBackend().submit(request),
+        lambda: KubernetesBackend().cancel("x"),
+        lambda: KubernetesBackend().logs("x"),
     ):
         with pytest.raises(QueueError, match="kubectl"):
             call()
@@ -318,30 +318,30 @@ def test_kubernetes_is_text_alone() -> None:
 
 def test_backends_by_name() -> None:
     assert {name: backends.get(name).name for name in backends.NAMES} == {name: name for name in backends.NAMES}
-    with pytest.raises(ConfigError, match="there are local, slurm, ray, kubernetes"):
+    with pytest.raises(ConfigError, match="available backends: local, slurm, ray, kubernetes"):
         backends.get("sulrm")
     assert "ray" not in sys.modules, "a backend's name loads no package"
 
 
 def test_a_job_is_settled_first() -> None:
     job = job_from({"command": "p", "inherit": ["TOKEN"], "environment": {"A": "1"}})
-    with pytest.raises(ConfigError, match="TOKEN, which isn't set here"):
-        settled(job, "/x", {})
-    assert settled(job, "/x", {"TOKEN": "t", "OTHER": "o"}).environment == {"TOKEN": "t", "A": "1"}
-    for backend in (Slurm(Path("/s")), RayCluster(), Kubernetes()):
-        with pytest.raises(ConfigError, match="as `settled` returns it"):
-            backend.materialise(job)
-        with pytest.raises(ConfigError, match="zero byte"):
-            backend.materialise(settled(JobFile(("p", "\0")), "/x", {}))
+    with pytest.raises(ConfigError, match="TOKEN is inherited but not set in this shell"):
+        resolved(job, "/x", {})
+    assert resolved(job, "/x", {"TOKEN": "t", "OTHER": "o"}).environment == {"TOKEN": "t", "A": "1"}
+    for backend in (SlurmBackend(Path("/s")), RayBackend(), KubernetesBackend()):
+        with pytest.raises(ConfigError, match="as `resolved` returns it"):
+            backend.build_request(job)
+        with pytest.raises(ConfigError, match="null byte"):
+            backend.build_request(resolved(JobFile(("p", "\0")), "/x", {}))
 
 
 def test_where_slurm_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(QueueError, match="there is no sbatch here; do this where Slurm's commands are"):
-        slurm = Slurm(tmp_path)
-        slurm.submit(slurm.materialise(a_job("slurm")))
-    with pytest.raises(QueueError, match="expected the id of a job of Slurm"):
-        Slurm(tmp_path).cancel("1; id")
+    with pytest.raises(QueueError, match="sbatch not found: run this on a machine with Slurm's commands"):
+        slurm = SlurmBackend(tmp_path)
+        slurm.submit(slurm.build_request(a_job("slurm")))
+    with pytest.raises(QueueError, match="expected the id of a Slurm job"):
+        SlurmBackend(tmp_path).cancel("1; id")
 
 
 def test_every_state_of_slurm_is_known() -> None:
@@ -369,7 +369,7 @@ OWN = ("--nodes=2", "--host=h:7", "--node-rank=1")
     ],
 )
 def test_a_command_on_several_nodes(command: tuple[str, ...], expected: tuple[str, ...] | None) -> None:
-    place = Place(2, 1, "h", 7)
+    node = NodeContext(2, 1, "h", 7)
     variables = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "7"}
-    assert spread(command, place) == ((expected, {}) if expected else (command, variables))
-    assert spread(command, Place(1, 0, "h", 7)) == (command, {})
+    assert command_on_node(command, node) == ((expected, {}) if expected else (command, variables))
+    assert command_on_node(command, NodeContext(1, 0, "h", 7)) == (command, {})

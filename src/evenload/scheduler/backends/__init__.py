@@ -1,14 +1,15 @@
-"""Where a job can run besides this machine's own queue: Slurm, Ray, Kubernetes, behind one interface.
+"""The schedulers that a job can be submitted to: the local queue, Slurm, Ray and Kubernetes, behind one interface.
 
-`get` loads a backend by name; none is imported before. `evenload.scheduler.backends.interface` says what each can do.
+`get` imports a backend by name; nothing is imported before. `SchedulerBackend` defines what each can do.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 from evenload.errors import ConfigError
-from evenload.scheduler.backends.interface import Backend, Described, Request, settled
+from evenload.scheduler.backends.interface import BackendRequest, JobStatus, SchedulerBackend, resolved
 
 _MODULES = {
     "slurm": "evenload.scheduler.backends.slurm.backend",
@@ -16,19 +17,27 @@ _MODULES = {
     "kubernetes": "evenload.scheduler.backends.kubernetes",
 }
 
-NAMES = tuple(_MODULES)
-"""The backends, ``local`` apart: that is the daemon's (`evenload.scheduler.client`)."""
+NAMES = ("local", *_MODULES)
 
-__all__ = ["NAMES", "Backend", "Described", "Request", "get", "settled"]
+__all__ = ["NAMES", "BackendRequest", "JobStatus", "SchedulerBackend", "get", "resolved"]
 
 
-def get(name: str) -> Backend:
-    """The backend of this name.
+def get(name: str, queue: Path | None = None) -> SchedulerBackend:
+    """Return the backend of this name.
+
+    Args:
+        name: one of `NAMES`.
+        queue: folder of the local queue; the default queue if None.
 
     Raises:
-        ConfigError: there is none, or it needs a package that isn't installed.
+        ConfigError: the name is unknown, or the backend needs a package that is not installed.
     """
+    if name == "local":
+        from evenload.scheduler import paths
+        from evenload.scheduler.backends.local import LocalBackend
+
+        return LocalBackend(paths.default_folder() if queue is None else queue)
     if name not in _MODULES:
-        raise ConfigError(f"backend={name!r}: there is no such backend; there are local, {', '.join(NAMES)}")
-    backend: Backend = import_module(_MODULES[name]).BACKEND
+        raise ConfigError(f"backend={name!r} is unknown; available backends: {', '.join(NAMES)}")
+    backend: SchedulerBackend = import_module(_MODULES[name]).BACKEND
     return backend

@@ -1,15 +1,15 @@
-"""What each backend can do: write a request, send it, say how its jobs are, cancel one, find its output.
+"""The interface of all backends: build a request, submit it, describe jobs, cancel a job, locate its output.
 
-A request is written before it is sent, as a value whose text is everything that will be sent: ``--dry-run`` prints it and a
-test compares it. Nothing is decided between the two. (The shape is torchx's; see its ``schedulers/api.py``.)
+A request is built before it is sent, as a value whose text is everything that will be sent: `--dry-run` prints it and tests
+compare it. Nothing is decided in between. (The design follows torchx's `schedulers/api.py`.)
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.states import ENDED, JobState
@@ -17,136 +17,166 @@ from evenload.scheduler.job_file import JobFile
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What will be sent to a backend, whole."""
+class BackendRequest:
+    """Everything that will be sent to a backend."""
 
     backend: str
     name: str
-    """Of the job, for people."""
+    """The job's name, for messages."""
     text: str
-    """A script, a table, a manifest: as it is sent."""
+    """A script, a table or a manifest, exactly as it is sent."""
     send: tuple[str, ...] = ()
-    """The command that takes `text` on its standard input; empty where a library sends it."""
+    """The command that takes `text` on its standard input; empty if a library sends it."""
     folder: str = ""
-    """Where the job's output and state will be; made before it is sent. Empty where the backend has none."""
+    """Folder for the job's output and state, created on submission; empty if the backend has none."""
 
     def __str__(self) -> str:
         return self.text
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """How a job is, as far as its backend knows."""
+class JobStatus:
+    """State of a job as its backend reports it."""
 
     id: str
     state: JobState
     native: str
-    """The state in the backend's own words."""
+    """The state as the backend names it."""
     reason: str = ""
-    """Why it waits, or how it ended."""
+    """Why the job waits, or how it ended."""
     hosts: tuple[str, ...] = ()
     attempt: int = 0
-    """How often it was started; 0 where that isn't known."""
+    """Number of times the job was started; 0 if unknown."""
     step: int | None = None
-    """Steps done, as its program last told."""
+    """Steps done, as the program last reported."""
     total: int | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
-    """What else there is to know, for people."""
+    """Further values to display."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it stays as it is for ever."""
+        """True if the state is final."""
         return self.state in ENDED
 
 
-class Backend(Protocol):
-    """One place where jobs can run."""
+class SchedulerBackend(ABC):
+    """A scheduler that runs jobs."""
 
-    @property
-    def name(self) -> str:
-        """As ``--backend`` gives it."""
+    name: str
+    """The value of `--backend`."""
+    lays_out_snapshots = False
+    """Whether the backend lays out a job's snapshot itself when the job starts."""
 
-    def materialise(self, job: JobFile) -> Request:
-        """Writes the request; asks nobody and changes nothing, so the same file always gives the same text.
+    def check(self, job: JobFile, *, is_dry_run: bool) -> tuple[JobFile, tuple[str, ...]]:
+        """Check the job against what the running scheduler has.
 
         Args:
-            job: as `settled` returns it.
+            job: as `resolved` returns it.
+            is_dry_run: only look; do not start anything.
+
+        Returns:
+            The job with job names replaced by ids, and warnings.
 
         Raises:
-            ConfigError: the backend can't do what is asked for, or knows no such option.
+            ConfigError: the job could never start.
+            QueueError: the scheduler can't be reached.
         """
+        return job, ()
 
-    def submit(self, request: Request) -> str:
-        """Sends the request; the id of the job there. The elements of an array are ``ID_INDEX``.
+    @abstractmethod
+    def build_request(self, job: JobFile, snapshot: str = "") -> BackendRequest:
+        """Build the request without contacting anything; the same job always gives the same text.
+
+        Args:
+            job: as `resolved` returns it.
+            snapshot: folder of the copy of the working tree to run in; empty to run in the job's own folder.
 
         Raises:
-            QueueError: the backend isn't here, doesn't answer, or refuses.
+            ConfigError: the backend does not support what the job requests, or an option is unknown.
         """
 
-    def describe(self, ids: Sequence[str]) -> tuple[Described, ...]:
-        """How these jobs are, an array's elements one by one; one that nobody knows is left out.
+    @abstractmethod
+    def submit(self, request: BackendRequest) -> tuple[str, ...]:
+        """Send the request; return the job's ids. Slurm and Ray give an array one id; its elements are `ID_INDEX`.
 
         Raises:
-            QueueError: the backend isn't here or doesn't answer.
+            QueueError: the backend is missing, does not answer, or rejects the job.
         """
 
+    @abstractmethod
+    def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
+        """Return the status of these jobs, array elements one by one; unknown jobs are left out.
+
+        Raises:
+            QueueError: the backend is missing or does not answer.
+        """
+
+    @abstractmethod
     def cancel(self, job: str) -> None:
-        """Ends a job for good. One that runs may save first, within its grace; asked again it ends at once.
+        """End a job for good. A running job may save within its grace period; a second call ends it at once.
 
         Raises:
-            QueueError: there is no such job, it is another's, or the backend doesn't answer.
+            QueueError: the job is unknown or another user's, or the backend does not answer.
         """
 
+    @abstractmethod
     def logs(self, job: str) -> Path:
-        """The file that the job's output is in, of all its attempts; it may not be there yet.
+        """Return the file with the output of all the job's attempts; it may not exist yet.
 
         Raises:
-            QueueError: there is no such job, or its output isn't in a file that can be read from here.
+            QueueError: the job is unknown, or its output is not in a file that can be read from here.
         """
 
 
-def settled(job: JobFile, folder: str, variables: Mapping[str, str]) -> JobFile:
-    """The same job, with nothing in it that depends on where it is submitted from.
+def resolved(job: JobFile, folder: str, variables: Mapping[str, str]) -> JobFile:
+    """Return the job with nothing left in it that depends on where it is submitted.
 
     Args:
-        job: as the file and the options say.
-        folder: absolute; where it is submitted.
+        job: as read from the file and the options.
+        folder: absolute; the default for the job's folder.
         variables: of the submitting shell.
 
     Raises:
-        ConfigError: a variable that it takes from the shell isn't set there.
+        ConfigError: an inherited variable is not set.
     """
-    if missing := [name for name in job.inherit if name not in variables]:
-        raise ConfigError(f"inherit names {missing[0]}, which isn't set here; export it, or take it out of inherit")
+    check_inherited(job, variables)
     inherited = {name: variables[name] for name in job.inherit}
     return replace(job, folder=job.folder or folder, environment={**inherited, **job.environment}, inherit=())
 
 
-def check_settled(job: JobFile) -> None:
-    """Refuses a job that `settled` hasn't seen, and what no program can be given.
+def check_inherited(job: JobFile, variables: Mapping[str, str]) -> None:
+    """Raise a `ConfigError` if the shell lacks a variable that the job inherits."""
+    if missing := [name for name in job.inherit if name not in variables]:
+        raise ConfigError(
+            f"{missing[0]} is inherited but not set in this shell: export it, or set a value with NAME=VALUE"
+        )
+
+
+def check_resolved(job: JobFile) -> None:
+    """Reject a job that `resolved` has not processed, and text that can't be passed to a program.
 
     Raises:
-        ConfigError: its folder isn't absolute, variables are still to be looked up, or a text holds a zero byte.
+        ConfigError: the folder is relative, variables are still to be inherited, or a text contains a null byte.
     """
     if not Path(job.folder).is_absolute() or job.inherit:
-        raise ConfigError(f"folder={job.folder!r}, inherit={job.inherit}: expected a job as `settled` returns it")
+        raise ConfigError(f"folder={job.folder!r}, inherit={job.inherit}: expected a job as `resolved` returns it")
     for what, values in (
-        ("the command's word", job.command),
-        ("a variable's value", job.environment.values()),
+        ("the command's argument", job.command),
+        ("the variable's value", job.environment.values()),
         ("the folder", (job.folder,)),
     ):
         for value in values:
             if "\0" in value:
-                raise ConfigError(f"{what} {value!r} holds a zero byte, which no program can be given; take it out")
+                raise ConfigError(f"{what} {value!r} contains a null byte, which no program can receive; remove it")
 
 
 def check_options(backend: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
-    """Refuses what a backend doesn't know: an option without effect is an error.
+    """Reject options that the backend does not know.
 
     Raises:
-        ConfigError: a name is unknown; all known ones are told, with what they mean.
+        ConfigError: a name is unknown; the message lists the known ones with their meaning.
     """
     for name, value in options.items():
         if name not in known:
             lines = "; ".join(f"{key} ({meaning})" for key, meaning in known.items())
-            raise ConfigError(f"option {name}={value!r}: {backend} has no such option; there are {lines}")
+            raise ConfigError(f"option {name}={value!r}: {backend} has no such option; available: {lines}")

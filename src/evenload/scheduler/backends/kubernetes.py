@@ -1,8 +1,8 @@
-"""The backend ``kubernetes``: writes a job file as a JobSet for Kueue's queue, as text; people send it by ``kubectl``.
+"""The backend `kubernetes`: write a job file as a JobSet for a queue of Kueue, to be sent with `kubectl`.
 
-A program asked to stop (Kueue preempts, a node is drained) gets SIGTERM and the grace, saves, and exits with code 75, which
-restarts the gang without counting; any other code counts as a failure. Nothing is sent from here: a cluster's access,
-images and volumes are its admin's, and ``kubectl`` knows them.
+A program that is stopped (preempted by Kueue, or its node drained) receives SIGTERM, saves within the grace period and exits
+with code 75, which restarts the gang without counting; any other code counts as a failure. Nothing is sent from here,
+because `kubectl` already has the cluster's credentials.
 """
 
 from __future__ import annotations
@@ -16,96 +16,102 @@ from typing import Any, NoReturn
 
 from evenload.errors import ConfigError, QueueError
 from evenload.job import EXIT_CODE
-from evenload.scheduler.backends.interface import Described, Request, check_options, check_settled
-from evenload.scheduler.backends.node_command import Place, spread
+from evenload.scheduler.backends.interface import (
+    BackendRequest,
+    JobStatus,
+    SchedulerBackend,
+    check_options,
+    check_resolved,
+)
+from evenload.scheduler.backends.node_command import NodeContext, command_on_node
 from evenload.scheduler.job_file import JobFile
 
 OPTIONS = {
-    "image": "the container's image, with the program and Evenload in it",
-    "queue": "Kueue's LocalQueue; else default",
+    "image": "container image with the program and Evenload",
+    "queue": "Kueue's LocalQueue; default: default",
     "priority_class": "Kueue's WorkloadPriorityClass",
-    "namespace": "where it runs",
-    "gpu": "the name of the resource; else nvidia.com/gpu",
-    "gpu_label": "the nodes' label that holds the kind of GPU; else nvidia.com/gpu.product",
-    "claim": "CLAIM:PATH, a volume for checkpoints that outlives the pods",
-    "memory": "of each node's container, such as 64Gi",
+    "namespace": "namespace to run in",
+    "gpu": "name of the GPU resource; default: nvidia.com/gpu",
+    "gpu_label": "node label with the kind of GPU; default: nvidia.com/gpu.product",
+    "claim": "CLAIM:PATH, a persistent volume for checkpoints",
+    "memory": "memory of each node's container, such as 64Gi",
 }
-"""What a job file's ``[kubernetes]`` table may hold."""
+"""Keys of a job file's `[kubernetes]` table."""
 
 _CPU = "cpu"
 _PORT = 29500
 _GROUP = "nodes"
 _SHUT_DOWN_S = 5
-"""Between the end of the grace and SIGKILL."""
+"""Time between the end of the grace period and SIGKILL."""
 _RANK = "$(JOB_COMPLETION_INDEX)"
-"""Kubernetes puts in which pod of the gang it is."""
+"""Kubernetes replaces this by the index of the pod."""
 
 
-class Kubernetes:
-    """Text alone."""
+class KubernetesBackend(SchedulerBackend):
+    """Writes manifests; submits nothing."""
 
     name = "kubernetes"
 
-    def materialise(self, job: JobFile) -> Request:
-        """One JobSet, or one for each element of an array."""
-        check_settled(job)
+    def build_request(self, job: JobFile, snapshot: str = "") -> BackendRequest:
+        """Build a JobSet, or one for each element of an array."""
+        check_resolved(job)
         options = job.options.get("kubernetes", {})
         check_options("kubernetes", options, OPTIONS)
         _check_possible(job)
         documents = ["".join(f"{line}\n" for line in _yaml(_job_set(job, index))) for index in job.indices()]
-        head = "# Written by `evenload submit --backend kubernetes`; send it with `kubectl create -f FILE`.\n"
-        return Request("kubernetes", _name(job, None), head + "---\n".join(documents), ("kubectl", "create", "-f", "-"))
+        head = "# Written by `evenload submit --backend kubernetes`; submit it with `kubectl create -f FILE`.\n"
+        return BackendRequest(
+            "kubernetes", _name(job, None), head + "---\n".join(documents), ("kubectl", "create", "-f", "-")
+        )
 
-    def submit(self, request: Request) -> str:
-        """Nothing is sent from here."""
+    def submit(self, request: BackendRequest) -> tuple[str, ...]:
+        """Raise: use `kubectl`."""
         self._refuse("evenload submit --backend kubernetes --dry-run job.toml | kubectl create -f -")
 
-    def describe(self, ids: Sequence[str]) -> tuple[Described, ...]:
-        """Nobody is asked from here."""
+    def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
+        """Raise: use `kubectl`."""
         self._refuse("kubectl get jobset,workload")
 
     def cancel(self, job: str) -> None:
-        """Nothing is sent from here."""
+        """Raise: use `kubectl`."""
         self._refuse(f"kubectl delete jobset {job}")
 
     def logs(self, job: str) -> Path:
-        """Nobody is asked from here."""
+        """Raise: use `kubectl`."""
         self._refuse(f"kubectl logs --selector jobset.sigs.k8s.io/jobset-name={job}")
 
     @staticmethod
     def _refuse(instead: str) -> NoReturn:
-        raise QueueError(f"Evenload writes a job for Kubernetes, and leaves the rest to kubectl: {instead}")
+        raise QueueError(f"Evenload only writes jobs for Kubernetes; use kubectl instead: {instead}")
 
 
-BACKEND = Kubernetes()
+BACKEND = KubernetesBackend()
 
 
 def _check_possible(job: JobFile) -> None:
     options = job.options.get("kubernetes", {})
     if "image" not in options:
-        raise ConfigError('Kubernetes runs images: name one that holds the program, [kubernetes] image = "..."')
+        raise ConfigError('Kubernetes needs an image with the program: set [kubernetes] image = "..."')
     if job.priority and "priority_class" not in options:
         raise ConfigError(
-            f"priority = {job.priority}: Kueue's priorities have names; [kubernetes] priority_class = ..."
+            f"priority = {job.priority}: Kueue has named priority classes; set [kubernetes] priority_class = ..."
         )
     if job.after:
-        raise ConfigError("after: Kueue starts a job when there is room, not after another; submit it then")
+        raise ConfigError("after: Kueue can't start a job after another; submit it when that one has ended")
     if job.soft_limit_s is not None:
-        raise ConfigError("a soft limit of time: Kubernetes has none; give the hard one alone, such as time = ':3h'")
+        raise ConfigError("a soft time limit: Kubernetes has only a hard one; set it alone, such as time = ':3h'")
     if job.share_device or job.notify:
-        raise ConfigError(
-            f"{'share_device' if job.share_device else 'notify'}: has no effect on Kubernetes; leave it out"
-        )
+        raise ConfigError(f"{'share_device' if job.share_device else 'notify'}: has no effect on Kubernetes; remove it")
     if len(job.kinds) > 1:
-        raise ConfigError(f"kind = {', '.join(job.kinds)}: a pod's nodes have one label; name one kind")
+        raise ConfigError(f"kind = {', '.join(job.kinds)}: a pod can select only one kind; set one kind")
     if job.memory_bytes and job.kinds != (_CPU,):
-        raise ConfigError("memory: Kubernetes doesn't know the memory of a GPU; name a kind of GPU")
+        raise ConfigError("memory: Kubernetes does not know the memory of a GPU; set the kind of GPU")
     if "claim" in options and not re.fullmatch(r"[a-z0-9.-]+:/.+", options["claim"]):
         raise ConfigError(f"[kubernetes] claim = {options['claim']!r}: expected CLAIM:PATH, such as checkpoints:/data")
 
 
 def _name(job: JobFile, index: int | None) -> str:
-    """As Kubernetes allows names: a DNS label, short enough for what is appended to it."""
+    """A valid name: a DNS label, short enough for the suffixes that are appended."""
     base = re.sub(r"[^a-z0-9-]+", "-", (job.name or Path(job.command[0]).name).lower()).strip("-")[:40] or "job"
     return base if index is None else f"{base}-{index}"
 
@@ -164,8 +170,8 @@ def _job_set(job: JobFile, index: int | None) -> dict[str, Any]:
 def _pod(job: JobFile, index: int | None, name: str) -> dict[str, Any]:
     options, nodes = job.options.get("kubernetes", {}), job.nodes or 1
     per_node, is_cpu = job.min_devices // nodes, job.kinds == (_CPU,)
-    place = Place(nodes, 0, f"{name}-{_GROUP}-0-0.{name}", _PORT)
-    command, variables = spread([word.replace("$", "$$") for word in job.command_of(index)], place)
+    node = NodeContext(nodes, 0, f"{name}-{_GROUP}-0-0.{name}", _PORT)
+    command, variables = command_on_node([word.replace("$", "$$") for word in job.command_of(index)], node)
     if nodes > 1:
         command = tuple(f"--node-rank={_RANK}" if word == "--node-rank=0" else word for word in command)
         variables = {key: _RANK if key == "NODE_RANK" else value for key, value in variables.items()}
@@ -199,7 +205,7 @@ def _pod(job: JobFile, index: int | None, name: str) -> dict[str, Any]:
 
 
 def _yaml(value: dict[str, Any], indent: int = 0) -> list[str]:
-    """Block style, texts quoted as JSON does, which YAML reads alike."""
+    """Block style, with strings quoted as in JSON, which is valid YAML."""
     space, lines = "  " * indent, []
     for key, part in value.items():
         head = f"{space}{key if re.fullmatch(r'[A-Za-z][A-Za-z0-9./-]*', key) else json.dumps(key)}:"

@@ -1,8 +1,8 @@
-"""A command that is started once on each node of a job, told with which others: ``evenload run`` gets the options for it.
+"""Adapt a command that is started once on each node of a job.
 
-``evenload run train.py`` on two nodes becomes ``evenload run --nodes 2 --host ADDRESS:PORT train.py`` on both, so the same job
-file does for one node and for several. Another command is left as it is and finds ``NUM_NODES``, ``NODE_RANK``,
-``MASTER_ADDR`` and ``MASTER_PORT``.
+`evenload run train.py` on two nodes becomes `evenload run --nodes 2 --host ADDRESS:PORT train.py` on both, so that one job
+file works for one node and for several. Any other command is unchanged and finds `NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and
+`MASTER_PORT` in its environment.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from evenload.errors import QueueError
 
 _FIRST_PORT = 25000
 _NUM_PORTS = 7000
-"""Ports 25000 to 31999: above those that tasks of srun meet at (15000 to 24999), below what Linux hands out (32768)."""
+"""Ports 25000 to 31999: above those used between tasks of srun (15000 to 24999), below Linux's ephemeral ports (32768)."""
 _OWN_WORDS = ("--nodes", "--nnodes", "--host", "--master-addr", "--rdzv-endpoint")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which node of a job this is."""
+class NodeContext:
+    """A node's rank in its job, and the address of the first node."""
 
     num_nodes: int
     node_rank: int
     host: str
-    """Of node 0, as the others reach it."""
+    """Address of node 0."""
     port: int
 
     def variables(self) -> dict[str, str]:
-        """What a command that isn't ``evenload run`` can find out about it."""
+        """Return the environment variables for a command other than `evenload run`."""
         return {
             "NUM_NODES": str(self.num_nodes),
             "NODE_RANK": str(self.node_rank),
@@ -41,31 +41,31 @@ class Place:
         }
 
 
-def spread(command: Sequence[str], place: Place) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The command and the variables for one node."""
+def command_on_node(command: Sequence[str], node: NodeContext) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the command and the variables for one node."""
     verb = _index_of_run(command)
-    if place.num_nodes == 1:
+    if node.num_nodes == 1:
         return tuple(command), {}
     if verb is None or any(word.partition("=")[0] in _OWN_WORDS for word in command[verb + 1 :]):
-        return tuple(command), place.variables()
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    own = (f"--nodes={place.num_nodes}", f"--host={host}:{place.port}", f"--node-rank={place.node_rank}")
+        return tuple(command), node.variables()
+    host = f"[{node.host}]" if ":" in node.host else node.host
+    own = (f"--nodes={node.num_nodes}", f"--host={host}:{node.port}", f"--node-rank={node.node_rank}")
     return (*command[: verb + 1], *own, *command[verb + 1 :]), {}
 
 
 def port_for(number: int) -> int:
-    """A port that follows from a job's number, so that jobs on one node meet apart."""
+    """Return a port derived from the job's number, so that jobs on the same node use different ports."""
     return _FIRST_PORT + number % _NUM_PORTS
 
 
-def place_in_step(variables: Mapping[str, str]) -> Place:
-    """Which node this is, by what srun set.
+def node_of_task(variables: Mapping[str, str]) -> NodeContext:
+    """Return the node of this task of srun.
 
     Raises:
-        QueueError: this isn't a task of srun.
+        QueueError: this process is not a task of srun.
     """
     try:
-        return Place(
+        return NodeContext(
             num_nodes=int(variables["SLURM_STEP_NUM_NODES"]),
             node_rank=int(variables["SLURM_NODEID"]),
             host=variables["SLURM_LAUNCH_NODE_IPADDR"],
@@ -73,12 +73,12 @@ def place_in_step(variables: Mapping[str, str]) -> Place:
         )
     except (KeyError, ValueError) as error:
         raise QueueError(
-            f"this isn't a task of srun: {error}; srun sets SLURM_STEP_NUM_NODES, SLURM_NODEID, ..."
+            f"this process is not a task of srun, which sets SLURM_STEP_NUM_NODES and SLURM_NODEID: {error}"
         ) from None
 
 
 def _index_of_run(command: Sequence[str]) -> int | None:
-    """Where ``run`` of ``evenload run`` stands; None where the command is another."""
+    """The position of `run` in `evenload run`; None for any other command."""
     words = list(command)
     if len(words) > 1 and Path(words[0]).name == "evenload" and words[1] == "run":
         return 1
@@ -88,8 +88,8 @@ def _index_of_run(command: Sequence[str]) -> int | None:
 
 
 def main() -> None:
-    """As one task of srun: becomes the command given after ``--``."""
-    command, variables = spread(sys.argv[2:], place_in_step(os.environ))
+    """As one task of srun: exec the command given after `--`."""
+    command, variables = command_on_node(sys.argv[2:], node_of_task(os.environ))
     os.environ.update(variables)
     os.execvp(command[0], list(command))
 

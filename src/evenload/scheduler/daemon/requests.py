@@ -15,7 +15,7 @@ from evenload.scheduler.core.values import JobSpec
 from evenload.scheduler.daemon.external_processes import user_name
 from evenload.scheduler.daemon.queue_file import QueueFile
 from evenload.scheduler.messages import CHANGEABLE, LARGEST_PAGE
-from evenload.scheduler.program import Program
+from evenload.scheduler.program import JobProgram
 from evenload.scheduler.store import rows
 
 LEARNED = "preemptible_is_learned"
@@ -91,7 +91,7 @@ def _spec(row: Mapping[str, Any]) -> JobSpec:
     return spec
 
 
-def program_from(row: Any, caller: Caller) -> Program:
+def program_from(row: Any, caller: Caller) -> JobProgram:
     """What a job runs, and that it can run here.
 
     Raises:
@@ -100,19 +100,19 @@ def program_from(row: Any, caller: Caller) -> Program:
     """
     if not isinstance(row, Mapping):
         raise ConfigError(f"program={row!r:.100}: expected an object")
-    known = {field.name for field in fields(Program)} - {"uid"}
+    known = {field.name for field in fields(JobProgram)} - {"uid"}
     if unknown := row.keys() - known:
         raise ConfigError(f"program.{sorted(unknown)[0]}: there is no such field; there are {', '.join(sorted(known))}")
     command = _texts("program.command", row.get("command"))
     if not command or not command[0]:
         raise ConfigError("program.command is empty: expected a command and its arguments")
-    program = Program(
+    program = JobProgram(
         command=command,
         folder=_folder("program.folder", row.get("folder")),
         uid=caller.uid,
         snapshot=_folder("program.snapshot", row["snapshot"]) if row.get("snapshot") else "",
         environment=_table("program.environment", row.get("environment", {})),
-        grace_s=_seconds("program.grace_s", row.get("grace_s", Program.__dataclass_fields__["grace_s"].default)),
+        grace_s=_seconds("program.grace_s", row.get("grace_s", JobProgram.__dataclass_fields__["grace_s"].default)),
         requeue=_flag("program.requeue", row.get("requeue", False)),
         notify=_texts("program.notify", row.get("notify", ())),
         backend=row.get("backend", "local"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from evenload.errors import QueueError
 from evenload.scheduler.daemon.devices import LocalDevice, variables_for
 from evenload.scheduler.paths import log_path
-from evenload.scheduler.program import Program
+from evenload.scheduler.program import JobProgram
 from evenload.scheduler.runner.files import AttemptSpec
 from evenload.scheduler.store.ledger import AttemptRecord
 
@@ -21,7 +21,7 @@ _PATH = "/usr/local/bin:/usr/bin:/bin"
 def order_for(
     folder: Path,
     attempt: AttemptRecord,
-    program: Program,
+    program: JobProgram,
     found: Mapping[str, LocalDevice],
     log_bytes: int,
     *,

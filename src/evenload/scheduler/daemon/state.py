@@ -18,7 +18,7 @@ from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
 from evenload.scheduler.daemon.memory_history import MemoryHistory
 from evenload.scheduler.daemon.queue_file import QueueFile
 from evenload.scheduler.daemon.runners import Runners
-from evenload.scheduler.program import Program, program_from
+from evenload.scheduler.program import JobProgram, program_from
 from evenload.scheduler.store.ledger import Entry
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import QueueStore
@@ -28,7 +28,7 @@ from evenload.scheduler.store.writer import QueueStore
 class StoredProgram:
     """What is kept beside a job that was submitted."""
 
-    program: Program
+    program: JobProgram
     learns: bool = False
     """Its first report tells that it can be preempted."""
     measures: bool = False

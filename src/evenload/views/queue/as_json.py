@@ -1,4 +1,4 @@
-"""A queue as JSON, for programs; without numpy, rich or a copy of each row."""
+"""A queue as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from evenload.views.queue.view import QueueView
 
 
 def json_of(view: QueueView) -> str:
-    """One object; a line for each job."""
+    """Return one object, with a line for each job."""
     head = {
         "queue": str(view.folder),
         "time_s": view.now_s,

@@ -1,7 +1,6 @@
-"""All jobs of a queue as text or JSON, made by SQLite itself: a hundred thousand lines cost a fraction of a second.
+"""All jobs of a queue as text or JSON, formatted by SQLite: a hundred thousand lines take a fraction of a second.
 
-Rows made in Python would cost several times as much. What comes from other people can't move a terminal's cursor: see
-`_CONTROL`.
+Formatting rows in Python would take several times as long. Control characters in names and reasons are replaced: `_CONTROL`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _PROGRESS = (
     "CASE WHEN total > 0 THEN printf('%g/%g %.0f %%', done, total, min(100.0, 100.0 * done / total)) "
     "WHEN done > 0 THEN printf('%g', done) ELSE '' END"
 )
-_ASKED = "CASE WHEN min_devices = max_devices THEN min_devices ELSE min_devices || ':' || max_devices END"
+_REQUESTED = "CASE WHEN min_devices = max_devices THEN min_devices ELSE min_devices || ':' || max_devices END"
 _WHEN = "strftime('%Y-%m-%d %H:%M', submitted_s, 'unixepoch', 'localtime')"
 _WHY = "replace(reason, char(10), ' ')"
 _COLUMNS = (
@@ -39,16 +38,16 @@ _COLUMNS = (
     ("user", "user"),
     ("state", _STATE),
     ("priority", "CASE priority WHEN 0 THEN '' ELSE priority END"),
-    ("devices", _ASKED),
+    ("devices", _REQUESTED),
     ("attempts", "CASE attempt WHEN 0 THEN '' ELSE attempt END"),
     ("submitted", _WHEN),
     ("progress", _PROGRESS),
     ("why", _WHY),
 )
-_ALONE, _MOST_PARTS = 10_000, 4
-"""Fewer jobs than that are one part: a further process would cost as much as it saves."""
+_MIN_JOBS_TO_SPLIT, _MAX_PARTS = 10_000, 4
+"""With fewer jobs, a second process would cost as much time as it saves."""
 _FREE = ("id", "name", "user")
-"""Columns whose width is that of their longest value; the others are bounded by what they can hold."""
+"""Columns as wide as their longest value; the others have a fixed width."""
 _JSON = (
     """printf('{"id":%s,"number":%d,"user":%s,"name":%s,"state":"%s","priority":%d,"min_devices":%d,"max_devices":%d,"""
     """"devices":%s,"submitted_s":%!.17g,"since_s":%!.17g,"attempt":%d,"done":%!.17g,"total":%s,"rate_per_s":%!.17g,"""
@@ -59,7 +58,7 @@ _JSON = (
 
 
 def all_lines(folder: Path, states: Sequence[JobState] = (), user: str | None = None) -> Iterator[str]:
-    """A head, and a line for each job in the order of submission: text in blocks, each line ended."""
+    """Yield a header and a line for each job in the order of submission, as blocks of whole lines."""
     with Reader(folder) as reader:
         lengths = reader.text(
             f"json_array({', '.join(f'max(length({name}))' for name in _FREE)})", states=states, user=user
@@ -71,38 +70,38 @@ def all_lines(folder: Path, states: Sequence[JobState] = (), user: str | None = 
     yield "  ".join(f"{head:{width}}" for (head, _), width in zip(_COLUMNS, widths, strict=True)).rstrip() + "\n"
     marks = "  ".join(f"%!-{width}s" for width in widths[:-1]) + "  %s"  # "!": widths are of letters, not of bytes
     expression = f"rtrim(printf('{marks}', {', '.join(form for _, form in _COLUMNS)}))"
-    for text in _made(folder, expression, "\n", parts, states, user):
-        yield _shown(text) + "\n"
+    for text in _texts(folder, expression, "\n", parts, states, user):
+        yield _printable(text) + "\n"
 
 
-def _shown(text: str) -> str:
-    """The text without what isn't seen; a search costs more than to find that there is nothing to search for."""
+def _printable(text: str) -> str:
+    # A search costs more than this check that there is nothing to replace.
     if text.isascii() and len(text.encode().translate(None, _CONTROL_BYTES)) == len(text):
         return text
     return _CONTROL.sub("?", text)
 
 
 def all_json(folder: Path, states: Sequence[JobState] = (), user: str | None = None) -> Iterator[str]:
-    """One object with all jobs, a line each, as `queue_json` writes fewer of them."""
+    """Yield one object with a line for each job, like `as_json.json_of`."""
     with Reader(folder) as reader:
         counts = {str(state): num for state, num in reader.counts(user).items()}
         parts = _parts(reader)
     head = {"queue": str(folder), "time_s": time.time(), "from_daemon": False, "counts": counts}
     yield json.dumps(head, ensure_ascii=False)[:-1] + ', "jobs": [\n'
-    for index, text in enumerate(_made(folder, _JSON, ",\n", parts, states, user)):
+    for index, text in enumerate(_texts(folder, _JSON, ",\n", parts, states, user)):
         yield (",\n" if index else "") + text
     yield "\n]}\n"
 
 
 def _parts(reader: Reader) -> list[tuple[int, int]]:
-    """The numbers of all jobs, cut into a part for each core where they are many."""
+    """Split the range of job numbers into a part per core if there are many jobs."""
     first, last = reader.span()
-    num = 1 if last - first < _ALONE else min(_MOST_PARTS, len(os.sched_getaffinity(0)))
+    num = 1 if last - first < _MIN_JOBS_TO_SPLIT else min(_MAX_PARTS, len(os.sched_getaffinity(0)))
     bounds = [first + (last + 1 - first) * index // num for index in range(num + 1)]
     return [(low, high - 1) for low, high in pairwise(bounds)]
 
 
-def _made(
+def _texts(
     folder: Path,
     expression: str,
     separator: str,
@@ -110,9 +109,9 @@ def _made(
     states: Sequence[JobState],
     user: str | None,
 ) -> Iterator[str]:
-    """The texts of the parts that have any, each but the first made by a process of its own.
+    """Yield the text of each part that is not empty; all but the first are made in forked processes.
 
-    Threads would wait for each other in SQLite's memory. So the parts may be milliseconds apart; each job is there once.
+    Threads would contend for SQLite's memory. The parts may be milliseconds apart; each job appears once.
     """
 
     def make(part: tuple[int, int]) -> str:
@@ -120,16 +119,16 @@ def _made(
             return reader.joined(expression, separator, states=states, user=user, first=part[0], last=part[1])
 
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_Made(partial(make, part))) for part in parts[1:]]
+        children = [stack.enter_context(_ForkedText(partial(make, part))) for part in parts[1:]]
         if text := make(parts[0]):
             yield text
         for part, child in zip(parts[1:], children, strict=True):
-            told = child.text()
-            if text := make(part) if told is None else told:
+            made = child.text()
+            if text := make(part) if made is None else made:
                 yield text
 
 
-class _Made:
+class _ForkedText:
     """A text that a forked process makes."""
 
     def __init__(self, make: Callable[[], str]) -> None:
@@ -139,7 +138,7 @@ class _Made:
             os.close(there)
             return
         code = 1
-        # On any error whoever forked it makes the text itself, and tells what is wrong.
+        # On any error the parent makes the text itself and raises what is wrong.
         with contextlib.suppress(BaseException):
             os.close(self._pipe)
             with os.fdopen(there, "w", encoding="utf-8") as file:
@@ -148,7 +147,7 @@ class _Made:
         os._exit(code)
 
     def text(self) -> str | None:
-        """Waits for it; None where the process failed."""
+        """Return the text; None if the process failed."""
         with os.fdopen(self._pipe, encoding="utf-8", closefd=False) as file:
             text = file.read()
         _, status = os.waitpid(self._pid, 0)
@@ -162,5 +161,5 @@ class _Made:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._pipe)
-        if self._pid:  # nobody wants it any more; it ends as soon as it writes
+        if self._pid:  # its text is not needed any more; it ends as soon as it writes
             os.waitpid(self._pid, 0)

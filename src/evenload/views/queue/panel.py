@@ -1,4 +1,4 @@
-"""A queue on a terminal: the same tables as in a pipe, in colour, cut to the width of the window."""
+"""A queue's tables rendered for a terminal: in colour, and cut to its width."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from evenload.views.queue.text import Table, head, notes, tables
+from evenload.views.queue.text import TextTable, head, notes, tables
 from evenload.views.queue.view import QueueView
 
 _COLOURS = {
@@ -19,19 +19,19 @@ _COLOURS = {
     "failed": "red",
     "cancelled": "magenta",
 }
-_RIGHT = frozenset(("job", "memory", "speed", "left", "place", "priority", "took"))
+_RIGHT = frozenset(("job", "memory", "speed", "left", "position", "priority", "took"))
 _LONG = frozenset(("why", "held by"))
 
 
 def panel(view: QueueView) -> RenderableType:
-    """The queue, to be printed by a console of any width."""
+    """Return the queue for a rich console."""
     parts: list[RenderableType] = [Text(head(view), style="bold")]
     parts += [Text(note, style="yellow") for note in notes(view)]
     parts += [_rich(table) for table in tables(view)]
     return Group(*parts)
 
 
-def _rich(table: Table) -> RenderableType:
+def _rich(table: TextTable) -> RenderableType:
     kept = [index for index in range(len(table.columns)) if any(row[index] for row in table.rows)]
     drawn = RichTable(
         box=SIMPLE_HEAD, title=table.title or None, title_justify="left", title_style="bold", pad_edge=False
@@ -54,11 +54,6 @@ def _style(column: str, cell: str) -> str:
     if column == "state":
         return _COLOURS.get(cell, "")
     if column == "held by":
-        return (
-            "dim"
-            if cell.endswith("free")
-            else "yellow"
-            if "outside of the queue" in cell or "no process" in cell
-            else ""
-        )
+        is_foreign = "outside the queue" in cell or "no process" in cell
+        return "dim" if cell.endswith("free") else "yellow" if is_foreign else ""
     return "bold" if column == "job" else ""

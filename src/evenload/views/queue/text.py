@@ -1,4 +1,4 @@
-"""A queue as text: tables of plain columns, which a terminal shows in colour (`queue_panel`) and a pipe as they are."""
+"""A queue as plain tables; `panel` renders the same tables in colour."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ STATES = {
     JobState.FAILED: "failed",
     JobState.CANCELLED: "cancelled",
 }
-"""States as people are told them."""
+"""State → its name for display."""
 _ENDED = {str(state) for state in ENDED}
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Rows under a title; each row's first cell that is a state may be coloured."""
+class TextTable:
+    """Rows under a title."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    """Below it."""
+    """Shown below the rows."""
 
 
 def head(view: QueueView) -> str:
-    """One line: what is there and how much of it is in use."""
+    """Return a one-line summary: devices in use and jobs by state."""
     parts = [f"queue {view.folder}"]
     if view.is_live:
         busy = sum(1 for row in view.devices if row["job"])
@@ -47,25 +47,25 @@ def head(view: QueueView) -> str:
         name = STATES[JobState(state)]
         name = name if name in ("waiting", "succeeded", "failed", "cancelled") else "running"
         counts[name] = counts.get(name, 0) + num
-    told = [
+    texts = [
         f"{counts[name]:,} {name}"
         for name in ("running", "waiting", "succeeded", "failed", "cancelled")
         if counts.get(name)
     ]
-    parts.append(", ".join(told) or "no jobs yet")
+    parts.append(", ".join(texts) or "no jobs yet")
     return " · ".join(parts)
 
 
 def notes(view: QueueView) -> list[str]:
-    """What somebody should know."""
-    told = [f"problem: {problem}" for problem in view.problems]
+    """Return problems and limitations to point out."""
+    found = [f"problem: {problem}" for problem in view.problems]
     if not view.is_live:
-        told.append("no daemon was asked: why jobs wait and who holds the devices isn't told here")
-    return told
+        found.append("the daemon is not running: wait reasons and device usage are not available")
+    return found
 
 
-def tables(view: QueueView) -> list[Table]:
-    """Devices, jobs that ended last, those that run, those that wait."""
+def tables(view: QueueView) -> list[TextTable]:
+    """Return the tables of devices, recently ended, running and waiting jobs."""
     names = {row["id"]: row["label"] for row in view.devices}
     running: list[Mapping[str, Any]] = []
     waiting: list[Mapping[str, Any]] = []
@@ -78,18 +78,18 @@ def tables(view: QueueView) -> list[Table]:
         found.append(_device_table(view))
     if ended:
         rows = [_ended_row(job, view.now_s) for job in ended]
-        found.append(Table("ended last", ("job", "name", "user", "state", "when", "took", "why"), rows))
+        found.append(TextTable("recently ended", ("job", "name", "user", "state", "when", "took", "why"), rows))
     if running:
         rows = [_running_row(job, view.now_s, names) for job in running]
         columns = ("job", "name", "user", "state", "devices", "progress", "speed", "left", "why")
-        found.append(Table("running", columns, rows))
+        found.append(TextTable("running", columns, rows))
     if waiting:
         found.append(_waiting_table(waiting, view))
     return found
 
 
 def text(view: QueueView) -> Iterable[str]:
-    """All of it, line by line, without colours."""
+    """Return the whole queue, line by line."""
     yield head(view)
     yield from notes(view)
     for table in tables(view):
@@ -102,7 +102,7 @@ def text(view: QueueView) -> Iterable[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns side by side, two blanks between; those empty in all rows but the head are left out."""
+    """Return the rows as aligned lines, without columns that are empty in all rows but the first."""
     if not rows:
         return []
     kept = [index for index in range(len(rows[0])) if len(rows) == 1 or any(row[index] for row in rows[1:])]
@@ -111,13 +111,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [(form % tuple([row[index] for index in kept])).rstrip() for row in rows]
 
 
-def all_told(view: QueueView) -> Iterable[str]:
-    """A head, and a line for each job, as `queue_lines` writes them where the queue's file can be read."""
+def listed_lines(view: QueueView) -> Iterable[str]:
+    """Return a header and a line for each job, like `full_list.all_lines` for a queue whose file can't be read."""
     rows: list[tuple[str, ...]] = [("job", "name", "user", "state", "devices", "submitted", "progress", "why")]
     for job in view.jobs:
         rows.append(
             (
-                job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], _asked(job),
+                job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], _requested(job),
                 moment(job["submitted_s"]), progress(job), clean(job["reason"]),
             )
         )  # fmt: skip
@@ -125,7 +125,7 @@ def all_told(view: QueueView) -> Iterable[str]:
 
 
 def progress(job: Mapping[str, Any]) -> str:
-    """``412/1000 41 %``, or what is known of it."""
+    """Return `412/1000 41 %`, or the part that is known."""
     done, total = job["done"], job["total"]
     if total:
         return f"{done:g}/{total:g} {100 * min(1.0, done / total):.0f} %"
@@ -133,7 +133,7 @@ def progress(job: Mapping[str, Any]) -> str:
 
 
 def span(seconds: float) -> str:
-    """``42 s``, ``12 min``, ``3:05 h``, ``2.5 d``."""
+    """Return a duration as `42 s`, `12 min`, `3:05 h` or `2.5 d`."""
     seconds = max(0.0, seconds)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -145,16 +145,16 @@ def span(seconds: float) -> str:
 
 
 def moment(time_s: float) -> str:
-    """``2026-03-14 15:09``, in the local time."""
+    """Return a time as `2026-03-14 15:09`, local time."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
 
 
-def clean(told: str) -> str:
-    """One line without what would move a terminal's cursor: names and reasons come from other people."""
-    return told if told.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in told)
+def clean(text: str) -> str:
+    """Replace control characters, which could move a terminal's cursor: names and reasons come from other users."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _device_table(view: QueueView) -> Table:
+def _device_table(view: QueueView) -> TextTable:
     names = {job["id"]: job["name"] for job in view.jobs}
     rows = []
     for device in view.devices:
@@ -162,11 +162,11 @@ def _device_table(view: QueueView) -> Table:
         kept = [_reserved(row, view.now_s) for row in view.reservations if device["id"] in row["devices"]]
         held = "; ".join((_holder(device, names), *filter(None, kept)))
         rows.append((clean(device["label"]), clean(device["kind"]), memory, held))
-    return Table("", ("device", "kind", "memory", "held by"), _together(rows))
+    return TextTable("", ("device", "kind", "memory", "held by"), _together(rows))
 
 
 def _together(rows: Sequence[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str]]:
-    """Equal devices that stand idle on one line: a machine may have a hundred cores."""
+    """Merge equal idle devices into one row: a machine may have a hundred cores."""
     found: list[tuple[str, str, str, str]] = []
     idle: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
@@ -181,7 +181,6 @@ def _together(rows: Sequence[tuple[str, str, str, str]]) -> list[tuple[str, str,
 
 
 def _reserved(row: Mapping[str, Any], now_s: float) -> str:
-    """Of a reservation that holds, or will within a day."""
     if not now_s < row["end_s"] or row["start_s"] > now_s + 86400:
         return ""
     from_ = f"from {moment(row['start_s'])} " if row["start_s"] > now_s else ""
@@ -191,16 +190,16 @@ def _reserved(row: Mapping[str, Any], now_s: float) -> str:
 def _holder(device: Mapping[str, Any], names: Mapping[str, str]) -> str:
     parts = []
     if jobs := device["jobs"]:
-        told = [f"{job}{f' ({clean(name)})' if (name := names.get(job, '')) else ''}" for job in jobs]
-        parts.append(f"job {told[0]}" if len(told) == 1 else f"jobs {', '.join(told)}")
+        listed = [f"{job}{f' ({clean(name)})' if (name := names.get(job, '')) else ''}" for job in jobs]
+        parts.append(f"job{'s' if len(jobs) > 1 else ''} {', '.join(listed)}")
     if device["excess_bytes"]:
-        parts.append(f"they may need {device['excess_bytes'] / 1e9:.1f} GB more than there is")
+        parts.append(f"the memory is overcommitted by {device['excess_bytes'] / 1e9:.1f} GB")
     for process in device["external"]:
         used = f", {process['used_bytes'] / 1e9:.1f} GB" if process["used_bytes"] else ""
         command = clean(process["command"])[:60]
-        parts.append(f"{process['user']}'s {command} (pid {process['pid']}{used}), outside of the queue")
+        parts.append(f"{process['user']}'s {command} (pid {process['pid']}{used}), outside the queue")
     if device["ghost_bytes"]:
-        parts.append(f"{device['ghost_bytes'] / 1e9:.1f} GB that no process holds")
+        parts.append(f"{device['ghost_bytes'] / 1e9:.1f} GB used by no process")
     if device["closed"] and not device["external"] and not device["ghost_bytes"]:
         parts.append(f"closed: {clean(device['closed'])}")
     return "; ".join(parts) or "free"
@@ -219,44 +218,43 @@ def _running_row(job: Mapping[str, Any], now_s: float, names: Mapping[str, str])
 
 
 def _shared(job: Mapping[str, Any]) -> str:
-    """With whom it shares its device, and how much of that it takes."""
     parts = []
     if others := job.get("shares"):
         parts.append(f"shares with {', '.join(others)}")
     if job.get("peak_bytes"):
-        parts.append(f"takes {gigabytes(job['peak_bytes'])}")
+        parts.append(f"uses {gigabytes(job['peak_bytes'])}")
     return ", ".join(parts)
 
 
 def gigabytes(num_bytes: int) -> str:
-    """``0.1 GB``, ``23 GB``."""
+    """Return a size as `0.1 GB` or `23 GB`."""
     return f"{num_bytes / 1e9:.2g} GB" if num_bytes < 10e9 else f"{num_bytes / 1e9:.0f} GB"
 
 
 def short_list(names: Sequence[str]) -> str:
-    """``gpu0,gpu1`` or ``gpu0,gpu1,… 8 in all``."""
-    return ",".join(names) if len(names) <= 4 else f"{','.join(names[:2])},… {len(names)} in all"
+    """Return `gpu0,gpu1`, or `gpu0,gpu1,… 8 in total` for a long list."""
+    return ",".join(names) if len(names) <= 4 else f"{','.join(names[:2])},… {len(names)} in total"
 
 
-def _waiting_table(waiting: Sequence[Mapping[str, Any]], view: QueueView) -> Table:
+def _waiting_table(waiting: Sequence[Mapping[str, Any]], view: QueueView) -> TextTable:
     shown = waiting[:MAX_WAITING]
     rows = []
     for num, job in enumerate(shown, 1):
         start_s, eta_s = job.get("start_s"), job.get("eta_s")
         rows.append(
             (
-                job["id"], clean(job["name"]), job["user"], str(job["priority"] or ""), str(num), _asked(job),
+                job["id"], clean(job["name"]), job["user"], str(job["priority"] or ""), str(num), _requested(job),
                 f"in {span(start_s - view.now_s)}" if start_s is not None else "",
                 f"in {span(eta_s - view.now_s)}" if eta_s is not None else "",
                 progress(job), clean(job["reason"])[:160],
             )
         )  # fmt: skip
     more = view.counts.get(JobState.PENDING, 0) - len(shown)
-    return Table(
+    return TextTable(
         "waiting, in the order of submission",
-        ("job", "name", "user", "priority", "place", "devices", "starts", "done", "progress", "why"),
+        ("job", "name", "user", "priority", "position", "devices", "starts", "done", "progress", "why"),
         rows,
-        f"... and {more:,} more (--all lists all)" if more > 0 else "",
+        f"... and {more:,} more (--all lists all jobs)" if more > 0 else "",
     )
 
 
@@ -268,7 +266,7 @@ def _ended_row(job: Mapping[str, Any], now_s: float) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _asked(job: Mapping[str, Any]) -> str:
+def _requested(job: Mapping[str, Any]) -> str:
     least, most = job["min_devices"], job["max_devices"]
     kinds = "|".join(job.get("kinds") or ())
     return f"{least if least == most else f'{least}:{most}'}{f' {clean(kinds)}' if kinds else ''}"

@@ -1,7 +1,7 @@
-"""The backend ``ray``: hands a job file to the queue that lives in a Ray cluster, and asks it how its jobs are.
+"""The backend `ray`: submit a job file to the queue inside a Ray cluster, and read the status of its jobs.
 
-The queue is an actor of ours (`ray_controller`), started at the first submit; it stays until the cluster ends. Ray knows
-no users: whoever reaches the cluster can do there as they like, and the owner told to the queue is taken on trust.
+The queue is an actor (`ray.controller`) that the first submission starts and that lives as long as the cluster. Ray has no
+users: anyone who can reach the cluster can do anything there, so the queue trusts the owner named by the client.
 """
 
 from __future__ import annotations
@@ -12,27 +12,34 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError, QueueError
-from evenload.scheduler.backends.interface import Described, Request, check_options, check_settled
-from evenload.scheduler.backends.ray.controller import NAME, NAMESPACE, Controller
+from evenload.scheduler.backends.interface import (
+    BackendRequest,
+    JobStatus,
+    SchedulerBackend,
+    check_options,
+    check_resolved,
+)
+from evenload.scheduler.backends.ray.controller import NAME, NAMESPACE, RayQueueActor
 from evenload.scheduler.job_file import JobFile, as_table, job_from
 
 OPTIONS = {
-    "address": "of the cluster, such as 10.0.0.1:6379; else RAY_ADDRESS, else the one on this machine",
-    "root": "the folder of output and state on each node; else ~/.local/state/evenload/ray",
+    "address": "address of the cluster, such as 10.0.0.1:6379; default: RAY_ADDRESS, else the cluster on this machine",
+    "root": "folder for output and state on each node; default: ~/.local/state/evenload/ray",
 }
-"""What a job file's ``[ray]`` table may hold."""
+"""Keys of a job file's `[ray]` table."""
 
 _TIMEOUT_S = 120.0
 _RESTART_S = 30.0
-"""What Ray may take to start the queue's actor again."""
+"""Time that Ray may take to restart the queue's actor."""
 
 
-class RayCluster:
-    """Ray as a backend; `address` and `root` hold where a job's own options say nothing."""
+class RayBackend(SchedulerBackend):
+    """Ray; `address` and `root` are the defaults of jobs that do not set them."""
 
     name = "ray"
 
@@ -42,55 +49,54 @@ class RayCluster:
 
     @property
     def root(self) -> Path:
-        """Output and state, on each node under the same path."""
+        """The default folder for output and state, under the same path on each node."""
         return self._root or Path.home() / ".local" / "state" / "evenload" / "ray"
 
-    def materialise(self, job: JobFile) -> Request:
-        """The job file as the queue on Ray will read it."""
-        check_settled(job)
+    def build_request(self, job: JobFile, snapshot: str = "") -> BackendRequest:
+        """Build the job file's table, which the queue on Ray reads."""
+        job = replace(job, folder=snapshot or job.folder)
+        check_resolved(job)
         options = job.options.get("ray", {})
         check_options("ray", options, OPTIONS)
         if job.nodes is not None and job.nodes > 1:
             raise ConfigError(
-                f"nodes = {job.nodes}: on Ray the queue takes devices as they come, on one node if they fit; leave it out"
+                f"nodes = {job.nodes}: on Ray the queue chooses the nodes, one if the devices fit; remove it"
             )
         if job.share_device:
-            raise ConfigError("share_device: the queue on Ray gives whole devices; leave it out")
+            raise ConfigError("share_device: the queue on Ray allocates whole devices; remove it")
         if job.notify:
-            raise ConfigError(f"notify = {job.notify[0]!r}: the queue on Ray notifies nobody; leave it out")
+            raise ConfigError(f"notify = {job.notify[0]!r}: the queue on Ray sends no notifications; remove it")
         text = json.dumps(as_table(job), indent=2, sort_keys=True, ensure_ascii=False)
-        return Request("ray", job.name, text, (), options.get("root", str(self.root)))
+        return BackendRequest("ray", job.name, text, (), options.get("root", str(self.root)))
 
-    def submit(self, request: Request) -> str:
-        """Hands the job to the queue, which is started where there is none."""
+    def submit(self, request: BackendRequest) -> tuple[str, ...]:
+        """Submit the job to the queue, and start the queue if it does not run."""
         table = json.loads(request.text)
         address = job_from(table).options.get("ray", {}).get("address", self._address)
         queue = self._queue(address, Path(request.folder))
-        return str(self._ask(queue.submit, table, getpass.getuser()))
+        return (str(self._call(queue.submit, table, getpass.getuser())),)
 
-    def describe(self, ids: Sequence[str]) -> tuple[Described, ...]:
-        """How these jobs are."""
-        return tuple(self._ask(self._queue(self._address).describe, list(ids), again_s=_RESTART_S))
+    def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
+        """Return the status of these jobs; of all if `ids` is empty."""
+        return tuple(self._call(self._queue(self._address).describe, list(ids), retry_s=_RESTART_S))
 
     def cancel(self, job: str) -> None:
-        """Ends a job: one that runs may save first."""
-        self._ask(self._queue(self._address).cancel, job, getpass.getuser())
+        """Cancel a job; a running one may save first."""
+        self._call(self._queue(self._address).cancel, job, getpass.getuser())
 
     def logs(self, job: str) -> Path:
-        """The file of its output, on the first of its nodes; those of other nodes lie beside it on theirs."""
-        return Path(self._ask(self._queue(self._address).log, job, again_s=_RESTART_S))
+        """Return the output file on the first node of the job; other nodes have a file of their own in the same folder."""
+        return Path(self._call(self._queue(self._address).log, job, retry_s=_RESTART_S))
 
     def _queue(self, address: str, root: Path | None = None) -> Any:
-        """The queue's actor; with `root` it is started where there is none."""
+        """The queue's actor; with `root`, it is started if there is none."""
         ray = _connected(address)
         with contextlib.suppress(ValueError):
             return ray.get_actor(NAME, namespace=NAMESPACE)
         if root is None:
-            raise QueueError(
-                "there is no queue in this Ray cluster; the first `evenload submit --backend ray` starts it"
-            )
+            raise QueueError("no queue runs in this Ray cluster; the first `evenload submit --backend ray` starts it")
         return (
-            ray.remote(Controller)
+            ray.remote(RayQueueActor)
             .options(
                 name=NAME,
                 namespace=NAMESPACE,
@@ -103,11 +109,11 @@ class RayCluster:
             .remote(str(root))
         )
 
-    def _ask(self, method: Any, *arguments: Any, again_s: float = 0.0) -> Any:
-        """Calls the queue; while Ray starts it anew it is asked again for so long, where asking twice is no harm."""
+    def _call(self, method: Any, *arguments: Any, retry_s: float = 0.0) -> Any:
+        """Call the queue; retry for `retry_s` while Ray restarts it (only for calls that are safe to repeat)."""
         import ray
 
-        end_s = time.monotonic() + again_s
+        end_s = time.monotonic() + retry_s
         while True:
             try:
                 return ray.get(method.remote(*arguments), timeout=_TIMEOUT_S)
@@ -119,29 +125,24 @@ class RayCluster:
                     time.sleep(0.5)
                     continue
                 raise QueueError(
-                    f"the queue on Ray doesn't answer, and whether it did what it was asked for is not known: {error}; "
-                    f"`ray status` tells how the cluster is"
+                    f"the queue on Ray does not answer, so it is unknown whether the call took effect: {error}; "
+                    f"check the cluster with `ray status`"
                 ) from error
 
 
-BACKEND = RayCluster()
+BACKEND = RayBackend()
 
 
 def _connected(address: str) -> Any:
-    """Ray, connected to the cluster.
-
-    Raises:
-        ConfigError: Ray isn't installed.
-        QueueError: there is no cluster.
-    """
+    """Connect to the cluster; return the `ray` module."""
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("backend ray: Ray isn't installed here; pip install 'evenload[ray]'") from error
+        raise ConfigError("backend ray: Ray is not installed; pip install 'evenload[ray]'") from error
     if not ray.is_initialized():
         try:
             ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             where = address or "RAY_ADDRESS, or on this machine"
-            raise QueueError(f"there is no Ray cluster at {where}: {error}; `ray start --head` starts one") from error
+            raise QueueError(f"no Ray cluster at {where}: {error}; start one with `ray start --head`") from error
     return ray

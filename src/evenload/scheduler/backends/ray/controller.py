@@ -1,8 +1,8 @@
-"""The detached actor that runs the queue on Ray: it decides by the core, and gives devices only to jobs that the core starts.
+"""The detached actor that runs the queue on Ray: it decides like the local queue, and requests devices for jobs it starts.
 
-Ray has no priority between jobs; a request that waits in Ray is served when something is free. So nothing of ours waits
-there: a job holds nothing of Ray until the core gives it devices, and one that must give way is asked to save and stop.
-One thread looks at everything several times a second; calls from outside take the same lock.
+Ray has no priorities between jobs: a pending request is served when something is free. So no request of ours waits there: a
+job holds nothing in Ray until the queue gives it devices, and a preempted job is asked to save and stop. One thread does all
+the work, several times a second; calls from outside are passed to it.
 """
 
 from __future__ import annotations
@@ -12,140 +12,150 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from evenload.errors import QueueError
-from evenload.scheduler.backends.interface import Described
+from evenload.scheduler.backends.interface import JobStatus
 from evenload.scheduler.backends.ray.devices import bundles_of, devices_of
-from evenload.scheduler.backends.ray.gang import GROUPS, Gang, News, Work, log_file
+from evenload.scheduler.backends.ray.gang import GROUPS, GangProgram, GangUpdate, RayGang, log_file
 from evenload.scheduler.backends.ray.queue import RayQueue
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState, Verb
 from evenload.scheduler.core.values import settings_from
-from evenload.scheduler.job_file import INDEX_VARIABLE, job_from
+from evenload.scheduler.job_file import job_from
 
 NAME, NAMESPACE = "queue", "evenload"
 _POLL_S = 0.2
-_NODES_EVERY_S = 2.0
-_SHUT_S = 60.0
-"""A device that Ray didn't give is left alone so long."""
+_NODES_POLL_S = 2.0
+_CLOSED_S = 60.0
+"""Time for which a device that Ray did not provide is left unused."""
+
+_T = TypeVar("_T")
 
 
-class Controller:
-    """The queue and the gangs that run."""
+class RayQueueActor:
+    """The queue and its running jobs."""
 
     def __init__(self, root: str) -> None:
-        """Takes up the queue that lies in `root` on this node."""
+        """Open the queue in `root` on this node."""
         import ray
 
         self._ray: Any = ray
         self._root = Path(root)
-        self._queue = RayQueue(self._root, time.time)
-        self._gangs: dict[str, Gang] = {}
-        self._shut_until_s: dict[str, float] = {}
-        self._nodes_s = -_NODES_EVERY_S
-        self._lock = threading.Lock()
+        self._gangs: dict[str, RayGang] = {}
+        self._closed_until_s: dict[str, float] = {}
+        self._nodes_s = -_NODES_POLL_S
+        self._thread = ThreadPoolExecutor(1, "evenload queue")
+        self._queue = self._in_thread(lambda: RayQueue(self._root, time.time))
         self._remove_groups()
-        threading.Thread(target=self._run, name="evenload queue", daemon=True).start()
+        threading.Thread(target=self._run, name="evenload queue polls", daemon=True).start()
 
     def submit(self, table: Mapping[str, Any], user: str) -> str:
-        """Takes a job file's table; the id."""
-        with self._lock:
-            self._see_nodes()
+        """Submit a job file's table; return the id."""
+
+        def submit() -> str:
+            self._update_nodes()
             return self._queue.submit(job_from(table), user)
 
+        return self._in_thread(submit)
+
     def cancel(self, job: str, user: str) -> None:
-        """Cancels a job; asked again it ends at once."""
-        with self._lock:
+        """Cancel a job; a second call ends it at once."""
+
+        def cancel() -> None:
             for name in self._queue.cancel(job, user):
                 if name in self._gangs:
                     self._gangs[name].stop(f"cancelled by {user}")
 
-    def describe(self, ids: Sequence[str]) -> list[Described]:
-        """How jobs are."""
-        with self._lock:
-            return self._queue.describe(ids)
+        self._in_thread(cancel)
+
+    def describe(self, ids: Sequence[str]) -> list[JobStatus]:
+        """Return the status of jobs."""
+        return self._in_thread(lambda: self._queue.describe(ids))
 
     def log(self, job: str) -> str:
-        """The path of a job's output, on the first of its nodes."""
+        """Return the path of a job's output on the first of its nodes."""
         if not self.describe([job]):
-            raise QueueError(f"there is no job {job}")
+            raise QueueError(f"no job {job} in this queue")
         return str(log_file(self._root, job))
 
     def set_settings(self, values: Mapping[str, Any]) -> None:
-        """How it decides from now on; see `Settings`."""
-        with self._lock:
-            self._queue.apply(events.SettingsSet(time.time(), settings_from(values)))
+        """Change the queue's settings; see `Settings`."""
 
-    def close(self) -> None:
-        """Ends all programs at once; the log stays."""
-        with self._lock:
-            for gang in self._gangs.values():
-                gang.close()
-            self._gangs.clear()
+        def change() -> None:
+            self._queue.record(events.SettingsSet(time.time(), settings_from(values)))
+            self._queue.commit()
+
+        self._in_thread(change)
+
+    def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return self._thread.submit(work).result()
 
     def _remove_groups(self) -> None:
-        """A controller that died leaves placement groups, which would hold their devices for ever."""
+        """Remove the placement groups of an actor that died; they would hold their devices for ever."""
         for row in self._ray.util.placement_group_table().values():
             if row["name"].startswith(GROUPS) and row["state"] != "REMOVED":
-                with contextlib.suppress(ValueError):  # gone meanwhile
+                with contextlib.suppress(ValueError):  # removed meanwhile
                     self._ray.util.remove_placement_group(self._ray.util.get_placement_group(row["name"]))
 
     def _run(self) -> None:
         while True:
             try:
-                with self._lock:
-                    self._turn()
-            except Exception:  # a queue that stops at the first surprise helps nobody; it is told in the actor's log
+                self._in_thread(self._poll)
+            except Exception:  # the queue must survive any error; it goes to the actor's log
                 traceback.print_exc(file=sys.stderr)
                 time.sleep(2.0)
             time.sleep(_POLL_S)
 
-    def _turn(self) -> None:
-        if time.monotonic() - self._nodes_s > _NODES_EVERY_S:
-            self._see_nodes()
+    def _poll(self) -> None:
+        if time.monotonic() - self._nodes_s > _NODES_POLL_S:
+            self._update_nodes()
         for job, gang in list(self._gangs.items()):
-            self._see(job, gang, gang.look())
+            self._update(job, gang, gang.poll())
         for command in self._queue.decide():
             self._carry_out(command)
+        self._queue.commit()
 
-    def _see_nodes(self) -> None:
+    def _update_nodes(self) -> None:
         self._nodes_s = time.monotonic()
-        self._queue.see_devices(devices_of(self._ray.nodes()))
-        for device, until_s in list(self._shut_until_s.items()):
+        self._queue.update_devices(devices_of(self._ray.nodes()))
+        for device, until_s in list(self._closed_until_s.items()):
             if time.monotonic() > until_s:
-                del self._shut_until_s[device]
+                del self._closed_until_s[device]
                 if device in self._queue.queue_state.closed:
-                    self._queue.apply(events.DeviceOpened(time.time(), device))
+                    self._queue.record(events.DeviceOpened(time.time(), device))
 
-    def _see(self, job: str, gang: Gang, news: News) -> None:
+    def _update(self, name: str, gang: RayGang, update: GangUpdate) -> None:
         now_s = time.time()
-        held = self._queue.queue_state.jobs[job]
-        if news.has_begun and held.state is JobState.STARTING:
-            self._queue.apply(events.JobStarted(now_s, job))
-        if news.report is not None:
-            self._queue.see_report(job, news.report)
-        if news.blocked:
-            for device in held.devices:
+        job = self._queue.queue_state.jobs[name]
+        if update.has_begun and job.state is JobState.STARTING:
+            self._queue.record(events.JobStarted(now_s, name))
+        if update.report is not None:
+            self._queue.update_progress(name, update.report)
+        if update.blocked:
+            for device in job.devices:
                 if device not in self._queue.queue_state.closed:
-                    self._queue.apply(events.DeviceClosed(now_s, device, news.blocked))
-                    self._shut_until_s[device] = time.monotonic() + _SHUT_S
-        if not (news.outcome or news.lost or news.blocked):
+                    self._queue.record(events.DeviceClosed(now_s, device, update.blocked))
+                    self._closed_until_s[device] = time.monotonic() + _CLOSED_S
+        if not (update.outcome or update.lost or update.blocked):
             return
         gang.close()
-        del self._gangs[job]
-        if news.lost:
-            self._queue.apply(events.Lost(now_s, job, news.lost))
-        elif news.outcome is None or news.outcome.verb is Verb.YIELD:
-            reason = news.blocked or (news.outcome.reason if news.outcome else "")
-            self._queue.apply(events.Yielded(now_s, job, reason))
-            if (again := self._queue.queue_state.jobs.get(job)) is not None and again.state is JobState.STARTING:
-                self._start(job)  # it was resized
+        del self._gangs[name]
+        if update.lost:
+            self._queue.record(events.Lost(now_s, name, update.lost))
+        elif update.outcome is None or update.outcome.verb is Verb.YIELD:
+            reason = update.blocked or (update.outcome.reason if update.outcome else "")
+            self._queue.record(events.Yielded(now_s, name, reason))
+            resized = self._queue.queue_state.jobs.get(name)
+            if resized is not None and resized.state is JobState.STARTING:
+                self._queue.commit()
+                self._start(name)
         else:
-            is_success = news.outcome.verb is Verb.SUCCEED
-            self._queue.apply(events.Ended(now_s, job, is_success, news.outcome.reason))
+            is_success = update.outcome.verb is Verb.SUCCEED
+            self._queue.record(events.Ended(now_s, name, is_success, update.outcome.reason))
 
     def _carry_out(self, command: events.Command) -> None:
         if isinstance(command, events.Placed):
@@ -153,24 +163,23 @@ class Controller:
             return
         gang = self._gangs.get(command.job)
         if gang is not None and not isinstance(command, events.Cancelled):
-            gang.stop(command.reason or "asked by the queue")
+            gang.stop(command.reason or "requested by the queue")
 
     def _start(self, name: str) -> None:
         job = self._queue.queue_state.jobs[name]
-        file, index = self._queue.files[name]
-        environment = dict(file.environment) | ({} if index is None else {INDEX_VARIABLE: str(index)})
-        work = Work(
+        file, index = self._queue.program(name)
+        program = GangProgram(
             job=name,
             attempt=job.attempt,
             command=file.command_of(index),
             folder=file.folder,
-            environment=environment,
+            environment=file.environment_of(index),
             grace_s=file.grace_s,
             goes_on=bool(file.saves) or file.requeue or job.done > 0,
             root=self._root,
         )
         devices = [self._queue.queue_state.devices[device] for device in job.devices]
         try:
-            self._gangs[name] = Gang(work, bundles_of(devices))
+            self._gangs[name] = RayGang(program, bundles_of(devices))
         except (ValueError, self._ray.exceptions.RayError) as error:
-            self._queue.apply(events.Lost(time.time(), name, f"Ray refuses: {error}"))
+            self._queue.record(events.Lost(time.time(), name, f"Ray rejected the request: {error}"))

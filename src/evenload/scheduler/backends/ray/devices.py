@@ -1,4 +1,4 @@
-"""Ray's nodes as devices of the core, and devices given to a job as bundles of a placement group; pure."""
+"""Convert Ray's nodes to devices of the queue, and a job's devices to bundles of a placement group."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from evenload.scheduler.core.values import Device
 
 _ACCELERATOR = "accelerator_type:"
 NODE_LABEL = "ray.io/node-id"
-"""Ray labels each node with its own id."""
+"""Label with which Ray marks each node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """What a job holds of one node."""
+class NodeBundle:
+    """A job's devices on one node."""
 
     node: str
     num_cpus: int = 0
     num_gpus: int = 0
 
     def resources(self) -> dict[str, float]:
-        """As a placement group asks for them."""
+        """Return the resources to request from a placement group."""
         return {"GPU": float(self.num_gpus)} if self.num_gpus else {"CPU": float(self.num_cpus)}
 
 
 def devices_of(nodes: Iterable[Mapping[str, Any]]) -> tuple[Device, ...]:
-    """The devices of the nodes that are alive, as ``ray.nodes()`` tells them: a node's GPUs, or its CPUs if it has none."""
+    """Return the devices of the live nodes in `ray.nodes()`: a node's GPUs, or its CPUs if it has none."""
     found = []
     for node in nodes:
         if not node.get("Alive"):
@@ -41,10 +41,10 @@ def devices_of(nodes: Iterable[Mapping[str, Any]]) -> tuple[Device, ...]:
     return tuple(found)
 
 
-def bundles_of(devices: Sequence[Device]) -> tuple[Bundle, ...]:
-    """One bundle a node, in the order in which the devices were given."""
+def bundles_of(devices: Sequence[Device]) -> tuple[NodeBundle, ...]:
+    """Return one bundle per node, in the order of the devices."""
     counts: dict[str, tuple[int, int]] = {}
     for device in devices:
         cpus, gpus = counts.get(device.host, (0, 0))
         counts[device.host] = (cpus + 1, gpus) if device.kind == "cpu" else (cpus, gpus + 1)
-    return tuple(Bundle(node, cpus, gpus) for node, (cpus, gpus) in counts.items())
+    return tuple(NodeBundle(node, cpus, gpus) for node, (cpus, gpus) in counts.items())

@@ -1,6 +1,6 @@
-"""The queue on Ray: the core's queue state, and its log in a file, from which a restarted controller goes on.
+"""`RayQueue`: the queue on Ray: its state, and its log in a `Store`, from which a restarted actor continues.
 
-No Ray in here: `ray_controller` carries out what this decides.
+This module does not use Ray: `ray.controller` carries out what it decides.
 """
 
 from __future__ import annotations
@@ -13,169 +13,176 @@ from typing import Any
 
 from evenload.errors import QueueError
 from evenload.job.protocol import Report
-from evenload.scheduler.backends.interface import Described
+from evenload.scheduler.backends.interface import JobStatus
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import After, Device, Job, Settings
 from evenload.scheduler.job_file import JobFile, as_table, job_from, to_spec
-
-LOG = "events.jsonl"
+from evenload.scheduler.store.reader import Reader
+from evenload.scheduler.store.writer import Store
+from evenload.stored_names import RAY_LOG
 
 
 class RayQueue:
-    """The jobs, what each runs, and the log of all that happened to them."""
+    """The jobs of a Ray cluster; used from one thread. What `record` took is on disk after `commit`."""
 
     def __init__(self, root: Path, clock: Callable[[], float]) -> None:
-        """Takes up the log in `root` where there is one; what ran then is lost, for its runners ended with their owner."""
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # the log holds variables of jobs
-        self.queue_state = QueueState()
-        self.files: dict[str, tuple[JobFile, int | None]] = {}
-        """Job → what it runs, and its index in an array."""
+        """Open the queue in `root`. Jobs that were running are lost, because their programs ended with the old actor."""
         self._clock = clock
-        self._path = root / LOG
-        self._num = 0
-        self._last: dict[str, Job] = {}
-        for row in _read(self._path):
-            self._take(row)
+        self._store = Store(root, holder="the queue on Ray")
+        if (log := root / RAY_LOG).exists():
+            self._import_log(log)
+        self._reader = Reader(root)
         for job in list(self.queue_state.jobs.values()):
             if job.state in HOLDING:
-                self.apply(events.Lost(clock(), job.id, "the queue on Ray was restarted"))
+                self.record(events.Lost(clock(), job.id, "the queue on Ray was restarted"))
+        self.commit()
+
+    @property
+    def queue_state(self) -> QueueState:
+        """The present state, including what is not yet committed."""
+        return self._store.queue_state
 
     @property
     def settings(self) -> Settings:
-        """How it decides."""
+        """The settings it decides by."""
         return self.queue_state.settings
 
+    def record(self, event: events.Event, extra: Mapping[str, Any] | None = None) -> None:
+        """Apply an event."""
+        self._store.record(event, extra=extra)
+
+    def commit(self) -> None:
+        """Write all recorded events to disk."""
+        self._store.commit()
+
+    def close(self) -> None:
+        """Close the store."""
+        self._reader.close()
+        self._store.close()
+
     def submit(self, job: JobFile, user: str) -> str:
-        """Takes a job or an array; its id.
+        """Add a job or an array; return its id.
 
         Raises:
-            QueueError: it can't be taken.
+            QueueError: the job is rejected.
         """
-        number = str(self._num + 1)
-        elements = [(number if index is None else f"{number}_{index}", index) for index in job.indices()]
-        job = replace(job, after=tuple(self._after(job.after)))
-        for _, index in elements[:1]:
-            if refusal := self.queue_state.refusal(to_spec(job, user, index=index, array=number)):
-                raise QueueError(f"{job.name or 'the job'} is not taken: {refusal}")
-        for name, index in elements:
+        newest = self._reader.jobs(newest_first=True, limit=1)
+        number = str(1 + int(newest[0].id.partition("_")[0]) if newest else 1)
+        job = replace(job, after=tuple(self._expanded(job.after)))
+        first = to_spec(job, user, index=job.indices()[0], array=number)
+        if refusal := self.queue_state.refusal(first):
+            raise QueueError(f"{job.name or 'the job'} is rejected: {refusal}")
+        for index in job.indices():
             spec = to_spec(job, user, index=index, array=number)
-            self.apply(events.Submitted(self._clock(), name, spec), {"file": as_table(job), "index": index})
+            event = events.Submitted(self._clock(), number if index is None else f"{number}_{index}", spec)
+            self.record(event, {"file": as_table(job), "index": index})
+        self.commit()
         return number
 
+    def program(self, job: str) -> tuple[JobFile, int | None]:
+        """Return what a job runs, and its index in an array."""
+        row = self._reader.program(job)
+        if row is None:
+            raise QueueError(f"no job {job} in this queue")
+        return job_from(row["file"]), row["index"]
+
     def cancel(self, job: str, user: str) -> list[str]:
-        """Cancels a job or all elements of an array; those whose programs must be asked to stop.
+        """Cancel a job or all elements of an array; return the jobs whose programs must be stopped.
 
         Raises:
-            QueueError: there is no such job, it has ended, or it is another's.
+            QueueError: the job is unknown, has ended, or is another user's.
         """
         names = [name for name in self.queue_state.jobs if _is_of(name, job)]
         if not names:
-            ended = [name for name in self.queue_state.outcomes if _is_of(name, job)]
-            raise QueueError(
-                f"job {job} has ended: {self.queue_state.outcomes[ended[0]]}" if ended else f"there is no job {job}"
-            )
+            ended = [line for line in self._reader.jobs() if _is_of(line.id, job)]
+            raise QueueError(f"job {job} has ended: {ended[0].state}" if ended else f"no job {job} in this queue")
         running = []
         for name in names:
-            held = self.queue_state.jobs[name]
-            if held.spec.user != user:
-                raise QueueError(f"job {name} is {held.spec.user}'s; {user} can't cancel it")
-            if held.state is JobState.PENDING:
-                self.apply(events.Cancelled(self._clock(), name, f"cancelled by {user}"))
+            found = self.queue_state.jobs[name]
+            if found.spec.user != user:
+                raise QueueError(f"job {name} belongs to {found.spec.user}; {user} can't cancel it")
+            if found.state is JobState.PENDING:
+                self.record(events.Cancelled(self._clock(), name, f"cancelled by {user}"))
             else:
-                self.apply(events.StopRequested(self._clock(), name, JobState.CANCELLED, f"cancelled by {user}"))
+                self.record(events.StopRequested(self._clock(), name, JobState.CANCELLED, f"cancelled by {user}"))
                 running.append(name)
+        self.commit()
         return running
 
     def decide(self) -> tuple[events.Command, ...]:
-        """What to do now, written down already."""
+        """Decide what to do now; the decisions are on disk when this returns."""
         commands = decide(self.queue_state.snapshot(), self._clock())
         for command in commands:
-            self.apply(command)
+            self.record(command)
+        self.commit()
         return commands
 
-    def see_devices(self, devices: Sequence[Device]) -> None:
-        """Ray's nodes come and go; a device whose node is gone is closed first, and dropped when nobody holds it."""
-        here = {device.id: device for device in devices}
+    def update_devices(self, devices: Sequence[Device]) -> None:
+        """Add new devices; close those whose node has left, and remove them once no job holds them."""
+        present = {device.id for device in devices}
         for device in devices:
             if device.id not in self.queue_state.devices:
-                self.apply(events.DeviceAdded(self._clock(), device))
+                self.record(events.DeviceAdded(self._clock(), device))
         for name in list(self.queue_state.devices):
-            if name in here:
+            if name in present:
                 continue
             if name not in self.queue_state.closed:
-                self.apply(events.DeviceClosed(self._clock(), name, "its node has left Ray"))
+                self.record(events.DeviceClosed(self._clock(), name, "its node has left Ray"))
             if name not in self.queue_state.holder:
-                self.apply(events.DeviceRemoved(self._clock(), name))
+                self.record(events.DeviceRemoved(self._clock(), name))
+        self.commit()
 
-    def see_report(self, job: str, report: Report) -> None:
-        """How far a job is; one that reports can save and go on, so it may be preempted from now on."""
-        held = self.queue_state.jobs[job]
-        if held.done == report.step and held.rate_per_s == report.steps_per_s:
+    def update_progress(self, job: str, report: Report) -> None:
+        """Record a job's progress. A job that reports can save and resume, so it may be preempted from now on."""
+        found = self.queue_state.jobs[job]
+        if found.done == report.step and found.rate_per_s == report.steps_per_s:
             return
-        self.apply(events.Reported(self._clock(), job, report.step, report.total, report.steps_per_s))
-        if not held.spec.preemptible and self.files[job][0].saves is None:
-            self.apply(events.SpecChanged(self._clock(), job, replace(held.spec, preemptible=True)))
+        self.record(events.Reported(self._clock(), job, report.step, report.total, report.steps_per_s))
+        if not found.spec.preemptible and self.program(job)[0].saves is None:
+            self.record(events.SpecChanged(self._clock(), job, replace(found.spec, preemptible=True)))
 
-    def describe(self, ids: Sequence[str]) -> list[Described]:
-        """How jobs are, an array's elements one by one; all that are known where none is named."""
-        waits: Mapping[str, str] = plan(self.queue_state.snapshot(), self._clock(), explain=True).waits
-        wanted = [name for name in self._last if not ids or any(_is_of(name, job) for job in ids)]
-        return [
-            _described(self.queue_state.jobs.get(name, self._last[name]), waits.get(name, ""), self.queue_state)
-            for name in wanted
-        ]
+    def describe(self, ids: Sequence[str]) -> list[JobStatus]:
+        """Return the status of jobs, array elements one by one; of all jobs if `ids` is empty."""
+        self.commit()
+        waits = plan(self.queue_state.snapshot(), self._clock(), explain=True).waits
+        names = [line.id for line in self._reader.jobs() if not ids or any(_is_of(line.id, job) for job in ids)]
+        jobs = [self.queue_state.jobs.get(name) or self._reader.job(name) for name in names]
+        return [_status_of(job, waits.get(job.id, ""), self.queue_state) for job in jobs if job is not None]
 
-    def apply(self, event: events.Event, extra: Mapping[str, Any] | None = None) -> None:
-        """Takes an event and writes it down."""
-        row = {**events.as_row(event), **({"extra": extra} if extra else {})}
-        self._take(row)
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def _take(self, row: dict[str, Any]) -> None:
-        event = events.from_row({key: value for key, value in row.items() if key != "extra"})
-        for job in self.queue_state.apply(event):
-            self._last[job.id] = job
-        if isinstance(event, events.Submitted):
-            extra = row["extra"]
-            self.files[event.job] = (job_from(extra["file"]), extra["index"])
-            self._num = max(self._num, int(event.job.partition("_")[0]))
-
-    def _after(self, afters: Iterable[After]) -> Iterable[After]:
-        """An array stands for all of its elements."""
+    def _expanded(self, afters: Iterable[After]) -> Iterable[After]:
+        """Replace an array by all of its elements."""
         for after in afters:
-            names = [name for name in self._last if _is_of(name, after.job)]
+            names = [line.id for line in self._reader.jobs() if _is_of(line.id, after.job)]
             yield from [After(name, after.condition) for name in names] or [after]
 
+    def _import_log(self, log: Path) -> None:
+        """Import the log file of an earlier version, whose last line may have been cut off by a crash."""
+        if self._store.last == 0:  # otherwise it was imported before a crash kept it from being renamed
+            for line in log.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    row = json.loads(line)
+                    extra = row.pop("extra", None)
+                    self.record(events.from_row(row), extra)
+            self.commit()
+        log.rename(log.with_name(f"{log.name}.imported"))
 
-def _described(job: Job, wait: str, queue_state: QueueState) -> Described:
+
+def _status_of(job: Job, wait_reason: str, queue_state: QueueState) -> JobStatus:
     hosts = tuple(dict.fromkeys(queue_state.devices[name].host for name in job.devices if name in queue_state.devices))
-    return Described(
+    return JobStatus(
         id=job.id,
         state=job.state,
         native=str(job.state),
-        reason=wait or job.reason,
+        reason=wait_reason or job.reason,
         hosts=hosts,
         attempt=job.attempt,
         step=int(job.done) if job.done or job.reported_s else None,
         total=None if job.total is None else int(job.total),
         extra={"user": job.spec.user, "name": job.spec.name},
     )
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The log's rows; the last line may have been cut off by a crash, and is then as if it had not been written."""
-    try:
-        lines = path.read_text().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    if lines and not lines[-1].endswith("\n"):
-        path.write_text("".join(lines[:-1]))
-        lines.pop()
-    return [json.loads(line) for line in lines]
 
 
 def _is_of(name: str, job: str) -> bool:

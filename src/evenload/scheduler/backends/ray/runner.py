@@ -1,7 +1,7 @@
-"""The actor on one node of a job: starts the program there as a process, passes a stop on, tells how it is.
+"""`NodeRunner`: the actor on one node of a job, which starts the program, forwards stop requests and reports its state.
 
-An actor's process holds threads of Ray's, so it must not fork with code of ours in the child: `attempt` runs as a process
-between, and ends the program when this actor is gone.
+The actor's process runs threads of Ray, so it must not run Python code in a forked child: `backends.attempt` runs as a
+process in between, and ends the program when this actor is gone.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from evenload.job.protocol import Report, Terms, read_report, write_terms
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What one node of a job is to run."""
+class NodeTask:
+    """The program of one node of a job."""
 
     terms: Terms
     command: tuple[str, ...]
     folder: str
     environment: Mapping[str, str]
     log: str
-    """The program's output is appended to it."""
+    """File to which the program's output is appended."""
     goes_on: bool
-    """It may be started again whatever ended it after a request."""
+    """It may be restarted whatever ended it after a stop request."""
 
 
-class Runner:
-    """One node's part of an attempt."""
+class NodeRunner:
+    """Runs one node's program of an attempt."""
 
     def __init__(self) -> None:
-        self._task: Task | None = None
+        self._task: NodeTask | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def meet(self) -> tuple[str, int]:
-        """This node's address, and a port that is free now."""
+    def find_address(self) -> tuple[str, int]:
+        """Return this node's address and a free port."""
         import ray
 
         with socket.socket() as probe:
@@ -49,8 +49,8 @@ class Runner:
             port = int(probe.getsockname()[1])
         return str(ray.util.get_node_ip_address()), port
 
-    def start(self, task: Task) -> None:
-        """Starts the program."""
+    def start(self, task: NodeTask) -> None:
+        """Start the program."""
         self._task = task
         folder = Path(task.terms.report_file).parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,14 +62,14 @@ class Runner:
         with Path(task.log).open("ab") as log:
             self._process = subprocess.Popen(
                 words,
-                env=_own_environment(task.environment),
+                env=_program_environment(task.environment),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
-    def look(self) -> tuple[int | None, Report | None]:
-        """The exit code once there is one, and what the program last told."""
+    def poll(self) -> tuple[int | None, Report | None]:
+        """Return the exit code, None while the program runs, and its last report."""
         if self._process is None or self._task is None:
             return None, None
         report = None
@@ -78,7 +78,7 @@ class Runner:
         return self._process.poll(), report
 
     def stop(self, reason: str) -> None:
-        """Asks the program to save and stop; a second time ends it at once."""
+        """Ask the program to save and stop; a second call ends it at once."""
         if self._process is None or self._process.stdin is None:
             return
         with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ class Runner:
             self._process.stdin.flush()
 
 
-def _own_environment(further: Mapping[str, str]) -> dict[str, str]:
-    """The worker's environment without what Ray put there for its own processes; CUDA_VISIBLE_DEVICES stays."""
+def _program_environment(further: Mapping[str, str]) -> dict[str, str]:
+    """The worker's environment without Ray's own variables; CUDA_VISIBLE_DEVICES stays."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**kept, **further}

@@ -1,7 +1,7 @@
-"""The backend ``slurm``: sends a job file to Slurm by ``sbatch``, and reads how its jobs are.
+"""The backend `slurm`: submit a job file to Slurm with `sbatch`, and read the status of its jobs.
 
-Slurm decides who runs; the job file says the same as anywhere. How a job is comes from ``squeue``; what Slurm has forgotten
-(it does after minutes) from ``sacct`` where there is accounting, else from what the job's own script left in its folder.
+The status comes from `squeue`. Slurm forgets ended jobs after minutes; then it comes from `sacct` if the cluster keeps
+accounting, else from the record that the job's batch script left in its folder.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from evenload.errors import QueueError
-from evenload.scheduler.backends.interface import Described, Request
-from evenload.scheduler.backends.slurm.record import CANCELLED, NOW, JobRecord, last_report, read_record
+from evenload.scheduler.backends.interface import BackendRequest, JobStatus, SchedulerBackend
+from evenload.scheduler.backends.slurm.record import CANCELLED, NOW, SlurmRecord, last_report, read_record
 from evenload.scheduler.backends.slurm.script import root_of, script
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_file import JobFile
@@ -54,11 +54,11 @@ STATES = {
     "RECONFIG_FAIL": _S.FAILED,
     "TIMEOUT": _S.FAILED,
 }
-"""Slurm's states as ours. SUSPENDED holds its nodes, so it is no waiting; what is being cleaned up still runs."""
+"""Slurm's state → ours. A SUSPENDED job keeps its nodes, so it is not waiting; a COMPLETING one is still running."""
 
 
-class Slurm:
-    """Slurm as a backend; `root` is the shared folder of output and state where a job names none."""
+class SlurmBackend(SchedulerBackend):
+    """Slurm; `root` is the shared folder for output and state of jobs that do not name one."""
 
     name = "slurm"
 
@@ -67,34 +67,34 @@ class Slurm:
 
     @property
     def root(self) -> Path:
-        """``~/.local/state/evenload/slurm`` if no other was given: clusters share the home folders."""
+        """The default folder for output and state: `~/.local/state/evenload/slurm`, as clusters share home folders."""
         return self._root or Path.home() / ".local" / "state" / "evenload" / "slurm"
 
-    def materialise(self, job: JobFile) -> Request:
-        """The batch script; see `slurm_script`."""
-        text = script(job, self.root, sys.executable)
-        return Request("slurm", job.name, text, ("sbatch", "--parsable"), str(root_of(job, self.root)))
+    def build_request(self, job: JobFile, snapshot: str = "") -> BackendRequest:
+        """Build the batch script."""
+        text = script(replace(job, folder=snapshot or job.folder), self.root, sys.executable)
+        return BackendRequest("slurm", job.name, text, ("sbatch", "--parsable"), str(root_of(job, self.root)))
 
-    def submit(self, request: Request) -> str:
-        """Sends the script to ``sbatch``."""
+    def submit(self, request: BackendRequest) -> tuple[str, ...]:
+        """Send the script to `sbatch`."""
         folder = Path(request.folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise QueueError(
-                f"the folder of output and state can't be made: {error}; name one that all nodes share: [slurm] root = ..."
+                f"can't create the folder for output and state: {error}; set one that all nodes share: [slurm] root = ..."
             ) from error
         done = _tool(*request.send, stdin=request.text, folder=folder)
         job = done.stdout.strip().partition(";")[0]  # with several clusters: ID;CLUSTER
         if done.returncode != 0 or not job.isdecimal():
-            raise QueueError(f"Slurm refuses {request.name or 'the job'}: {_told(done)}")
+            raise QueueError(f"Slurm rejected {request.name or 'the job'}: {_output_of(done)}")
         if folder != self.root:
             (self.root / f"{job}.root").write_text(json.dumps(str(folder)))
-        return job
+        return (job,)
 
-    def describe(self, ids: Sequence[str]) -> tuple[Described, ...]:
-        """How these jobs are."""
+    def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
+        """Return the status of these jobs."""
         ids = [_checked(job) for job in ids]
         found = {native.id: native for native in _in_queue(ids)}
         records = {element: record for job in ids for element, record in self._records(job).items()}
@@ -110,27 +110,27 @@ class Slurm:
         return tuple(self._with_record(native, records.get(element)) for element, native in in_order)
 
     def cancel(self, job: str) -> None:
-        """Ends a job: one that waits at once, one that runs after it has saved, asked again at once."""
+        """Cancel a job: a waiting one at once, a running one after it has saved, or at once on a second call."""
         _checked(job)
         known = _in_queue([job])
         live = [native for native in known if not native.has_ended]
         if not live:
-            raise QueueError(f"job {job} can't be cancelled: {'it has ended' if known else 'Slurm knows no such job'}")
-        softly = [native.id for native in live if native.state is JobState.RUNNING and self._mark(native.id)]
-        if softly:
-            _cancel("--batch", "--signal=TERM", *softly)
-        marked = [native.id for native in live if native.state is not JobState.PENDING and native.id not in softly]
+            raise QueueError(f"can't cancel job {job}: {'it has ended' if known else 'Slurm has no such job'}")
+        graceful = [native.id for native in live if native.state is JobState.RUNNING and self._mark(native.id)]
+        if graceful:
+            _cancel("--batch", "--signal=TERM", *graceful)
+        marked = [native.id for native in live if native.state is not JobState.PENDING and native.id not in graceful]
         if any(native.state is JobState.PENDING for native in live):
             _cancel("--state=PENDING", job)
         if marked:
             _cancel(*marked)
 
     def logs(self, job: str) -> Path:
-        """The file that Slurm appends the output of all attempts to."""
+        """Return the file to which Slurm appends the output of all attempts."""
         return self._root_of(_checked(job)) / f"{job}.log"
 
     def _mark(self, job: str) -> bool:
-        """Tells the job's script that it is cancelled, then that it is to end at once; False where neither is new."""
+        """Mark the job as cancelled, or on a second call to be ended at once; False if it was so marked before."""
         folder = self._root_of(job) / job
         mark = folder / CANCELLED
         try:
@@ -147,13 +147,13 @@ class Slurm:
         except (OSError, ValueError):
             return self.root
 
-    def _records(self, job: str) -> dict[str, JobRecord]:
+    def _records(self, job: str) -> dict[str, SlurmRecord]:
         root = self._root_of(job)
         folders = [root / job, *root.glob(f"{job}_*")] if "_" not in job else [root / job]
         read = {folder.name: read_record(folder) for folder in folders}
         return {element: record for element, record in read.items() if record is not None}
 
-    def _with_record(self, native: Described, record: JobRecord | None) -> Described:
+    def _with_record(self, native: JobStatus, record: SlurmRecord | None) -> JobStatus:
         if record is None:
             return native
         reason = record.reason if native.has_ended and record.reason else native.reason
@@ -163,24 +163,23 @@ class Slurm:
         return replace(native, attempt=record.attempt, reason=reason, step=report.step, total=report.total)
 
 
-BACKEND = Slurm()
+BACKEND = SlurmBackend()
 
 
 def _cancel(*words: str) -> None:
     done = _tool("scancel", *words)
     if done.returncode != 0:
-        raise QueueError(f"Slurm doesn't cancel: {_told(done)}")
+        raise QueueError(f"scancel failed: {_output_of(done)}")
 
 
-def _in_queue(ids: Sequence[str]) -> list[Described]:
-    """What Slurm's controller knows of these jobs."""
+def _in_queue(ids: Sequence[str]) -> list[JobStatus]:
     done = _tool("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%N|%r")
     if done.returncode != 0:
         if "Invalid job id" in done.stderr:
             return []
-        raise QueueError(f"Slurm's controller doesn't answer: {_told(done)}")
+        raise QueueError(f"squeue failed: {_output_of(done)}")
     return [
-        _described(job, native, hosts, reason)
+        _status_of(job, native, hosts, reason)
         for job, native, hosts, reason in (
             line.split("|", 3) for line in done.stdout.splitlines() if line.count("|") > 2
         )
@@ -188,8 +187,8 @@ def _in_queue(ids: Sequence[str]) -> list[Described]:
     ]
 
 
-def _in_accounts(ids: Iterable[str]) -> list[Described]:
-    """What Slurm's accounting knows of jobs that its controller has forgotten; nothing where there is none."""
+def _in_accounts(ids: Iterable[str]) -> list[JobStatus]:
+    """Status from Slurm's accounting; empty if there is none."""
     try:
         done = _tool(
             "sacct",
@@ -202,22 +201,22 @@ def _in_accounts(ids: Iterable[str]) -> list[Described]:
     except QueueError:
         return []
     rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
-    return [_described(job, native, hosts, "") for job, native, hosts in rows if _ID.fullmatch(job)]
+    return [_status_of(job, native, hosts, "") for job, native, hosts in rows if _ID.fullmatch(job)]
 
 
-def _described(job: str, native: str, hosts: str, reason: str) -> Described:
+def _status_of(job: str, native: str, hosts: str, reason: str) -> JobStatus:
     word = native.split()[0].rstrip("+") if native.split() else ""  # sacct: "CANCELLED by 1000"
     state = STATES.get(word, JobState.PENDING)
-    why = "" if reason in ("", "None") else f"Slurm: {reason}"
-    return Described(job, state, word, why, tuple(part for part in (hosts,) if part and part != "None assigned"))
+    text = "" if reason in ("", "None") else f"Slurm: {reason}"
+    return JobStatus(job, state, word, text, tuple(part for part in (hosts,) if part and part != "None assigned"))
 
 
-def _as_left(job: str, record: JobRecord) -> Described:
-    """A job that Slurm has forgotten, as its own script left it."""
+def _as_left(job: str, record: SlurmRecord) -> JobStatus:
+    """Status of a job that Slurm has forgotten, from the record of its batch script."""
     if record.state in ENDED:
-        return Described(job, record.state, "", record.reason)
-    told = f"Slurm doesn't know it any more and keeps no accounting; its script last said {record.state}"
-    return Described(job, JobState.FAILED, "", told)
+        return JobStatus(job, record.state, "", record.reason)
+    reason = f"Slurm no longer knows the job and keeps no accounting; its last recorded state is {record.state}"
+    return JobStatus(job, JobState.FAILED, "", reason)
 
 
 def _is_of(element: str, job: str) -> bool:
@@ -226,7 +225,7 @@ def _is_of(element: str, job: str) -> bool:
 
 def _checked(job: str) -> str:
     if not _ID.fullmatch(job):
-        raise QueueError(f"job {job!r}: expected the id of a job of Slurm, such as 1234 or 1234_5")
+        raise QueueError(f"job {job!r}: expected the id of a Slurm job, such as 1234 or 1234_5")
     return job
 
 
@@ -245,15 +244,15 @@ def _tool(*words: str, stdin: str = "", folder: Path | None = None) -> subproces
         )
     except FileNotFoundError as error:
         raise QueueError(
-            f"there is no {words[0]} here; do this where Slurm's commands are: on its login node, perhaps after "
-            f"`module load slurm`"
+            f"{words[0]} not found: run this on a machine with Slurm's commands, such as the login node, after "
+            f"`module load slurm` if the cluster needs it"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise QueueError(
-            f"{words[0]} gave no answer within {_TIMEOUT_S:g} s; is Slurm's controller up? `scontrol ping`"
+            f"{words[0]} did not answer within {_TIMEOUT_S:g} s; check Slurm's controller with `scontrol ping`"
         ) from error
 
 
-def _told(done: subprocess.CompletedProcess[str]) -> str:
+def _output_of(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
     return "; ".join(lines[-3:]) or f"exit code {done.returncode}"

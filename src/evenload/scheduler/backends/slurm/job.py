@@ -1,11 +1,10 @@
-"""What a batch script of ours becomes on its first node: runs the program, and puts the job back into Slurm's queue.
+"""The process that a batch script execs on its first node: run the program, and requeue the job in Slurm.
 
-Slurm asks by SIGTERM: before the time limit (this process alone, by ``--signal=B:TERM@...``), at the beginning of a
-partition's ``GraceTime`` (the steps that srun started alone), or when it takes the nodes back (all processes of the job).
-So the program is always a step of srun, and a request that comes here reaches it as a file. It saves and exits with code
-75. Then Slurm either has requeued the job itself, or the user has cancelled it, or the job still runs as Slurm sees it; in
-the last case it is put back by ``scontrol requeue``, under the same id, its output appended. A job that was cancelled is
-never put back.
+Slurm sends SIGTERM before the time limit (only to this process, by `--signal=B:TERM@...`), at the beginning of a partition's
+`GraceTime` (only to the steps of srun), or when it takes the nodes back (to all processes of the job). Therefore the program
+is always a step of srun, and a signal received here is forwarded as a stop file. The program saves and exits with code 75.
+Then either Slurm has requeued the job itself, or the user has cancelled it, or Slurm still considers it running; in the last
+case `scontrol requeue` requeues it, under the same id and with its output appended. A cancelled job is never requeued.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from evenload.scheduler.backends.attempt import POLL_S, AttemptOutcome, BackendA
 from evenload.scheduler.backends.slurm.record import (
     CANCELLED,
     NOW,
-    JobRecord,
+    SlurmRecord,
     element_id,
     read_record,
     terms_of,
@@ -37,31 +36,31 @@ from evenload.scheduler.backends.slurm.record import (
 from evenload.scheduler.core.states import JobState, Verb
 
 _REQUEUE_TRIES = 5
-_GONE_S = 60.0
-"""After a requeue Slurm ends this process; it waits so long for that."""
+_END_TIMEOUT_S = 60.0
+"""Longest wait for Slurm to end this process after a requeue."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one attempt; the exit code of the batch script."""
+    """Run one attempt; return the exit code of the batch script."""
     parser = argparse.ArgumentParser(prog="python -m evenload.scheduler.backends.slurm.job", description=__doc__)
-    parser.add_argument("--root", type=Path, required=True, help="the folder of output and state")
-    parser.add_argument("--grace", type=float, required=True, help="seconds from the request to the end")
-    parser.add_argument("--spread", action="store_true", help="tell the command with which other nodes it runs")
+    parser.add_argument("--root", type=Path, required=True, help="folder for output and state")
+    parser.add_argument("--grace", type=float, required=True, help="seconds from the stop request to the forced end")
+    parser.add_argument("--spread", action="store_true", help="pass the addresses of the job's nodes to the command")
     parser.add_argument(
-        "--goes-on", action="store_true", help="it may be started again whatever ended it after a request"
+        "--goes-on", action="store_true", help="restart the program whatever ended it after a stop request"
     )
     parser.add_argument("--retries", type=int, default=0)
-    parser.add_argument("--limit", type=float, help="seconds over all attempts")
+    parser.add_argument("--limit", type=float, help="hard limit in seconds, over all attempts")
     parser.add_argument("command", nargs="+")
     try:
-        return _Job(parser.parse_args(arguments)).run()
+        return SlurmJob(parser.parse_args(arguments)).run()
     except EvenloadError as error:
-        _say(f"error: {error}")
+        _print(f"error: {error}")
         return 126
 
 
-class _Job:
-    """The job while this attempt of it runs."""
+class SlurmJob:
+    """One attempt of a job of Slurm."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
@@ -69,26 +68,28 @@ class _Job:
         self._folder = given.root / self._id
         attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
         if attempt == 1:
-            shutil.rmtree(self._folder, ignore_errors=True)  # of a job of the same number, before Slurm was set up anew
+            shutil.rmtree(
+                self._folder, ignore_errors=True
+            )  # of an earlier job of this number, from before a reinstallation of Slurm
         self._folder.mkdir(parents=True, exist_ok=True)
-        before = read_record(self._folder) or JobRecord()
+        before = read_record(self._folder) or SlurmRecord()
         self._is_interrupted = (
-            before.attempt < attempt and before.state is JobState.RUNNING and not self._may_go_on(before)
+            before.attempt < attempt and before.state is JobState.RUNNING and not self._can_resume(before)
         )
-        """Slurm put it back by itself, and it can't go on."""
+        """Slurm has restarted the job, which can't resume."""
         self._record = replace(before, state=JobState.RUNNING, attempt=attempt, code=0, reason="")
         self._began_s = time.monotonic()
-        self._asked: list[int] = []
+        self._signals: list[int] = []
         self._is_over_limit = False
 
     def run(self) -> int:
-        """From the start of the program to what becomes of the job."""
+        """Run the program, then end or requeue the job."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._asked.append(number))
+            signal.signal(number, lambda number, _: self._signals.append(number))
         write_record(self._folder, self._record)
         if self._is_interrupted:
             self._record = replace(
-                self._record, reason="Slurm started it again from its beginning: requeue = true allows that"
+                self._record, reason="Slurm restarted the job from the beginning, which requires requeue = true"
             )
             return self._end(JobState.FAILED, EXIT_CODE)
         terms = terms_of(self._folder, self._id, self._record.attempt, self._given.grace)
@@ -98,7 +99,7 @@ class _Job:
             terms,
             terms_file,
             self._command(),
-            goes_on=self._may_go_on(self._record),
+            goes_on=self._can_resume(self._record),
             send=self._send_to_steps,
         )
         try:
@@ -112,13 +113,13 @@ class _Job:
         )
         return self._settle(outcome)
 
-    def _may_go_on(self, record: JobRecord) -> bool:
-        return self._given.goes_on or record.has_reported
+    def _can_resume(self, record: SlurmRecord) -> bool:
+        return bool(self._given.goes_on) or record.has_reported
 
     def _command(self) -> list[str]:
         srun = ["srun", "--kill-on-bad-exit=0", "--export=ALL"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
-            srun.append(f"--cpus-per-task={cores}")  # a step doesn't take it over from its job
+            srun.append(f"--cpus-per-task={cores}")  # a step does not inherit it from its job
         if self._given.spread:
             srun += [sys.executable, "-m", "evenload.scheduler.backends.node_command", "--"]
         return [*srun, *self._given.command]
@@ -126,8 +127,8 @@ class _Job:
     def _wait(self, attempt: BackendAttempt) -> AttemptOutcome:
         limit_s = self._given.limit
         while (outcome := attempt.poll()) is None:
-            if self._asked:
-                number = self._asked.pop(0)
+            if self._signals:
+                number = self._signals.pop(0)
                 if not attempt.stop_reason:
                     attempt.request_stop(f"Slurm sent {signal.Signals(number).name}")
                 elif self._mark() == NOW:
@@ -135,17 +136,17 @@ class _Job:
             held_s = self._record.held_s + time.monotonic() - self._began_s
             if limit_s is not None and not attempt.stop_reason and held_s >= limit_s - self._given.grace:
                 self._is_over_limit = True
-                attempt.request_stop(f"its hard limit of {limit_s:g} s is used up")
+                attempt.request_stop(f"the hard limit of {limit_s:g} s is used up")
             time.sleep(POLL_S)
         return outcome
 
     def _settle(self, outcome: AttemptOutcome) -> int:
-        """What becomes of the job now that the program has ended."""
+        """End or requeue the job after the program has ended."""
         if outcome.verb is Verb.SUCCEED:
             return self._end(JobState.SUCCEEDED, 0)
         code = 128 - outcome.code if outcome.code < 0 else outcome.code
         native, is_preempted = _native_state(self._id)
-        if outcome.verb is Verb.FAIL and is_preempted and self._may_go_on(self._record):
+        if outcome.verb is Verb.FAIL and is_preempted and self._can_resume(self._record):
             outcome = outcome_of(outcome.code, "Slurm needs its nodes", can_go_on=True)
         if native == "CANCELLED":
             return self._end(JobState.CANCELLED, code)
@@ -160,20 +161,20 @@ class _Job:
         if outcome.verb is Verb.YIELD:
             limit_s = self._given.limit
             if self._is_over_limit or (limit_s is not None and self._record.held_s >= limit_s - self._given.grace):
-                self._record = replace(self._record, reason=f"its hard limit of {limit_s:g} s is used up")
+                self._record = replace(self._record, reason=f"the hard limit of {limit_s:g} s is used up")
                 return self._end(JobState.FAILED, code)
-            return self._put_back(native, code)
+            return self._requeue(native, code)
         if self._record.num_failures < self._given.retries:
             self._record = replace(self._record, num_failures=self._record.num_failures + 1)
-            return self._put_back(native, code)
+            return self._requeue(native, code)
         return self._end(JobState.FAILED, code)
 
-    def _put_back(self, native: str, code: int) -> int:
-        _say(f"{self._record.reason}; the job waits in line again")
+    def _requeue(self, native: str, code: int) -> int:
+        _print(f"{self._record.reason}; the job is requeued")
         self._record = replace(self._record, state=JobState.PENDING)
         write_record(self._folder, self._record)
         if native not in ("", "RUNNING"):
-            return code  # Slurm does it itself: the job was preempted or requeued
+            return code  # Slurm requeues it itself
         error = ""
         for _ in range(_REQUEUE_TRIES):
             done = _tool("scontrol", "requeue", self._id)
@@ -181,11 +182,11 @@ class _Job:
                 self._wait_for_the_end()
                 return code
             if _native_state(self._id)[0] not in ("", "RUNNING"):
-                return code  # Slurm was quicker
+                return code  # Slurm did it meanwhile
             error = done.stderr.strip()
             time.sleep(1.0)
         self._record = replace(
-            self._record, reason=f"saved, but Slurm doesn't take it back: {error}; submit it again to go on"
+            self._record, reason=f"saved, but Slurm rejected the requeue: {error}; submit the job again to continue"
         )
         return self._end(JobState.FAILED, code)
 
@@ -193,31 +194,31 @@ class _Job:
         self._record = replace(self._record, state=state)
         write_record(self._folder, self._record)
         if self._record.reason:
-            _say(self._record.reason)
+            _print(self._record.reason)
         return code
 
     def _wait_for_the_end(self) -> None:
-        end_s = time.monotonic() + _GONE_S
-        self._asked.clear()
-        while not self._asked and time.monotonic() < end_s:
+        end_s = time.monotonic() + _END_TIMEOUT_S
+        self._signals.clear()
+        while not self._signals and time.monotonic() < end_s:
             time.sleep(POLL_S)
 
     def _mark(self) -> str:
-        """What the mark of a cancelled job says; empty where there is none."""
+        """The content of the mark of a cancelled job; empty if there is none."""
         try:
             return (self._folder / CANCELLED).read_text() or "cancelled"
         except OSError:
             return ""
 
     def _send_to_steps(self, number: int) -> None:
-        """To the program's processes on all nodes: srun itself would take SIGTERM as the end of the step."""
+        """Send a signal to the program on all nodes; srun itself would end the step on SIGTERM."""
         steps = _tool("squeue", "--noheader", "--steps", f"--jobs={self._id}", "--format=%i").stdout.split()
         if own := [step for step in steps if step.rpartition(".")[2].isdecimal()]:
             _tool("scancel", f"--signal={signal.Signals(number).name}", *own)
 
 
 def _native_state(job: str) -> tuple[str, bool]:
-    """The job's state as Slurm says it, and whether it is being preempted; empty where Slurm doesn't answer."""
+    """(Slurm's state of the job, is it being preempted?); empty if Slurm does not answer."""
     words = dict(
         word.split("=", 1) for word in _tool("scontrol", "show", "job", "-o", job).stdout.split() if "=" in word
     )
@@ -231,7 +232,7 @@ def _tool(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(words, 1, "", str(error))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"evenload: {text}", file=sys.stderr, flush=True)
 
 

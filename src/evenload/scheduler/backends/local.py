@@ -1,0 +1,164 @@
+"""The backend `local`: the queue of this machine, reached through its daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from evenload.errors import ConfigError, QueueError
+from evenload.scheduler import paths
+from evenload.scheduler.backends.interface import BackendRequest, JobStatus, SchedulerBackend, check_resolved
+from evenload.scheduler.client import connect
+from evenload.scheduler.core import events
+from evenload.scheduler.core.layout import layout_of
+from evenload.scheduler.core.refusal import refusal
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Device
+from evenload.scheduler.job_file import JobFile, to_program, to_spec
+from evenload.scheduler.job_lookup import ids_of
+
+_WAIT_S = 30.0
+
+
+class LocalBackend(SchedulerBackend):
+    """The queue in a folder of this machine. Submitting starts its daemon; everything else requires a running one."""
+
+    name = "local"
+    lays_out_snapshots = True
+
+    def __init__(self, queue: Path) -> None:
+        self.queue = queue.absolute()
+
+    def check(self, job: JobFile, *, is_dry_run: bool) -> tuple[JobFile, tuple[str, ...]]:
+        """Check that the queue has such devices; replace names of jobs to wait for by their ids."""
+        try:
+            with connect(self.queue, start=not is_dry_run) as client:
+                _check_devices(job, client.call("status"))
+        except QueueError:
+            if not is_dry_run:
+                raise
+            return job, ("no daemon runs, so it is not known yet if the queue has such devices",)
+        if is_dry_run:
+            return job, ()
+        after = [replace(after, job=number) for after in job.after for number in ids_of([after.job], self.queue)]
+        return replace(job, after=tuple(after)), ()
+
+    def build_request(self, job: JobFile, snapshot: str = "") -> BackendRequest:
+        """Build the fields of the daemon's `submit`: a job, or a list of jobs for an array."""
+        check_resolved(job)
+        rows = [
+            {"spec": _spec_row(job, index), "program": _program_row(job, snapshot, index)} for index in job.indices()
+        ]
+        message: dict[str, Any] = {"jobs": rows, "array": True} if job.array else rows[0]
+        return BackendRequest("local", job.name, json.dumps(message, indent=1))
+
+    def submit(self, request: BackendRequest) -> tuple[str, ...]:
+        """Send the request to the daemon; return an id for each job."""
+        with connect(self.queue) as client:
+            answer = client.call("submit", **json.loads(request.text))
+        return tuple(map(str, answer["jobs"] if "jobs" in answer else [answer["job"]]))
+
+    def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
+        """Return the status of these jobs."""
+        with connect(self.queue, start=False) as client:
+            return tuple(_status_of(client.call("job", job=job)["job"]) for job in ids)
+
+    def cancel(self, job: str) -> None:
+        """Cancel a job."""
+        with connect(self.queue, start=False) as client:
+            client.call("cancel", jobs=[job])
+
+    def logs(self, job: str) -> Path:
+        """Return the file with the job's output."""
+        return paths.log_path(self.queue, job)
+
+    def position(self, job: str) -> tuple[int, bool, float | None] | None:
+        """Return (position, whether it is a lower bound, seconds to its start) of a waiting job; None if it has started."""
+        with connect(self.queue, start=False) as client:
+            row = client.call("job", job=job)["job"]
+            if row["state"] != JobState.PENDING:
+                return None
+            answer = client.call("list", states=[str(JobState.PENDING)], limit=1000)
+        position = 1 + sum(1 for other in answer["jobs"] if other["number"] < row["number"])
+        return position, answer["more"], None if row["start_s"] is None else row["start_s"] - time.time()
+
+    def wait(self, ids: Sequence[str]) -> Iterator[JobStatus]:
+        """Yield each job's status when it has ended, until all have."""
+        left, last = list(ids), 0
+        with connect(self.queue, start=False) as client:
+            while left:
+                last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
+                for job in list(left):
+                    status = _status_of(client.call("job", job=job)["job"])
+                    if status.has_ended:
+                        left.remove(job)
+                        yield status
+
+
+def snapshot_folder(queue: Path | None = None) -> Path:
+    """Return the folder of this user's snapshots: in the queue's folder if the user owns it."""
+    if queue is not None:
+        with contextlib.suppress(OSError):
+            if queue.stat().st_uid == os.geteuid():
+                return queue / "snapshots"
+    return paths.user_folder() / "snapshots"
+
+
+def _status_of(row: Mapping[str, Any]) -> JobStatus:
+    return JobStatus(
+        id=row["id"],
+        state=JobState(row["state"]),
+        native=row["state"],
+        reason=row["reason"],
+        attempt=row["attempt"],
+        step=int(row["done"]) if row["done"] else None,
+        total=None if row["total"] is None else int(row["total"]),
+    )
+
+
+def _check_devices(job: JobFile, status: Mapping[str, Any]) -> None:
+    """Reject a job that no devices of the queue fit.
+
+    Raises:
+        ConfigError: with a list of the devices.
+    """
+    devices = [
+        Device(row["id"], host="here", kind=row["kind"], memory_bytes=row["memory_bytes"]) for row in status["devices"]
+    ]
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    reason = refusal(replace(to_spec(job, user), after=()), {}, {}, {}, layout_of(devices))
+    if reason is None:
+        return
+    counts: dict[tuple[str, int], int] = {}
+    for device in devices:
+        key = device.kind, device.memory_bytes
+        counts[key] = counts.get(key, 0) + 1
+    listed = ", ".join(
+        f"{num} × {kind}" + (f" ({memory / 1e9:.1f} GB)" if memory else "") for (kind, memory), num in counts.items()
+    )
+    raise ConfigError(f"the job could never start: {reason}. Devices of the queue: {listed or 'none'}")
+
+
+def _spec_row(job: JobFile, index: int | None) -> dict[str, Any]:
+    """The job's spec without what only the daemon knows: its owner and the array's id."""
+    row: dict[str, Any] = events.as_row(events.Submitted(0.0, "", to_spec(job, "?", index=index)))["spec"]
+    del row["user"]
+    row.pop("preemptible", None)
+    if job.saves is not None:
+        row["preemptible"] = job.saves or job.requeue
+    if job.array_limit is not None:
+        row["array_limit"] = job.array_limit
+    return row
+
+
+def _program_row(job: JobFile, snapshot: str, index: int | None) -> dict[str, Any]:
+    program = to_program(job, -1, job.folder, snapshot=snapshot, index=index).to_row()
+    del program["uid"]
+    return program

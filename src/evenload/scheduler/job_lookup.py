@@ -1,0 +1,130 @@
+"""Look up jobs of a queue by number, range or name: through its daemon, or in its file when no daemon runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evenload.errors import ConfigError, QueueError
+from evenload.scheduler.client import Client, connect
+
+if TYPE_CHECKING:
+    from evenload.scheduler.core.values import Job
+    from evenload.scheduler.store.reader import JobLine
+
+PAGE = 1000
+"""Jobs read at a time."""
+MAX_RANGE = 1_000
+
+
+def ids_of(texts: Sequence[str], folder: Path) -> list[str]:
+    """Return the ids that the user's texts stand for: `12`, `12-21`, or the name of a job or an array.
+
+    Raises:
+        ConfigError: a range is invalid.
+        QueueError: there is no job of that name.
+    """
+    return list(dict.fromkeys(job for text in texts for job in _ids(text, folder)))
+
+
+def _ids(text: str, folder: Path) -> Iterable[str]:
+    if re.fullmatch(r"[1-9]\d{0,17}", text):
+        return [text]
+    if found := re.fullmatch(r"([1-9]\d{0,17})-([1-9]\d{0,17})", text):
+        first, last = int(found[1]), int(found[2])
+        if not first <= last < first + MAX_RANGE:
+            raise ConfigError(f"jobs {text}: expected FIRST-LAST, at most {MAX_RANGE} jobs")
+        return map(str, range(first, last + 1))
+    return _ids_of_name(text, newest_jobs(folder))
+
+
+def _ids_of_name(text: str, jobs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The newest job of this name, or all elements of the newest array of this name; `jobs` start with the newest."""
+    elements: dict[str, str] = {}
+    for row in jobs:
+        name, user = str(row["name"]), row["user"]
+        if name == text and not elements:
+            return [str(row["id"])]
+        if name.startswith(f"{text}[") and name.endswith("]"):
+            if f"{name} {user}" in elements:
+                break  # an older array of the same name
+            elements[f"{name} {user}"] = str(row["id"])
+    if not elements:
+        raise QueueError(
+            f"no job {text!r} in this queue: give a job's number or name; evenload ps --all lists all jobs"
+        )
+    return list(elements.values())[::-1]
+
+
+def newest_jobs(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield all jobs, the newest first."""
+    if not has_readable_file(folder):
+        with connect(folder, start=False) as client:
+            yield from listed_jobs(client, newest_first=True)
+        return
+    from evenload.scheduler.store.reader import Reader
+
+    with Reader(folder) as reader:
+        after, lines = 0, reader.jobs(newest_first=True, limit=PAGE)
+        while lines:
+            yield from map(row_of_line, lines)
+            after = lines[-1].number
+            lines = reader.jobs(newest_first=True, limit=PAGE, after=after)
+
+
+def listed_jobs(client: Client, **fields: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield all rows of the daemon's `list`, page after page."""
+    after = 0
+    while True:
+        answer = client.call("list", ended=True, after=after, limit=PAGE, **fields)
+        yield from answer["jobs"]
+        if not answer["more"] or not answer["jobs"]:
+            return
+        after = answer["jobs"][-1]["number"]
+
+
+def job_state(folder: Path, job: str) -> tuple[str, str]:
+    """Return a job's state and its reason.
+
+    Raises:
+        QueueError: there is no such job, or neither the daemon nor the file can be read.
+    """
+    try:
+        client = connect(folder, start=False)
+    except QueueError:
+        if not has_readable_file(folder):
+            raise
+        found = stored_job(folder, job)
+        return str(found.state), found.reason
+    with client:
+        row = client.call("job", job=job)["job"]
+        return row["state"], row["reason"]
+
+
+def stored_job(folder: Path, job: str) -> Job:
+    """Read a job from the queue's file.
+
+    Raises:
+        QueueError: there is no such job, or the file can't be read.
+    """
+    from evenload.scheduler.store.reader import Reader
+
+    with Reader(folder) as reader:
+        found = reader.job(job)
+    if found is None:
+        raise QueueError(f"no job {job} in the queue {folder}; evenload ps --all lists all jobs")
+    return found
+
+
+def row_of_line(line: JobLine) -> dict[str, Any]:
+    """Return a stored line in the form of the daemon's `list`."""
+    return {**line._asdict(), "devices": json.loads(line.devices) if line.devices != "[]" else [], "array": ""}
+
+
+def has_readable_file(folder: Path) -> bool:
+    """True if this user may read the queue's file."""
+    return os.access(folder / "queue.sqlite", os.R_OK)
