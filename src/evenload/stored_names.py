@@ -31,4 +31,4 @@ FINDING_JSON = {"fix": "mend"}
 """Fields of `doctor.finding.Finding`, and the keys that `evenload doctor --json` prints for them."""
 
 RAY_LOG = "events.jsonl"
-"""The log of a queue on Ray before it was a `Store`; imported by scheduler.backends.ray.queue."""
+"""The log of a queue on Ray before it was a `QueueStore`; imported by scheduler.backends.ray.queue."""

@@ -33,7 +33,7 @@ class JobProgram:
     """Options of the backend."""
 
     def to_row(self) -> dict[str, Any]:
-        """Return plain values for `Store.record(..., extra=)`."""
+        """Return plain values for `QueueStore.record(..., extra=)`."""
         row = asdict(self)
         return {**row, "command": list(self.command), "notify": list(self.notify)}
 

@@ -1,4 +1,4 @@
-"""`RayQueue`: the queue on Ray: its state, and its log in a `Store`, from which a restarted actor continues.
+"""`RayQueue`: the queue on Ray: its state, and its log in a `QueueStore`, from which a restarted actor continues.
 
 This module does not use Ray: `ray.controller` carries out what it decides.
 """
@@ -21,7 +21,7 @@ from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import After, Device, Job, Settings
 from evenload.scheduler.job_file import JobFile, as_table, job_from, to_spec
 from evenload.scheduler.store.reader import Reader
-from evenload.scheduler.store.writer import Store
+from evenload.scheduler.store.writer import QueueStore
 from evenload.stored_names import RAY_LOG
 
 
@@ -31,7 +31,7 @@ class RayQueue:
     def __init__(self, root: Path, clock: Callable[[], float]) -> None:
         """Open the queue in `root`. Jobs that were running are lost, because their programs ended with the old actor."""
         self._clock = clock
-        self._store = Store(root, holder="the queue on Ray")
+        self._store = QueueStore(root, holder="the queue on Ray")
         if (log := root / RAY_LOG).exists():
             self._import_log(log)
         self._reader = Reader(root)
