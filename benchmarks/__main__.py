@@ -1,4 +1,4 @@
-"""Runs benchmarks by name, or all of them; each prints a table and writes ``benchmarks/results/<name>.json``."""
+"""Run benchmarks by name, or all of them; each prints a table and writes ``benchmarks/results/<name>.json``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ NAMES = (
     "queue_policies",
     "queue_crash",
     "queue_strangers",
+    "gpu",
 )
 
 
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", default=None, help="where the JSON goes; benchmarks/results if not given")
     parser.add_argument("--peers", default=None, help="of efficiency: ddp,accelerate,lightning or some of them")
     parser.add_argument("--traces", default=None, help="of queue_policies: the folder of recorded workloads")
+    parser.add_argument("--only", default=None, help="of gpu: names of experiments, such as E1,E3")
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -51,20 +53,23 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name == "queue_policies":
             chosen = {"traces": options.traces}
+        if options.only and name == "gpu":
+            chosen = {"only": options.only}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()
         print(module.table(result), flush=True)
         if others_cpu is not None and others_cpu > _QUIET:
             print(f"DISTURBED: other programs took {others_cpu:.0%} of a core meanwhile")
-        path = write_result(
-            name,
-            module.__doc__ or "",
-            result,
-            quick=options.quick,
-            folder=options.results,
-            others_cpu=others_cpu,
-        )
-        print(f"written to {path}", flush=True)
+        if "left_out" not in result or options.quick:  # a result that was measured elsewhere stays
+            path = write_result(
+                name,
+                module.__doc__ or "",
+                result,
+                quick=options.quick,
+                folder=options.results,
+                others_cpu=others_cpu,
+            )
+            print(f"written to {path}", flush=True)
         bars = result.get("bars", {})
         for bar, kept in {} if options.quick else bars.items():
             print(f"{'kept  ' if kept else 'MISSED'} {bar}", flush=True)
