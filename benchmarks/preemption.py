@@ -34,7 +34,7 @@ import psutil
 import torch
 
 from benchmarks.report import rows
-from evenload.job.protocol import VARIABLE, Terms, ask_to_stop, read_report, write_terms
+from evenload.job.protocol import VARIABLE, RunnerContract, read_report, request_stop, write_contract
 
 GRACE_S = 30.0
 WAYS = ("SIGTERM", "SIGTERM to one rank", "stop file", "stop file and SIGTERM")
@@ -116,10 +116,10 @@ class Runner:
     def run(self, draw: random.Random | None) -> Preemption | None:
         """One attempt, asked to stop at a random moment; None where it ended with 0, undisturbed or in time."""
         self._attempt += 1
-        terms = Terms(
+        terms = RunnerContract(
             "bench", self._attempt, str(self._folder / "report.json"), str(self._folder / "stop"), GRACE_S, 0.5
         )
-        write_terms(self._folder / "job.json", terms)
+        write_contract(self._folder / "job.json", terms)
         for name in ("stop", "report.json", "pid-0", "pid-1"):
             (self._folder / name).unlink(missing_ok=True)
         before, log_bytes = len(self._steps()), self._log_bytes()
@@ -186,7 +186,7 @@ class Runner:
         weights: torch.Tensor = torch.load(self._folder / "weights.pt", weights_only=True)
         return weights
 
-    def _ask(self, way: str, process: subprocess.Popen[bytes], terms: Terms) -> bool:
+    def _ask(self, way: str, process: subprocess.Popen[bytes], terms: RunnerContract) -> bool:
         """Whether it was asked."""
         rank = self._folder / "pid-1"
         if way == "SIGTERM to one rank" and rank.exists():
@@ -194,7 +194,7 @@ class Runner:
                 os.kill(int(rank.read_text()), signal.SIGTERM)
                 return True
         if way.startswith("stop file"):
-            ask_to_stop(terms, "the benchmark asks")
+            request_stop(terms, "the benchmark asks")
         # A program that has not begun may not know of the file: a queue sends it the signal too.
         if way != "stop file" or not (self._folder / "report.json").exists():
             process.send_signal(signal.SIGTERM)

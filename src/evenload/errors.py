@@ -1,18 +1,18 @@
-"""Every error that Evenload raises, in one tree.
+"""All errors that Evenload raises, in one tree.
 
 EvenloadError
 ├── ConfigError          a setting is wrong, unknown, without effect, or given twice (also a ValueError)
-├── DataError            the dataset or the loader can't be used as asked
-├── StepError            `step.backward` and the loop around it are used in a way that would be wrong
+├── DataError            the dataset or the loader can't be used
+├── StepError            `step.backward` or the training loop is used in a way that would be wrong
 │   └── NonFiniteError   the loss or the gradient stayed NaN or infinite
-├── CheckpointError      a checkpoint can't be written, read, or doesn't fit
-├── LaunchError          the ranks can't be started, or don't come together
-├── DesyncError          the ranks of a job do different things (one left the loop, one goes on)
+├── CheckpointError      a checkpoint can't be written or read, or does not match
+├── LaunchError          the ranks can't be started, or their rendezvous fails
+├── DesyncError          the ranks of a run do different things (one has left the loop, another has not)
 │   └── DivergenceError  the ranks no longer hold the same parameters or buffers
-├── QueueError           the queue of jobs is asked for what can't be, or its record doesn't hold together
-│   └── StaleError       a runner or writer speaks whose time is over: another has taken its place
-├── RankFailedError      a rank ended with an error; the launcher tells its story once
-└── PeerLostError        another rank is gone; a consequence, never the cause
+├── QueueError           a request to the queue is invalid, or its log is inconsistent
+│   └── StaleError       a message from a runner or writer that has been replaced
+├── RankFailedError      a rank ended with an error, which the launcher reports once
+└── PeerLostError        another rank is gone: a consequence, never the cause
 
 An error says what was set, what was found, and what to do.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 
 class EvenloadError(Exception):
-    """The root: `except EvenloadError` catches all that Evenload raises on purpose."""
+    """Root of all errors that Evenload raises on purpose."""
 
 
 class ConfigError(EvenloadError, ValueError):
@@ -29,27 +29,27 @@ class ConfigError(EvenloadError, ValueError):
 
 
 class DataError(EvenloadError):
-    """The dataset or the loader can't be used as asked."""
+    """The dataset or the loader can't be used."""
 
 
 class StepError(EvenloadError, RuntimeError):
-    """`step.backward` and the loop around it are used in a way that would give a wrong result."""
+    """`step.backward` or the training loop is used in a way that would give a wrong result."""
 
 
 class NonFiniteError(StepError):
-    """The loss or the gradient stayed NaN or infinite for several steps."""
+    """The loss or the gradient was NaN or infinite for several steps."""
 
 
 class CheckpointError(EvenloadError):
-    """A checkpoint can't be written or read, or doesn't fit what the script registers."""
+    """A checkpoint can't be written or read, or does not match the objects that the script registers."""
 
 
 class LaunchError(EvenloadError):
-    """The ranks can't be started, or don't come together."""
+    """The ranks can't be started, or their rendezvous fails."""
 
 
 class DesyncError(EvenloadError, RuntimeError):
-    """The ranks of one job do different things at the same time."""
+    """The ranks of one run do different things at the same time."""
 
 
 class DivergenceError(DesyncError):
@@ -57,16 +57,16 @@ class DivergenceError(DesyncError):
 
 
 class QueueError(EvenloadError):
-    """The queue of jobs is asked for what can't be, or its record of events doesn't hold together."""
+    """A request to the queue is invalid, or its event log is inconsistent."""
 
 
 class StaleError(QueueError):
-    """A runner or a writer of the queue speaks whose time is over: another has taken its place."""
+    """A message from a runner or writer of the queue that has been replaced by another."""
 
 
 class RankFailedError(EvenloadError):
-    """A rank ended with an error of its own; raised where ranks are started from Python."""
+    """A rank ended with an error; raised where ranks are started from Python."""
 
 
 class PeerLostError(EvenloadError):
-    """Another rank is gone. A consequence: the launcher looks for the cause elsewhere."""
+    """Another rank is gone. This is a consequence: the launcher looks for the cause on other ranks."""

@@ -1,8 +1,8 @@
-"""What is here: GPUs, CPU cores, quotas, memory, networks. Read, never assumed; no torch.
+"""Hardware of this machine: GPUs, CPU cores, quotas, memory and network interfaces; no torch.
 
-GPUs are asked through NVML (`nvidia-ml-py`), which makes no CUDA context and holds no memory. Where it or the driver is
-missing there are no GPUs, and `nvml_problem` tells why. All files are read below ``root``, so that a test can stand in
-another machine's files.
+GPUs are queried through NVML (`nvidia-ml-py`), which creates no CUDA context and uses no GPU memory. Where it or the driver is
+missing there are no GPUs, and `nvml_problem` returns the reason. All files are read below ``root``, so tests can provide those
+of another machine.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that holds memory on a GPU this process may use."""
+    """A process that uses memory of a GPU visible to this process."""
 
     gpu_index: int
-    """The N of ``cuda:N`` here."""
+    """N of ``cuda:N``."""
     pid: int
-    """Its id on the host; inside a container there may be no such process."""
+    """Process id on the host; it may not exist inside a container."""
     name: str
-    """Its command, or an empty text where it can't be seen."""
+    """Its command line; empty if not visible."""
     user: str
-    """Who runs it, or an empty text where it can't be seen."""
+    """Its user; empty if not visible."""
     used_bytes: int
-    """Memory it holds; 0 where the driver doesn't tell."""
+    """GPU memory in use; 0 if unknown to the driver."""
 
 
 @dataclass(frozen=True)
 class GpuDriver:
-    """The installed driver, and what the GPUs here can run."""
+    """The installed NVIDIA driver and the capabilities of the GPUs."""
 
     version: str
     """Such as ``550.54.15``."""
     cuda: tuple[int, int]
-    """The newest CUDA version it runs, (major, minor)."""
+    """The newest supported CUDA version, (major, minor)."""
     capabilities: tuple[tuple[int, int], ...]
     """The compute capability of each GPU, in the order of `gpus`."""
 
@@ -66,9 +66,9 @@ class Interface:
 
 
 def gpus(environ: Mapping[str, str] = os.environ) -> tuple[ComputeDevice, ...]:
-    """The GPUs a process may use, ``index`` being the N of its ``cuda:N``.
+    """Return the GPUs that a process may use; ``index`` is N of ``cuda:N``.
 
-    Honours CUDA_VISIBLE_DEVICES and its order, and CUDA_DEVICE_ORDER; empty where there is none or NVML can't be asked.
+    Follows CUDA_VISIBLE_DEVICES and its order, and CUDA_DEVICE_ORDER. Empty if there is no GPU or no NVML.
     """
     with _nvml() as nvml:
         if nvml is None:
@@ -80,7 +80,7 @@ def gpus(environ: Mapping[str, str] = os.environ) -> tuple[ComputeDevice, ...]:
 
 
 def gpu_processes(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> tuple[GpuProcess, ...]:
-    """Who holds memory on the GPUs of `gpus`; empty where the driver doesn't tell."""
+    """Return the processes that use memory of the GPUs of `gpus`; empty if unknown to the driver."""
     found = []
     with _nvml() as nvml:
         if nvml is None:
@@ -94,13 +94,13 @@ def gpu_processes(environ: Mapping[str, str] = os.environ, root: Path = ROOT) ->
 
 
 def gpu_used_bytes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-    """Memory held on each GPU of `gpus`, by processes that can't be seen from a container too; not the driver's own."""
+    """Return the memory in use on each GPU of `gpus`, also by processes outside this container, without the driver's own."""
     with _nvml() as nvml:
         return tuple(_memory(nvml, handle)[0] for handle in _visible_handles(nvml, environ)) if nvml else ()
 
 
 def gpu_driver(environ: Mapping[str, str] = os.environ) -> GpuDriver | None:
-    """The installed NVIDIA driver; None where NVML can't be asked."""
+    """Return the installed NVIDIA driver; None without NVML."""
     with _nvml() as nvml:
         if nvml is None:
             return None
@@ -115,14 +115,14 @@ def gpu_driver(environ: Mapping[str, str] = os.environ) -> GpuDriver | None:
 
 
 @contextmanager
-def asked_gpus(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[Any, list[Any]]]:
-    """NVML and its handles of `gpus`, for questions that are asked in one place alone; (None, []) where it can't be asked."""
+def gpu_handles(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield `pynvml` and its handles of `gpus`, for queries needed in one place only; (None, []) without NVML."""
     with _nvml() as nvml:
         yield nvml, _visible_handles(nvml, environ) if nvml is not None else []
 
 
 def nvml_problem(root: Path = ROOT) -> str:
-    """Why NVIDIA hardware that is plainly here can't be asked; an empty text where all is well or nothing is here."""
+    """Return why NVML fails although NVIDIA hardware is present; empty if it works or there is none."""
     if not any((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
         return ""
     nvml, problem = _begin_nvml()
@@ -132,7 +132,7 @@ def nvml_problem(root: Path = ROOT) -> str:
 
 
 def _begin_nvml() -> tuple[Any, str]:
-    """The initialised module `pynvml`, or None and why there is none."""
+    """Return the initialised module `pynvml`, or None and the reason."""
     try:
         import pynvml
     except ImportError:
@@ -146,7 +146,6 @@ def _begin_nvml() -> tuple[Any, str]:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """The initialised module `pynvml`, or None where it or the driver is missing."""
     nvml, _ = _begin_nvml()
     try:
         yield nvml
@@ -156,10 +155,10 @@ def _nvml() -> Iterator[Any]:
 
 
 def _visible_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
-    """NVML's handles in CUDA's order.
+    """Return NVML's handles in CUDA's order.
 
-    CUDA_VISIBLE_DEVICES lists indices, or beginnings of UUIDs; an entry that names nothing ends the list, and a device
-    named twice leaves none, as the driver has it.
+    CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs. As in the driver, an unknown entry ends the list, and a device
+    named twice empties it.
     """
     handles = _ordered_handles(nvml, environ)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
@@ -190,10 +189,10 @@ def _visible_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
 
 
 def _ordered_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
-    """All handles in the order CUDA counts them.
+    """Return all handles in CUDA's order.
 
-    NVML counts along the PCI bus. CUDA does so with CUDA_DEVICE_ORDER=PCI_BUS_ID; by default it puts the fastest first
-    by a rule of its own, so where GPUs are unlike the driver is asked. Without its answer the order stays the bus's.
+    NVML numbers GPUs by PCI bus, CUDA only with CUDA_DEVICE_ORDER=PCI_BUS_ID. By default CUDA puts the fastest first by a rule
+    of its own, so the driver is queried where models differ; if that fails, the order is that of the bus.
     """
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
@@ -205,7 +204,7 @@ def _ordered_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
     return [by_uuid[uuid] for uuid in order] if set(order) == set(by_uuid) else handles
 
 
-_ASK_DRIVER = """
+_DRIVER_QUERY = """
 import ctypes, uuid
 cuda = ctypes.CDLL("libcuda.so.1")
 assert cuda.cuInit(0) == 0
@@ -220,24 +219,24 @@ for index in range(count.value):
 
 
 def _cuda_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The UUIDs of all GPUs in CUDA's own order; empty where the driver doesn't answer."""
-    asked = {key: value for key, value in environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    """Return the UUIDs of all GPUs in CUDA's order; empty if the driver fails."""
+    variables = {key: value for key, value in environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     try:
-        return _ask_driver(_ASK_DRIVER, tuple(sorted(asked.items())))
+        return _query_driver(_DRIVER_QUERY, tuple(sorted(variables.items())))
     except (OSError, subprocess.SubprocessError):
         return ()
 
 
 @cache
-def _ask_driver(program: str, environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """What a child that begins CUDA prints: a process that has begun it must not fork. Asked once, since it takes a second."""
+def _query_driver(program: str, environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Return the output of a child that initialises CUDA, since a process that has done so must not fork; takes a second."""
     command = [sys.executable, "-I", "-c", program]
     done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=20, check=True)
     return tuple(done.stdout.split())
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Used and total bytes; zeros where the GPU has no memory of its own."""
+    """Return used and total bytes; zeros for a GPU without memory of its own."""
     try:
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -249,11 +248,11 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 def _process_owner(pid: int, root: Path) -> tuple[str, str]:
-    """The command and the user of a process; empty texts where it can't be seen."""
-    place = root / "proc" / str(pid)
+    """Return command line and user of a process; empty if not visible."""
+    folder = root / "proc" / str(pid)
     try:
-        command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        user_id = place.stat().st_uid
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        user_id = folder.stat().st_uid
     except OSError:
         return "", ""
     try:
@@ -268,14 +267,11 @@ def _process_owner(pid: int, root: Path) -> tuple[str, str]:
 
 
 def cpu(cores: Sequence[int] | None = None, root: Path = ROOT) -> ComputeDevice:
-    """The CPU as one device.
+    """Return the CPU as one device; ``memory_bytes`` is that of the machine, or the cgroup's limit if lower.
 
     Args:
-        cores: the cores a rank will be bound to; None for all this process may use.
-        root: where the files of the machine are read.
-
-    Returns:
-        ``memory_bytes`` is that of the machine, or the cgroup's limit where it is lower.
+        cores: the cores of a rank; None for all that this process may use.
+        root: root of the machine's files.
     """
     chosen = usable_cores() if cores is None else tuple(cores)
     return ComputeDevice(
@@ -288,20 +284,20 @@ def cpu(cores: Sequence[int] | None = None, root: Path = ROOT) -> ComputeDevice:
 
 
 def cpu_model(root: Path = ROOT) -> str:
-    """What the CPU is called, such as ``AMD EPYC 7B13``; ``CPU`` where the system doesn't say."""
+    """Return the model of the CPU, such as ``AMD EPYC 7B13``; ``CPU`` if unknown."""
     lines = (line.partition(":") for line in _read(root / "proc/cpuinfo").splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() in ("model name", "Model")), "CPU")
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores this process may run on, by its affinity (which holds the cpuset of a container too)."""
+    """Return the cores in this process's affinity, which includes the cpuset of a container."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """How many cores' worth of time the cgroups grant, the tightest level counting; None where they set no limit.
+    """Return the smallest CPU quota of this process's cgroups, in cores; None without a limit.
 
     Reads ``cpu.max`` (cgroup v2) and ``cpu.cfs_quota_us`` over ``cpu.cfs_period_us`` (v1).
     """
@@ -336,10 +332,10 @@ def _memory_bytes(root: Path) -> int:
 
 
 def cgroup_folders(controller: str, root: Path) -> list[Path]:
-    """The folders that limit this process by ``controller``, from its own cgroup up to the mount, for v1 and v2.
+    """Return the folders that limit this process by ``controller``, from its own cgroup up to the mount, for v1 and v2.
 
-    In a container the path in ``/proc/self/cgroup`` may be the host's, of which only a part is mounted; a path that is
-    not below what is mounted stands for the mount itself.
+    In a container the path in ``/proc/self/cgroup`` may be the host's, of which only a part is mounted. A path outside the
+    mounted part then stands for the mount itself.
     """
     folders = []
     for line in _read(root / "proc/self/mountinfo").splitlines():
@@ -358,7 +354,7 @@ def cgroup_folders(controller: str, root: Path) -> list[Path]:
 
 
 def _own_cgroup(controller: str, root: Path) -> str:
-    """This process's path in the hierarchy of ``controller`` (v1), or in the unified one (v2, an empty text)."""
+    """Return this process's path in the hierarchy of ``controller`` (v1), or in the unified one (v2, empty)."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -368,7 +364,7 @@ def _own_cgroup(controller: str, root: Path) -> str:
 
 
 def spell_numbers(numbers: Sequence[int]) -> str:
-    """As the kernel spells cores and nodes: ``0-3,8``."""
+    """Format numbers of cores or nodes as the kernel does: ``0-3,8``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -379,7 +375,6 @@ def spell_numbers(numbers: Sequence[int]) -> str:
 
 
 def _spell_cores(cores: Sequence[int]) -> str:
-    """``cores 0-3,8``; ``core 2``."""
     return f"{'core' if len(cores) == 1 else 'cores'} {spell_numbers(cores)}"
 
 
@@ -387,7 +382,7 @@ def _spell_cores(cores: Sequence[int]) -> str:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The network interfaces, sorted by name; needs psutil."""
+    """Return the network interfaces, sorted by name."""
     import psutil
 
     found = []
@@ -402,14 +397,13 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def free_port(host: str = "") -> int:
-    """A TCP port nobody listens on right now; bind it soon, others may take it."""
+    """Return a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def _read(path: Path) -> str:
-    """The text of a file, or an empty text where there is none to read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenload.job.protocol import VARIABLE, Terms, write_terms
+from evenload.job.protocol import VARIABLE, RunnerContract, write_contract
 
 COUNTING = """
 import json, os, sys, time
@@ -61,11 +61,11 @@ class Program:
 
 
 @contextmanager
-def program(folder: Path, code: str, *arguments: Any, terms: Terms | None = None) -> Iterator[Program]:
+def program(folder: Path, code: str, *arguments: Any, terms: RunnerContract | None = None) -> Iterator[Program]:
     """The code as a process in `folder`; killed if it is still there at the end."""
     environment: Mapping[str, str] = os.environ
     if terms is not None:
-        write_terms(folder / "job.json", terms)
+        write_contract(folder / "job.json", terms)
         environment = {**os.environ, VARIABLE: str(folder / "job.json")}
     script = folder / "program.py"
     script.write_text(code)
@@ -87,9 +87,9 @@ def program(folder: Path, code: str, *arguments: Any, terms: Terms | None = None
             process.kill()
 
 
-def terms(folder: Path, **rest: Any) -> Terms:
+def terms(folder: Path, **rest: Any) -> RunnerContract:
     facts: dict[str, Any] = {"job": "17", "attempt": 2, "grace_s": 30.0, "report_every_s": 0.0, **rest}
-    return Terms(report_file=str(folder / "report.json"), stop_file=str(folder / "stop"), **facts)
+    return RunnerContract(report_file=str(folder / "report.json"), stop_file=str(folder / "stop"), **facts)
 
 
 def wait_for(what: Callable[[], Any]) -> Any:

@@ -10,16 +10,23 @@ from typing import Any
 import pytest
 
 from evenload.errors import ConfigError, QueueError
-from evenload.job.protocol import Report, Terms, read_report, read_terms, write_report, write_terms
+from evenload.job.protocol import (
+    ProgressReport,
+    RunnerContract,
+    read_contract,
+    read_report,
+    write_contract,
+    write_report,
+)
 from tests.job.programs import terms
 
-TOLD = Report("17", 2, 4711, 412, 1000, 9.5, 304.0, "running", 1.7e9)
+TOLD = ProgressReport("17", 2, 4711, 412, 1000, 9.5, 304.0, "running", 1.7e9)
 
 
 def test_there_and_back(tmp_path: Path) -> None:
     line = terms(tmp_path)
-    write_terms(tmp_path / "job.json", line)
-    assert read_terms(str(tmp_path / "job.json")) == line
+    write_contract(tmp_path / "job.json", line)
+    assert read_contract(str(tmp_path / "job.json")) == line
     assert read_report(line) is None
     write_report(line, TOLD)
     assert read_report(line) == TOLD
@@ -70,4 +77,4 @@ def test_terms_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, Any]
     with pytest.raises(ConfigError, match=next(iter(change))):
         terms(tmp_path, **change)
     with pytest.raises(ConfigError, match="absolute path"):
-        Terms("1", 1, "report.json", "/stop", 1.0)
+        RunnerContract("1", 1, "report.json", "/stop", 1.0)

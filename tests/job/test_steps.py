@@ -11,7 +11,7 @@ import pytest
 
 from evenload import job
 from evenload.errors import ConfigError
-from evenload.job.protocol import VARIABLE, ask_to_stop, read_report, read_terms
+from evenload.job.protocol import VARIABLE, read_contract, read_report, request_stop
 from tests.job.programs import COUNTING, program, terms, wait_for
 
 
@@ -103,7 +103,7 @@ def test_the_stop_file_and_the_reports(tmp_path: Path) -> None:
         one.read_until("step 5")
         told = wait_for(lambda: read_report(line))
         assert told.state == "running" and told.total == 1000 and (told.job, told.attempt) == ("17", 2)
-        ask_to_stop(line, "bob's job of priority 1 needs the device")
+        request_stop(line, "bob's job of priority 1 needs the device")
         assert one.end() == 75
         told = read_report(line)
         assert told is not None and told.state == "stopped" and told.pid == one.process.pid
@@ -127,7 +127,7 @@ def test_a_finished_loop_says_so_and_the_file_and_a_signal_are_one_request(tmp_p
     )
     with program(tmp_path / "late", code, 100, 0.05, terms=line) as one:
         one.read_until("step 0")
-        ask_to_stop(line, "")
+        request_stop(line, "")
         one.read_until("saving True")
         one.signal(signal.SIGTERM)  # the runner's signal may come after the loop saw its file: still the first
         assert one.end() == 75 and one.lines[-1].startswith("saved")
@@ -154,7 +154,7 @@ sys.exit(job.EXIT_CODE if job.stop_requested() else 0)
     line = terms(tmp_path)
     with program(tmp_path, code, terms=line) as one:
         one.read_until("step 1")
-        ask_to_stop(line, "somebody asks")
+        request_stop(line, "somebody asks")
         assert one.end() == 75 and one.lines[-1] == "saved"
         assert "a thread other than the main one" in one.errors and "the queue's stop file does" in one.errors
         assert "the main thread has to end the program with exit code 75" in one.errors
@@ -250,7 +250,7 @@ def test_a_variable_without_terms_is_an_error_that_says_what_to_do(tmp_path: Pat
         if content is not None:
             path.write_text(content)
         with pytest.raises(ConfigError, match=f"{VARIABLE}={path}: .*outside of a queue, unset it"):
-            read_terms(str(path))
+            read_contract(str(path))
 
 
 def test_it_loads_neither_torch_nor_numpy() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evenload.job.protocol import VARIABLE, ask_to_stop, read_report, write_terms
+from evenload.job.protocol import VARIABLE, read_report, request_stop, write_contract
 from evenload.training.checkpoint import files
 from evenload.training.launch.devices import HostDevices, parse_devices, plan_workers, read_host
 from tests.job.programs import terms
@@ -96,13 +96,13 @@ def test_a_request_to_the_supervisor_then_a_stop_file_then_the_end(
     assert " s (asked by SIGTERM); start it again: evenload run -d cpu:2 train.py 0.03 resumes\n" in stdout
 
     agreed = terms(tmp_path, grace_s=60.0)
-    write_terms(tmp_path / "job.json", agreed)
+    write_contract(tmp_path / "job.json", agreed)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "job.json"))
     with _start(tmp_path, 0.03) as started:
         _until_steps(tmp_path, started.process)
         told = read_report(agreed)
         assert told is not None and told.state == "running" and told.step > len(first)
-        ask_to_stop(agreed, "for a more urgent job")
+        request_stop(agreed, "for a more urgent job")
         code, stdout, stderr = started.end()
     second = _steps(tmp_path)[len(first) :]
     assert code == 75 and stderr == "" and f"stopped at step {second[-1] + 1}, saved" in stdout
@@ -184,7 +184,7 @@ def test_a_request_after_the_last_step_of_python_alone_is_too_late(tmp_path: Pat
 
 
 def test_a_queues_request_before_the_first_step_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_terms(tmp_path / "job.json", terms(tmp_path))
+    write_contract(tmp_path / "job.json", terms(tmp_path))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "job.json"))
     with Started(tmp_path, "ready()\ntime.sleep(1000)", "-d", "cpu:2") as started:
         pids = started.wait_ready()

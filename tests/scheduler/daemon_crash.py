@@ -36,8 +36,8 @@ PROGRAM = """
 import fcntl, os, sys, time
 from pathlib import Path
 from evenload import job
-from evenload.job.protocol import VARIABLE, read_terms
-terms = read_terms(os.environ[VARIABLE])
+from evenload.job.protocol import VARIABLE, read_contract
+terms = read_contract(os.environ[VARIABLE])
 folder, total = Path(sys.argv[1]), int(sys.argv[2])
 def trace(kind):
     (folder / kind / f"{terms.job}.{terms.attempt}.{os.getpid()}").touch()

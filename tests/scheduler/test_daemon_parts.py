@@ -10,7 +10,7 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.job.processes import identity_of, is_alive
-from evenload.job.protocol import Report
+from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Device, JobSpec, Limits
@@ -25,8 +25,8 @@ from evenload.scheduler.runner.files import RunnerResult
 GIB = 2**30
 
 
-def _report(state: str, step: int = 9) -> Report:
-    return Report("1", 1, 7, step, 10, 1.0, 0.0, state, 0.0)
+def _report(state: str, step: int = 9) -> ProgressReport:
+    return ProgressReport("1", 1, 7, step, 10, 1.0, 0.0, state, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def _report(state: str, step: int = 9) -> Report:
         (RunnerResult(1, 75), None, "failed", "came no further"),
     ],
 )
-def test_what_an_end_means(result: RunnerResult, told: Report | None, kind: str, reason: str) -> None:
+def test_what_an_end_means(result: RunnerResult, told: ProgressReport | None, kind: str, reason: str) -> None:
     event = ending("1", 5.0, result, told, done_before=4.0)
     found = type(event).__name__
     if isinstance(event, events.Ended):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import evenload
-from evenload.job.protocol import VARIABLE, Terms, ask_to_stop, read_report, write_terms
+from evenload.job.protocol import VARIABLE, RunnerContract, read_report, request_stop, write_contract
 from evenload.testing import run_ranks
 from evenload.training.checkpoint import files
 from tests.exact.measure import relative
@@ -181,16 +181,16 @@ def _is_finished(folder: Path) -> bool:
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terms]:
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunnerContract]:
     """The ranks of this test are a queue's."""
     agreed = terms(tmp_path, grace_s=60.0)
-    write_terms(tmp_path / "job.json", agreed)
+    write_contract(tmp_path / "job.json", agreed)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "job.json"))
     yield agreed
 
 
-def test_a_stop_file_and_the_reports(whole: dict[str, Any], tmp_path: Path, queue: Terms) -> None:
-    ask_to_stop(queue, "another job is more urgent")
+def test_a_stop_file_and_the_reports(whole: dict[str, Any], tmp_path: Path, queue: RunnerContract) -> None:
+    request_stop(queue, "another job is more urgent")
     first = run_ranks(sit, 2, str(tmp_path), None, "ddp", 0, "auto")
     assert all(rank["code"] == 75 and rank["steps"] == [] for rank in first)  # asked before it began: at once
     told = read_report(queue)
@@ -278,8 +278,8 @@ def test_a_script_without_run_checkpoint_does_not_begin_at_the_stop_again(tmp_pa
     assert _is_finished(tmp_path)
 
 
-def test_without_resume_a_queue_is_told_why_it_goes_on(tmp_path: Path, queue: Terms) -> None:
-    ask_to_stop(queue, "the day is over")
+def test_without_resume_a_queue_is_told_why_it_goes_on(tmp_path: Path, queue: RunnerContract) -> None:
+    request_stop(queue, "the day is over")
     assert run_ranks(_without_checkpoints, 2, str(tmp_path / "run"), -1, False) == [(0, [0, 1, 2, 3, 4, 5])] * 2
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert events.count("asked to stop (the day is over), but there is nothing to go on with: call run.resume") == 1
@@ -307,6 +307,6 @@ def test_a_queues_later_attempt_of_a_fresh_job_goes_on(tmp_path: Path, monkeypat
     monkeypatch.setenv(VARIABLE, str(tmp_path / "job.json"))
     begun = []
     for job, attempt in (("17", 1), ("17", 2), ("18", 2)):  # the first attempt of job 18 ended before it began
-        write_terms(tmp_path / "job.json", terms(tmp_path, job=job, attempt=attempt))
+        write_contract(tmp_path / "job.json", terms(tmp_path, job=job, attempt=attempt))
         begun.append(run_ranks(_fresh, 2, folder, settings=settings)[1][0])
     assert begun == [0, 3, 0]

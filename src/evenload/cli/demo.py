@@ -1,4 +1,4 @@
-"""``evenload demo``: a language model trains on two unequal devices, and the gain is measured on the way."""
+"""``evenload demo``: train a language model on two unequal devices, and measure the gain."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _CPU_SIZES = ("--width", "128", "--depth", "4", "--context", "64", "--batch-size
 
 
 def demo(
-    project_dir: Annotated[str, typer.Option(help="The run folder.")] = "runs/demo",
-    steps: Annotated[int, typer.Option(min=20, help="Steps of training.")] = _STEPS,
+    project_dir: Annotated[str, typer.Option(help="Run folder.")] = "runs/demo",
+    steps: Annotated[int, typer.Option(min=20, help="Number of training steps.")] = _STEPS,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the measurement.")] = 5,
-    block_s: Annotated[float, typer.Option("--block", metavar="SECONDS", help="Length of a block of it.")] = 2.0,
+    block_s: Annotated[
+        float, typer.Option("--block", metavar="SECONDS", help="Length of one block of the measurement.")
+    ] = 2.0,
 ) -> None:
-    """Watch a language model train on two unequal devices, a minute or two.
+    """Train a small language model on two unequal devices, in a minute or two.
 
-    With two or more GPUs it runs on those; otherwise on two CPU ranks, the second held to half its speed.
+    It uses the GPUs if there are at least two, otherwise two CPU ranks, the second throttled to half its speed.
     """
     from evenload.config import Config
     from evenload.hardware import gpus
@@ -35,7 +37,7 @@ def demo(
     from evenload.views.run.progress import RunProgress
 
     on_gpus = len(gpus()) >= 2
-    # The measurement comes late: its table stands next to the text that the model writes at the end.
+    # Measure late, so that the table appears next to the text that the model writes at the end.
     before = max(2, steps * _STEPS_BEFORE // _STEPS)
     request = LaunchRequest(
         arguments=(str(find_example("train_gpt.py")), "--steps", str(steps), *(_GPU_SIZES if on_gpus else _CPU_SIZES)),
@@ -57,10 +59,10 @@ def demo(
 
 
 def find_example(name: str) -> Path:
-    """An example's file: inside the installed package, or beside its source in a clone.
+    """Return an example's file in the installed package or in the clone.
 
     Raises:
-        ConfigError: it is in neither place.
+        ConfigError: it is in neither.
     """
     installed = Path(str(importlib.resources.files(evenload))) / "examples" / name
     clone = Path(evenload.__file__).parents[2] / "examples" / name

@@ -1,4 +1,4 @@
-"""``evenload doctor``: is this machine fit?"""
+"""``evenload doctor``: check whether this machine can run Evenload."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 class Backend(StrEnum):
-    """What carries the trial all-reduce."""
+    """Backend of the trial all-reduce."""
 
     auto = "auto"
     gloo = "gloo"
@@ -18,25 +18,32 @@ class Backend(StrEnum):
 
 def doctor(
     json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    port: Annotated[int, typer.Option(help="The TCP port a run will use; 0: any free one.", min=0, max=65535)] = 0,
-    backend: Annotated[Backend, typer.Option(help="Of the trial all-reduce.")] = Backend.auto,
-    folder: Annotated[str, typer.Option(help="Where runs will write.")] = "runs",
-    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This check alone; may be repeated.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Measure every device and link as well.")] = False,
-    issue: Annotated[bool, typer.Option("--issue", help="Print the block for a bug report, without names.")] = False,
-    with_names: Annotated[bool, typer.Option("--with-names", help="Leave names and addresses in that block.")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="Say which checks there are, and what they look at.")] = False,
+    port: Annotated[int, typer.Option(help="TCP port that a run will use; 0: any free port.", min=0, max=65535)] = 0,
+    backend: Annotated[Backend, typer.Option(help="Backend of the trial all-reduce.")] = Backend.auto,
+    folder: Annotated[str, typer.Option(help="Folder in which runs will write.")] = "runs",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Run only this check; may be repeated.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Also measure the speed of every device and link.")] = False,
+    issue: Annotated[bool, typer.Option("--issue", help="Print a report for an issue, without names.")] = False,
+    with_names: Annotated[bool, typer.Option("--with-names", help="Keep names and addresses in that report.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the checks.")] = False,
     host: Annotated[
-        str, typer.Option(metavar="HOST[:PORT]", help="Look at another machine (type --serve there), not at this one.")
+        str,
+        typer.Option(
+            metavar="HOST[:PORT]", help="Check the connection to another machine, on which doctor --serve runs."
+        ),
     ] = "",
-    serve: Annotated[bool, typer.Option("--serve", help="Answer the doctors of other machines, until Ctrl-C.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Answer doctors of other machines until Ctrl-C.")] = False,
     script: Annotated[str, typer.Option(help="With --host or --serve: compare this script.")] = "",
-    data: Annotated[str, typer.Option(metavar="PATH", help="With --host or --serve: compare what lies there.")] = "",
+    data: Annotated[
+        str, typer.Option(metavar="PATH", help="With --host or --serve: compare this file or folder.")
+    ] = "",
 ) -> None:
-    """Check this machine: what was found, what was expected, and the command that mends.
+    """Check this machine, and print for each problem the finding, the expectation and a fix.
 
-    Exit code: 0 fit, 1 something would stop a run, 2 something would slow it. Where this command itself can't start,
-    `python -m evenload.doctor` needs the standard library alone.
+    Exit code: 0 no problem, 1 something would stop a run, 2 something would slow it down. If this command itself can't start,
+    `python -m evenload.doctor` needs only the standard library.
     """
     from evenload.doctor.__main__ import Request, show
 

@@ -1,4 +1,4 @@
-"""``evenload``: the commands, each loaded when it is called, so that ``--help`` costs next to nothing."""
+"""The command ``evenload``; each subcommand is imported when it is called, so ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from evenload.errors import EvenloadError
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command is, and what ``--help`` says of it without loading it."""
+    """Module and help text of a command that is not imported yet."""
 
     module: str
     help: str
 
     def load(self, name: str) -> Any:
-        """Imports the command's module and makes what the group calls.
-
-        ``COMMAND_CLASS`` and ``CONTEXT_SETTINGS`` of the module hold, where it has them (see script.py).
-        """
+        """Import the module and return its click command, with ``COMMAND_CLASS`` and ``CONTEXT_SETTINGS`` if it has them."""
         module = import_module(self.module)
         function: Callable[..., Any] = getattr(module, name)
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -39,35 +36,35 @@ class Command:
 
 
 COMMANDS = {
-    "run": Command("evenload.cli.run", "Train a script on every device here, or on those you name."),
-    "doctor": Command("evenload.cli.doctor", "Check whether this machine is fit, and say what would mend it."),
-    "verify": Command("evenload.cli.verify", "Prove on your own script that the split gives one device's gradients."),
-    "demo": Command("evenload.cli.demo", "Watch a language model train on two unequal devices."),
-    "show": Command("evenload.cli.show", "Tell the story of a run, or of a job in the queue."),
-    "submit": Command("evenload.cli.submit", "Queue a command, or a job file, for devices shared with others."),
-    "ps": Command("evenload.cli.ps", "Show the queue: who has which device, how far jobs are, why others wait."),
-    "logs": Command("evenload.cli.logs", "Print what a job printed, or follow it."),
-    "cancel": Command("evenload.cli.cancel", "End jobs; those that run save first."),
-    "change": Command("evenload.cli.change", "Hold a job back, let it go, or change its priority, limits, devices."),
-    "queue": Command("evenload.cli.queue", "Show how the queue decides; stop its daemon, set, limit, reserve."),
-    "simulate": Command("evenload.cli.simulate", "Ask what a queue would do: another policy, one more card."),
+    "run": Command("evenload.cli.run", "Train a script on all devices of this machine, or of several."),
+    "doctor": Command("evenload.cli.doctor", "Check this machine, and suggest a fix for each problem."),
+    "verify": Command("evenload.cli.verify", "Check that a split gives the gradients of one process."),
+    "demo": Command("evenload.cli.demo", "Train a small language model on two unequal devices."),
+    "show": Command("evenload.cli.show", "Show a run, or a job of the queue."),
+    "submit": Command("evenload.cli.submit", "Submit a command or a job file to the queue."),
+    "ps": Command("evenload.cli.ps", "List jobs, their devices and progress, and why others wait."),
+    "logs": Command("evenload.cli.logs", "Print or follow the output of a job."),
+    "cancel": Command("evenload.cli.cancel", "Cancel jobs; running jobs save first."),
+    "change": Command("evenload.cli.change", "Hold or release a job, or change its priority, limits or devices."),
+    "queue": Command("evenload.cli.queue", "Show the queue's settings; set limits and reservations, stop its daemon."),
+    "simulate": Command("evenload.cli.simulate", "Simulate a queue under other policies or devices."),
 }
 
 
 class LazyGroup(TyperGroup):
-    """Knows its commands by `COMMANDS` alone and imports one when it is called."""
+    """Lists `COMMANDS`, and imports a command when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The commands, in the order of use."""
+        """Return the names of the commands in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Imports the command, or returns None for an unknown one."""
+        """Import the command; return None for an unknown one."""
         command = COMMANDS.get(cmd_name)
         return command.load(cmd_name) if command is not None else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the list of commands without importing any."""
+        """Write the list of commands without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.help) for name, command in COMMANDS.items()])
 
@@ -82,8 +79,10 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
-    """Train one PyTorch model on unequal devices: measured, evenly split, exact."""
+def _root(
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")
+) -> None:
+    """Train a PyTorch model on unequal devices: measured, evenly split, exact."""
     if version:
         print(f"evenload {evenload.__version__}")
     elif context.invoked_subcommand is None:
@@ -91,7 +90,7 @@ def _root(context: typer.Context, version: bool = typer.Option(False, "--version
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line; what Evenload says is wrong is printed without a traceback, exit code 2."""
+    """Run the command line; print an `EvenloadError` without a traceback and exit with code 2."""
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="evenload")
     except EvenloadError as error:

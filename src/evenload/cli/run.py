@@ -102,7 +102,7 @@ def run(
 
 
 def _common_options(values: Mapping[str, Any], sources: Mapping[str, str], config: Path | None) -> list[str]:
-    """The options that must be the same on all machines, as they were typed."""
+    """Return the options that must be the same on all machines, as typed."""
     typed = [sources[key] for key in values if key not in LAUNCH_KEYS and sources[key].startswith("-")]
     words = [word for text in typed for word in text.split(" ", 1)]
     return words if config is None else ["-c", str(config), *words]
@@ -126,7 +126,7 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping
         terms=terms,
     )
     workers = plan(request)
-    if terms is None:  # else said once all machines are there
+    if terms is None:  # otherwise printed after the rendezvous
         for line in describe_workers(workers):
             print(f"evenload: {line}", flush=True)
     if settings.get("dry_run"):

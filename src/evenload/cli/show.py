@@ -1,4 +1,4 @@
-"""`evenload show RUN`: the story of a run, or the run as it goes on; `evenload show JOB`: that of a job in the queue."""
+"""``evenload show``: summarize or follow a run, or summarize a job of the queue."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ POLL_S = 0.2
 def show(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN|JOB", help="A run folder (project_dir), a folder of runs, or a job's number or name."
-        ),
+        typer.Argument(metavar="RUN|JOB", help="Run folder (project_dir), folder of runs, or number or name of a job."),
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print the story as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Follow the run until it ends or Ctrl-C.")] = False,
     to: Annotated[
-        str | None, typer.Option(metavar="LOGGER", help="Bring a logger (wandb, mlflow, ...) the steps it lacks.")
+        str | None, typer.Option(metavar="LOGGER", help="Send the missing steps to a logger (wandb, mlflow, ...).")
     ] = None,
     logger_option: Annotated[
-        list[str] | None, typer.Option(metavar="LOGGER.OPTION=VALUE", help="With --to; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="LOGGER.OPTION=VALUE", help="Option of the logger of --to; may be repeated."),
     ] = None,
-    queue: Annotated[Path | None, typer.Option("--queue", metavar="DIR", help="Of a job: the queue's folder.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Of a job of slurm or ray, by its number there.")] = None,
+    queue: Annotated[Path | None, typer.Option("--queue", metavar="DIR", help="Folder of the job's queue.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show a job of slurm or ray by its number there.")
+    ] = None,
 ) -> None:
-    """Tell the story of a run: shares and why, where time went; or of a job: devices, waits, stops, cost."""
+    """Show a run (shares and their reasons, use of time) or a job (devices, waits, stops, cost)."""
     from evenload.errors import ConfigError
     from evenload.records.reader import find_run
 
     if backend is not None and backend != "local":
-        _tell_there(backend, str(run), json)
+        _show_backend_job(backend, str(run), json)
         return
     if queue is not None or not run.exists():
         if queue is not None and (live or to is not None or logger_option):
             raise ConfigError("--live, --to and --logger-option are for runs; a job is shown without them")
-        if _tell_job(str(run), queue, json):
+        if _show_queue_job(str(run), queue, json):
             return
     try:
         if json + live + (to is not None) > 1:
             raise ConfigError("--json, --live and --to are three ways to show a run; give one of them")
         if logger_option and to is None:
-            raise ConfigError("--logger-option tells a logger; name it by --to")
+            raise ConfigError("--logger-option needs a logger; name it with --to")
         folder, num_runs = find_run(run)
         if num_runs > 1:
             print(f"evenload: {folder} is the newest of {num_runs} runs in {run}", file=sys.stderr)
@@ -55,28 +56,28 @@ def show(
         elif live:
             _follow(folder)
         else:
-            _tell(folder, json)
+            _show_run(folder, json)
     except ConfigError as error:
         print(f"evenload show: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
-def _tell(folder: Path, as_json: bool) -> None:
+def _show_run(folder: Path, as_json: bool) -> None:
     from evenload.views.run.summary import summarize_run, summary_to_json
 
-    story = summarize_run(folder)
+    summary = summarize_run(folder)
     if as_json:
         import json
 
-        print(json.dumps(summary_to_json(story), indent=1, allow_nan=False, ensure_ascii=False, default=str))
+        print(json.dumps(summary_to_json(summary), indent=1, allow_nan=False, ensure_ascii=False, default=str))
         return
     from evenload.views.run.summary_text import format_run_summary
 
-    print(format_run_summary(story))
+    print(format_run_summary(summary))
 
 
-def _tell_job(name: str, queue: Path | None, as_json: bool) -> bool:
-    """Tells the story of a job; False where there is none of this name, which may be meant as a run folder's."""
+def _show_queue_job(name: str, queue: Path | None, as_json: bool) -> bool:
+    """Show jobs of the queue by name; return False if there is none, since the name may be a run folder's."""
     from evenload.cli.jobs import folder_of, ids_of
     from evenload.errors import QueueError
     from evenload.views.queue import job_summary
@@ -99,12 +100,12 @@ def _tell_job(name: str, queue: Path | None, as_json: bool) -> bool:
         run = job_summary.run_folder(summary)
         if run is not None:
             print()
-            _tell(run, as_json=False)
+            _show_run(run, as_json=False)
     return True
 
 
-def _tell_there(backend: str, job: str, as_json: bool) -> None:
-    """A job of somebody else's scheduler."""
+def _show_backend_job(backend: str, job: str, as_json: bool) -> None:
+    """Show a job of another scheduler."""
     from dataclasses import asdict
 
     from evenload.errors import QueueError
@@ -112,7 +113,7 @@ def _tell_there(backend: str, job: str, as_json: bool) -> None:
 
     found = backends.get(backend).describe([job])
     if not found:
-        raise QueueError(f"{backend} knows no job {job}")
+        raise QueueError(f"{backend} has no job {job}")
     if as_json:
         import json
 
@@ -128,7 +129,7 @@ def _tell_there(backend: str, job: str, as_json: bool) -> None:
 
 
 def _send(folder: Path, logger: str, texts: list[str]) -> None:
-    """Brings a logger what it lacks, with the options it had in the run where none are given."""
+    """Send a logger the missing steps, by default with its options of the run."""
     import tomllib
 
     from evenload.config import parse_logger_options
@@ -142,11 +143,13 @@ def _send(folder: Path, logger: str, texts: list[str]) -> None:
     check_loggers((logger,), given)
     options = {**settings.get("logger_options", {}).get(logger, {}), **given.get(logger, {})}
     num_sent = send(logger, folder, options, settings)
-    print(f"evenload: {logger} took {num_sent} points of {folder}" if num_sent else f"evenload: {logger} has it all")
+    print(
+        f"evenload: sent {num_sent} points of {folder} to {logger}" if num_sent else f"evenload: {logger} is up to date"
+    )
 
 
 def _follow(folder: Path) -> None:
-    """Shows the newest sitting from its beginning, then what comes."""
+    """Show the newest session from its start, then follow it."""
     from evenload.records.reader import read_events
     from evenload.views.run.progress import RunProgress
 

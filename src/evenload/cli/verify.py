@@ -1,4 +1,4 @@
-"""``evenload verify``: prove on the user's own script that the split gives one device's gradients."""
+"""``evenload verify``: check on the user's script that a split gives the gradients of one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def verify(
 
 
 def _default_devices() -> str:
-    """All GPUs; where there is one device only, two ranks on it, so that there is a split to verify."""
+    """Return all GPUs, or two ranks on a single device, so that there is a split to verify."""
     from evenload.hardware import gpus
 
     num_gpus = len(gpus())
@@ -75,7 +75,7 @@ def _default_devices() -> str:
 
 
 def _launch(target: tuple[str, ...], values: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
-    """The exit code and the report, where the step came so far."""
+    """Return the exit code, and the report if the step was compared."""
     from evenload.training.launch.supervisor import LaunchRequest, launch
 
     with tempfile.TemporaryDirectory(prefix="evenload-verify-") as folder:
@@ -97,8 +97,8 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any]) -> tuple[int, di
         if not path.exists():
             script = " ".join(target[: 2 if target[0] == "-m" else 1])
             print(
-                f"evenload: not verified: {script} ended without `step.backward(loss_fn)`; does its loop run at all (a "
-                "finished run resumed: --fresh starts with the script's own weights)?",
+                f"evenload: not verified: {script} ended without calling `step.backward(loss_fn)`; if it resumed a "
+                "finished run, add --fresh to start with the script's own weights",
                 file=sys.stderr,
             )
             return NOT_VERIFIED, None
@@ -107,7 +107,7 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any]) -> tuple[int, di
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The report as a person reads it."""
+    """Format the report for people."""
     calls = report["calls"]
     lines = ["", f"verify: step {report['step']} on {len(report['devices'])} ranks ({', '.join(report['devices'])})"]
     for call in calls:

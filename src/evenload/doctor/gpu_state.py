@@ -67,7 +67,7 @@ class Card:
 
 def read_cards(environ: Mapping[str, str] = os.environ) -> tuple[Card, ...]:
     """The GPUs of `hardware.gpus`, in that order."""
-    with hardware.asked_gpus(environ) as (nvml, handles):
+    with hardware.gpu_handles(environ) as (nvml, handles):
         return tuple(_read(nvml, handle, index) for index, handle in enumerate(handles))
 
 

@@ -1,7 +1,7 @@
-"""The two files between a program and its runner: what the program finds, and how far it tells it is.
+"""The files between a program and its runner: the runner's contract, the program's progress report, the stop file.
 
-A runner writes `Terms` and names the file in one variable; the program writes a `Report`, atomically and rarely. A stop
-file asks it to save and stop. `evenload.job` is the program's side of it.
+A runner writes a `RunnerContract` and names its file in one variable. The program writes a `ProgressReport`, atomically and
+rarely. The stop file requests it to save and stop. `evenload.job.client` is the program's part.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from typing import Any
 from evenload.errors import ConfigError, QueueError
 
 VARIABLE = "EVENLOAD_JOB"
-"""Names the file of `Terms`. A queue's runner sets it for its program; it is not for people."""
+"""Variable with the path of the `RunnerContract`; set by a queue's runner for its program, not by users."""
 
 SCHEMA = 1
-"""Of both files; raised when an older reader would misread them."""
+"""Schema of both files; increased when an older reader would misread them."""
 
 _LARGEST_FILE_BYTES = 64 * 1024
 _LARGEST_COUNT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What a runner tells its program: where to report, where it asks for a stop, how long a save may take."""
+class RunnerContract:
+    """A runner's contract with its program: report file, stop file and time to save."""
 
     job: str
     attempt: int
     report_file: str
-    """The program writes it (absolute path)."""
+    """Absolute path of the file that the program writes."""
     stop_file: str
-    """The program is to stop once this exists (absolute path); the text in it is the reason."""
+    """Absolute path of the file whose existence requests a stop; its text is the reason."""
     grace_s: float
-    """From the request to stop until the program is killed."""
+    """Time from a stop request until the program is killed."""
     report_every_s: float = 2.0
-    """Reports are at least so far apart, the last one apart."""
+    """Minimum time between two reports, except the last."""
 
     def __post_init__(self) -> None:
         for name in ("report_file", "stop_file"):
@@ -61,92 +61,92 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """How far a program is, as it last told."""
+class ProgressReport:
+    """The progress of a program."""
 
     job: str
     attempt: int
     pid: int
     step: int
-    """Steps done: where it would go on if it were saved now."""
+    """Number of steps done, with which it would continue if it were saved now."""
     total: int | None
-    """All steps; None where nobody knows."""
+    """Number of all steps; None if unknown."""
     steps_per_s: float
-    """Over the last minute; 0 until two steps are done."""
+    """Average over the last minute; 0 until two steps are done."""
     samples_per_s: float
-    """0 where the program doesn't tell."""
+    """0 if unknown."""
     state: str
-    """``running``, ``stopped`` (saved on request at `step`) or ``finished`` (the loop did its last step)."""
+    """``running``, ``stopped`` (saved on request at `step`) or ``finished`` (the last step is done)."""
     time_s: float
-    """When it was written, seconds since 1970."""
+    """Time of writing, seconds since the epoch."""
 
     def __post_init__(self) -> None:
         counts = (self.attempt, self.pid, self.step, 0 if self.total is None else self.total)
         speeds = (self.steps_per_s, self.samples_per_s, self.time_s)
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= _LARGEST_COUNT for n in counts):
-            raise QueueError("a report with counts that are none: expected whole numbers of at least 0")
+            raise QueueError("invalid report: counts must be integers >= 0")
         if not all(_is_number(speed) and 0 <= speed < math.inf for speed in speeds):
-            raise QueueError("a report with numbers that can't be: expected finite ones of at least 0")
+            raise QueueError("invalid report: speeds and times must be finite and >= 0")
         if not isinstance(self.job, str) or self.state not in ("running", "stopped", "finished"):
-            raise QueueError(f"a report in state {self.state!r:.50}: expected running, stopped or finished")
+            raise QueueError(f"invalid report: state {self.state!r:.50}; expected running, stopped or finished")
 
 
-def write_terms(path: Path, terms: Terms) -> None:
-    """Writes what a runner's program will find; the runner then sets `VARIABLE` to the path."""
-    _write_whole(path, {"schema": SCHEMA, **dataclasses.asdict(terms)})
+def write_contract(path: Path, contract: RunnerContract) -> None:
+    """Write the contract for a program; the runner then sets `VARIABLE` to the path."""
+    _write_whole(path, {"schema": SCHEMA, **dataclasses.asdict(contract)})
 
 
-def read_terms(path: str) -> Terms:
-    """What the runner of this program wrote.
+def read_contract(path: str) -> RunnerContract:
+    """Read the contract of this program's runner.
 
     Raises:
-        ConfigError: there is no such file, or no terms in it.
+        ConfigError: the file does not exist or holds no contract.
     """
-    cure = f"A queue's runner sets {VARIABLE} for its program alone; outside of a queue, unset it"
+    fix = f"A queue's runner sets {VARIABLE} only for its program; outside of a queue, unset it"
     try:
-        return Terms(**_read_whole(Path(path), Terms))
+        return RunnerContract(**_read_whole(Path(path), RunnerContract))
     except (OSError, ValueError, TypeError, QueueError) as error:
-        raise ConfigError(f"{VARIABLE}={path}: {error}. {cure}") from error
+        raise ConfigError(f"{VARIABLE}={path}: {error}. {fix}") from error
 
 
-def write_report(terms: Terms, report: Report) -> None:
-    """Tells the runner how far the program is.
+def write_report(contract: RunnerContract, report: ProgressReport) -> None:
+    """Write the program's progress for the runner.
 
     Raises:
         OSError: it can't be written.
     """
-    _write_whole(Path(terms.report_file), {"schema": SCHEMA, **dataclasses.asdict(report)})
+    _write_whole(Path(contract.report_file), {"schema": SCHEMA, **dataclasses.asdict(report)})
 
 
-def read_report(terms: Terms) -> Report | None:
-    """What the program of these terms last told; None where it has told nothing yet.
+def read_report(contract: RunnerContract) -> ProgressReport | None:
+    """Return the program's last report, or None.
 
-    The file is the program's: it is not followed where it is a link, and not believed where it is of another attempt.
+    The program owns the file, so links are not followed, and a report of another attempt is refused.
 
     Raises:
-        QueueError: it is no report of this attempt.
+        QueueError: the file holds no report of this attempt.
     """
     try:
-        told = Report(**_read_whole(Path(terms.report_file), Report))
+        report = ProgressReport(**_read_whole(Path(contract.report_file), ProgressReport))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, QueueError) as error:
-        raise QueueError(f"the report of job {terms.job}, {terms.report_file}: {error}") from error
-    if (told.job, told.attempt) != (terms.job, terms.attempt):
+        raise QueueError(f"the report of job {contract.job}, {contract.report_file}: {error}") from error
+    if (report.job, report.attempt) != (contract.job, contract.attempt):
         raise QueueError(
-            f"the report {terms.report_file} is of attempt {told.attempt} of job {told.job}, expected attempt "
-            f"{terms.attempt} of job {terms.job}"
+            f"the report {contract.report_file} is of attempt {report.attempt} of job {report.job}, expected attempt "
+            f"{contract.attempt} of job {contract.job}"
         )
-    return told
+    return report
 
 
-def ask_to_stop(terms: Terms, reason: str) -> None:
-    """Asks the program of these terms to save and stop; asking again changes nothing but the reason."""
-    _replace(Path(terms.stop_file), reason.encode()[:1000])
+def request_stop(contract: RunnerContract, reason: str) -> None:
+    """Request the program to save and stop; a second request only changes the reason."""
+    _replace(Path(contract.stop_file), reason.encode()[:1000])
 
 
-def stop_text(path: str) -> str:
-    """The reason in a stop file."""
+def read_stop_reason(path: str) -> str:
+    """Return the reason in a stop file."""
     try:
         return _read_bytes(Path(path)).decode(errors="replace").strip() or "asked by the queue"
     except (OSError, QueueError):
@@ -158,7 +158,7 @@ def _write_whole(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, never a part. Not forced to disk: after a crash of the machine it is old."""
+    """Replace a file atomically, without forcing it to disk: after a crash of the machine it may be the old one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_bytes(content)
@@ -176,7 +176,7 @@ def _read_whole(path: Path, kind: type[Any]) -> dict[str, Any]:
         raise QueueError("it is nested too deeply") from error
     if not isinstance(row, dict) or row.get("schema") != SCHEMA:
         found = row.get("schema") if isinstance(row, dict) else row
-        raise QueueError(f"schema {found!r} of the line between program and queue; this version knows {SCHEMA}")
+        raise QueueError(f"the file has schema {found!r}; this version reads schema {SCHEMA}")
     return {field.name: row[field.name] for field in dataclasses.fields(kind) if field.name in row}
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from evenload.errors import QueueError
 from evenload.job import EXIT_CODE
-from evenload.job.protocol import Terms, write_terms
+from evenload.job.protocol import RunnerContract, write_contract
 from evenload.scheduler.backends.attempt import AttemptOutcome, BackendAttempt, outcome_of
 from evenload.scheduler.core.states import Verb
 from tests.scheduler.backends.programs import COUNTING, steps_done
@@ -24,9 +24,9 @@ from tests.scheduler.backends.slurm_cluster import wait_until
 LIMIT_S = 60.0
 
 
-def terms_in(folder: Path, grace_s: float = 30.0) -> tuple[Terms, Path]:
-    terms = Terms("7", 1, str(folder / "report.json"), str(folder / "stop"), grace_s)
-    write_terms(folder / "terms.json", terms)
+def terms_in(folder: Path, grace_s: float = 30.0) -> tuple[RunnerContract, Path]:
+    terms = RunnerContract("7", 1, str(folder / "report.json"), str(folder / "stop"), grace_s)
+    write_contract(folder / "terms.json", terms)
     return terms, folder / "terms.json"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evenload.errors import QueueError
-from evenload.job.protocol import Report
+from evenload.job.protocol import ProgressReport
 from evenload.scheduler.backends.ray.devices import NodeBundle, bundles_of, devices_of
 from evenload.scheduler.backends.ray.queue import RayQueue
 from evenload.scheduler.core import events
@@ -51,7 +51,7 @@ def test_jobs_of_the_log_are_there_again(tmp_path: Path) -> None:
     array = queue.submit(a_job("ray", array="0-1", after=first), "ann")
     queue.decide()
     queue.record(events.JobStarted(1003.0, first))
-    queue.update_progress(first, Report(first, 1, 5, 10, 100, 2.0, 0.0, "running", 0.0))
+    queue.update_progress(first, ProgressReport(first, 1, 5, 10, 100, 2.0, 0.0, "running", 0.0))
     assert queue.queue_state.jobs[first].spec.preemptible, "it has reported, so it can save"
     queue.commit()
     queue.close()

@@ -30,7 +30,7 @@ from pathlib import Path
 from evenload.errors import EvenloadError, QueueError
 from evenload.job import EXIT_CODE
 from evenload.job.processes import SessionProcess
-from evenload.job.protocol import VARIABLE, Report, Terms, ask_to_stop, read_report, read_terms
+from evenload.job.protocol import VARIABLE, ProgressReport, RunnerContract, read_contract, read_report, request_stop
 from evenload.scheduler.core.states import Verb
 
 POLL_S = 0.2
@@ -78,7 +78,7 @@ class BackendAttempt:
 
     def __init__(
         self,
-        terms: Terms,
+        terms: RunnerContract,
         terms_file: Path,
         command: Sequence[str],
         *,
@@ -128,7 +128,7 @@ class BackendAttempt:
             return
         self.stop_reason, self._requested_s = reason, time.monotonic()
         try:
-            ask_to_stop(self.terms, reason)
+            request_stop(self.terms, reason)
         except OSError as error:
             _print(f"the stop file {self.terms.stop_file} can't be written ({error}); the program gets SIGTERM")
             self._signal()
@@ -146,7 +146,7 @@ class BackendAttempt:
                 self._signal()
         return None
 
-    def report(self) -> Report | None:
+    def report(self) -> ProgressReport | None:
         """Return the program's last report; None without a valid one."""
         try:
             return read_report(self.terms)
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         attempt = BackendAttempt(
-            read_terms(given.terms), Path(given.terms), given.command, folder=given.folder, goes_on=given.goes_on
+            read_contract(given.terms), Path(given.terms), given.command, folder=given.folder, goes_on=given.goes_on
         )
     except EvenloadError as error:
         _print(f"error: {error}")

@@ -67,7 +67,7 @@ def kind_of(name: str) -> str:
 def _gpus() -> tuple[LocalDevice, ...]:
     """All GPUs that NVML knows, whatever this process's own CUDA_VISIBLE_DEVICES says."""
     found = []
-    with hardware.asked_gpus(_ALONG_THE_BUS) as (nvml, handles):
+    with hardware.gpu_handles(_ALONG_THE_BUS) as (nvml, handles):
         for index, handle in enumerate(handles):
             name = nvml.nvmlDeviceGetName(handle)
             total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from evenload.job import EXIT_CODE
-from evenload.job.protocol import Report
+from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
 from evenload.scheduler.runner.files import RunnerResult
 
@@ -13,7 +13,9 @@ _BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SI
 """How a program ends that obeys a signal, also through a shell."""
 
 
-def ending(job: str, now_s: float, result: RunnerResult, report: Report | None, done_before: float) -> events.Event:
+def ending(
+    job: str, now_s: float, result: RunnerResult, report: ProgressReport | None, done_before: float
+) -> events.Event:
     """The event that an ended attempt is.
 
     Args:

@@ -126,7 +126,7 @@ class GpuMonitor(threading.Thread):
         """Looks until `close`."""
         while not self._is_over:
             try:
-                with hardware.asked_gpus(_ALONG_THE_BUS) as (nvml, handles):
+                with hardware.gpu_handles(_ALONG_THE_BUS) as (nvml, handles):
                     self._look_on(nvml, handles)
             except Exception as error:  # whatever a driver's library throws: the queue goes on and says so
                 self._show(GpuScan(time.monotonic(), _UnknownUse(f"NVML can't be asked: {error}")))

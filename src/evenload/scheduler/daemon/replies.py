@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from evenload.job.protocol import Report
+from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
 from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.sharing import excess_bytes
@@ -64,7 +64,7 @@ def _beside(state: DaemonState, job: Job) -> list[str]:
     return [name for device in job.devices for name in holder.get(device, ()) if name != job.id]
 
 
-def _end_s(job: Job, report: Report | None, prospects: Forecast | None) -> float | None:
+def _end_s(job: Job, report: ProgressReport | None, prospects: Forecast | None) -> float | None:
     """By its program's own last report, which is newer than what is recorded; else as the queue foresees it."""
     if job.state is JobState.RUNNING and report is not None and report.total is not None and report.steps_per_s > 0:
         return report.time_s + max(0, report.total - report.step) / report.steps_per_s

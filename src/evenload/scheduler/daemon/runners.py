@@ -18,7 +18,7 @@ from typing import Any
 
 from evenload.errors import QueueError
 from evenload.job.processes import ProcessIdentity, all_stats, boot_id, is_alive, send_signal, signal_all
-from evenload.job.protocol import Report, Terms, read_report
+from evenload.job.protocol import ProgressReport, RunnerContract, read_report
 from evenload.scheduler import paths
 from evenload.scheduler.client import daemon_environment
 from evenload.scheduler.runner import files, processes
@@ -35,7 +35,7 @@ class LiveAttempt:
 
     fence: Fence
     folder: Path
-    terms: Terms
+    terms: RunnerContract
     learns: bool
     """Whether its first report says that it can be preempted."""
     done_before: float
@@ -50,9 +50,9 @@ class LiveAttempt:
     """When it was asked to stop, seconds since 1970."""
     requested_step: float = 0.0
     """Where it was then."""
-    first: Report | None = None
+    first: ProgressReport | None = None
     """The first report that told more than there was before it, as far as one was seen."""
-    report: Report | None = None
+    report: ProgressReport | None = None
     recorded_s: float = 0.0
     """When a report of it was last recorded, by the monotonic clock; 0 for never."""
     has_speed: bool = False

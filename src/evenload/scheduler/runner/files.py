@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import QueueError
-from evenload.job.protocol import Terms
+from evenload.job.protocol import RunnerContract
 from evenload.scheduler.runner.processes import ProcessMarkers
 from evenload.stored_names import MARKERS_FILE, REPORT_FOLDER, REQUEST_FILE, RESULT_FIELDS, SPEC_FILE
 
@@ -80,14 +80,14 @@ class RunnerResult:
     """Peak of the machine's memory over all of its processes; 0 where that wasn't measured."""
 
 
-def terms_of(folder: Path, spec: AttemptSpec) -> Terms:
+def terms_of(folder: Path, spec: AttemptSpec) -> RunnerContract:
     """Return the terms of an attempt's program."""
     return terms_in(folder, spec.job, spec.attempt, spec.grace_s)
 
 
-def terms_in(folder: Path, job: str, attempt: int, grace_s: float) -> Terms:
+def terms_in(folder: Path, job: str, attempt: int, grace_s: float) -> RunnerContract:
     """Return the terms of an attempt with its files in `folder`."""
-    return Terms(job, attempt, str(folder / REPORT_FOLDER / "report.json"), str(folder / "stop"), grace_s)
+    return RunnerContract(job, attempt, str(folder / REPORT_FOLDER / "report.json"), str(folder / "stop"), grace_s)
 
 
 def write_spec(folder: Path, spec: AttemptSpec) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evenload.errors import QueueError
 from evenload.job.processes import end_with_parent, stat_of
-from evenload.job.protocol import VARIABLE, write_terms
+from evenload.job.protocol import VARIABLE, write_contract
 from evenload.scheduler import snapshots
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec
@@ -66,7 +66,7 @@ def start(folder: Path, spec: AttemptSpec, log: int) -> StartedProgram:
     reports.mkdir(mode=0o700, exist_ok=True)
     if spec.user:
         os.chown(reports, spec.uid, spec.gid)
-    write_terms(folder / files.TERMS, files.terms_of(folder, spec))
+    write_contract(folder / files.TERMS, files.terms_of(folder, spec))
     cgroup = processes.make_cgroup(folder)
     problem, child_problem = os.pipe()
     runner = os.getpid()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evenload.errors import QueueError
 from evenload.job.processes import all_stats, descendants, send_signal, signal_all
-from evenload.job.protocol import ask_to_stop
+from evenload.job.protocol import request_stop
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec, RunnerRequest, RunnerResult
 from evenload.scheduler.runner.memory import resident_bytes
@@ -114,7 +114,7 @@ class ProgramSupervisor:
         elif self._code is None:
             self._deadline_s = now_s + self._spec.grace_s
             with contextlib.suppress(OSError):
-                ask_to_stop(files.terms_of(self._folder, self._spec), request.reason)
+                request_stop(files.terms_of(self._folder, self._spec), request.reason)
             send_signal(self._program.pid, signal.SIGTERM, self._program.start_ticks)
 
     def _kill(self) -> None:

@@ -300,7 +300,7 @@ class _Supervisor:
             )
             self._outputs.print_line(f"evenload: {name}: {what}; once more ends it at once")
             for worker in self._workers if status is StopStatus.CAN_SAVE else ():
-                worker.request_stop(self._stop_signals[0])
+                worker.send_signal(self._stop_signals[0])
         return not self._stop_forwarded
 
     def _stop_status(self) -> StopStatus:
@@ -392,7 +392,7 @@ class _Supervisor:
         num_signals = len(self._stop_signals)
         stop_status.write_abort(self._folder)
         for worker in self._workers:
-            worker.terminate()
+            worker.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _TERM_WAIT_S
         while any(worker.poll() is None for worker in self._workers):
             if time.monotonic() > deadline or num_signals >= 2 or len(self._stop_signals) > num_signals:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenload.job.protocol import Report, Terms
+from evenload.job.protocol import ProgressReport, RunnerContract
 from evenload.scheduler.backends.attempt import AttemptOutcome, outcome_of
 from evenload.scheduler.backends.node_command import NodeContext, command_on_node
 from evenload.scheduler.backends.ray.devices import NODE_LABEL, NodeBundle
@@ -45,7 +45,7 @@ class GangProgram:
         """Return the program of one node."""
         command, variables = command_on_node(self.command, node)
         folder = self.root / self.job / f"{self.attempt}-{node.node_rank}"
-        terms = Terms(self.job, self.attempt, str(folder / "report.json"), str(folder / "stop"), self.grace_s)
+        terms = RunnerContract(self.job, self.attempt, str(folder / "report.json"), str(folder / "stop"), self.grace_s)
         log = log_file(self.root, self.job, node.node_rank)
         return NodeTask(terms, command, self.folder, {**self.environment, **variables}, str(log), self.goes_on)
 
@@ -55,7 +55,7 @@ class GangUpdate:
     """Changes since the last poll."""
 
     has_begun: bool = False
-    report: Report | None = None
+    report: ProgressReport | None = None
     outcome: AttemptOutcome | None = None
     lost: str = ""
     """Why its processes are gone, if it is not the program's fault."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import QueueError
-from evenload.job.protocol import Report
+from evenload.job.protocol import ProgressReport
 from evenload.scheduler.backends.interface import JobStatus
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
@@ -135,7 +135,7 @@ class RayQueue:
                 self.record(events.DeviceRemoved(self._clock(), name))
         self.commit()
 
-    def update_progress(self, job: str, report: Report) -> None:
+    def update_progress(self, job: str, report: ProgressReport) -> None:
         """Record a job's progress. A job that reports can save and resume, so it may be preempted from now on."""
         found = self.queue_state.jobs[job]
         if found.done == report.step and found.rate_per_s == report.steps_per_s:

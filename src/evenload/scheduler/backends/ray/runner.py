@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenload.errors import QueueError
-from evenload.job.protocol import Report, Terms, read_report, write_terms
+from evenload.job.protocol import ProgressReport, RunnerContract, read_report, write_contract
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
     """The program of one node of a job."""
 
-    terms: Terms
+    terms: RunnerContract
     command: tuple[str, ...]
     folder: str
     environment: Mapping[str, str]
@@ -55,7 +55,7 @@ class NodeRunner:
         folder = Path(task.terms.report_file).parent
         folder.mkdir(parents=True, exist_ok=True)
         terms_file = folder / "terms.json"
-        write_terms(terms_file, task.terms)
+        write_contract(terms_file, task.terms)
         words = [sys.executable, "-m", "evenload.scheduler.backends.attempt", f"--terms={terms_file}"]
         words += [f"--folder={task.folder}", *(["--goes-on"] if task.goes_on else []), "--", *task.command]
         Path(task.log).parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class NodeRunner:
                 stderr=subprocess.STDOUT,
             )
 
-    def poll(self) -> tuple[int | None, Report | None]:
+    def poll(self) -> tuple[int | None, ProgressReport | None]:
         """Return the exit code, None while the program runs, and its last report."""
         if self._process is None or self._task is None:
             return None, None

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from evenload.errors import EvenloadError
 from evenload.job import EXIT_CODE
-from evenload.job.protocol import write_terms
+from evenload.job.protocol import write_contract
 from evenload.scheduler.backends.attempt import POLL_S, AttemptOutcome, BackendAttempt, outcome_of
 from evenload.scheduler.backends.slurm.record import (
     CANCELLED,
@@ -94,7 +94,7 @@ class SlurmJob:
             return self._end(JobState.FAILED, EXIT_CODE)
         terms = terms_of(self._folder, self._id, self._record.attempt, self._given.grace)
         terms_file = self._folder / f"terms-{self._record.attempt}.json"
-        write_terms(terms_file, terms)
+        write_contract(terms_file, terms)
         attempt = BackendAttempt(
             terms,
             terms_file,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenload.errors import QueueError
-from evenload.job.protocol import Report, Terms, read_report
+from evenload.job.protocol import ProgressReport, RunnerContract, read_report
 from evenload.scheduler.core.states import JobState
 
 RECORD, CANCELLED = "record.json", "cancelled"
@@ -68,9 +68,9 @@ def read_record(folder: Path) -> SlurmRecord | None:
         return None
 
 
-def terms_of(folder: Path, job: str, attempt: int, grace_s: float) -> Terms:
+def terms_of(folder: Path, job: str, attempt: int, grace_s: float) -> RunnerContract:
     """Return the contract of an attempt. Each attempt has its own files, so that stale ones are not read."""
-    return Terms(
+    return RunnerContract(
         job=job,
         attempt=attempt,
         report_file=str(folder / f"report-{attempt}.json"),
@@ -79,7 +79,7 @@ def terms_of(folder: Path, job: str, attempt: int, grace_s: float) -> Terms:
     )
 
 
-def last_report(folder: Path, job: str, attempt: int) -> Report | None:
+def last_report(folder: Path, job: str, attempt: int) -> ProgressReport | None:
     """Return the program's last report, from this attempt or one of the two before."""
     for number in range(attempt, max(0, attempt - 3), -1):
         try:
