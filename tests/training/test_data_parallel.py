@@ -20,7 +20,7 @@ import evenload
 from evenload import data_parallel
 from evenload.errors import ConfigError
 from evenload.training.parallel.threaded import data_parallel as room
-from evenload.training.parallel.threaded.replica_threads import here
+from evenload.training.parallel.threaded.replica_threads import current_replica
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu"] * 3
@@ -85,8 +85,8 @@ def test_shares_are_samples_or_proportions(shares: tuple[int, int]) -> None:
 
     class Seeing(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            lane = here()
-            seen.append((lane.index if lane is not None else 0, len(x)))
+            thread = current_replica()
+            seen.append((thread.index if thread is not None else 0, len(x)))
             return super().forward(x)
 
     module = Seeing(4, 3)
@@ -252,8 +252,8 @@ class Sizes(nn.Linear):
         self.calls: list[dict[int, int]] = []
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        lane = here()
-        self.calls[-1][lane.index if lane is not None else 0] = len(x)
+        thread = current_replica()
+        self.calls[-1][thread.index if thread is not None else 0] = len(x)
         return super().__call__(x)
 
 
@@ -263,10 +263,10 @@ def test_measured_speeds_decide_and_are_remembered(monkeypatch: pytest.MonkeyPat
     @contextlib.contextmanager
     def timed(_: torch.device) -> Iterator[Any]:
         # Told times, not taken ones: a test is no place to measure.
-        lane = here()
-        assert lane is not None
+        thread = current_replica()
+        assert thread is not None
         sizes = module.calls[-1]
-        yield lambda: costs[lane.index] * sizes[lane.index]
+        yield lambda: costs[thread.index] * sizes[thread.index]
 
     monkeypatch.setattr(room, "timed", timed)
     module = Sizes()
@@ -296,9 +296,9 @@ def test_measured_speeds_decide_and_are_remembered(monkeypatch: pytest.MonkeyPat
     ("options", "told"),
     [
         ({"devices": []}, "expected at least one device"),
-        ({"devices": ["tpu"]}, "'tpu' is no device; expected such as 'cuda:0'"),
+        ({"devices": ["tpu"]}, "'tpu' is not a device; expected one such as 'cuda:0'"),
         ({"devices": ["meta"]}, "'meta' is a meta device; expected cuda or cpu"),
-        ({"devices": ["cpu", 3.5]}, "3.5 is no device"),
+        ({"devices": ["cpu", 3.5]}, "3.5 is not a device"),
         ({"devices": 7}, r"devices=7\): expected a list of devices"),
         ({"devices": ["cuda:99"]}, "there is no cuda:99 here"),
         ({"devices": "cpu:0"}, "-d cpu:0"),
@@ -307,7 +307,7 @@ def test_measured_speeds_decide_and_are_remembered(monkeypatch: pytest.MonkeyPat
         ({"devices": TWO, "shares": (-1, 2)}, "integers of at least 0"),
         ({"devices": TWO, "shares": (0.5, 0.5)}, "integers of at least 0"),
         ({"devices": TWO, "shares": "even"}, "expected one integer for each device"),
-        ({"devices": TWO, "module_kwargs": {3: 1}}, "keyword arguments have names"),
+        ({"devices": TWO, "module_kwargs": {3: 1}}, "names of keyword arguments are strings"),
     ],
 )
 def test_what_makes_no_sense_is_told(options: dict[str, Any], told: str) -> None:
@@ -328,18 +328,18 @@ def test_modules_and_results_that_cannot_be() -> None:
         with pytest.raises(ConfigError, match=match):
             data_parallel(Returning(make), torch.randn(8, 4) if inputs is None else inputs, TWO, (5, 3))
 
-    told(lambda x: x.mean(), "the output is a scalar of each part")
+    told(lambda x: x.mean(), "the output is a scalar for each part")
     told(lambda x: {"loss": x.sum()}, r"the output\['loss'\] is a scalar")
     told(lambda x: x.t(), r"can't be joined along its first dimension: \(4, 5\) for 5 samples, \(4, 3\) for 3")
     told(lambda x: x[:, : len(x)], "can't be joined along its first dimension")
-    told(lambda x: [x] * len(x), "has another length on each replica")
-    told(lambda x: {len(x): x}, "has other keys on each replica")
+    told(lambda x: [x] * len(x), "has a different length on each replica")
+    told(lambda x: {len(x): x}, "has different keys on each replica")
     told(lambda x: len(x), "is a int that differs between replicas")
     told(lambda x: x.numpy(), "is a ndarray that differs between replicas")
     told(lambda x: x if len(x) > 3 else None, "is a tensor on some replicas only")
     packed = nn.utils.rnn.pack_sequence([torch.randn(3, 2), torch.randn(2, 2)])
-    told(lambda pair: pair[0], "can't cut a PackedSequence", ((torch.randn(8, 4), packed),))
-    with pytest.raises(ConfigError, match=r"got a function; it calls an nn\.Module"):
+    told(lambda pair: pair[0], "can't split a PackedSequence", ((torch.randn(8, 4), packed),))
+    with pytest.raises(ConfigError, match=r"expected an nn\.Module, got a function"):
         data_parallel(lambda x: x, torch.randn(4), TWO)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="uninitialised lazy parameters"):
         data_parallel(nn.LazyLinear(3), torch.randn(8, 4), TWO)
@@ -359,8 +359,8 @@ def test_an_error_of_the_module_comes_out_and_the_next_call_works() -> None:
             self.broken = True
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            lane = here()
-            if self.broken and lane is not None and lane.index == 1:
+            thread = current_replica()
+            if self.broken and thread is not None and thread.index == 1:
                 raise KeyError("mine")
             return self.norm(x)  # the other replicas wait here for replica 1
 

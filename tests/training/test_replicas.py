@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import evenload
 from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.testing import run_ranks
-from evenload.training.parallel.threaded.replica_threads import here
+from evenload.training.parallel.threaded.replica_threads import current_replica
 
 REPLICAS = tuple({"device": "cpu", "name": f"replica {index}", "num_threads": 1} for index in range(3))
 SHARES = (12, 7, 5)
@@ -288,11 +288,11 @@ def _told(folder: str) -> dict[str, str]:
         x, y = batch
         model(x)
         together.wait(20)
-        if here().index == 1:
+        if current_replica().index == 1:
             together.wait(20)
             hidden = features["hidden"]  # looked up once: the others write there again, and their parts differ in size
             return F.cross_entropy(model[3](hidden), torch.zeros(len(hidden), dtype=torch.long))
-        if here().index == 0:
+        if current_replica().index == 0:
             model(x)  # the last word in the dict is replica 0's
         together.wait(20)
         return F.cross_entropy(model(x), y)
@@ -368,11 +368,11 @@ def _told(folder: str) -> dict[str, str]:
 def test_what_cannot_be_led_to_a_replica_is_told(tmp_path: Path) -> None:
     (told,) = run_ranks(_told, 1, str(tmp_path), replicas=REPLICAS)
     assert "depends on what another replica computed" in told["by_a_hook"] and "strategy='ddp'" in told["by_a_hook"]
-    assert told["in_a_thread"].startswith("StepError: a gradient came to the prepared model itself, past the replica")
+    assert told["in_a_thread"].startswith("StepError: a gradient reached the prepared model itself instead of its")
     assert told["raising"].startswith("KeyError: 'mine'") and "(in replica 1, on cpu)" in told["raising"]
     assert "loss_fn called backward() itself" in told["backward_itself"]
     assert told["other_metrics"].startswith(
-        "StepError: loss_fn returned other metrics on other replicas: of_0 and of_1"
+        "StepError: loss_fn returned different metrics on different replicas: of_0 and of_1"
     )
     assert told["nested"].startswith("ConfigError: data_parallel was called inside a replica")
     assert told["autocast"] == "{(True, torch.bfloat16)}", "what the caller has switched on holds in all replicas"
@@ -426,7 +426,7 @@ def _refused(folder: str, what: str) -> str:
         ("compiled first", "ConfigError: strategy='dp' can't replicate a model that torch.compile has compiled"),
         ("scripted", "can't replicate RecursiveScriptModule, which is TorchScript"),
         ("an optimizer in the backward", "0.weight has a hook that is called when its gradient is complete"),
-        ("uneven BatchNorm", "waits in a BatchNorm for replica 0, which has come to its end without it"),
+        ("uneven BatchNorm", "waits in a BatchNorm for replica 0, which ended without it"),
         ("a parameter of nobody's", "steps 1 parameters that are in no model given to run.prepare"),
         ("sparse", "is sparse; strategy='dp' sums dense gradients"),
     ],

@@ -20,7 +20,7 @@ from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.subgroups import RankLocation, subset_of, user_group
 from evenload.training.data.evaluate import evaluation_batches
 from evenload.training.launch import worker
-from evenload.training.parallel.threaded.replica_threads import here
+from evenload.training.parallel.threaded.replica_threads import current_replica
 from evenload.training.session.open import open_context
 from evenload.training.session.session import Session
 from evenload.training.session.state import Saver
@@ -89,19 +89,19 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where this rank computes; inside loss_fn under strategy ``dp`` where this replica does."""
-        lane = here()
-        return self._context.device if lane is None else lane.device
+        thread = current_replica()
+        return self._context.device if thread is None else thread.device
 
     @property
     def rank(self) -> int:
         """This rank's index now; 0 to world_size - 1. Inside loss_fn under strategy ``dp`` the replica's."""
-        lane = here()
-        return self._context.groups.rank if lane is None else lane.index
+        thread = current_replica()
+        return self._context.groups.rank if thread is None else thread.index
 
     @property
     def world_size(self) -> int:
         """Ranks that take part now; inside loss_fn under strategy ``dp`` replicas."""
-        return self._context.groups.world_size if here() is None else self._context.num_sharing
+        return self._context.groups.world_size if current_replica() is None else self._context.num_sharing
 
     @property
     def is_main(self) -> bool:

@@ -13,7 +13,7 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control
 from evenload.training.comm.groups import Groups
 from evenload.training.launch.environment import WorkerSpec
-from evenload.training.parallel.threaded.dp import LaneStrategy
+from evenload.training.parallel.threaded.dp import ThreadedStrategy
 from evenload.training.step.engine import Engine
 from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
@@ -39,7 +39,7 @@ class TrainingContext:
     def num_sharing(self) -> int:
         """Who shares a step: the ranks, or the replicas of this process."""
         strategy = self.engine.strategy
-        return len(strategy.lanes) if isinstance(strategy, LaneStrategy) else self.groups.world_size
+        return len(strategy.threads) if isinstance(strategy, ThreadedStrategy) else self.groups.world_size
 
 
 def device_names(context: TrainingContext) -> list[str]:

@@ -1,9 +1,9 @@
-"""The replicas of one process compute an attempt side by side (strategy ``dp``), each in its lane.
+"""Compute an attempt with the replicas of one process side by side (strategy ``dp``), each in its thread.
 
-Note [What is different from ranks]
-  Nothing is exchanged: all reports are made here. A replica without samples does nothing at all, in BatchNorm either. Out of
-  memory in one replica wakes those that wait for it, so the step is done again with BatchNorm too. Optimizer, data and the
-  user's frame are the process's: they are told as the first replica's, the others wait meanwhile.
+Note [Differences to ranks]
+  Nothing is exchanged between processes: this module makes all reports. A replica without samples does nothing at all, not
+  even in BatchNorm. Out of memory in one replica wakes those that wait for it, so the step can be redone with BatchNorm too.
+  Optimizer, data and the user's loop belong to the process: they count for the first replica, while the others wait.
 """
 
 from __future__ import annotations
@@ -29,9 +29,17 @@ from evenload.training.compute.precision import Precision
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.replicas import ReplicaDevice
 from evenload.training.launch.throttle import ComputeThrottle
-from evenload.training.parallel.threaded.dp import LaneStrategy
-from evenload.training.parallel.threaded.random_draws import Draws, seed_lane
-from evenload.training.parallel.threaded.replica_threads import Lane, Lanes, LaneStoppedError, Meeting, Turn, here
+from evenload.training.parallel.threaded.dp import ThreadedStrategy
+from evenload.training.parallel.threaded.generators import ReplicaGenerators, seed_replica
+from evenload.training.parallel.threaded.replica_threads import (
+    ReplicaCancelledError,
+    ReplicaExchange,
+    ReplicaThread,
+    ReplicaThreads,
+    TurnLock,
+    current_replica,
+    this_replica,
+)
 from evenload.training.step.executor import (
     AttemptResult,
     BackwardAttempt,
@@ -43,57 +51,57 @@ from evenload.training.step.executor import (
 from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, UNWANTED, RankReport
 
 
-class LaneStatistics(batchnorm.Statistics):
-    """BatchNorm over the lanes of one process: those that have samples of the micro-batch."""
+class ReplicaStatistics(batchnorm.Statistics):
+    """BatchNorm statistics over the replicas of one process that have samples of the micro-batch."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
-        self._meetings: list[Meeting] = []
+    def __init__(self, threads: ReplicaThreads) -> None:
+        self._threads = threads
+        self._exchanges: list[ReplicaExchange] = []
         self.in_use = False
 
     @property
     def idle(self) -> bool:
-        """Whether the calling lane's part of the micro-batch doesn't count."""
-        lane = here()
-        return lane is not None and lane.idle
+        """True where the calling replica's part of the micro-batch does not count."""
+        thread = current_replica()
+        return thread is not None and thread.idle
 
     @idle.setter
     def idle(self, idle: bool) -> None:
-        lane = here()
-        if lane is not None:
-            lane.idle = idle
+        thread = current_replica()
+        if thread is not None:
+            thread.idle = idle
 
     @property
     def world_size(self) -> int:
-        """Lanes that share the statistics of the calling lane's micro-batch; elsewhere all lanes."""
-        lane = here()
-        return len(self._lanes) if lane is None else len(self._meetings[lane.micro_index].members)
+        """Replicas that share the statistics of the calling replica's micro-batch; in other threads all replicas."""
+        thread = current_replica()
+        return len(self._threads) if thread is None else len(self._exchanges[thread.micro_index].members)
 
-    def meet(self, micro: Sequence[Sequence[int]]) -> None:
-        """An attempt begins; ``micro[m][lane]`` samples."""
+    def begin_attempt(self, micro: Sequence[Sequence[int]]) -> None:
+        """Begin an attempt in which replica r has ``micro[m][r]`` samples of micro-batch m."""
         hint = '; batch_norm="local" leaves them alone'
-        self._meetings = [Meeting([lane for lane, share in enumerate(row) if share], hint) for row in micro]
+        self._exchanges = [ReplicaExchange([r for r, share in enumerate(row) if share], hint) for row in micro]
 
-    def stop(self) -> None:
-        """Wakes everyone who waits for another lane."""
-        for meeting in self._meetings:
-            meeting.stop()
+    def cancel(self) -> None:
+        """Wake all replicas that wait for another one."""
+        for exchange in self._exchanges:
+            exchange.cancel()
 
     def begin(self, micro_index: int, *, idle: bool) -> None:
-        """The calling lane begins a micro-batch."""
-        lane = _lane()
-        lane.micro_index, lane.idle = micro_index, idle
+        """Begin a micro-batch of the calling replica."""
+        thread = this_replica()
+        thread.micro_index, thread.idle = micro_index, idle
 
     def end(self, micro_index: int) -> None:
-        """The calling lane has done its part of a micro-batch."""
-        self._meetings[micro_index].leave(_lane().index)
+        """End the calling replica's part of a micro-batch."""
+        self._exchanges[micro_index].leave(this_replica().index)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """All lanes' vectors, shape ``(lanes, len(own))``, on the calling lane's device."""
+        """Return all replicas' vectors, shape ``(replicas, len(own))``, on the calling replica's device."""
         return torch.stack([value.to(own.device) for value in self._exchange(own)])
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over lanes, in their order."""
+        """Return the sum over replicas, in their order."""
         first, *others = self._exchange(own)
         total: torch.Tensor = first.to(own.device, copy=True)
         for value in others:
@@ -101,14 +109,14 @@ class LaneStatistics(batchnorm.Statistics):
         return total
 
     def _exchange(self, own: torch.Tensor) -> list[torch.Tensor]:
-        lane = _lane()
-        with lane.clock.segment("comm"), contextlib.nullcontext() if lane.turn is None else lane.turn.given_on():
-            return self._meetings[lane.micro_index].exchange(lane.index, own)
+        thread = this_replica()
+        with thread.clock.segment("comm"), contextlib.nullcontext() if thread.turn is None else thread.turn.released():
+            return self._exchanges[thread.micro_index].gather(thread.index, own)
 
 
 @dataclass
-class _Part:
-    """What one replica did of an attempt."""
+class _ReplicaResult:
+    """One replica's part of an attempt."""
 
     sums: Sums = field(default_factory=Sums)
     status: int = OK
@@ -120,108 +128,112 @@ class _Part:
 
 
 class ThreadedExecutor:
-    """All replicas of this process: each computes its part of the batch in its lane."""
+    """Compute an attempt with all replicas of this process; see the note above."""
 
     def __init__(
         self,
-        lanes: Lanes,
-        strategy: LaneStrategy,
-        statistics: LaneStatistics,
+        threads: ReplicaThreads,
+        strategy: ThreadedStrategy,
+        statistics: ReplicaStatistics,
         precision: Precision,
         clock: StepClock,
         seed: int,
         throttles: Sequence[ComputeThrottle],
     ) -> None:
-        """Args:
-        lanes: one for each replica.
-        strategy: whose replicas they are.
-        statistics: of BatchNorm over the lanes.
-        precision: the run's; the lanes follow its scale.
-        clock: of this thread.
-        seed: of all keyed randomness.
-        throttles: which slow a replica down, one for each.
+        """Create the executor.
+
+        Args:
+            threads: One per replica.
+            strategy: The strategy of the replicas.
+            statistics: BatchNorm statistics over the replicas.
+            precision: The run's precision; the replicas follow its scale.
+            clock: Clock of the calling thread.
+            seed: Seed of all keyed randomness.
+            throttles: Throttles, one per replica.
         """
-        self._lanes = lanes
+        self._threads = threads
         self._strategy = strategy
         self._statistics = statistics
         self._precision = precision
         self._clock = clock
         self._seed = seed
         self._throttles = list(throttles)
-        self._draws = Draws(lanes.all)
-        self._precisions = [Precision(precision.name, lane.device) for lane in lanes.all]
+        self._generators = ReplicaGenerators(threads.all)
+        self._precisions = [Precision(precision.name, thread.device) for thread in threads.all]
         self._started = time.monotonic()
         watch = LabelWatch()
         self._context = [
             StepContext(
-                lane.index,
-                lane.device,
+                thread.index,
+                thread.device,
                 seed,
                 strategy,
                 statistics,
                 own_precision,
                 watch.look,
                 computes_idle=False,
-                reseed=functools.partial(seed_lane, lane),
-                check=lanes.check,
+                reseed=functools.partial(seed_replica, thread),
+                check=threads.check,
             )
-            for lane, own_precision in zip(lanes.all, self._precisions, strict=True)
+            for thread, own_precision in zip(threads.all, self._precisions, strict=True)
         ]
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        """The strategy has them."""
+        """Do nothing: the strategy has the models."""
 
     @property
     def num_ranks(self) -> int:
-        """This process alone takes part."""
+        """This process alone."""
         return 1
 
     def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
-        """Computes all parts side by side; in turns where the planner asks for it."""
+        """Compute all parts side by side, or in turns where the planner asks for it."""
         batch, plan = attempt.batch, attempt.batch.plan
         batch.read_all()
-        active = [lane for lane, share in enumerate(plan.shares) if share]
+        active = [index for index, share in enumerate(plan.shares) if share]
         in_turns = attempt.planner.takes_turns and len(active) > 1
         process_s = dict(self._clock.take())
         self._clock.switch("wait")
-        with _gpu_generators_kept(self._lanes.all[1:]):
-            parts = self._side_by_side(attempt, active, Turn() if in_turns else None)
-        self._clock.take()  # this thread's waiting is the lanes' computing, which they tell themselves
+        with _gpu_generators_kept(self._threads.all[1:]):
+            parts = self._side_by_side(attempt, active, TurnLock() if in_turns else None)
+        self._clock.take()  # this thread waits while the replicas compute; their own clocks count that
         began_s = min(part.began_s for part in parts.values())
         together_s = max(part.ended_s for part in parts.values()) - began_s
-        self._tell_planner(attempt, parts, together_s, in_turns)
+        self._report_times(attempt, parts, together_s, in_turns)
         reports = self._reports(attempt, parts, process_s, together_s)
         first = parts[active[0]]
         wide = any(part.sums.dtype == torch.float64 for part in parts.values())
         return AttemptResult(reports, first.sums.nominal, torch.float64 if wide else first.sums.dtype)
 
-    def _side_by_side(self, attempt: BackwardAttempt, active: Sequence[int], turn: Turn | None) -> dict[int, _Part]:
+    def _side_by_side(
+        self, attempt: BackwardAttempt, active: Sequence[int], turn: TurnLock | None
+    ) -> dict[int, _ReplicaResult]:
         plan = attempt.batch.plan
-        parts = {index: _Part() for index in active}
+        parts = {index: _ReplicaResult() for index in active}
         for index in active:
             self._precisions[index].scale = self._precision.scale
-            self._lanes.all[index].turn = turn
-        self._statistics.meet(plan.micro)
-        self._draws.begin(self._seed, attempt.batch.global_step, attempt.stats.calls)
+            self._threads.all[index].turn = turn
+        self._statistics.begin_attempt(plan.micro)
+        self._generators.begin(self._seed, attempt.batch.global_step, attempt.stats.calls)
         works = {index: functools.partial(self._work, index, attempt, part) for index, part in parts.items()}
-        keeper = max(active, key=lambda index: (plan.shares[index], -index))
-        with self._strategy.taking_part(active, keeper), self._draws.active(), _uncompiled():
-            self._lanes.run(works, on_failure=self._statistics.stop)
-        if all(part.status == OK for part in parts.values()) and self._draws.were_shared():
+        buffer_owner = max(active, key=lambda index: (plan.shares[index], -index))
+        with self._strategy.active_replicas(active, buffer_owner), self._generators.active(), _uncompiled():
+            self._threads.run(works, on_failure=self._statistics.cancel)
+        if all(part.status == OK for part in parts.values()) and self._generators.must_separate():
             for part in parts.values():
                 part.status = UNWANTED
         return parts
 
-    def _work(self, index: int, attempt: BackwardAttempt, part: _Part) -> None:
-        """One replica's part, in its own thread."""
-        lane = self._lanes.all[index]
+    def _work(self, index: int, attempt: BackwardAttempt, part: _ReplicaResult) -> None:
+        """Compute one replica's part, in its thread."""
+        thread = self._threads.all[index]
         part.began_s = time.perf_counter()
-        clock = lane.clock = StepClock(lane.device)
-        with contextlib.nullcontext() if lane.turn is None else lane.turn.held(clock):
+        clock = thread.clock = StepClock(thread.device)
+        with contextlib.nullcontext() if thread.turn is None else thread.turn.held(clock):
             clock.switch("compute")
             started_s, cpu_s = time.perf_counter(), _runnable_s()
             try:
-                with self._draws.of(lane):
+                with self._generators.mode_of(thread):
                     run_micro_steps(
                         self._context[index],
                         attempt.batch,
@@ -230,29 +242,29 @@ class ThreadedExecutor:
                         attempt.last_units,
                         part.sums,
                     )
-                slow_down(self._throttles[index], lane.device, started_s)
-            except LaneStoppedError:
+                slow_down(self._throttles[index], thread.device, started_s)
+            except ReplicaCancelledError:
                 part.status = UNWANTED
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 part.status = OUT_OF_MEMORY
-                self._lanes.stop()
-                self._statistics.stop()
+                self._threads.cancel()
+                self._statistics.cancel()
             part.touched_key, late = self._strategy.report()
             if late and part.status == OK:
                 part.status = LATE_GRADIENT
-            if lane.device.type == "cuda":
-                torch.cuda.current_stream(lane.device).synchronize()
+            if thread.device.type == "cuda":
+                torch.cuda.current_stream(thread.device).synchronize()
             part.cpu_s = _runnable_s() - cpu_s
             clock.switch("other")
         part.seconds = clock.take()
         part.ended_s = time.perf_counter()
 
-    def _tell_planner(
-        self, attempt: BackwardAttempt, parts: Mapping[int, _Part], together_s: float, in_turns: bool
+    def _report_times(
+        self, attempt: BackwardAttempt, parts: Mapping[int, _ReplicaResult], together_s: float, in_turns: bool
     ) -> None:
-        own_s, cpu_s = [0.0] * len(self._lanes), [0.0] * len(self._lanes)
+        own_s, cpu_s = [0.0] * len(self._threads), [0.0] * len(self._threads)
         for index, part in parts.items():
             own_s[index], cpu_s[index] = part.seconds["compute"], part.cpu_s
         attempt.planner.watch(own_s, cpu_s, together_s, in_turns)
@@ -260,7 +272,7 @@ class ThreadedExecutor:
     def _reports(
         self,
         attempt: BackwardAttempt,
-        parts: Mapping[int, _Part],
+        parts: Mapping[int, _ReplicaResult],
         process_s: Mapping[Segment, float],
         together_s: float,
     ) -> list[RankReport]:
@@ -268,12 +280,12 @@ class ThreadedExecutor:
         names = {tuple(sorted(part.sums.metrics)) for part in done}
         if len(names) > 1:
             raise StepError(
-                f"loss_fn returned other metrics on other replicas: {' and '.join(map(_listed, sorted(names)))}"
+                f"loss_fn returned different metrics on different replicas: {' and '.join(map(_listed, sorted(names)))}"
             )
         known = sorted(next(iter(names), ()))
         pattern = next(iter(parts.values()))
         reports = []
-        for index, lane in enumerate(self._lanes.all):
+        for index, thread in enumerate(self._threads.all):
             part = parts.get(index)
             sums = part.sums if part is not None else Sums(weighted=pattern.sums.weighted)
             own = dict(part.seconds) if part is not None else dict.fromkeys(process_s, 0.0)
@@ -286,43 +298,45 @@ class ThreadedExecutor:
                     touched_key=part.touched_key if part is not None else pattern.touched_key,
                     has_decision=attempt.planner.has_decision,
                     elapsed_s=time.monotonic() - self._started,
-                    memory_bytes=float(memory_bytes(lane.device)),
+                    memory_bytes=float(memory_bytes(thread.device)),
                     state_key=0.0,
                     reading=attempt.batch.reading.code(),
                     asked=stop_requested(),
-                    seconds=_told_seconds(own, process_s, together_s, is_first=index == 0),
+                    seconds=_reported_seconds(own, process_s, together_s, is_first=index == 0),
                     metrics={name: float(sums.metrics.get(name, 0.0)) for name in known},
                 )
             )
         return reports
 
 
-def _told_seconds(
+def _reported_seconds(
     own: Mapping[Segment, float], process_s: Mapping[Segment, float], together_s: float, *, is_first: bool
 ) -> dict[Segment, float]:
-    """One replica's seconds with its part in what the process did beside the lanes."""
-    told = dict(process_s)
+    """Return one replica's seconds, with its part in those that the process spent outside the replicas."""
+    seconds = dict(process_s)
     waited_s = max(0.0, together_s - own["compute"] - own["comm"])
-    told["wait"] += told["compute"] + waited_s
-    told["compute"], told["comm"] = own["compute"], own["comm"]
+    seconds["wait"] += seconds["compute"] + waited_s
+    seconds["compute"], seconds["comm"] = own["compute"], own["comm"]
     if not is_first:
-        told["wait"] += told["optimizer"]
-        told["optimizer"] = 0.0
-    return told
+        seconds["wait"] += seconds["optimizer"]
+        seconds["optimizer"] = 0.0
+    return seconds
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """A compiled function in loss_fn would hold one replica's parameters; it runs as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything, and importing it takes long
+    """Run compiled functions in loss_fn eagerly: their graphs would hold one replica's parameters."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes long
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return context
 
 
 @contextlib.contextmanager
-def _gpu_generators_kept(lanes: Sequence[Lane]) -> Iterator[None]:
-    """GPUs of lanes other than the first: their generators are afterwards as they were."""
-    generators = [torch.cuda.default_generators[lane.device.index or 0] for lane in lanes if lane.device.type == "cuda"]
+def _gpu_generators_kept(threads: Sequence[ReplicaThread]) -> Iterator[None]:
+    """Restore the generators of the GPUs of other replicas than the first after the body."""
+    generators = [
+        torch.cuda.default_generators[thread.device.index or 0] for thread in threads if thread.device.type == "cuda"
+    ]
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -332,19 +346,12 @@ def _gpu_generators_kept(lanes: Sequence[Lane]) -> Iterator[None]:
 
 
 def _runnable_s() -> float:
-    """How long this thread was on a processor so far, or waited for one that another thread had (where Linux tells)."""
+    """Return the seconds that this thread was runnable so far: running, or waiting for a processor (on Linux)."""
     try:
         running_ns, waiting_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except (OSError, ValueError):
         return time.thread_time()
     return (int(running_ns) + int(waiting_ns)) / 1e9
-
-
-def _lane() -> Lane:
-    lane = here()
-    if lane is None:
-        raise RuntimeError("this thread computes for no replica")
-    return lane
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -353,21 +360,19 @@ def _listed(names: Sequence[str]) -> str:
 
 def open_threaded_executor(
     places: Sequence[ReplicaDevice], spec: WorkerSpec, precision: Precision, clock: StepClock, seed: int
-) -> tuple[LaneStrategy, LaneStatistics, ThreadedExecutor]:
-    """The replicas of this process, one a place: their strategy, their statistics, and who computes.
+) -> tuple[ThreadedStrategy, ReplicaStatistics, ThreadedExecutor]:
+    """Open the replicas of this process, one per place: their strategy, statistics and executor.
 
     Raises:
-        ConfigError: torch doesn't see one of the GPUs.
+        ConfigError: Torch doesn't see one of the GPUs.
     """
     for place in places:
         device = torch.device(place.device)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(
-                f"device {device} was asked for; torch sees {torch.cuda.device_count()} GPUs. `evenload doctor` tells why"
+                f"device {device} was requested, but torch sees {torch.cuda.device_count()} GPUs; run `evenload doctor`"
             )
-    lanes = Lanes(
-        [Lane(index, torch.device(place.device), place.cores, place.num_threads) for index, place in enumerate(places)]
-    )
+    threads = ReplicaThreads.on(places)
     throttles = [
         ComputeThrottle(
             replace(
@@ -379,5 +384,5 @@ def open_threaded_executor(
         )
         for index, place in enumerate(places)
     ]
-    strategy, statistics = LaneStrategy(lanes), LaneStatistics(lanes)
-    return strategy, statistics, ThreadedExecutor(lanes, strategy, statistics, precision, clock, seed, throttles)
+    strategy, statistics = ThreadedStrategy(threads), ReplicaStatistics(threads)
+    return strategy, statistics, ThreadedExecutor(threads, strategy, statistics, precision, clock, seed, throttles)

@@ -1,13 +1,13 @@
-"""`evenload.data_parallel`: one forward pass over several devices, each with the share that its speed is worth.
+"""`evenload.data_parallel`: one forward pass over several devices, split in proportion to their speeds.
 
 Note [One graph]
-  The parts run side by side, each in a lane's thread, and belong to one autograd graph with the inputs and the module's own
-  parameters: what the caller's `backward` then does is autograd's own (GPUs side by side, replicas on the CPU one after the
-  other, each with all threads), and second derivatives work. Parameters travel to another device in buckets, and so do
-  their gradients back. For training, ``strategy="dp"`` runs the backwards side by side too.
+  The parts run side by side, each in a replica thread, and belong to one autograd graph with the inputs and the module's own
+  parameters. The caller's `backward` is autograd's own (GPUs side by side, replicas on the CPU one after the other, each with
+  all threads), and second derivatives work. Parameters are copied to other devices in buckets, and their gradients back. For
+  training, ``strategy="dp"`` runs the backwards side by side too.
 
 Note [BatchNorm]
-  In training mode torch's BatchNorm takes its statistics over all parts, so that the result is that of one forward; running
+  In training mode torch's BatchNorm computes its statistics over all parts, so the result is that of one forward. Running
   statistics are updated once.
 """
 
@@ -19,8 +19,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,14 +27,18 @@ from torch import nn
 from evenload.balance.split import scale_shares
 from evenload.errors import ConfigError
 from evenload.training.compute import batchnorm
-from evenload.training.data.randomness import mix
 from evenload.training.launch.devices import parse_devices, read_host
-from evenload.training.launch.replicas import ReplicaDevice, plan_replicas
-from evenload.training.parallel.threaded.device_speeds import Speeds, timed
+from evenload.training.launch.replicas import plan_replicas
+from evenload.training.parallel.threaded.device_speeds import DeviceSpeeds, timed
 from evenload.training.parallel.threaded.dispatch import check_replicable, dispatched
-from evenload.training.parallel.threaded.random_draws import Draws
-from evenload.training.parallel.threaded.replica_modules import Origins, Replica
-from evenload.training.parallel.threaded.replica_threads import Lane, Lanes, Meeting, here
+from evenload.training.parallel.threaded.generators import ReplicaGenerators, seed_replica
+from evenload.training.parallel.threaded.replica_modules import Replica, UserModules
+from evenload.training.parallel.threaded.replica_threads import (
+    ReplicaExchange,
+    ReplicaThread,
+    ReplicaThreads,
+    current_replica,
+)
 from evenload.training.parallel.threaded.scatter import cut, join, num_samples_of, tensors_of
 
 _WHAT = "data_parallel"
@@ -50,50 +53,51 @@ def data_parallel(
     shares: Sequence[int] | None = None,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Calls a module on several devices at once, each on its part of the batch; the result is that of one call.
+    """Call a module on several devices at once, each on its part of the batch; the result is that of one call.
 
     Args:
-        module: what is called, wherever its parameters lie; gradients flow into them.
-        inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments, nested as you like. Samples lie
-            along the first dimension: tensors as long as the first one are cut, all else is given whole to each part.
-        devices: such as ``["cuda:0", "cuda:1", "cpu"]``, ``[0, 1]``, ``["cpu", "cpu"]`` (two replicas) or ``"0,cpu"``; every
-            GPU here if not given, else the CPU.
-        shares: how many samples each device gets, or in which proportion, such as ``(3, 1)``; measured if not given, and
-            remembered for each module and devices. A device may get none.
-        module_kwargs: further keyword arguments, cut alike.
+        module: The module to call, on any device; gradients flow into its parameters.
+        inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments, nested in any way. Samples are along
+            the first dimension: tensors as long as the first one are split, all else is passed whole to each part.
+        devices: Such as ``["cuda:0", "cuda:1", "cpu"]``, ``[0, 1]``, ``["cpu", "cpu"]`` (two replicas) or ``"0,cpu"``;
+            defaults to all GPUs of this machine, else the CPU.
+        shares: Samples of each device, or their proportions, such as ``(3, 1)``; 0 leaves a device out. By default measured,
+            and remembered for each module and devices.
+        module_kwargs: Further keyword arguments, split in the same way.
 
     Returns:
-        What the module returns, tensors joined along the samples, on the device of the first input tensor.
+        The module's result, with tensors joined along the samples, on the device of the first input tensor.
 
     Raises:
-        ConfigError: devices, shares or arguments that make no sense, a module that can't be replicated, or a result that
-            can't be joined (a scalar: reduce after the call).
+        ConfigError: Invalid devices, shares or arguments, a module that can't be replicated, or a result that can't be
+            joined (a scalar: reduce after the call).
     """
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"{_WHAT} got a {type(module).__name__}; it calls an nn.Module")
-    if here() is not None:
+        raise ConfigError(f"{_WHAT} expected an nn.Module, got a {type(module).__name__}")
+    if current_replica() is not None:
         raise ConfigError(
-            f"{_WHAT} was called inside a replica, which computes its own part already (of step.backward under "
+            f"{_WHAT} was called inside a replica, which already computes its own part (of step.backward under "
             "strategy='dp', or of another data_parallel); call the module itself"
         )
-    team = _team(devices)
+    key = _device_key(devices)
+    threads = _threads_for(key)
     args, kwargs = _arguments(inputs, module_kwargs)
     tensors = tensors_of((args, kwargs))
     home = _home(module)
-    target = tensors[0].device if tensors else team.lanes.all[0].device
+    target = tensors[0].device if tensors else threads.all[0].device
     num_samples = num_samples_of((args, kwargs))
-    record = _record(module, team.key)
+    record = _record(module, key)
     if shares is not None:
-        _check_shares(shares, team.key)
-    if not num_samples:  # nothing to cut: the first device does it all
-        parts = [1] + [0] * (len(team.key) - 1)
+        _check_shares(shares, key)
+    if not num_samples:  # nothing to split: the first device computes everything
+        parts = [1] + [0] * (len(key) - 1)
     elif shares is not None:
         parts = list(scale_shares(list(shares), num_samples))
     else:
         parts = record.shares(num_samples)
-    call = _Call(module, team, args, kwargs, num_samples or 0, parts)
+    call = _ScatteredCall(module, threads, args, kwargs, num_samples or 0, parts)
     with _calls_lock:
-        if call.active == [0] and home in (None, team.lanes.all[0].device):
+        if call.active == [0] and home in (None, threads.all[0].device):
             outputs = [call.alone()]
         else:
             outputs = call.side_by_side(home, record if shares is None and num_samples else None)
@@ -105,40 +109,27 @@ def data_parallel(
 # -- who computes -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Team:
-    """The lanes of one list of devices; kept as long as the process lives."""
-
-    key: tuple[str, ...]
-    lanes: Lanes
-
-
-_teams: dict[tuple[str, ...], _Team] = {}
-_teams_lock = threading.Lock()
+_threads: dict[tuple[str, ...], ReplicaThreads] = {}
+"""By devices; they live as long as the process."""
+_threads_lock = threading.Lock()
 _calls_lock = threading.Lock()
-"""One call at a time: while it lasts, the module is one that leads each thread to its replica."""
+"""Allows one call at a time, because the module dispatches to the call's replicas meanwhile."""
 
 
-def _team(devices: Devices | None) -> _Team:
-    key = _device_key(devices)
-    with _teams_lock:
-        team = _teams.get(key)
-        if team is None:
-            team = _teams[key] = _Team(key, Lanes([_lane(i, place) for i, place in enumerate(plan_replicas(key))]))
-    return team
-
-
-def _lane(index: int, place: ReplicaDevice) -> Lane:
-    return Lane(index, torch.device(place.device), place.cores, place.num_threads)
+def _threads_for(key: tuple[str, ...]) -> ReplicaThreads:
+    with _threads_lock:
+        if key not in _threads:
+            _threads[key] = ReplicaThreads.on(plan_replicas(key))
+        return _threads[key]
 
 
 def _device_key(devices: Devices | None) -> tuple[str, ...]:
-    """The devices as ``cuda:N`` and ``cpu``, checked."""
+    """Return the checked devices as ``cuda:N`` and ``cpu``."""
     if devices is None or isinstance(devices, str):
         places = parse_devices(devices or "auto", read_host())
         if any(place.devices for place in places):
             raise ConfigError(
-                f"{_WHAT}(devices={devices!r}): each replica has one device; name them apart, such as 0,1"
+                f"{_WHAT}(devices={devices!r}): each replica has one device; list them separately, such as 0,1"
             )
         key = tuple(place.device for place in places)
     else:
@@ -160,11 +151,11 @@ def _device_key(devices: Devices | None) -> tuple[str, ...]:
 
 def _device_name(device: Any) -> str:
     if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-        raise ConfigError(f"{_WHAT}: {device!r} is no device; expected such as 'cuda:0', 0 or 'cpu'")
+        raise ConfigError(f"{_WHAT}: {device!r} is not a device; expected one such as 'cuda:0', 0 or 'cpu'")
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"{_WHAT}: {device!r} is no device; expected such as 'cuda:0', 0 or 'cpu'") from error
+        raise ConfigError(f"{_WHAT}: {device!r} is not a device; expected one such as 'cuda:0', 0 or 'cpu'") from error
     if found.type == "cpu":
         return "cpu"
     if found.type != "cuda":
@@ -187,20 +178,20 @@ def _arguments(inputs: Any, module_kwargs: Mapping[str, Any] | None) -> tuple[tu
         inputs = ()
     if odd := [key for key in given if not isinstance(key, str)]:
         raise ConfigError(
-            f"{_WHAT}: keyword arguments have names, not {odd[0]!r}; put the dict into a tuple to pass it whole"
+            f"{_WHAT}: names of keyword arguments are strings, not {odd[0]!r}; put the dict into a tuple to pass it whole"
         )
     return (inputs if type(inputs) is tuple else (inputs,)), given
 
 
 def _home(module: nn.Module) -> torch.device | None:
-    """Where the module lies; None where it has no parameters and buffers."""
+    """Return the module's device; None without parameters and buffers."""
     found = dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers()))
     if any(device.type == "meta" for device in found):
         raise ConfigError(f"{_WHAT}: {type(module).__name__} has parameters on the meta device; materialise them first")
     if len(found) > 1:
         raise ConfigError(
-            f"{_WHAT}: {type(module).__name__} lies on several devices ({', '.join(map(str, found))}); it needs a whole replica "
-            "on each: move it to one device first"
+            f"{_WHAT}: {type(module).__name__} is on several devices ({', '.join(map(str, found))}), but each device needs a "
+            "whole replica: move it to one device first"
         )
     return next(iter(found), None)
 
@@ -215,79 +206,86 @@ def _check_shares(shares: Any, key: Sequence[str]) -> None:
         raise ConfigError(f"{spelled}: shares are integers of at least 0, and not all of them 0")
 
 
-class _Call:
-    """One call of a module, cut for its devices."""
+class _ScatteredCall:
+    """One call of a module, split for its devices."""
 
     def __init__(
         self,
         module: nn.Module,
-        team: _Team,
+        threads: ReplicaThreads,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         num_samples: int,
         parts: Sequence[int],
     ) -> None:
         self._module = module
-        self._team = team
+        self._threads = threads
         self.active = [index for index, part in enumerate(parts) if part]
-        lanes = team.lanes.all
         self._pieces: dict[int, tuple[Any, dict[str, Any]]] = {}
         low = 0
         for index in self.active:
             high = low + parts[index] if num_samples else 0
-            self._pieces[index] = cut((args, kwargs), low, high, num_samples or -1, lanes[index].device)
+            self._pieces[index] = cut((args, kwargs), low, high, num_samples or -1, threads.all[index].device)
             low = high
         self._sizes = list(parts)
         self._seconds: dict[int, Callable[[], float]] = {}
 
     def alone(self) -> Any:
-        """In this thread, where the module lies."""
+        """Run in the calling thread, on the module's device."""
         args, kwargs = self._pieces[0]
         return self._module(*args, **kwargs)
 
-    def side_by_side(self, home: torch.device | None, record: Speeds | None) -> list[Any]:
-        """Each part in its lane, on a replica of the module; their results in order."""
+    def side_by_side(self, home: torch.device | None, record: DeviceSpeeds | None) -> list[Any]:
+        """Run each part in its thread, on a replica of the module; return the results in order."""
         check_replicable([self._module], _WHAT)
-        lanes = self._team.lanes
-        origins = Origins([self._module])
-        keeper = next((index for index in self.active if lanes.all[index].device == home), self.active[0])
-        replicas = {index: _replicate(origins, lanes.all[index].device, keeps=index == keeper) for index in self.active}
-        meeting = Meeting(self.active)
-        for replica in replicas.values():
-            _join_norms(replica, origins, meeting)
-        draws = _OwnDraws(lanes, self.active, any(module.training for module in origins.modules))
-        works = {
-            index: functools.partial(self._work, lanes.all[index], replicas[index], meeting, draws)
+        threads = self._threads
+        user_modules = UserModules([self._module])
+        buffer_owner = next((index for index in self.active if threads.all[index].device == home), self.active[0])
+        replicas = {
+            index: _replicate(user_modules, threads.all[index].device, owns_buffers=index == buffer_owner)
             for index in self.active
         }
-        with dispatched(origins, replicas, lanes.all), draws.active():
-            results = lanes.run(works, on_failure=meeting.stop)
-        replicas[keeper].bring_home()
+        exchange = ReplicaExchange(self.active)
+        if len(self.active) > 1:
+            for replica in replicas.values():
+                _sync_batch_norms(replica, user_modules, exchange)
+        on_cpu = [threads.all[index] for index in self.active if threads.all[index].device.type == "cpu"]
+        if len(on_cpu) == 1 or not any(module.training for module in user_modules.modules):
+            on_cpu = []
+        with _separate_generators(on_cpu) as generators, dispatched(user_modules, replicas, threads.all):
+            works = {
+                index: functools.partial(self._work, threads.all[index], replicas[index], exchange, generators)
+                for index in self.active
+            }
+            results = threads.run(works, on_failure=exchange.cancel)
+        replicas[buffer_owner].write_back_buffers()
         if record is not None:
             record.add({index: (self._sizes[index], self._seconds[index]) for index in self.active})
         return [results[index] for index in self.active]
 
-    def _work(self, lane: Lane, replica: Replica, meeting: Meeting, draws: _OwnDraws) -> Any:
-        """One part, in its lane's thread."""
-        args, kwargs = self._pieces.pop(lane.index)
-        twin = replica.modules[id(self._module)]
-        with draws.of(lane), timed(lane.device) as seconds:
-            result = twin(*args, **kwargs)
-        meeting.leave(lane.index)
-        self._seconds[lane.index] = seconds
+    def _work(
+        self, thread: ReplicaThread, replica: Replica, exchange: ReplicaExchange, generators: ReplicaGenerators
+    ) -> Any:
+        """Run one part, in its thread."""
+        args, kwargs = self._pieces.pop(thread.index)
+        replica_module = replica.modules[id(self._module)]
+        with generators.mode_of(thread), timed(thread.device) as seconds:
+            result = replica_module(*args, **kwargs)
+        exchange.leave(thread.index)
+        self._seconds[thread.index] = seconds
         return result
 
 
-def _replicate(origins: Origins, device: torch.device, *, keeps: bool) -> Replica:
-    """Twins whose parameters are the module's own where they lie on this device, else copies that are part of the graph."""
-    copies = _copies([p for p in origins.parameters if p.device != device], device)
-    replica = Replica(origins, device, lambda param: copies.get(id(param), param))
-    replica.refresh_buffers(keeps=keeps)
+def _replicate(user_modules: UserModules, device: torch.device, *, owns_buffers: bool) -> Replica:
+    """Build a replica with the module's own parameters on this device, and copies in the graph for the others."""
+    copies = _copies([p for p in user_modules.parameters if p.device != device], device)
+    replica = Replica(user_modules, device, lambda param: copies.get(id(param), param))
+    replica.refresh_buffers(owns_buffers=owns_buffers)
     return replica
 
 
 def _copies(params: Sequence[nn.Parameter], device: torch.device) -> dict[int, torch.Tensor]:
-    """Parameters on another device, brought there in buckets, as their gradients are brought back."""
+    """Copy parameters to another device in buckets, as autograd copies their gradients back."""
     copies: dict[int, torch.Tensor] = {}
     buckets: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
     for param in params:
@@ -319,41 +317,33 @@ def _moved(params: Sequence[nn.Parameter], device: torch.device) -> dict[int, to
 # -- BatchNorm ----------------------------------------------------------------------------------------------------------
 
 
-def _join_norms(replica: Replica, origins: Origins, meeting: Meeting) -> None:
-    """BatchNorm that would take the statistics of its part takes those of all."""
-    if len(meeting.members) == 1:
-        return
-    for module in origins.modules:
+def _sync_batch_norms(replica: Replica, user_modules: UserModules, exchange: ReplicaExchange) -> None:
+    """Let BatchNorm modules compute batch statistics over all parts."""
+    for module in user_modules.modules:
         if batchnorm.takes_batch_statistics(module):
-            twin = replica.modules[id(module)]
-            object.__setattr__(twin, "__class__", _joined_class(type(module)))
-            twin.__dict__[_MEETING] = meeting
+            replica_module, original = replica.modules[id(module)], cast(Any, type(module))
+            object.__setattr__(replica_module, "__class__", _synced_class(original))
+            replica_module.__dict__[_EXCHANGE] = exchange
 
 
-_MEETING = "_evenload_meeting"
-_joined_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_EXCHANGE = "_evenload_exchange"
 
 
-def _joined_class(original: type[nn.Module]) -> type[nn.Module]:
-    if original not in _joined_classes:
-        _joined_classes[original] = _make_joined(original)
-    return _joined_classes[original]
-
-
-def _make_joined(original: Any) -> type[nn.Module]:
+@functools.cache
+def _synced_class(original: Any) -> type[nn.Module]:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        lane = here()
-        # Without running statistics torch takes the batch's in eval mode too.
+        thread = current_replica()
+        # Without running statistics torch uses the batch's in eval mode too.
         of_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if lane is None or not of_batch:
+        if thread is None or not of_batch:
             plain: torch.Tensor = original.forward(self, input)
             return plain
         if not isinstance(self, nn.SyncBatchNorm):
             self._check_input_dim(input)
-        meeting: Meeting = self.__dict__[_MEETING]
+        exchange: ReplicaExchange = self.__dict__[_EXCHANGE]
 
         def gather(own: torch.Tensor) -> torch.Tensor:
-            return torch.stack([value.to(own.device) for value in meeting.exchange(lane.index, own)])
+            return torch.stack([value.to(own.device) for value in exchange.gather(thread.index, own)])
 
         return batchnorm.forward_joined(self, input, gather)
 
@@ -363,47 +353,34 @@ def _make_joined(original: Any) -> type[nn.Module]:
 # -- random numbers -----------------------------------------------------------------------------------------------------
 
 
-class _OwnDraws:
-    """Several replicas on the CPU draw from generators of their own, which follow from the state of the process's."""
-
-    def __init__(self, lanes: Lanes, active: Sequence[int], training: bool) -> None:
-        on_cpu = [lanes.all[index] for index in active if lanes.all[index].device.type == "cpu"]
-        self._lanes = on_cpu if training and len(on_cpu) > 1 else []
-        self._draws = Draws(self._lanes)
-        self._draws.own = bool(self._lanes)
-        self._states: list[torch.Tensor] = []
-        if self._lanes:
-            base = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
-            for lane in self._lanes:
-                if lane.generator is not None:
-                    lane.generator.manual_seed(mix(base, lane.index))
-                    self._states.append(lane.generator.get_state())
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """While the lanes compute."""
-        if not self._lanes:
-            yield
-            return
-        with self._draws.active():
-            yield
-        drawn = [
-            lane.generator is not None and not torch.equal(lane.generator.get_state(), state)
-            for lane, state in zip(self._lanes, self._states, strict=True)
-        ]
-        if any(drawn):
-            torch.rand(())  # the next call draws other numbers
-
-    def of(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
-        """What a lane computes in."""
-        return self._draws.of(lane) if lane in self._lanes else contextlib.nullcontext()
+@contextlib.contextmanager
+def _separate_generators(threads: Sequence[ReplicaThread]) -> Iterator[ReplicaGenerators]:
+    """Give replicas on the CPU separate generators, seeded by the process's, which advances if they were used."""
+    generators = ReplicaGenerators(threads)
+    if not threads:
+        yield generators
+        return
+    generators.separate = True
+    base = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
+    before = []
+    for thread in threads:
+        seed_replica(thread, base, thread.index)
+        before.append(_state_of(thread))
+    with generators.active():
+        yield generators
+    if any(not torch.equal(_state_of(thread), state) for thread, state in zip(threads, before, strict=True)):
+        torch.rand(())  # so that the next call draws different numbers
 
 
-_records: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, ...], Speeds]] = weakref.WeakKeyDictionary()
+def _state_of(thread: ReplicaThread) -> torch.Tensor:
+    return (thread.generator or torch.default_generator).get_state()
 
 
-def _record(module: nn.Module, key: tuple[str, ...]) -> Speeds:
+_records: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, ...], DeviceSpeeds]] = weakref.WeakKeyDictionary()
+
+
+def _record(module: nn.Module, key: tuple[str, ...]) -> DeviceSpeeds:
     known = _records.setdefault(module, {})
     if key not in known:
-        known[key] = Speeds(len(key))
+        known[key] = DeviceSpeeds(len(key))
     return known[key]

@@ -1,4 +1,4 @@
-"""What each device needed for its parts of earlier calls, and the shares of the next one that follow from it."""
+"""Measure each device's speed in earlier calls of a module, and split the next call accordingly."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from evenload.balance.cost import CostSample, fit_cost
 from evenload.balance.split import even_shares, split_batch
 
 _FIRST_CALLS = 4
-"""So many measured calls of each device before speeds decide; the very first of each is not measured."""
+"""Measured calls of each device before its speed is used; the very first call is not measured."""
 _KEPT_CALLS = 16
 _FIRST_RETRY, _LAST_RETRY = 8, 512
-"""After so many calls without samples a device gets one, for it may be faster by now; each time after twice as many."""
+"""Calls without samples after which a device gets one, as it may be faster by now; doubles each time."""
 
 
 @contextlib.contextmanager
 def timed(device: torch.device) -> Iterator[Callable[[], float]]:
-    """Times the body; asked for later, so that a GPU is not waited for now."""
+    """Time the body; the yielded function returns the seconds later, so that nothing waits for a GPU now."""
     if device.type == "cuda":
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -39,8 +39,8 @@ def timed(device: torch.device) -> Iterator[Callable[[], float]]:
     spent[0] = time.perf_counter() - began_s
 
 
-class Speeds:
-    """What each device needed for its parts in the last calls with one module."""
+class DeviceSpeeds:
+    """The times of each device's parts in the last calls of one module."""
 
     def __init__(self, num_devices: int) -> None:
         self._points: list[deque[CostSample]] = [deque(maxlen=_KEPT_CALLS) for _ in range(num_devices)]
@@ -48,17 +48,17 @@ class Speeds:
         self._is_known = False
         self._returning: set[int] = set()
         self._absent = [0] * num_devices
-        self._patience = [_FIRST_RETRY] * num_devices
+        self._retry_after = [_FIRST_RETRY] * num_devices
         self._pending: dict[int, tuple[int, Callable[[], float]]] = {}
         self._calls = 0
 
     def add(self, parts: Mapping[int, tuple[int, Callable[[], float]]]) -> None:
-        """A call's parts: samples, and what tells the seconds."""
+        """Record a call: for each device its samples, and a function that returns the seconds."""
         self._pending = dict(parts)
 
     def shares(self, num_samples: int) -> list[int]:
-        """Samples of each device in the next call."""
-        self._take()
+        """Return the samples of each device in the next call."""
+        self._collect()
         self._calls += 1
         self._is_known = self._is_known or all(len(points) >= _FIRST_CALLS for points in self._points)
         if not self._is_known:
@@ -67,21 +67,21 @@ class Speeds:
         shares = list(split_batch(num_samples, costs).shares)
         for index, share in enumerate(shares):
             self._absent[index] = 0 if share else self._absent[index] + 1
-            if self._absent[index] >= self._patience[index] and num_samples > len(shares):
-                self._absent[index], self._patience[index] = 0, min(2 * self._patience[index], _LAST_RETRY)
+            if self._absent[index] >= self._retry_after[index] and num_samples > len(shares):
+                self._absent[index], self._retry_after[index] = 0, min(2 * self._retry_after[index], _LAST_RETRY)
                 shares[max(range(len(shares)), key=shares.__getitem__)] -= 1
                 shares[index] = 1
                 self._returning.add(index)
         return shares
 
-    def _take(self) -> None:
-        """The seconds of the last call, which is over by now."""
+    def _collect(self) -> None:
+        """Read the times of the last call, which has ended by now."""
         pending, self._pending = self._pending, {}
         for index, (num_samples, seconds) in pending.items():
             time_s = seconds()
             if index in self._returning:
                 self._returning.discard(index)
-                self._points[index].clear()  # what it was before says nothing
+                self._points[index].clear()  # earlier times are outdated
             if self._is_warm[index] and time_s > 0:
                 self._points[index].append(CostSample(self._calls, num_samples, 1, time_s))
             self._is_warm[index] = True  # a first call loads kernels and memory

@@ -1,4 +1,4 @@
-"""`dp`: several replicas in one process, a lane for each; gradients summed over the lanes onto the user's parameters."""
+"""The strategy `dp`: replicas in threads of one process; their gradients are summed into the user's parameters."""
 
 from __future__ import annotations
 
@@ -12,198 +12,200 @@ from torch import nn
 from evenload.errors import ConfigError, StepError
 from evenload.training.comm.groups import Groups
 from evenload.training.parallel.reducer import PLAIN_BACKWARD, BucketReducer, Expectation
-from evenload.training.parallel.threaded.bucket_sums import LaneSums
+from evenload.training.parallel.threaded.bucket_sums import BucketSums, ReplicaBuckets
 from evenload.training.parallel.threaded.dispatch import check_replicable, dispatched
-from evenload.training.parallel.threaded.replica_modules import Origins, Replica, alias_of, renew
-from evenload.training.parallel.threaded.replica_threads import Lane, Lanes, here
+from evenload.training.parallel.threaded.replica_modules import Replica, UserModules, make_parameter, refresh_parameters
+from evenload.training.parallel.threaded.replica_threads import (
+    ReplicaThread,
+    ReplicaThreads,
+    current_replica,
+    this_replica,
+)
 
 _SHARED = (
-    "the loss of replica {here} depends on what another replica computed: something outside the model is one for all replicas "
+    "the loss of replica {index} depends on what another replica computed: something outside the model is shared by all replicas "
     "(a dict that a hook fills, a global, a list on the model). Let forward return it, or use strategy='ddp', where each "
-    "replica has a process of its own"
+    "replica has its own process"
 )
-_PAST_THE_REPLICA = (
-    "a gradient came to the prepared model itself, past the replica of its thread: loss_fn used a parameter that it can't be "
-    "led to its replica from (in a thread of its own, or of a class of its own). Take it from the model inside loss_fn, or "
-    "use strategy='ddp'"
+_NOT_REPLICATED = (
+    "a gradient reached the prepared model itself instead of its thread's replica: loss_fn used a parameter that can't be "
+    "exchanged for the replica's (in another thread, or of another class). Take it from the model inside loss_fn, or use "
+    "strategy='ddp'"
 )
 
 
-class LaneStrategy:
-    """Replicated data parallelism within one process; see replica_modules.py and replica_threads.py for how."""
+class ThreadedStrategy:
+    """Data parallelism within one process (see replica_modules.py and replica_threads.py)."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self.lanes = lanes
+    def __init__(self, threads: ReplicaThreads) -> None:
+        self.threads = threads
         self._models: list[nn.Module] = []
-        self._origins: Origins | None = None
+        self._user_modules: UserModules | None = None
         self._replicas: dict[int, Replica] = {}
         self._reducers: dict[int, BucketReducer] = {}
         self._guards: list[torch.utils.hooks.RemovableHandle] = []
         self._names: dict[int, str] = {}
-        self._sums = LaneSums(lanes.all[0].device)
-        self._taking_part: tuple[int, ...] = ()
+        self._sums = BucketSums(threads.all[0].device)
+        self._active: tuple[int, ...] = ()
         self._expectations: dict[int, Expectation] = {}
         self._expect = True
         self._call_index = 0
         self._touched: list[int] = []
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
-        """Makes a replica of the models for each lane, and hooks the gradients."""
-        self._take_off()
+        """Build a replica of the models for each thread, and hook the gradients."""
+        self._remove_hooks()
         check_replicable(models, "strategy='dp'")
         self._models = list(models)
         self._build()
 
     def detach(self) -> None:
-        """Takes the hooks off, and ends the lanes' threads."""
-        self._take_off()
-        self.lanes.close()
+        """Remove the hooks and end the threads."""
+        self._remove_hooks()
+        self.threads.close()
 
     def begin(self, call_index: int, *, expect: bool) -> None:
-        """An attempt begins; its lanes are told by `taking_part`."""
+        """Begin an attempt; `active_replicas` sets its replicas."""
         self._call_index = call_index
-        self._taking_part = ()
+        self._active = ()
         self._expect = expect
 
     @contextlib.contextmanager
-    def taking_part(self, active: Sequence[int], keeper: int) -> Iterator[None]:
-        """While the body runs, the lanes that have samples find their replicas where loss_fn names the user's models.
+    def active_replicas(self, active: Sequence[int], buffer_owner: int) -> Iterator[None]:
+        """Dispatch the user's models to the replicas that have samples, in the body.
 
-        What the forward of `keeper`, a lane with samples in every micro-batch, does to buffers is done to the user's.
-        Gradients that earlier calls of this step left are set aside before it.
+        The replica `buffer_owner`, with samples in every micro-batch, updates the user's buffers. Gradients of earlier calls
+        of this step are set aside first.
         """
-        if self._origins is None:
+        if self._user_modules is None:
             raise RuntimeError("the strategy is not attached to a model")
-        if self._origins.changed:
+        if self._user_modules.changed:
             check_replicable(self._models, "strategy='dp'")
             self._build()
-        self._refresh(active, keeper)
-        # The first lane's buckets receive the sums, also where it has no samples.
-        self._taking_part = tuple(sorted({0, *active}))
-        self._sums.begin(self._taking_part)
-        for param, own in self._pairs(0):
+        self._refresh(active, buffer_owner)
+        # The first replica's buckets receive the sums, even if it has no samples.
+        self._active = tuple(sorted({0, *active}))
+        self._sums.begin(self._active)
+        for param, own in self._pairs():
             own.grad = param.grad
         expected = self._expectations.get(self._call_index) if self._expect else None
-        for index in self._taking_part:
+        for index in self._active:
             self._reducers[index].begin(expected)
         try:
-            with dispatched(self._origins, {index: self._replicas[index] for index in active}, self.lanes.all):
+            with dispatched(self._user_modules, {index: self._replicas[index] for index in active}, self.threads.all):
                 yield
-            self._replicas[keeper].bring_home()
+            self._replicas[buffer_owner].write_back_buffers()
         finally:
             if 0 in active:
-                self._replicas[0].give_back()
+                self._replicas[0].write_back_attributes()
 
     def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        """Runs autograd for one micro-batch of the calling lane."""
-        reducer = self._own()
+        """Run autograd for one micro-batch of the calling replica."""
+        reducer = self._own_reducer()
         reducer.micro(last=last, idle=idle)
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            lane = here()
-            if lane is not None and "the graph a second time" in str(error):
-                raise StepError(_SHARED.format(here=lane.index)) from error
+            thread = current_replica()
+            if thread is not None and "the graph a second time" in str(error):
+                raise StepError(_SHARED.format(index=thread.index)) from error
             raise
         reducer.end_micro()
         if idle:
             reducer.end_idle()
 
     def report(self) -> tuple[float, bool]:
-        """Of the calling lane: the checksum of touched parameters, and whether a gradient came too late."""
-        reducer = self._own()
+        """Return the calling replica's checksum of touched parameters, and whether a gradient came too late."""
+        reducer = self._own_reducer()
         return reducer.touched_key(), reducer.late
 
     def resolve(self, same: bool) -> None:
-        """Which parameters any lane touched."""
-        rows = [self._reducers[index].touched() for index in self._taking_part]
+        """Record the parameters that any replica touched."""
+        rows = [self._reducers[index].touched() for index in self._active]
         self._touched = [max(column) for column in zip(*rows, strict=True)]
 
     def finish(self, correction: float) -> bool:
-        """Sends what has not left yet, and puts the sums into `.grad` of the user's parameters."""
-        first, *others = (self._reducers[index] for index in self._taking_part)
+        """Reduce the remaining buckets, and set `.grad` of the user's parameters to the sums."""
+        first, *others = (self._reducers[index] for index in self._active)
         for reducer in others:
             reducer.flush(self._touched)
         finite = first.finish(self._touched, correction)
         known = self._expectations.get(self._call_index)
         if known is None or any(now and not then for now, then in zip(self._touched, known, strict=True)):
-            learnt = self._agreed()
+            expectation = self._agreed_expectation()
             if known is not None:
-                learnt = tuple(max(now, then) for now, then in zip(learnt, known, strict=True))
-            self._expectations[self._call_index] = learnt
+                expectation = tuple(max(now, then) for now, then in zip(expectation, known, strict=True))
+            self._expectations[self._call_index] = expectation
         for reducer in others:
             reducer.release()
-        self._give()
+        self._publish_gradients()
         return finite
 
     def rollback(self) -> None:
-        """Gradients are as they were before the attempt."""
+        """Restore the gradients from before the attempt."""
         self.abort()
 
     def abort(self) -> None:
-        """Gradients are as they were before the attempt, if one had begun."""
-        if not self._taking_part:
+        """Restore the gradients from before the attempt, if one has begun."""
+        if not self._active:
             return
-        self._sums.settle()
-        for index in self._taking_part:
+        self._sums.wait()
+        for index in self._active:
             self._reducers[index].abort()
-        self._give()
-        self._taking_part = ()
+        self._publish_gradients()
+        self._active = ()
 
     def clear(self) -> None:
-        """No gradient is left where the last call gave one."""
+        """Remove the gradients of the last call."""
         self._reducers[0].clear(self._touched)
-        self._give()
+        self._publish_gradients()
 
     def clear_skip(self) -> None:
-        """A new update begins."""
+        """Begin a new update."""
         if self._reducers:
             self._reducers[0].clear_skip()
 
     def state_dict(self) -> Mapping[int, Expectation]:
-        """Which gradients each call expects."""
+        """Return the gradients that each call expects."""
         return dict(self._expectations)
 
     def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
-        """Puts back what `state_dict` returned."""
+        """Restore the state of `state_dict`."""
         self._expectations = dict(state)
 
     def covers(self, param: torch.Tensor) -> bool:
-        """Whether the parameter is one of the models'."""
+        """Return True for a parameter of the models."""
         return id(param) in self._names
 
     def leftovers(self) -> list[str]:
-        """Names of parameters with a gradient other than zero."""
+        """Return the names of parameters with a nonzero gradient."""
         return [
             self._names[id(p)]
             for p in self._parameters()
             if p.requires_grad and p.grad is not None and bool(p.grad.count_nonzero())
         ]
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
-
     def _build(self) -> None:
-        self._take_off()
+        self._remove_hooks()
         self._check_hooks()
-        home = self.lanes.all[0].device
-        origins = self._origins = Origins(self._models)
-        for lane in self.lanes.all:
-            replica = Replica(origins, lane.device, functools.partial(alias_of, device=lane.device))
+        home = self.threads.all[0].device
+        user_modules = self._user_modules = UserModules(self._models)
+        for thread in self.threads.all:
+            replica = Replica(user_modules, thread.device, functools.partial(make_parameter, device=thread.device))
             for module in replica.all_modules:
-                if isinstance(module, nn.RNNBase) and lane.device != home:
+                if isinstance(module, nn.RNNBase) and thread.device != home:
                     module.flatten_parameters()
-            self._replicas[lane.index] = replica
-            twins = [replica.modules[id(model)] for model in self._models]
-            self._reducers[lane.index] = BucketReducer(
-                twins,
-                self._sums.of(lane.index),
-                check=_owner_check(lane),
-                pins=lane.device.type == "cpu" and home.type == "cuda",
+            self._replicas[thread.index] = replica
+            self._reducers[thread.index] = BucketReducer(
+                [replica.modules[id(model)] for model in self._models],
+                ReplicaBuckets(self._sums, thread.index),
+                check=_owner_check(thread),
+                pins=thread.device.type == "cpu" and home.type == "cuda",
                 strategy="dp",
             )
         self._guards = [
             p.register_post_accumulate_grad_hook(_guard)  # type: ignore[no-untyped-call]
-            for p in origins.parameters
+            for p in user_modules.parameters
             if p.requires_grad
         ]
         self._names = {id(p): name for model in self._models for name, p in model.named_parameters()}
@@ -215,32 +217,34 @@ class LaneStrategy:
                 if getattr(param, "_post_accumulate_grad_hooks", None):
                     raise ConfigError(
                         f"strategy='dp': {name} has a hook that is called when its gradient is complete (an optimizer that steps "
-                        "in the backward?); gradients come to replicas here, so it never would be; use strategy='ddp'"
+                        "in the backward?); it would never be called, because replicas receive the gradients; use strategy='ddp'"
                     )
 
-    def _take_off(self) -> None:
+    def _remove_hooks(self) -> None:
         for guard in self._guards:
             guard.remove()
         for reducer in self._reducers.values():
             reducer.remove()
-        self._guards, self._reducers, self._replicas, self._origins = [], {}, {}, None
-        self._taking_part = ()
+        self._guards, self._reducers, self._replicas, self._user_modules = [], {}, {}, None
+        self._active = ()
 
-    def _refresh(self, active: Sequence[int], keeper: int) -> None:
-        """The replicas become what the user's models are now."""
-        if self._origins is None:
+    def _refresh(self, active: Sequence[int], buffer_owner: int) -> None:
+        """Update the replicas from the user's models."""
+        if self._user_modules is None:
             return
-        for index, changed, gone in self._origins.news():
+        for index, changed, gone in self._user_modules.changes():
             for replica in self._replicas.values():
-                replica.take(index, changed, gone)
+                replica.apply_changes(index, changed, gone)
         for index in active:
             replica = self._replicas[index]
-            renew(self._origins.parameters, [replica.parameters[id(p)] for p in self._origins.parameters])
-            replica.refresh_buffers(keeps=index == keeper)
+            refresh_parameters(
+                self._user_modules.parameters, [replica.parameters[id(p)] for p in self._user_modules.parameters]
+            )
+            replica.refresh_buffers(owns_buffers=index == buffer_owner)
 
-    def _agreed(self) -> Expectation:
-        """Which buckets leave early, on all lanes alike: none with a parameter that only some lanes touch."""
-        rows = [self._reducers[index].observed() for index in self._taking_part if self._reducers[index].has_run]
+    def _agreed_expectation(self) -> Expectation:
+        """Return the expectation common to all replicas: no bucket with a parameter that only some touch is sent early."""
+        rows = [self._reducers[index].observed() for index in self._active if self._reducers[index].has_run]
         if not rows:
             return tuple(0 for _ in self._touched)
         agreed = list(rows[0])
@@ -251,38 +255,36 @@ class LaneStrategy:
         return tuple(agreed)
 
     def _parameters(self) -> list[nn.Parameter]:
-        return self._origins.parameters if self._origins is not None else []
+        return self._user_modules.parameters if self._user_modules is not None else []
 
-    def _pairs(self, index: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        own = self._replicas[index].parameters
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the user's parameters with those of the first replica."""
+        own = self._replicas[0].parameters
         return ((param, own[id(param)]) for param in self._parameters())
 
-    def _give(self) -> None:
-        """The first lane's gradients are the user's."""
+    def _publish_gradients(self) -> None:
+        """Set the user's gradients to the first replica's."""
         if not self._replicas:
             return
-        for param, own in self._pairs(0):
+        for param, own in self._pairs():
             param.grad = own.grad
 
-    def _own(self) -> BucketReducer:
-        lane = here()
-        if lane is None:
-            raise RuntimeError("this thread computes for no replica")
-        return self._reducers[lane.index]
+    def _own_reducer(self) -> BucketReducer:
+        return self._reducers[this_replica().index]
 
 
-def _owner_check(lane: Lane) -> Callable[[], None]:
-    """Raises where a gradient of this lane's replica comes in another lane's backward."""
+def _owner_check(thread: ReplicaThread) -> Callable[[], None]:
+    """Return a check that a gradient of this replica is not computed in another replica's backward."""
 
     def check() -> None:
-        now = here()
-        if now is not None and now is not lane:
-            raise StepError(_SHARED.format(here=now.index))
+        now = current_replica()
+        if now is not None and now is not thread:
+            raise StepError(_SHARED.format(index=now.index))
 
     return check
 
 
 def _guard(param: torch.Tensor) -> None:
-    """On the user's own parameters, which no lane computes with."""
+    """Hook of the user's own parameters, which no replica computes with."""
     param.grad = None
-    raise StepError(PLAIN_BACKWARD if here() is None else _PAST_THE_REPLICA)
+    raise StepError(PLAIN_BACKWARD if current_replica() is None else _NOT_REPLICATED)

@@ -1,20 +1,19 @@
-"""Replicas of a user's modules, one set for each lane, and the user's own objects that lead each lane to its own.
+"""Replicas of a user's modules, one set for each replica thread.
 
-Note [Twins]
-  A twin is a module of the same class with the same attributes, whose submodules, parameters and buffers are the lane's. On
-  the device of the user's parameters a lane's parameter shares their memory (its gradient is its own); on another device it
-  is a copy that is renewed before each attempt. Buffers are copied, except for one lane that has samples in every micro-batch:
-  what its forward does to buffers is done to the user's.
+Note [Replica modules]
+  A replica module has the class and attributes of the user's, but submodules, parameters and buffers of its own. On the
+  device of the user's parameters a replica's parameter shares their memory (its gradient is its own); on another device it is
+  a copy that is refreshed before each attempt. Buffers are copied, except for one replica that has samples in every
+  micro-batch: what its forward does to buffers is done to the user's.
 
 Note [Attributes]
-  What the user's frame sets on a module reaches all twins before the next attempt. What a forward sets on its twin stays
-  there, as on a rank of ddp; what the first twin's forward sets is seen on the user's module too. A list or a dict that
-  forward fills in place is one for all lanes.
+  Attributes that the user sets on a module reach all replicas before the next attempt. Attributes that a forward sets on its
+  replica stay there, as on a rank of ddp; those of the first replica are set on the user's module too. All replicas share a
+  list or dict that forward fills in place.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,31 +29,31 @@ ParameterOf = Callable[[nn.Parameter], torch.Tensor]
 
 
 def all_modules(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Each module of the models once, in order."""
+    """Return each module of the models once, in order."""
     return list({id(module): module for model in models for module in model.modules()}.values())
 
 
 def all_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Each parameter of the models once, in order."""
+    """Return each parameter of the models once, in order."""
     return list({id(param): param for model in models for param in model.parameters()}.values())
 
 
-class Origins:
-    """The user's modules, and the attributes as they were when the twins saw them last."""
+class UserModules:
+    """The user's modules, and the attributes that the replicas have."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.modules = all_modules(models)
         self.parameters = all_parameters(models)
         self._seen: list[dict[str, Any]] = [dict(module.__dict__) for module in self.modules]
-        self._signature = self._sign()
+        self._signature = self._structure()
 
     @property
     def changed(self) -> bool:
-        """Whether modules or parameters were added, replaced, frozen or thawed since: the twins must be made anew."""
-        return self._sign() != self._signature
+        """True once modules or parameters were added, replaced, frozen or unfrozen: replicas must be built again."""
+        return self._structure() != self._signature
 
-    def news(self) -> Iterator[tuple[int, dict[str, Any], list[str]]]:
-        """For each module with changed attributes: its index, the changed ones, and the names of those that are gone."""
+    def changes(self) -> Iterator[tuple[int, dict[str, Any], list[str]]]:
+        """Yield the index, changed attributes and removed names of each changed module."""
         for index, (module, seen) in enumerate(zip(self.modules, self._seen, strict=True)):
             now = module.__dict__
             if (
@@ -70,12 +69,12 @@ class Origins:
             self._seen[index] = dict(now)
             yield index, changed, gone
 
-    def saw(self, index: int) -> None:
-        """The module's attributes as they are now are no news."""
+    def mark_seen(self, index: int) -> None:
+        """Take the module's present attributes as known to the replicas."""
         self._seen[index] = dict(self.modules[index].__dict__)
 
-    def _sign(self) -> list[tuple[Any, ...]]:
-        # A module that was added somewhere shows at its parent.
+    def _structure(self) -> list[tuple[Any, ...]]:
+        # An added module shows at its parent.
         return [
             (
                 id(module),
@@ -89,27 +88,23 @@ class Origins:
 
 
 class Replica:
-    """One lane's twins."""
+    """One thread's replica of the user's modules; `parameter_of` makes its parameter from the user's."""
 
-    def __init__(self, origins: Origins, device: torch.device, parameter_of: ParameterOf) -> None:
-        """Args:
-        origins: the user's modules.
-        device: the lane's.
-        parameter_of: makes the lane's parameter of one of the user's.
-        """
+    def __init__(self, user_modules: UserModules, device: torch.device, parameter_of: ParameterOf) -> None:
         self.device = device
         self.modules: dict[int, nn.Module] = {}
-        self.parameters: dict[int, torch.Tensor] = {id(p): parameter_of(p) for p in origins.parameters}
-        self._origins = origins
-        self._buffers: dict[tuple[int, str], _Copied] = {}
+        self.parameters: dict[int, torch.Tensor] = {id(p): parameter_of(p) for p in user_modules.parameters}
+        self._user_modules = user_modules
+        self._buffers: dict[tuple[int, str], _BufferCopy] = {}
         self._set: list[dict[str, Any]] = []
-        for module in origins.modules:
+        self._originals: dict[int, nn.Module | nn.Parameter] = {}
+        for module in user_modules.modules:
             # No constructor, and no `__new__` of the class (torch.fx has one that makes classes).
             self.modules[id(module)] = object.__new__(type(module))
-        for module in origins.modules:
-            twin = self.modules[id(module)]
-            own = twin.__dict__
-            own.update((name, self._mine(value)) for name, value in module.__dict__.items() if name not in _OWN)
+        for module in user_modules.modules:
+            replica_module = self.modules[id(module)]
+            own = replica_module.__dict__
+            own.update((name, self._to_replica(value)) for name, value in module.__dict__.items() if name not in _OWN)
             own["_modules"] = {
                 k: None if child is None else self.modules[id(child)] for k, child in module._modules.items()
             }
@@ -117,53 +112,55 @@ class Replica:
                 k: None if p is None else self.parameters[id(p)] for k, p in module._parameters.items()
             }
             own["_buffers"] = {}
-            _mend(twin)
+            _rebuild_flat_weights(replica_module)
             self._set.append(dict(own))
+            self._originals[id(replica_module)] = module
+        self._originals.update((id(self.parameters[id(p)]), p) for p in user_modules.parameters)
 
     @property
     def all_modules(self) -> list[nn.Module]:
-        """The twins, in the order of the user's modules."""
+        """The replica modules, in the order of the user's."""
         return list(self.modules.values())
 
-    def take(self, index: int, changed: Mapping[str, Any], gone: Sequence[str]) -> None:
-        """What the user's frame has changed on a module."""
-        twin = self.modules[id(self._origins.modules[index])]
+    def apply_changes(self, index: int, changed: Mapping[str, Any], gone: Sequence[str]) -> None:
+        """Apply the user's changes of a module's attributes."""
+        replica_module = self.modules[id(self._user_modules.modules[index])]
         for name, value in changed.items():
-            twin.__dict__[name] = self._mine(value)
+            replica_module.__dict__[name] = self._to_replica(value)
         for name in gone:
-            twin.__dict__.pop(name, None)
-        _mend(twin)
-        self._set[index] = dict(twin.__dict__)
+            replica_module.__dict__.pop(name, None)
+        _rebuild_flat_weights(replica_module)
+        self._set[index] = dict(replica_module.__dict__)
 
     @torch.no_grad()
-    def refresh_buffers(self, *, keeps: bool) -> None:
-        """Buffers as the user's modules have them; copied only where either side has changed.
+    def refresh_buffers(self, *, owns_buffers: bool) -> None:
+        """Take over the user's buffers, copying only where either side has changed.
 
-        One replica `keeps` them: where they lie on its device it works on the user's own. `bring_home` belongs to it.
+        The one replica that `owns_buffers` uses the user's own where they are on its device; `write_back_buffers` is for it.
         """
         copies: dict[int, torch.Tensor] = {}
-        for module in self._origins.modules:
+        for module in self._user_modules.modules:
             if not module._buffers and not self.modules[id(module)]._buffers:
                 continue
-            twin = self.modules[id(module)]
+            replica_module = self.modules[id(module)]
             fresh: dict[str, torch.Tensor | None] = {}
             for name, buffer in module._buffers.items():
-                if buffer is None or (keeps and buffer.device == self.device):
+                if buffer is None or (owns_buffers and buffer.device == self.device):
                     fresh[name] = buffer
                     continue
-                held, own = self._buffers.get((id(module), name)), twin._buffers.get(name)
+                held, own = self._buffers.get((id(module), name)), replica_module._buffers.get(name)
                 if held is None or not held.is_valid(buffer, own):
                     if id(buffer) not in copies:
                         copies[id(buffer)] = _copied(buffer, held.copy if held is not None else None, self.device)
                     own = copies[id(buffer)]
-                    self._buffers[id(module), name] = _Copied(buffer, _version(buffer), own, _version(own))
+                    self._buffers[id(module), name] = _BufferCopy(buffer, _version(buffer), own, _version(own))
                 fresh[name] = own
-            _put_buffers(twin, fresh)
+            _put_buffers(replica_module, fresh)
 
     @torch.no_grad()
-    def bring_home(self) -> None:
-        """What a forward has done to these buffers is done to the user's."""
-        for module in self._origins.modules:
+    def write_back_buffers(self) -> None:
+        """Write what a forward has done to these buffers to the user's."""
+        for module in self._user_modules.modules:
             for name, own in self.modules[id(module)]._buffers.items():
                 buffer = module._buffers.get(name)
                 if own is buffer:
@@ -174,21 +171,21 @@ class Replica:
                 elif held.copy_version is None or _version(own) != held.copy_version:
                     buffer.copy_(own)
 
-    def give_back(self) -> None:
-        """What a forward has set on these twins is seen on the user's modules; for the first lane."""
-        for index, module in enumerate(self._origins.modules):
-            twin = self.modules[id(module)]
-            now, before = twin.__dict__, self._set[index]
+    def write_back_attributes(self) -> None:
+        """Set attributes that a forward has set here on the user's modules; for the first replica."""
+        for index, module in enumerate(self._user_modules.modules):
+            replica_module = self.modules[id(module)]
+            now, before = replica_module.__dict__, self._set[index]
             if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
                 continue
             for name, value in now.items():
                 if name not in _OWN and before.get(name, _MISSING) is not value:
-                    module.__dict__[name] = self._yours(value)
+                    module.__dict__[name] = self._originals.get(id(value), value)
             self._set[index] = dict(now)
-            self._origins.saw(index)
+            self._user_modules.mark_seen(index)
 
-    def _mine(self, value: Any) -> Any:
-        """An attribute of the user's module as the twin's: modules and parameters in it are this lane's."""
+    def _to_replica(self, value: Any) -> Any:
+        """Exchange the user's modules and parameters in an attribute for the replica's."""
         if isinstance(value, nn.Module):
             return self.modules.get(id(value), value)
         if isinstance(value, nn.Parameter):
@@ -196,27 +193,12 @@ class Replica:
         if type(value) in (list, tuple) and any(
             id(part) in self.parameters or id(part) in self.modules for part in value
         ):
-            return type(value)(self._mine(part) for part in value)
-        return value
-
-    def _yours(self, value: Any) -> Any:
-        if isinstance(value, nn.Module | nn.Parameter):
-            for known in (self.modules, self.parameters):
-                for key, own in known.items():
-                    if own is value:
-                        return next(
-                            (
-                                one
-                                for one in itertools.chain(self._origins.modules, self._origins.parameters)
-                                if id(one) == key
-                            ),
-                            value,
-                        )
+            return type(value)(self._to_replica(part) for part in value)
         return value
 
 
-class _Copied:
-    """A buffer of the user's and a lane's copy of it, both as they were when it was made."""
+class _BufferCopy:
+    """A user's buffer and a replica's copy of it, with the version of each when it was copied."""
 
     __slots__ = ("buffer", "copy", "copy_version", "version")
 
@@ -230,19 +212,19 @@ class _Copied:
         return None not in versions and (_version(buffer), _version(own)) == versions
 
 
-def alias_of(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A lane's parameter: on the same device the same memory, elsewhere room for a copy."""
+def make_parameter(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Make a replica's parameter: on the same device in the same memory, elsewhere uninitialised."""
     data = param.detach() if param.device == device else torch.empty_like(param, device=device).detach()
     own: nn.Parameter = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
-    own.__dict__.update(param.__dict__)  # marks that a user or a library put on it
+    own.__dict__.update(param.__dict__)  # attributes that a user or a library set
     for hook in (param._backward_hooks or {}).values():
         own.register_hook(hook)  # type: ignore[no-untyped-call]
     return own
 
 
 @torch.no_grad()
-def renew(params: Sequence[nn.Parameter], copies: Sequence[torch.Tensor]) -> None:
-    """Makes a lane's parameters those of the user's again, whatever was done to them, `.data` included."""
+def refresh_parameters(params: Sequence[nn.Parameter], copies: Sequence[torch.Tensor]) -> None:
+    """Set a replica's parameters to the user's values, also after changes of `.data`."""
     apart: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for param, own in zip(params, copies, strict=True):
         if own.device != param.device:
@@ -251,25 +233,25 @@ def renew(params: Sequence[nn.Parameter], copies: Sequence[torch.Tensor]) -> Non
         elif own.data_ptr() != param.data_ptr() or own.shape != param.shape:
             own.data = param.data
     if apart[0]:
-        # Asynchronous from pinned memory only; a copy to the CPU is waited for.
+        # Asynchronous from pinned memory only; a copy to the CPU is synchronous.
         torch._foreach_copy_(apart[0], apart[1], non_blocking=apart[0][0].is_cuda)
 
 
-def _copied(buffer: torch.Tensor, room: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _copied(buffer: torch.Tensor, target: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     source = buffer.detach()
-    if room is not None and room.shape == source.shape and room.dtype == source.dtype and room.device == device:
-        return room.detach().copy_(source)
+    if target is not None and target.shape == source.shape and target.dtype == source.dtype and target.device == device:
+        return target.detach().copy_(source)
     return source.to(device, copy=True)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Grows with each change in place; None where torch doesn't count (in inference mode)."""
+    """Return a number that grows with each in-place change; None in inference mode, where torch doesn't count."""
     return None if tensor.is_inference() else tensor._version
 
 
-def _put_buffers(twin: nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
-    # In place: another dict would look like an attribute that forward has set.
-    held = twin.__dict__["_buffers"]
+def _put_buffers(replica_module: nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
+    # In place: a new dict would look like an attribute that forward has set.
+    held = replica_module.__dict__["_buffers"]
     held.clear()
     held.update(buffers)
 
@@ -280,9 +262,9 @@ def _mark(param: nn.Parameter | None) -> Any:
     return id(param), param.requires_grad, param.dtype, param.device, *(param._backward_hooks or ())
 
 
-def _mend(twin: nn.Module) -> None:
-    """Recurrent modules keep their weights in a list besides."""
-    if isinstance(twin, nn.RNNBase) and "_flat_weights_names" in twin.__dict__:
-        weights = [twin._parameters.get(name) for name in twin._flat_weights_names]
-        twin.__dict__["_flat_weights"] = weights
-        twin.__dict__["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
+def _rebuild_flat_weights(replica_module: nn.Module) -> None:
+    """Update the second list of weights that recurrent modules keep."""
+    if isinstance(replica_module, nn.RNNBase) and "_flat_weights_names" in replica_module.__dict__:
+        weights = [replica_module._parameters.get(name) for name in replica_module._flat_weights_names]
+        replica_module.__dict__["_flat_weights"] = weights
+        replica_module.__dict__["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]

@@ -1,9 +1,9 @@
-"""Lanes: the threads of one process that compute side by side, each for one replica, on a device and cores of its own.
+"""Threads of one process that compute side by side, each for one replica, on its own device and cores.
 
-Note [One thread a replica]
+Note [One thread per replica]
   Two replicas under one `.backward()` run one after the other on a CPU; an engine call per thread runs them side by side. So
-  forward and backward of a replica belong to its lane, and autograd's own device threads are switched off there: whatever
-  runs inside a backward (a checkpointed forward, the sums of BatchNorm) still knows whose it is.
+  forward and backward of a replica run in its thread, and autograd's own device threads are switched off there: code inside
+  a backward (a checkpointed forward, the sums of BatchNorm) can still look up its replica.
 """
 
 from __future__ import annotations
@@ -13,126 +13,122 @@ import contextvars
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from concurrent import futures
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.comm.clock import StepClock
+from evenload.training.launch.replicas import ReplicaDevice
+from evenload.training.parallel.threaded.replica_modules import Replica
 
-Result = TypeVar("Result")
-_LEAVE_WAIT_S = 5.0
-"""After an interruption: what lanes get to come to the end of what they compute."""
-
-
-class LaneStoppedError(Exception):
-    """What a lane was doing is not wanted any more: another one failed."""
+Value = TypeVar("Value")
+_STOP_TIMEOUT_S = 5.0
+"""Time for threads to finish after an interruption, and to end."""
 
 
-class Twins(Protocol):
-    """What a lane finds in place of the user's modules and parameters (replica_modules.py)."""
-
-    @property
-    def modules(self) -> Mapping[int, nn.Module]:
-        """By id of the user's module."""
-
-    @property
-    def parameters(self) -> Mapping[int, torch.Tensor]:
-        """By id of the user's parameter."""
+class ReplicaCancelledError(Exception):
+    """The work of this replica was cancelled because another replica failed."""
 
 
-class Lane:
-    """One replica's thread, and what code in it finds: its device, its twins, its clock, its random numbers."""
+class ReplicaThread:
+    """One replica's thread, with the replica's device, modules, clock and generator."""
 
     def __init__(self, index: int, device: torch.device, cores: tuple[int, ...] = (), num_threads: int = 0) -> None:
         self.index = index
         self.device = device
         self.cores = cores
         self.num_threads = num_threads
-        self.twins: Twins | None = None
+        self.replica: Replica | None = None
+        """Used in place of the user's modules and parameters, while the replica computes."""
         self.generator: torch.Generator | None = None
-        """The CPU generator of this lane's own (random_draws.py); None: the one of the process."""
+        """The replica's own CPU generator (generators.py); None to use the process's."""
         self.clock = StepClock(torch.device("cpu"))
-        self.turn: Turn | None = None
+        self.turn: TurnLock | None = None
         self.micro_index = 0
         self.idle = False
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread, and returns when it stands on its cores."""
-        ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        """Start the thread on its cores; raises the error of its setup."""
         self._works = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._live, args=(ready,), name=f"evenload-replica-{self.index}", daemon=True
-        )
+        # A daemon, which concurrent.futures doesn't offer: a replica that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._loop, name=f"evenload-replica-{self.index}", daemon=True)
         self._thread.start()
-        if (error := ready.get()) is not None:
-            raise error
+        self.submit(self._set_up).result()
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Hands the thread something to do, in the context variables of the caller; it must not raise."""
+    def submit(self, work: Callable[[], Value]) -> futures.Future[Value]:
+        """Run `work` in the thread, in the context variables of the caller."""
         context = contextvars.copy_context()
-        self._works.put(lambda: context.run(work))
+        future: futures.Future[Value] = futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(context.run(work))
+            except BaseException as error:  # every error is raised in the thread that waits for the future
+                future.set_exception(error)
+
+        self._works.put(run)
+        return future
 
     def close(self) -> None:
-        """Ends the thread, once it has done what it was given."""
+        """End the thread after the work submitted so far."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._works.put(None)
-            thread.join(_LEAVE_WAIT_S)
+            thread.join(_STOP_TIMEOUT_S)
 
-    def _live(self, ready: queue.SimpleQueue[BaseException | None]) -> None:
-        _here.lane = self
-        try:
-            self._settle()
-        except BaseException as error:  # told by `start`, in the thread that waits there
-            ready.put(error)
-            return
-        ready.put(None)
+    def _loop(self) -> None:
+        _local.thread = self
         while (work := self._works.get()) is not None:
             work()
-            del work  # what it held must not live until the next one comes
+            del work  # free what it references before waiting for the next one
 
-    def _settle(self) -> None:
+    def _set_up(self) -> None:
         if self.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.cores)  # of this thread, and of those that torch starts from it
         torch.autograd.set_multithreading_enabled(False)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.num_threads:
-            # The number is kept for each thread, but a thread takes it from a place they share when it first asks.
-            with _threads_lock:
+            # Torch keeps the number per thread, but a thread first reads it from a variable that all share.
+            with _num_threads_lock:
                 torch.set_num_threads(self.num_threads)
                 torch.get_num_threads()
 
 
-class _Here(threading.local):
-    lane: Lane | None = None
+class _Local(threading.local):
+    thread: ReplicaThread | None = None
 
 
-_here = _Here()
-_threads_lock = threading.Lock()
+_local = _Local()
+_num_threads_lock = threading.Lock()
 
 
-def here() -> Lane | None:
-    """The lane whose thread this is; None in every other thread."""
-    return _here.lane
+def current_replica() -> ReplicaThread | None:
+    """Return the replica thread that this code runs in; None in every other thread."""
+    return _local.thread
 
 
-class Turn:
-    """In turns: only the lane that holds it computes; held from the beginning of a lane's work to its end."""
+def this_replica() -> ReplicaThread:
+    """Return the replica thread that this code runs in."""
+    if _local.thread is None:
+        raise RuntimeError("this thread computes for no replica")
+    return _local.thread
+
+
+class TurnLock:
+    """A lock that lets replicas compute one at a time; held from the beginning of a replica's work to its end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def held(self, clock: StepClock) -> Iterator[None]:
-        """Waits for the turn, and gives it on at the end."""
+        """Hold the lock in the body."""
         with clock.segment("wait"):
             self._lock.acquire()
         try:
@@ -141,8 +137,8 @@ class Turn:
             self._lock.release()
 
     @contextlib.contextmanager
-    def given_on(self) -> Iterator[None]:
-        """While the body waits for other lanes, one of them has the turn."""
+    def released(self) -> Iterator[None]:
+        """Release the lock while the body waits for other replicas."""
         self._lock.release()
         try:
             yield
@@ -150,14 +146,15 @@ class Turn:
             self._lock.acquire()
 
 
-class Meeting:
-    """Where the lanes of one micro-batch exchange values: the n-th call of each lane belongs to the n-th of the others."""
+class ReplicaExchange:
+    """Exchange values between the replicas of one micro-batch: the n-th call of each belongs to the n-th of the others.
+
+    Args:
+        members: Indices of the replicas that take part.
+        hint: Another remedy, for the error where a replica does not take part.
+    """
 
     def __init__(self, members: Sequence[int], hint: str = "") -> None:
-        """Args:
-        members: the lanes that meet.
-        hint: what else could be done, for the message where they don't.
-        """
         self._hint = hint
         self.members = tuple(members)
         self._changed = threading.Condition()
@@ -167,12 +164,12 @@ class Meeting:
         self._left: set[int] = set()
         self._failure: Exception | None = None
 
-    def exchange(self, index: int, value: Any) -> list[Any]:
-        """The values of all members, in their order.
+    def gather(self, index: int, value: Any) -> list[Any]:
+        """Return the values of all members, in their order.
 
         Raises:
-            StepError: another lane came to its end without this exchange.
-            LaneStoppedError: what this lane does is not wanted any more.
+            StepError: Another replica ended without this exchange.
+            ReplicaCancelledError: This replica's work was cancelled.
         """
         with self._changed:
             number = self._round
@@ -183,32 +180,32 @@ class Meeting:
                 self._round += 1
                 self._changed.notify_all()
                 return self._result
-            self._look_for_missing()
+            self._check_complete()
             while self._round == number and self._failure is None:
                 self._changed.wait()
             if self._round == number and self._failure is not None:
                 raise self._failure
-            # Nobody can complete the next round before this lane has come to it, so the result is still this round's.
+            # The next round needs this replica too, so the result is still this round's.
             return self._result
 
     def leave(self, index: int) -> None:
-        """A lane has done its part of the micro-batch."""
+        """Mark a replica's part of the micro-batch as done."""
         with self._changed:
             self._left.add(index)
-            self._look_for_missing()
+            self._check_complete()
 
-    def stop(self) -> None:
-        """Nobody need wait here any more."""
-        self._fail(LaneStoppedError())
+    def cancel(self) -> None:
+        """Wake all waiting replicas with `ReplicaCancelledError`."""
+        self._fail(ReplicaCancelledError())
 
-    def _look_for_missing(self) -> None:
+    def _check_complete(self) -> None:
         if self._values and self._left:
-            waiting, gone = sorted(self._values), sorted(self._left)
+            waiting, left = sorted(self._values), sorted(self._left)
             self._fail(
                 StepError(
-                    f"replica {', '.join(map(str, waiting))} waits in a BatchNorm for replica {', '.join(map(str, gone))}, "
-                    "which has come to its end without it: with statistics over all replicas each of them must call the same "
-                    f"BatchNorm modules equally often{self._hint}"
+                    f"replica {', '.join(map(str, waiting))} waits in a BatchNorm for replica {', '.join(map(str, left))}, "
+                    "which ended without it: with statistics over all replicas, each must call the same BatchNorm modules "
+                    f"equally often{self._hint}"
                 )
             )
 
@@ -218,8 +215,8 @@ class Meeting:
             self._changed.notify_all()
 
 
-class _Surroundings:
-    """What torch keeps for each thread (grad mode, autocast, CUDA streams), as the caller has it."""
+class _ThreadState:
+    """The caller's values of what torch keeps per thread: grad mode, autocast, CUDA streams."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -236,122 +233,107 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """In a lane's thread."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cache))
-            for stream in self._streams:  # of all GPUs in all lanes, for values go from lane to lane
+            for stream in self._streams:  # of all GPUs in all threads, because replicas exchange tensors
                 stack.enter_context(torch.cuda.stream(stream))
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
             yield
 
 
-@dataclass(frozen=True)
-class _Ended:
-    index: int
-    value: Any = None
-    error: BaseException | None = None
+class ReplicaThreads:
+    """The replica threads of one process, started at the first work and ended by `close`."""
 
-
-class Lanes:
-    """The lanes of one process; threads are started at the first work and end with `close`."""
-
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self.all = tuple(lanes)
+    def __init__(self, threads: Sequence[ReplicaThread]) -> None:
+        self.all = tuple(threads)
         self._pid = 0
-        self._stopped = False
+        self._cancelled = False
+
+    @classmethod
+    def on(cls, places: Sequence[ReplicaDevice]) -> ReplicaThreads:
+        """Create one thread per place."""
+        return cls([ReplicaThread(i, torch.device(p.device), p.cores, p.num_threads) for i, p in enumerate(places)])
 
     def __len__(self) -> int:
         return len(self.all)
 
     def run(
-        self, works: Mapping[int, Callable[[], Result]], on_failure: Callable[[], None] = lambda: None
-    ) -> dict[int, Result]:
-        """Does all works side by side, each in the thread of its lane, and waits for the end of all.
+        self, works: Mapping[int, Callable[[], Value]], on_failure: Callable[[], None] = lambda: None
+    ) -> dict[int, Value]:
+        """Run all works side by side, each in the thread of its replica, and wait for all.
 
         Args:
-            works: by index of the lane.
-            on_failure: called once when one failed, so that nobody waits for it.
+            works: By index of the replica.
+            on_failure: Called once after the first failure, to wake replicas that wait for the failed one.
 
         Raises:
-            BaseException: the first error of a work, whatever it is; `LaneStoppedError` only where there is no other.
+            BaseException: The first error of a work; `ReplicaCancelledError` only where there is no other.
         """
         if self._pid != os.getpid():
             self._start()
-        self._stopped = False
-        ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
-        surroundings = _Surroundings()
-        for index, work in works.items():
-            self.all[index].submit(_reporting(self.all[index], work, ended, surroundings))
-        results: dict[int, Result] = {}
-        failures: list[BaseException] = []
+        self._cancelled = False
+        state = _ThreadState()
+        running = {
+            index: self.all[index].submit(_in_state(self.all[index], work, state)) for index, work in works.items()
+        }
+        errors: list[BaseException] = []
         try:
-            for _ in works:
-                one = ended.get()
-                if one.error is None:
-                    results[one.index] = one.value
+            for future in futures.as_completed(running.values()):
+                if (error := future.exception()) is None:
                     continue
-                failures.append(one.error)
-                if len(failures) == 1:
-                    self._stopped = True
+                errors.append(error)
+                if len(errors) == 1:
+                    self._cancelled = True
                     on_failure()
-        except BaseException:  # a signal to this thread: what lanes compute is not wanted any more
-            self._stopped = True
+        except BaseException:  # a signal to this thread
+            self._cancelled = True
             on_failure()
-            self._drain(ended, len(works) - len(results) - len(failures))
+            futures.wait(running.values(), timeout=_STOP_TIMEOUT_S)
             raise
-        if failures:
-            raise next((error for error in failures if not isinstance(error, LaneStoppedError)), failures[0])
-        return results
+        if errors:
+            raise next((error for error in errors if not isinstance(error, ReplicaCancelledError)), errors[0])
+        return {index: future.result() for index, future in running.items()}
 
     def check(self) -> None:
-        """Raises LaneStoppedError where another lane has failed; asked between micro-batches."""
-        if self._stopped:
-            raise LaneStoppedError
+        """Raise ReplicaCancelledError after a failure of another replica; called between micro-batches."""
+        if self._cancelled:
+            raise ReplicaCancelledError
 
-    def stop(self) -> None:
-        """What lanes do now is not wanted: they end at the next `check`."""
-        self._stopped = True
+    def cancel(self) -> None:
+        """Cancel the present work of all replicas, which end at their next `check`."""
+        self._cancelled = True
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         if self._pid == os.getpid():
-            for lane in self.all:
-                lane.close()
+            for thread in self.all:
+                thread.close()
         self._pid = 0
 
     def _start(self) -> None:
         num_threads = torch.get_num_threads()
         try:
-            for lane in self.all:
-                lane.start()
+            for thread in self.all:
+                thread.start()
         except BaseException:
-            for lane in self.all:
-                lane.close()
+            for thread in self.all:
+                thread.close()
             raise
-        torch.set_num_threads(num_threads)  # of this thread, and of those that ask later
+        torch.set_num_threads(num_threads)  # of this thread, and of those that read it later
         self._pid = os.getpid()  # a forked child has none of these threads
 
-    def _drain(self, ended: queue.SimpleQueue[_Ended], count: int) -> None:
-        deadline = time.monotonic() + _LEAVE_WAIT_S
-        for _ in range(count):
-            with contextlib.suppress(queue.Empty):
-                ended.get(timeout=max(0.01, deadline - time.monotonic()))
 
-
-def _reporting(
-    lane: Lane, work: Callable[[], Any], ended: queue.SimpleQueue[_Ended], surroundings: _Surroundings
-) -> Callable[[], None]:
-    def report() -> None:
+def _in_state(thread: ReplicaThread, work: Callable[[], Value], state: _ThreadState) -> Callable[[], Value]:
+    def run() -> Value:
         try:
-            with surroundings.entered(lane.device):
-                value = work()
-            ended.put(_Ended(lane.index, value))
-        except BaseException as error:  # every error belongs to the thread that waits for it
-            error.add_note(f"(in replica {lane.index}, on {lane.device})")
-            ended.put(_Ended(lane.index, error=error))
+            with state.entered(thread.device):
+                return work()
+        except BaseException as error:
+            error.add_note(f"(in replica {thread.index}, on {thread.device})")
+            raise
 
-    return report
+    return run

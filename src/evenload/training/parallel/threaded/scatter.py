@@ -1,4 +1,4 @@
-"""A call's arguments cut over devices and its results joined: any nesting, samples along the first dimension of tensors."""
+"""Split a call's arguments over devices and join its results: any nesting, samples along the first dimension of tensors."""
 
 from __future__ import annotations
 
@@ -11,39 +11,31 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from evenload.errors import ConfigError
-from evenload.training.data.batches import map_leaves
+from evenload.training.data.batches import leaves_of, map_leaves
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors of a nesting, in order."""
-    found: list[torch.Tensor] = []
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(value, one)
-    return found
+    """Return all tensors of a nested value, in order."""
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def num_samples_of(value: Any) -> int | None:
-    """How many samples a call is about: the length of the first tensor that has one; None where no tensor has."""
+    """Return the length of the first tensor that has one; None where no tensor has."""
     return next((len(tensor) for tensor in tensors_of(value) if tensor.dim()), None)
 
 
 def cut(value: Any, low: int, high: int, num_samples: int, device: torch.device) -> Any:
-    """The samples ``[low, high)`` of all tensors that hold `num_samples`, everything else whole; on `device`.
+    """Return the samples ``[low, high)`` of all tensors that hold `num_samples`, everything else whole; on `device`.
 
     Raises:
-        ConfigError: something that holds samples and can't be cut.
+        ConfigError: A packed sequence or nested tensor, which can't be split.
     """
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.is_nested):
             kind = "a PackedSequence" if isinstance(leaf, PackedSequence) else "a nested tensor"
             raise ConfigError(
-                f"data_parallel can't cut {kind} over devices; give the padded tensor and the lengths, and pack inside the "
+                f"data_parallel can't split {kind} over devices; give the padded tensor and the lengths, and pack inside the "
                 "module"
             )
         if not isinstance(leaf, torch.Tensor):
@@ -55,16 +47,16 @@ def cut(value: Any, low: int, high: int, num_samples: int, device: torch.device)
 
 
 def join(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str = "the output") -> Any:
-    """The parts' results as that of the whole.
+    """Join the replicas' results into that of the whole batch.
 
     Args:
-        parts: of each replica, alike in structure.
-        sizes: samples of each.
-        device: where the result goes.
-        path: what a person calls it.
+        parts: Results of the replicas, equal in structure.
+        sizes: Samples of each.
+        device: Target of the result.
+        path: Name of the result in errors.
 
     Raises:
-        ConfigError: they can't be joined along the samples.
+        ConfigError: The results can't be joined along the samples.
     """
     first = parts[0]
     if isinstance(first, torch.Tensor):
@@ -73,12 +65,12 @@ def join(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path:
         raise ConfigError(f"{path} is a PackedSequence, which can't be joined; pad it inside the module")
     if any(type(part) is not type(first) for part in parts):
         kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
-        raise ConfigError(f"{path} is of another kind on each replica ({kinds}), so it can't be joined")
+        raise ConfigError(f"{path} has a different type on each replica ({kinds}), so it can't be joined")
     if isinstance(first, Mapping):
         return _join_mappings(parts, sizes, device, path)
     if isinstance(first, list | tuple):
         if any(len(part) != len(first) for part in parts):
-            raise ConfigError(f"{path} has another length on each replica, so it can't be joined")
+            raise ConfigError(f"{path} has a different length on each replica, so it can't be joined")
         joined = [join(column, sizes, device, f"{path}[{i}]") for i, column in enumerate(zip(*parts, strict=True))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
@@ -100,20 +92,20 @@ def _is_same(part: Any, first: Any) -> bool:
         return True
     try:
         return bool(part == first)
-    except (RuntimeError, ValueError):  # an array, whose comparison has many answers
+    except (RuntimeError, ValueError):  # an array, which compares element by element
         return False
 
 
 def _join_mappings(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str) -> Any:
     first = parts[0]
     if any(list(part) != list(first) for part in parts):
-        raise ConfigError(f"{path} has other keys on each replica, so it can't be joined")
+        raise ConfigError(f"{path} has different keys on each replica, so it can't be joined")
     joined = {key: join([part[key] for part in parts], sizes, device, f"{path}[{key!r}]") for key in first}
     if type(first) is dict:
         return joined
     if dataclasses.is_dataclass(first):  # the output of a Hugging Face model
         return cast(Any, type(first))(**joined)
-    if isinstance(first, MutableMapping):  # one that carries more than its keys
+    if isinstance(first, MutableMapping):  # may have attributes besides its keys
         clone = copy.copy(first)
         clone.update(joined)
         return clone
@@ -125,14 +117,14 @@ def _join_tensors(parts: Sequence[Any], sizes: Sequence[int], device: torch.devi
         raise ConfigError(f"{path} is a tensor on some replicas only, so it can't be joined")
     if parts[0].dim() == 0:
         raise ConfigError(
-            f"{path} is a scalar of each part of the batch, and nobody can tell whether it is a mean or a sum; return a value "
-            "for each sample, and reduce it after data_parallel"
+            f"{path} is a scalar for each part of the batch, either a mean or a sum; return a value for each sample, and reduce "
+            "it after data_parallel"
         )
     rows = {len(part) / size for part, size in zip(parts, sizes, strict=True)}
     if len(rows) > 1 or any(part.shape[1:] != parts[0].shape[1:] for part in parts):
         shapes = ", ".join(f"{tuple(part.shape)} for {size} samples" for part, size in zip(parts, sizes, strict=True))
         raise ConfigError(
-            f"{path} can't be joined along its first dimension: {shapes}. Let the samples lie along the first dimension "
+            f"{path} can't be joined along its first dimension: {shapes}. Put the samples along the first dimension "
             "(batch_first=True), and pad to a fixed length"
         )
     moved = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
