@@ -95,7 +95,7 @@ def test_an_elastic_job_alone_grows_and_ends_sooner(tmp_path: Path) -> None:
     elastic = simulate(arrivals, Conditions(devices_of("4x4"), settings, interval_s=5.0))
     assert elastic.jobs[0].jct_s < 0.5 * rigid.jobs[0].jct_s
     assert [a.spec.needs for a in arrivals] == [Needs(1, 32)]
-    assert max(moment.num_held for moment in elastic.moments) > 4
+    assert max(sample.num_held for sample in elastic.samples) > 4
 
 
 def test_plain_jobs_take_as_long_as_the_emulation(tmp_path: Path) -> None:

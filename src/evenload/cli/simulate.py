@@ -277,11 +277,11 @@ def _reservation(text: str, number: int, here: set[str]) -> Reservation:
 
 
 def _plot(path: Path, outcomes: list[tuple[str, SimulationOutcome]]) -> None:
-    from evenload.scheduler.simulator.plot import svg
+    from evenload.views.queue.simulation_chart import simulation_chart
 
     if path.suffix != ".svg":
         raise ConfigError(f"--plot {path}: the picture is an SVG; name the file so (.svg)")
     try:
-        path.write_text(svg(outcomes))
+        path.write_text(simulation_chart(outcomes))
     except OSError as error:
         raise ConfigError(f"--plot {path}: can't be written ({error.strerror})") from error

@@ -28,19 +28,19 @@ def packed_shape(devices: Sequence[Device], spec: JobSpec, num: int) -> DeviceSh
 
 def with_fair_times(
     outcomes: Sequence[JobOutcome],
-    moments: Sequence[ClusterSample],
+    samples: Sequence[ClusterSample],
     arrivals: Mapping[str, JobArrival],
     devices: Sequence[Device],
 ) -> list[JobOutcome]:
     """The outcomes with `fair_s` filled in, in the order of submission."""
-    times = [moment.time_s for moment in moments]
+    times = [sample.time_s for sample in samples]
     areas = [0.0]
-    for moment, after in pairwise(moments):
-        areas.append(areas[-1] + moment.num_active * (after.time_s - moment.time_s))
+    for sample, after in pairwise(samples):
+        areas.append(areas[-1] + sample.num_active * (after.time_s - sample.time_s))
 
     def area(time_s: float) -> float:
         index = bisect_right(times, time_s) - 1
-        return areas[index] + moments[index].num_active * (time_s - times[index])
+        return areas[index] + samples[index].num_active * (time_s - times[index])
 
     known: dict[tuple[object, ...], float] = {}
     filled = []

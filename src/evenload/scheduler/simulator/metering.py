@@ -23,9 +23,9 @@ class Meter:
         self._num_preempted: dict[str, int] = {}
         self._waiting: set[str] = set()
         self.ended: list[JobOutcome] = []
-        self.moments: list[ClusterSample] = []
+        self.samples: list[ClusterSample] = []
 
-    def saw(self, event: events.Event, changed: tuple[Job, ...], queue_state: QueueState) -> None:
+    def observe(self, event: events.Event, changed: tuple[Job, ...], queue_state: QueueState) -> None:
         """An event was applied to the queue's state, and changed these jobs."""
         if isinstance(event, events.Reported):
             return
@@ -42,11 +42,11 @@ class Meter:
             if job.id not in queue_state.jobs:
                 self.ended.append(self._outcome(job))
         if changed:
-            moment = ClusterSample(event.time_s, len(queue_state.holder), len(self._waiting), len(queue_state.jobs))
-            if self.moments and self.moments[-1].time_s == event.time_s:
-                self.moments[-1] = moment
+            sample = ClusterSample(event.time_s, len(queue_state.holder), len(self._waiting), len(queue_state.jobs))
+            if self.samples and self.samples[-1].time_s == event.time_s:
+                self.samples[-1] = sample
             else:
-                self.moments.append(moment)
+                self.samples.append(sample)
 
     def _settle(self, job: Job, time_s: float) -> None:
         since_s, held = self._holding.get(job.id, (time_s, ()))

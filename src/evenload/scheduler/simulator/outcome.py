@@ -52,7 +52,7 @@ class SimulationOutcome:
     policy: str
     num_devices: int
     jobs: tuple[JobOutcome, ...]
-    moments: tuple[ClusterSample, ...]
+    samples: tuple[ClusterSample, ...]
     useful_device_s: float
     """Device-seconds in which programs ran; the rest of what was held went into starts and restarts."""
     num_decisions: int

@@ -23,7 +23,7 @@ from evenload.scheduler.simulator.programs import SimulatedProgram, alone_s
 
 KNOWLEDGE = ("known", "unknown", "noisy")
 _MOST_ROUNDS = 50
-"""Decisions at one moment: a stop that takes no time makes room for the next command at once."""
+"""Decisions at one sample: a stop that takes no time makes room for the next command at once."""
 _ENDLESS_S = 20 * 365 * 86400.0
 
 
@@ -145,8 +145,8 @@ class _Simulation:
         return SimulationOutcome(
             policy=self.conditions.settings.policy,
             num_devices=len(self.devices),
-            jobs=tuple(with_fair_times(meter.ended, meter.moments, self.arrivals, self.conditions.devices)),
-            moments=tuple(meter.moments),
+            jobs=tuple(with_fair_times(meter.ended, meter.samples, self.arrivals, self.conditions.devices)),
+            samples=tuple(meter.samples),
             useful_device_s=self.useful_device_s,
             num_decisions=self.num_decisions,
         )
@@ -260,7 +260,7 @@ class _Simulation:
     def _apply(self, event: events.Event) -> None:
         if self.log is not None:
             self.log.append(event)
-        self.meter.saw(event, self.queue_state.apply(event), self.queue_state)
+        self.meter.observe(event, self.queue_state.apply(event), self.queue_state)
         name = getattr(event, "job", None)
         if name in self.queue_state.outcomes:
             self.live.pop(name, None)

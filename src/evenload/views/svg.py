@@ -1,0 +1,114 @@
+"""Charts as SVG text: panels of lines or bars below a legend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito: distinguishable with any colour vision."""
+LEFT, TOP = 70, 40
+_RIGHT, _GAP = 30, 80
+
+Points = Sequence[tuple[float, float]]
+
+
+def chart(names: Sequence[str], panels: Sequence[Callable[[int], list[str]]], width: int, height: int) -> str:
+    """Draw panels below each other, and the colours' names above.
+
+    Args:
+        names: what the colours mean, in their order.
+        panels: the top of a panel → its elements (`line_panel`, `bar_panel`).
+        width: of the whole picture, in pixels.
+        height: of the plotted area of each panel.
+    """
+    total = TOP + len(panels) * (height + _GAP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{total}" fill="white"/>',
+    ]
+    for index, name in enumerate(names):
+        x = LEFT + index * 150
+        parts.append(f'<rect x="{x}" y="12" width="14" height="4" fill="{COLOURS[index % len(COLOURS)]}"/>')
+        parts.append(_text(x + 20, 19, name, "start"))
+    for index, panel in enumerate(panels):
+        parts += panel(TOP + index * (height + _GAP))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def line_panel(
+    top: int, title: str, below: str, lines: Sequence[Points], width: int, height: int, *, is_log: bool = False
+) -> list[str]:
+    """Draw a line for each sequence of points; `is_log` gives x a logarithmic scale. Nothing without points."""
+    points = [point for line in lines for point in line]
+    if not points:
+        return []
+    low = min(x for x, _ in points) if is_log else 0.0
+    high, most = max(x for x, _ in points), max(y for _, y in points) or 1.0
+    plotted = width - LEFT - _RIGHT
+
+    def position(x: float, y: float) -> tuple[float, float]:
+        part = 0.5
+        if high > low:
+            part = math.log(x / low) / math.log(high / low) if is_log else (x - low) / (high - low)
+        return LEFT + part * plotted, top + height - y / most * height
+
+    parts = _frame(top, title, below, width, height, {tick: f"{tick:g}" for tick in _ticks(0.0, most)}, most)
+    for tick in _decades(low, high) if is_log else _ticks(low, high):
+        x, _ = position(tick, 0)
+        parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{top + height}" stroke="#eee"/>')
+        parts.append(_text(x, top + height + 16, f"{tick:g}", "middle"))
+    for index, line in enumerate(lines):
+        drawn = " ".join("{:.1f},{:.1f}".format(*position(x, y)) for x, y in line)
+        colour = COLOURS[index % len(COLOURS)]
+        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+    return parts
+
+
+def bar_panel(
+    top: int, title: str, below: str, groups: Sequence[tuple[str, Sequence[float]]], width: int, height: int
+) -> list[str]:
+    """Draw groups of bars, named below; values are parts of 1, shown in percent."""
+    most = max(1.0, *(value for _, values in groups for value in values)) * 1.08
+    parts = _frame(top, title, below, width, height, {n / 4: f"{n / 4:.0%}" for n in range(5)}, most)
+    step = (width - LEFT - _RIGHT) / len(groups)
+    for number, (name, values) in enumerate(groups):
+        bar = step * 0.6 / len(values)
+        for index, value in enumerate(values):
+            x, y = LEFT + step * (number + 0.2) + index * bar, top + height * (1 - value / most)
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar * 0.94:.1f}" height="{top + height - y:.1f}" '
+                f'fill="{COLOURS[index % len(COLOURS)]}"/>'
+            )
+            parts.append(_text(x + bar / 2, y - 5, f"{value:.0%}", "middle"))
+        parts.append(_text(LEFT + step * (number + 0.5), top + height + 16, name, "middle"))
+    return parts
+
+
+def _frame(
+    top: int, title: str, below: str, width: int, height: int, ticks: dict[float, str], most: float
+) -> list[str]:
+    right = width - _RIGHT
+    parts = [f'<rect x="{LEFT}" y="{top}" width="{right - LEFT}" height="{height}" fill="none" stroke="#999"/>']
+    for tick, label in ticks.items():
+        y = top + height * (1 - tick / most)
+        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#eee"/>')
+        parts.append(_text(LEFT - 8, y + 4, label, "end"))
+    return [*parts, _text(LEFT, top - 6, title, "start"), _text(right, top + height + 34, below, "end")]
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    step = 10.0 ** math.floor(math.log10((high - low) or 1.0))
+    while (high - low) / step < 4:
+        step /= 2
+    return [low + index * step for index in range(int((high - low) / step + 1e-9) + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    return [10.0**power for power in range(first, last + 1) if low <= 10.0**power <= high]
