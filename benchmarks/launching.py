@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evenload import stored_names
 from evenload.hardware import gpus
 from evenload.records.measurement import MeasurementResult, blocks_from_rows, evaluate
 from evenload.records.reader import read_events
@@ -48,7 +49,7 @@ def run_script(
     devices: str | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Path:
-    """Runs a script on two ranks and returns its run folder; with `options`, in the mode of alternating windows.
+    """Runs a script on two ranks and returns its run folder; with `options`, in the mode of alternating blocks.
 
     Raises:
         RuntimeError: it failed; its story has been printed.
@@ -71,6 +72,6 @@ def run_script(
 
 
 def read_arms(folder: Path) -> MeasurementResult:
-    """What the windows of a run measured."""
-    (event,) = [event for event in read_events(folder) if event.kind == "windows"]
+    """What a run measured."""
+    (event,) = [event for event in read_events(folder) if event.kind == stored_names.MEASUREMENT]
     return evaluate(blocks_from_rows(event.fields["blocks"]))

@@ -32,3 +32,13 @@ FINDING_JSON = {"fix": "mend"}
 
 RAY_LOG = "events.jsonl"
 """The log of a queue on Ray before it was a `QueueStore`; imported by scheduler.backends.ray.queue."""
+
+MEASUREMENT_BEGIN = "windows_begin"
+"""Kind of the event in a run's records where a measurement (`training.measure`) begins."""
+MEASUREMENT = "windows"
+"""Kind of the event that holds a measurement's blocks."""
+STORED_MODES = {"windows": "measure"}
+"""`WorkerSpec.mode` in a worker's file: stored word → mode. The others are stored under their own names."""
+
+VERIFY_JSON = {"fix": "mend", "unprepared": "strangers"}
+"""Fields of `training.verify.findings`, and the keys that `evenload verify --json` prints for them."""

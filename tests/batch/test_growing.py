@@ -140,7 +140,7 @@ def report(squared_norm: float | None) -> RankReport:
         memory_bytes=0.0,
         state_key=0.0,
         reading=0.0,
-        asked=False,
+        stop_requested=False,
         seconds=dict.fromkeys(SEGMENTS, 0.0),
         metrics={"m": 2.0},
         squared_norm=squared_norm,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from evenload import stored_names
 from evenload.cli.demo import find_example
 from evenload.errors import ConfigError
 from evenload.records.reader import read_events
@@ -37,4 +38,4 @@ def test_a_short_demo(tmp_path: Path) -> None:
     assert after.index("efficiency") < after.index("validation loss") < after.index("def ")
     assert "\x1b" not in done.stdout  # a pipe gets plain lines
     kinds = [event.kind for event in read_events(tmp_path / "runs" / "it")]
-    assert "windows" in kinds and kinds[-1] == "close"
+    assert stored_names.MEASUREMENT in kinds and kinds[-1] == "close"

@@ -53,6 +53,9 @@ class Planner:
     def revision(self) -> int:
         return len(self.board.decisions)
 
+    def next_batch_size(self) -> None:
+        return None
+
     def agree(self, values: Sequence[int] | None) -> list[int]:
         if values is not None:
             assert self.rank == 0

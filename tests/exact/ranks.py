@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 import evenload
 from evenload.testing import run_ranks
 from evenload.training.parallel import reducer
+from evenload.training.step.planner import PlanSource
 from tests.exact.tasks import TASKS, Recorder, Task
 
 CHANGING = ((24, 6, 2), (2, 10, 20), (11, 10, 11), (0, 24, 8), (24, 0, 8), (22, 10, 0))
@@ -63,12 +64,16 @@ class Setting:
         return f"{shares} micro={self.micro_batch}" + (f" {self.precision}" if self.precision != "no" else "")
 
 
-def changing_shares(step: int, num_samples: int) -> tuple[int, ...]:
+class ChangingShares(PlanSource):
     """Other shares in each step; of a ragged batch too."""
-    shares = CHANGING[step % len(CHANGING)]
-    if num_samples == sum(shares):
-        return shares
-    return tuple(num_samples if rank == step % 3 else 0 for rank in range(3))
+
+    sets_shares = True
+
+    def shares(self, global_step: int, num_samples: int) -> tuple[int, ...]:
+        shares = CHANGING[global_step % len(CHANGING)]
+        if num_samples == sum(shares):
+            return shares
+        return tuple(num_samples if rank == global_step % 3 else 0 for rank in range(3))
 
 
 def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], None] | None = None) -> Recorder:
@@ -105,7 +110,7 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
     if not setting.optimizer_first:
         task.make_optimizers()
     if setting.changing:
-        loader.planner.forced = changing_shares
+        loader.planner.use(ChangingShares())
     if wrong is not None:
         wrong(run)
     record = Recorder(task)

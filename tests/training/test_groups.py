@@ -76,7 +76,7 @@ def test_abort_wakes_a_rank_that_waits_for_a_peer() -> None:
 def _desync() -> str:
     groups, rank = _groups()
     control = Control(groups)
-    control.place = (1, 7 if rank == 0 else 8)
+    control.set_position(1, 7 if rank == 0 else 8)
     with pytest.raises(DesyncError) as caught:
         control.exchange(Operation.BACKWARD if rank == 0 else Operation.CLOSE)
     groups.close()
@@ -95,7 +95,7 @@ def _exchange() -> Any:
     groups, rank = _groups()
     control = Control(groups)
     many = [float(rank * 1000 + index) for index in range(CAPACITY * 2 + 3)]
-    rows = control.exchange(Operation.WINDOW, many)
+    rows = control.exchange(Operation.MEASURE, many)
     integers = control.agree([2**52 + 1, -3, 0] if rank == 0 else None)
     empty = control.agree([] if rank == 0 else None)
     groups.close()

@@ -21,6 +21,7 @@ import evenload
 from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.testing import run_ranks
 from evenload.training.parallel.threaded.replica_threads import current_replica
+from evenload.training.step.planner import FixedProportions
 
 REPLICAS = tuple({"device": "cpu", "name": f"replica {index}", "num_threads": 1} for index in range(3))
 SHARES = (12, 7, 5)
@@ -456,8 +457,7 @@ def _places(folder: str) -> dict[str, Any]:
     for step in loader:
         step.backward(loss_fn)
         model.zero_grad()
-        loader.planner.forced = lambda _, n: (4, n - 4)
-        loader.planner.touch()
+        loader.planner.use(FixedProportions((4, 6)))
     run.close()
     after = {thread.name for thread in threading.enumerate()}
     return {"seen": seen, "left": after - before, "threads": (threads, torch.get_num_threads())}

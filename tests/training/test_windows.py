@@ -1,4 +1,4 @@
-"""Alternating windows in the middle of a script: training must not notice them."""
+"""Alternating blocks in the middle of a script: training must not notice them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
+from evenload import stored_names
 from evenload.errors import RankFailedError
 from evenload.records.measurement import blocks_from_rows
 from evenload.records.reader import read_events, read_steps
@@ -78,13 +79,13 @@ def _world() -> int:
 def test_training_is_the_same_to_the_last_bit(tmp_path: Path, weighted: bool) -> None:
     options = {**OPTIONS, "arms": ["even", "evenload", "static:9,3", "solo"], "num_rounds": 1 if weighted else 2}
     plain = run_ranks(train, 2, str(tmp_path / "plain"), True, 0, None, weighted)
-    windowed = run_ranks(train, 2, str(tmp_path / "windows"), True, 0, None, weighted, mode="measure", options=options)
-    for without, with_windows in zip(plain, windowed, strict=True):
+    measured = run_ranks(train, 2, str(tmp_path / "measured"), True, 0, None, weighted, mode="measure", options=options)
+    for without, with_measurement in zip(plain, measured, strict=True):
         for key in ("losses", "weights", "lr", "random"):
-            assert without[key] == with_windows[key], key
-    training = [index for arm, index in windowed[0]["seen"] if not arm]
+            assert without[key] == with_measurement[key], key
+    training = [index for arm, index in measured[0]["seen"] if not arm]
     assert training == list(range(10))
-    assert windowed[0]["weights"] == windowed[1]["weights"]
+    assert measured[0]["weights"] == measured[1]["weights"]
 
 
 def test_the_blocks_are_as_planned(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_the_blocks_are_as_planned(tmp_path: Path) -> None:
     assert arms[:3] == ["", "", ""]
     order = [arm for arm, before in zip(arms[1:], arms, strict=False) if arm != before]
     assert order == ["even", "evenload", "solo", "static:9,3", "solo", "evenload", "even", ""]  # static twice in a row
-    (event,) = [event for event in read_events(tmp_path) if event.kind == "windows"]
+    (event,) = [event for event in read_events(tmp_path) if event.kind == stored_names.MEASUREMENT]
     blocks = blocks_from_rows(event.fields["blocks"])
     assert [block.arm for block in blocks] == [*OPTIONS["arms"], *OPTIONS["arms"][::-1]]  # type: ignore[misc]
     shares = {block.arm: block.shares for block in blocks}
@@ -104,26 +105,26 @@ def test_the_blocks_are_as_planned(tmp_path: Path) -> None:
     assert len(speeds.fields["speeds_per_s"]) == 2
 
 
-def test_records_carry_the_arm_and_metrics_stay_out_of_windows(tmp_path: Path) -> None:
+def test_records_carry_the_arm_and_metrics_stay_out_of_measurements(tmp_path: Path) -> None:
     run_ranks(train, 2, str(tmp_path), mode="measure", options=OPTIONS)
     steps = read_steps(tmp_path)
     training = [step for step in steps if not step.arm]
     assert [step.step for step in training] == list(range(10))
     assert all("mine" in step.metrics for step in training)
-    windowed = [step for step in steps if step.arm]
-    assert {step.arm for step in windowed} == set(OPTIONS["arms"])  # type: ignore[call-overload]
-    assert not any("mine" in step.metrics for step in windowed)
-    assert all(len(step.ranks) == len(step.shares) for step in windowed)
+    measured = [step for step in steps if step.arm]
+    assert {step.arm for step in measured} == set(OPTIONS["arms"])  # type: ignore[call-overload]
+    assert not any("mine" in step.metrics for step in measured)
+    assert all(len(step.ranks) == len(step.shares) for step in measured)
 
 
 def test_no_checkpoint_is_written_in_a_window(tmp_path: Path) -> None:
     options = {**OPTIONS, "after_steps": 4}
     plain = run_ranks(train, 2, str(tmp_path / "plain"), True, 0, 2)
-    windowed = run_ranks(train, 2, str(tmp_path / "windows"), True, 0, 2, mode="measure", options=options)
-    assert plain[0]["weights"] == windowed[0]["weights"]
+    measured = run_ranks(train, 2, str(tmp_path / "measured"), True, 0, 2, mode="measure", options=options)
+    assert plain[0]["weights"] == measured[0]["weights"]
     written = [
         [event.step for event in read_events(tmp_path / name) if event.kind == "checkpoint"]
-        for name in ("plain", "windows")
+        for name in ("plain", "measured")
     ]
     assert written[0] == written[1]
 
@@ -131,17 +132,17 @@ def test_no_checkpoint_is_written_in_a_window(tmp_path: Path) -> None:
 def test_loader_workers_and_one_rank(tmp_path: Path) -> None:
     plain = run_ranks(train, 1, str(tmp_path / "plain"), True, 1)
     options = {**OPTIONS, "arms": ["evenload", "solo"]}
-    windowed = run_ranks(train, 1, str(tmp_path / "windows"), True, 1, mode="measure", options=options)
-    assert plain[0]["weights"] == windowed[0]["weights"]
+    measured = run_ranks(train, 1, str(tmp_path / "measured"), True, 1, mode="measure", options=options)
+    assert plain[0]["weights"] == measured[0]["weights"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arms": ["even", "fastest"]}, "there is no arm 'fastest'"),
+        ({"arms": ["even", "fastest"]}, "unknown arm 'fastest'"),
         ({"arms": ["static:5,4,3"]}, "has 3 shares for 2 ranks"),
-        ({"rounds": 3}, "there is no option rounds"),
-        ({"num_rounds": 0}, "at least 1 step, 1 round"),
+        ({"rounds": 3}, "unknown option rounds"),
+        ({"num_rounds": 0}, "at least 1 step, at least 1 round"),
         ({"arms": ["even", "even"]}, "named twice"),
     ],
 )

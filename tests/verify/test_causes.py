@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import evenload
+from evenload.stored_names import VERIFY_JSON
 from evenload.testing import run_ranks
 from tests.verify import scripts
 
@@ -133,13 +134,13 @@ def test_the_fault_is_found(tmp_path, name, kind, found, fix):
     report = verify(tmp_path, name)
     assert not report["equal"] and kinds(report) == [kind]
     (cause,) = report["calls"][0]["causes"]
-    assert found in cause["finding"] and fix in cause["fix"]
+    assert found in cause["finding"] and fix in cause[VERIFY_JSON["fix"]]
 
 
 def test_local_batch_norm_is_found(tmp_path):
     report = verify(tmp_path, "batch_norm", batch_norm="local")
     assert not report["equal"] and kinds(report) == ["batch_norm"]
-    assert 'batch_norm="global"' in report["calls"][0]["causes"][0]["fix"]
+    assert 'batch_norm="global"' in report["calls"][0]["causes"][0][VERIFY_JSON["fix"]]
     assert report["calls"][0]["comparisons"][1]["difference"] < 1e-13
 
 

@@ -47,7 +47,7 @@ def test_checkpoint_in_the_middle_of_a_step(init):
     job.run.resume(model=job.model)
     for step in job.loader:
         step.backward(job.loss)
-        with _raises(StepError, "run.checkpoint between step.backward and optimizer.step(): the step is half done"):
+        with _raises(StepError, "run.checkpoint was called between step.backward and optimizer.step()"):
             job.run.checkpoint()
         job.update()
         assert job.run.checkpoint()

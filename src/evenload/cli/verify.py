@@ -24,6 +24,7 @@ from evenload.cli.settings import (
     merge,
     takes_settings,
 )
+from evenload.stored_names import VERIFY_JSON
 
 COMMAND_CLASS = ScriptCommand
 
@@ -142,7 +143,7 @@ def _render_call(call: Mapping[str, Any], several: bool) -> list[str]:
             f"  loss         split {_number(comparison['loss_split'], 12)}, one process "
             f"{_number(comparison['loss_one_process'], 12)}",
         ]
-    worst = [*call["comparisons"][-1]["worst"], *call["comparisons"][-1]["unprepared"][:5]]
+    worst = [*call["comparisons"][-1]["worst"], *call["comparisons"][-1][VERIFY_JSON["unprepared"]][:5]]
     if worst:
         width = max(len(one["name"]) for one in worst)
         lines.append(f"  {'worst':<{width + 2}}  of its own ‖g‖   of the whole ‖g‖")
@@ -150,7 +151,7 @@ def _render_call(call: Mapping[str, Any], several: bool) -> list[str]:
             f"    {one['name']:<{width}}  {_number(one['difference']):<14}   {_number(one['part'])}" for one in worst
         ]
     for cause in call["causes"]:
-        lines += ["", *_wrap(f"  {cause['kind']}: ", cause["finding"]), *_wrap("    → ", cause["fix"])]
+        lines += ["", *_wrap(f"  {cause['kind']}: ", cause["finding"]), *_wrap("    → ", cause[VERIFY_JSON["fix"]])]
     lines += [line for note in call["notes"] for line in _wrap("  note: ", note)]
     return lines
 

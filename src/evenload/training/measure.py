@@ -1,23 +1,23 @@
-"""Measures arms against each other in one set of processes, in the middle of a user's unchanged script.
+"""Measure ways to share a batch ("arms") against each other in the middle of a user's unchanged script.
 
-After some steps of training the loader goes on yielding steps, in short blocks: with equal shares, with the shares that
-Evenload ruled, and with every rank alone on whole global batches, all at the same time. Then everything is put back, and
-training goes on as if nothing had been.
+After some steps of training the loader yields further steps, in short blocks: with equal shares, with the shares that
+Evenload assigned, and with every rank alone on whole global batches, all at the same time. Then the state is restored and
+training continues from it.
 
-Note [What a block is]
-  All blocks begin in the same state (model, optimizer, everything given to `run.resume`) and at the same place of the data,
-  so that they compute the same. Their samples are never committed. A block lasts from a barrier to a barrier. The arms of a
-  round follow each other forwards in one round and backwards in the next, which cancels a steady drift.
+Note [Blocks]
+  All blocks begin in the same state (model, optimizer, everything given to `run.resume`) and at the same position in the
+  data, so they compute the same. Their samples are never committed. A block lasts from barrier to barrier. The arms of a
+  round run forwards in one round and backwards in the next, which cancels a steady drift.
 
 Note [Solo]
-  A rank alone runs whole steps: forward and backward of the full global batch, clipping and optimizer, and no
-  collective. It is timed until its own step that ends after the block's length, and goes on, untimed, until all ranks have
-  come that far: whoever is still timed has the same neighbours as before. Ranks do different numbers of steps, so their
-  places in the data part; where an epoch ends meanwhile a rank repeats the block's first batch.
+  A rank alone runs whole steps: forward and backward of the full global batch, clipping and optimizer, and no collective.
+  It is timed until its own step that ends after the block's length, and continues untimed until all ranks have come that
+  far, so that ranks still timed have the same neighbours as before. Ranks do different numbers of steps, so their positions
+  in the data diverge; at the end of an epoch a rank repeats the block's first batch.
 
 Note [Read ahead]
-  With loader workers, the first batch of a block is read before the clock starts: in training it would have been read
-  during the step before. Without workers reading is part of the step, as in training.
+  With loader workers, the first batch of a block is read before the clock starts: training would have read it during the
+  step before. Without workers, reading is part of the step, as in training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from evenload.balance.split import even_shares, scale_shares
+from evenload import stored_names
 from evenload.errors import ConfigError
 from evenload.records import measurement
 from evenload.training.checkpoint.registry import clone_state
@@ -43,8 +43,8 @@ from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.planner import ShareAssignment, Shares
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.planner import FixedProportions, ShareAssignment, Shares
+from evenload.training.step.step import Step, StepListener, StepLoader
 
 _RECENT_STEPS = 8
 _MOST_STEPS = 10_000
@@ -52,43 +52,43 @@ _MOST_STEPS = 10_000
 
 @dataclass(frozen=True)
 class MeasurementOptions:
-    """What to measure, and for how long."""
+    """Arms and lengths of a measurement."""
 
     after_steps: int = 24
     """Steps of training before it: the balancer needs about twenty to settle."""
     num_rounds: int = 6
     block_s: float = 4.0
-    """The length of a block, about; a whole number of steps."""
+    """Approximate length of a block, which is a whole number of steps."""
     arms: tuple[str, ...] = (measurement.EVEN, measurement.EVENLOAD, measurement.SOLO)
 
 
 def read_options(raw: Mapping[str, Any]) -> MeasurementOptions:
-    """Reads `WorkerSpec.options`.
+    """Read `WorkerSpec.options`.
 
     Raises:
-        ConfigError: an unknown option or arm, or a number that makes no sense.
+        ConfigError: an unknown option or arm, or a number out of range.
     """
     known = MeasurementOptions.__dataclass_fields__
     if unknown := raw.keys() - known.keys():
         raise ConfigError(
-            f"windows: there is no option {', '.join(sorted(unknown))}; the options are {', '.join(known)}"
+            f"measurement: unknown option {', '.join(sorted(unknown))}; the options are {', '.join(known)}"
         )
     options = MeasurementOptions(**{**raw, "arms": tuple(raw.get("arms", MeasurementOptions.arms))})
     if options.after_steps < 1 or options.num_rounds < 1 or not 0 < options.block_s < float("inf"):
         raise ConfigError(
-            f"windows: after_steps={options.after_steps}, num_rounds={options.num_rounds}, block_s={options.block_s}: "
-            "expected at least 1 step, 1 round, and a length above 0"
+            f"measurement: after_steps={options.after_steps}, num_rounds={options.num_rounds}, block_s={options.block_s}; "
+            "expected at least 1 step, at least 1 round, and a length above 0"
         )
     for arm in options.arms:
         if arm not in (measurement.EVEN, measurement.EVENLOAD, measurement.SOLO) and _static_shares(arm) is None:
-            raise ConfigError(f"windows: there is no arm {arm!r}; expected even, evenload, solo, or static:24,8")
+            raise ConfigError(f"measurement: unknown arm {arm!r}; expected even, evenload, solo, or static:24,8")
     if len(set(options.arms)) != len(options.arms):
-        raise ConfigError(f"windows: an arm is named twice in {', '.join(options.arms)}")
+        raise ConfigError(f"measurement: an arm is named twice in {', '.join(options.arms)}")
     return options
 
 
-class Measurement:
-    """One measurement in one session; the `Interlude` of a StepLoop."""
+class Measurement(StepListener):
+    """One measurement in one session, as extra steps of a `StepLoop`."""
 
     def __init__(self, context: TrainingContext, options: MeasurementOptions) -> None:
         self._context = context
@@ -96,70 +96,72 @@ class Measurement:
         self._done = False
         self._ends_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._blocks: list[measurement.TimedBlock] = []
-        self._num_steps = 1
-        self._number = 0
-        self._alone_assignments: tuple[ShareAssignment, ...] | None = None
+        self._block_steps = 1
+        self._record_index = 0
+        self._solo_assignments: tuple[ShareAssignment, ...] = ()
+        """Holds the caps that a full global batch needs on this rank."""
         self._saved: _SavedRun | None = None
 
-    def is_due(self, num_steps: int) -> bool:
-        """After enough steps of training; once."""
+    def on_boundary(self, step: Step) -> None:
+        """Note when a step of training ended."""
         self._ends_s.append(time.perf_counter())
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether enough steps of training are done; True once."""
         return not self._done and num_steps >= self._options.after_steps
 
-    def steps(self, loader: StepLoader) -> Iterator[Step]:
-        """All rounds.
+    def extra_steps(self, loader: StepLoader) -> Iterator[Step]:
+        """Yield the steps of all rounds.
 
         Raises:
-            ConfigError: the script can't be measured so, with the reason.
+            ConfigError: the script can't be measured like this, with the reason.
         """
         self._done = True
         self._check(loader)
-        context, planner = self._context, loader.planner
-        if context.control.exchange(Operation.WINDOW, [float(planner.has_decision)])[0][0]:
-            planner.sync_decision(loader.loader.cursor().global_step)
-        self._number = context.loop.steps_done
-        self._num_steps = self._agree_steps()
+        context, options = self._context, self._options
+        if context.control.exchange(Operation.MEASURE, [float(loader.planner.has_decision)])[0][0]:
+            loader.planner.sync_decision(loader.loader.cursor().global_step)
+        self._record_index = context.loop.steps_done
+        self._block_steps = self._agree_steps()
         saved = self._saved = _SavedRun(context, loader)
         context.recorder.event(
-            "windows_begin",
-            f"training pauses at step {context.loop.steps_done}: {self._options.num_rounds} rounds of "
-            f"{', '.join(self._options.arms)}, about {self._options.block_s:g} s each",
+            stored_names.MEASUREMENT_BEGIN,
+            f"training pauses at step {context.loop.steps_done}: {options.num_rounds} rounds of {', '.join(options.arms)}, "
+            f"about {options.block_s:g} s each",
             step=context.loop.steps_done,
         )
         try:
-            for index in range(self._options.num_rounds):
-                for arm in self._options.arms[:: 1 if index % 2 == 0 else -1]:
-                    saved.put_back()
+            for round_index in range(options.num_rounds):
+                for arm in options.arms[:: 1 if round_index % 2 == 0 else -1]:
+                    saved.restore()
                     if arm == measurement.SOLO:
-                        yield from self._solo_block(loader, index)
+                        yield from self._solo_block(loader, round_index)
                     else:
-                        yield from self._shared_block(loader, arm, index)
+                        yield from self._shared_block(loader, arm, round_index)
         finally:
-            saved.put_back()
-            planner.forced, self._saved = None, None
-            planner.touch()
-        self._tell()
+            saved.restore()
+            self._saved = None
+        self._report()
 
     def _check(self, loader: StepLoader) -> None:
         context, options = self._context, self._options
         if not context.registry.names:
             raise ConfigError(
-                "windows put the script's state back afterwards: call run.resume(model=model, optimizer=optimizer, ...) "
-                "before the loop, so that they know it"
+                "a measurement restores the script's state afterwards: call run.resume(model=model, optimizer=optimizer, "
+                "...) before the loop, so that it knows the state"
             )
         for arm in options.arms:
             shares = _static_shares(arm)
             if shares is not None and len(shares) != loader.planner.world_size:
-                raise ConfigError(f"windows: {arm} has {len(shares)} shares for {loader.planner.world_size} ranks")
+                raise ConfigError(f"measurement: {arm} has {len(shares)} shares for {loader.planner.world_size} ranks")
         if measurement.SOLO in options.arms and isinstance(
             loader.loader.user_loader.dataset, torch.utils.data.IterableDataset
         ):
             raise ConfigError(
-                "windows: solo blocks read the data at each rank's own pace; that needs a map-style dataset"
+                "measurement: solo blocks read the data at each rank's own pace, which needs a map-style dataset"
             )
 
     def _agree_steps(self) -> int:
-        """Steps of a block, by rank 0's clock."""
         ends = list(self._ends_s)
         lengths = [end - start for start, end in itertools.pairwise(ends)]
         count = round(self._options.block_s / median(lengths)) if lengths else 1
@@ -170,21 +172,18 @@ class Measurement:
 
     # -- blocks ---------------------------------------------------------------------------------------------------------
 
-    def _shared_block(self, loader: StepLoader, arm: str, index: int) -> Iterator[Step]:
-        """All ranks together, with the arm's shares."""
+    def _shared_block(self, loader: StepLoader, arm: str, round_index: int) -> Iterator[Step]:
+        """Run a block of all ranks together, with the arm's shares."""
         context, planner = self._context, loader.planner
-        base = {measurement.EVEN: None, measurement.EVENLOAD: planner.shares}.get(arm, _static_shares(arm))
-
-        def forced(_: int, num_samples: int) -> Shares:
-            return scale_shares(base, num_samples) if base else even_shares(num_samples, planner.world_size)
-
-        planner.forced = forced
-        with contextlib.closing(_batches(loader)) as batches:
+        proportions = (
+            planner.shares if arm == measurement.EVENLOAD else _static_shares(arm) or (1,) * planner.world_size
+        )
+        with planner.override(FixedProportions(proportions)), contextlib.closing(_batches(loader)) as batches:
             batch = _first(loader, batches)
             shares = batch.plan.shares
             self._barrier(loader)
             began_s, num_samples = time.perf_counter(), 0
-            for count in range(self._num_steps):
+            for count in range(self._block_steps):
                 if count:
                     context.clock.switch("data")
                     batch = next(batches)
@@ -192,18 +191,16 @@ class Measurement:
                 num_samples += batch.num_samples
             self._barrier(loader)
             seconds = time.perf_counter() - began_s
-        self._blocks.append(measurement.TimedBlock(arm, index, (num_samples,), (seconds,), shares))
+        self._blocks.append(measurement.TimedBlock(arm, round_index, (num_samples,), (seconds,), shares))
 
-    def _solo_block(self, loader: StepLoader, index: int) -> Iterator[Step]:
-        """Every rank alone, at the same time; see Note [Solo]."""
+    def _solo_block(self, loader: StepLoader, round_index: int) -> Iterator[Step]:
+        """Run a block of every rank alone, at the same time; see Note [Solo]."""
         context, planner = self._context, loader.planner
-        assignments = planner.assignments
-        if self._alone_assignments is not None:
-            planner.assignments = self._alone_assignments  # the caps that a full global batch needs on this rank
-        planner.forced = lambda _, num_samples: tuple(
-            num_samples * (rank == planner.rank) for rank in range(planner.world_size)
-        )
-        with contextlib.closing(_batches(loader)) as batches:
+        alone = FixedProportions([int(rank == planner.rank) for rank in range(planner.world_size)])
+        with (
+            planner.override(alone, self._solo_assignments),
+            contextlib.closing(_batches(loader)) as batches,
+        ):
             batch = first = _first(loader, batches)
             self._barrier(loader)
             began_s, num_samples, seconds = time.perf_counter(), 0, 0.0
@@ -223,21 +220,16 @@ class Measurement:
                     batch = next(batches) if num_left > 0 else first
                     num_left -= 1
                 context.clock.switch("other")
-        self._alone_assignments, planner.assignments = planner.assignments, assignments
+            self._solo_assignments = planner.assignments
         self._barrier(loader)
-        rows = context.control.exchange(Operation.WINDOW, [float(num_samples), seconds])
-        self._blocks.append(
-            measurement.TimedBlock(
-                measurement.SOLO, index, tuple(int(row[0]) for row in rows), tuple(row[1] for row in rows)
-            )
-        )
+        rows = context.control.exchange(Operation.MEASURE, [float(num_samples), seconds])
+        samples, times = tuple(int(row[0]) for row in rows), tuple(row[1] for row in rows)
+        self._blocks.append(measurement.TimedBlock(measurement.SOLO, round_index, samples, times))
 
     def _step(self, loader: StepLoader, batch: GlobalBatch, arm: str) -> Iterator[Step]:
         loop = self._context.loop
-        step = Step(loop, loader.loader, loader.planner, batch)
-        step.arm, step.number = arm, self._number
-        step.committed = True  # never counted: training does these samples later
-        self._number += 1
+        step = Step(loop, loader.loader, loader.planner, batch, arm=arm, record_index=self._record_index)
+        self._record_index += 1
         if self._saved is not None:
             self._saved.rewind_schedules()
         loop.begin(step)
@@ -249,43 +241,40 @@ class Measurement:
     def _barrier(self, loader: StepLoader) -> None:
         self._synchronize()
         self._context.clock.switch("other")
-        self._context.control.place = (loader.loader.epoch, -1)
-        self._context.control.barrier(Operation.WINDOW)
+        self._context.control.set_position(loader.loader.epoch, -1)
+        self._context.control.barrier(Operation.MEASURE)
 
     def _synchronize(self) -> None:
         if self._context.device.type == "cuda":
             torch.cuda.synchronize(self._context.device)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         context = self._context
-        speeds = [
-            row[0]
-            for row in context.control.exchange(Operation.WINDOW, [float(context.spec.throttle.get("factor", 1.0))])
-        ]
+        own_factor = float(context.spec.throttle.get("factor", 1.0))
+        factors = [row[0] for row in context.control.exchange(Operation.MEASURE, [own_factor])]
         if context.groups.rank != 0:
-            return  # the others wait for it in the next step; a slowed one would take its time
+            return  # the others wait for it in the next step; a slowed rank would take longer
         found = measurement.evaluate(self._blocks)
         if found.solo:
             context.recorder.event("solo_speeds", "", speeds_per_s=[speed.value for speed in found.solo])
-        table = measurement.format_measurement(found, device_names(context), speeds).replace("\n", "\n  ")
+        table = measurement.format_measurement(found, device_names(context), factors).replace("\n", "\n  ")
         context.recorder.event(
-            "windows",
+            stored_names.MEASUREMENT,
             f"measured in {found.num_rounds} rounds of short blocks:\n  {table}\n  training goes on",
             step=context.loop.steps_done,
             blocks=measurement.blocks_to_rows(self._blocks),
-            throttle=speeds,
+            throttle=factors,
         )
 
 
 class _SavedRun:
-    """The state of a run at one moment, to be put back any number of times."""
+    """The state of a run between two steps, to be restored any number of times."""
 
     def __init__(self, context: TrainingContext, loader: StepLoader) -> None:
         self._context = context
         self._loader = loader
         self._cursor: Cursor = loader.loader.cursor()
         self._steps_done = context.loop.steps_done
-        self._assignments = loader.planner.assignments
         self._generators = randomness.capture(context.device)
         self._engine_state = context.engine.state_dict()
         self._precision = clone_state(context.engine.precision.state_dict())
@@ -298,31 +287,29 @@ class _SavedRun:
         self._schedules = [(value, state) for value, state in self._objects if isinstance(value, LRScheduler)]
 
     def rewind_schedules(self) -> None:
-        """Schedulers are as they were: some raise when they are stepped past their end."""
+        """Restore the schedulers: some raise when they are stepped past their end."""
         for value, state in self._schedules:
             value.load_state_dict(clone_state(state))
 
-    def put_back(self) -> None:
-        """Everything is as it was."""
-        with self._context.clock.segment("other"):
+    def restore(self) -> None:
+        context = self._context
+        with context.clock.segment("other"):
             for value, state in self._objects:
                 value.load_state_dict(clone_state(state))
-            self._context.engine.precision.load_state_dict(clone_state(self._precision))
-            self._context.engine.load_state_dict(self._engine_state)
-            self._context.loop.steps_done = self._steps_done
-            self._loader.planner.assignments = self._assignments
+            context.engine.precision.load_state_dict(clone_state(self._precision))
+            context.engine.load_state_dict(self._engine_state)
+            context.loop.restore(self._steps_done)
             self._loader.loader.load(self._cursor)
-            randomness.restore(self._generators, self._context.device)
+            randomness.restore(self._generators, context.device)
 
 
 def _batches(loader: StepLoader) -> Generator[GlobalBatch, None, None]:
-    """Global batches from the cursor on, over the ends of epochs."""
     while True:
         yield from loader.loader
 
 
 def _first(loader: StepLoader, batches: Iterator[GlobalBatch]) -> GlobalBatch:
-    """The first batch of a block; see Note [Read ahead]."""
+    """Return the first batch of a block; see Note [Read ahead]."""
     batch = next(batches)
     if loader.loader.reading.num_workers:
         for index in range(batch.plan.num_micro):
@@ -331,6 +318,6 @@ def _first(loader: StepLoader, batches: Iterator[GlobalBatch]) -> GlobalBatch:
 
 
 def _static_shares(arm: str) -> Shares | None:
-    """The shares of ``static:24,8``; None for another arm."""
+    """Return the shares of ``static:24,8``; None for another arm."""
     parts: Sequence[str] = arm.removeprefix(measurement.STATIC).split(",") if arm.startswith(measurement.STATIC) else ()
     return tuple(map(int, parts)) if parts and all(part.isdecimal() for part in parts) else None

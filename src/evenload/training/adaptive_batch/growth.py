@@ -22,7 +22,7 @@ from evenload.errors import CheckpointError
 from evenload.training.compute.grad_norms import MEASURE_EVERY
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.tuning import StepCost
-from evenload.training.step.planner import Planner
+from evenload.training.step.planner import Planner, PlanSource
 from evenload.training.step.stats import StepStats
 
 _REMEMBERED = 64
@@ -31,7 +31,7 @@ _PARTS = 1000
 
 
 class ObservedStep(Protocol):
-    """What is shown of a step: its place in the loader's steps, and its plan."""
+    """A step of training: its index among the loader's steps, and its plan."""
 
     global_step: int
     plan: StepPlan
@@ -64,7 +64,7 @@ class BatchReport:
     """Nothing of this kind was told before: that it stays, or that the noise can't be measured."""
 
 
-class BatchGrowth:
+class BatchGrowth(PlanSource):
     """The global batch of one loader, and what it is chosen by."""
 
     def __init__(
@@ -91,7 +91,7 @@ class BatchGrowth:
         self._num_steps = 0
         self._said: set[str] = set()
         self._news: BatchReport | None = None
-        loader.choose_batch_size = self.choose
+        planner.use(self)
 
     def observe(self, seen: ObservedStep, stats: StepStats, usual: bool) -> None:
         """All ranks: what a step of training showed; its times only count where it was a usual one."""
@@ -112,8 +112,8 @@ class BatchGrowth:
             track.add(CostSample(seen.global_step, max(share, plan.num_micro), plan.num_micro, own_s))
         self._rests.append(_rest(cost))
 
-    def choose(self) -> int:
-        """All ranks, between two epochs: the batch of the next one."""
+    def next_batch_size(self) -> int:
+        """Choose the global batch of the next epoch; see `PlanSource`."""
         before, choice = self.now, None
         integers = None
         if self._planner.rank == 0:

@@ -12,22 +12,23 @@ from evenload.errors import ConfigError
 from evenload.training.adaptive_batch.growth import BatchGrowth, BatchReport, sentence
 from evenload.training.adaptive_batch.learning_rate import RateFollower
 from evenload.training.data import checks
-from evenload.training.data.loader import GlobalLoader
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.planner import Planner
+from evenload.training.step.step import Step, StepListener, StepLoader
 
 
 @dataclass(frozen=True)
-class AdaptiveBatch:
+class AdaptiveBatch(StepListener):
     """A batch that grows, and the learning rate that follows it."""
 
     growth: BatchGrowth
     rates: RateFollower
 
+    def on_trained(self, step: Step, usual: bool) -> None:
+        """Measure the step."""
+        self.growth.observe(step.batch, step.stats, usual)
 
-def open_adaptive_batch(
-    context: TrainingContext, loader: GlobalLoader, planner: Planner, index: int
-) -> AdaptiveBatch | None:
+
+def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int) -> AdaptiveBatch | None:
     """What lets the batch of the `index`-th loader grow; None where that isn't asked for, or nothing is trained.
 
     Raises:
@@ -36,9 +37,9 @@ def open_adaptive_batch(
     limit = context.config.batch_max
     if limit is None:
         return None
-    base = _check(context, loader.user_loader, limit, index)
+    base = _check(context, loader.loader.user_loader, limit, index)
     if context.spec.mode != "train":
-        return None  # verify and windows look at steps of the user's batch
+        return None  # verify and measurements look at steps of the user's batch
 
     def tell(told: BatchReport) -> None:
         now, choice = told.chosen, told.choice
@@ -60,10 +61,11 @@ def open_adaptive_batch(
             epoch_steps=told.epoch_steps,
         )
 
-    growth = BatchGrowth(loader, planner, base=base, limit=limit, tell=tell)
+    growth = BatchGrowth(loader.loader, loader.planner, base=base, limit=limit, tell=tell)
     rates = RateFollower(growth, context.config.batch_lr)
-    context.loop.on_record = growth.observe
-    return AdaptiveBatch(growth, rates)
+    adaptive_batch = AdaptiveBatch(growth, rates)
+    context.loop.add_listener(adaptive_batch)
+    return adaptive_batch
 
 
 def check_adaptive_batch(context: TrainingContext, adaptive_batch: AdaptiveBatch | None) -> None:

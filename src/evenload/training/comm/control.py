@@ -35,7 +35,7 @@ class Operation(enum.IntEnum):
     REDUCE = 10
     BARRIER = 11
     CLOSE = 12
-    WINDOW = 13
+    MEASURE = 13
     GROUP = 14
 
 
@@ -52,7 +52,7 @@ _DOING = {
     Operation.REDUCE: "calls run.reduce",
     Operation.BARRIER: "is in run.main_first",
     Operation.CLOSE: "has ended its script",
-    Operation.WINDOW: "is at the edge of a window",
+    Operation.MEASURE: "is at the edge of a measured block",
     Operation.GROUP: "calls run.group",
 }
 
@@ -94,8 +94,11 @@ class Control:
 
     def __init__(self, groups: RankGroup) -> None:
         self._groups = groups
-        self.place: tuple[int, int] = (0, -1)
-        """(epoch, step in the epoch) of this rank, checked at each exchange; -1 outside of a step."""
+        self._position = (0, -1)
+
+    def set_position(self, epoch: int, step: int) -> None:
+        """Set the epoch and the step in the epoch of this rank, compared at each exchange; step -1 is outside of a step."""
+        self._position = (epoch, step)
 
     def exchange(self, operation: Operation, values: Sequence[float] = ()) -> list[list[float]]:
         """All ranks' values, by rank.
@@ -120,7 +123,7 @@ class Control:
             part = list(values[index * CAPACITY : (index + 1) * CAPACITY])
             mine = torch.zeros(_HEAD + CAPACITY, dtype=torch.float64)
             mine[: _HEAD + len(part)] = torch.tensor(
-                [float(operation), float(self.place[0]), float(self.place[1]), float(len(values)), *part],
+                [float(operation), *map(float, self._position), float(len(values)), *part],
                 dtype=torch.float64,
             )
             everyone = torch.empty(self._groups.world_size, _HEAD + CAPACITY, dtype=torch.float64)

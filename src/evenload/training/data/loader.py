@@ -24,7 +24,7 @@ from evenload.training.data.stream import StreamReader
 from evenload.training.data.tuning import PINNING_PAYS, ReadSettings, StepCost, WorkerTuner
 
 
-class PlanSource(Protocol):
+class StepPlanner(Protocol):
     """The loader's view of the step planner."""
 
     world_size: int
@@ -36,6 +36,10 @@ class PlanSource(Protocol):
 
     def revision(self) -> int:
         """Return a number that grows when a decision changes plans of steps not yet executed."""
+        ...
+
+    def next_batch_size(self) -> int | None:
+        """Return the global batch of the next epoch; None keeps it. All ranks call it between two epochs."""
         ...
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
@@ -70,7 +74,7 @@ class GlobalLoader:
     def __init__(
         self,
         user_loader: DataLoader[Any],
-        planner: PlanSource,
+        planner: StepPlanner,
         *,
         seed: int,
         device: torch.device,
@@ -106,8 +110,6 @@ class GlobalLoader:
             self._reader = Prefetcher(user_loader, seed=seed, rank=planner.rank, keyed=keyed_rng, reading=first)
         self._cursor = Cursor(seed=seed)
         self._resized: int | None = None
-        self.choose_batch_size: Callable[[], int] | None = None
-        """Called by all ranks between two epochs; returns the next global batch size. None keeps the user's."""
         self._generators_before: tuple[str, ...] | None = None
         self._begun = False
         self._running: weakref.ref[Generator[GlobalBatch, None, None]] | None = None
@@ -360,8 +362,8 @@ class GlobalLoader:
         self._begun = False
         self._generators_before = None
         self._move(epoch=self._cursor.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1)
-        if self.choose_batch_size is not None:
-            self.resize(self.choose_batch_size())
+        if (batch_size := self._planner.next_batch_size()) is not None:
+            self.resize(batch_size)
 
     def _move(self, **changes: int) -> None:
         self._cursor = Cursor(**{**vars(self._cursor), **changes})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import LaunchError
+from evenload.stored_names import STORED_MODES
 from evenload.training.launch import slurm
 
 WORKER_VARIABLE = "EVENLOAD_WORKER"
@@ -99,6 +100,8 @@ def read_spec(path: Path) -> WorkerSpec:
         raw = json.loads(path.read_text())
         for key in ("workers", "devices", "device_names", "cores", "replicas"):
             raw[key] = tuple(raw[key])
+        if raw.get("mode") in STORED_MODES:
+            raw["mode"] = STORED_MODES[raw["mode"]]
         return WorkerSpec(**raw)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(

@@ -26,7 +26,7 @@ from evenload.training.data.randomness import mix
 from evenload.training.launch.environment import devices_without_effect
 from evenload.training.parallel.model_split.transfers import placement_of
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.planner import LEAD_STEPS, Planner
+from evenload.training.step.planner import LEAD_STEPS, Planner, PlanSource
 from evenload.training.step.step import StepLoader
 
 _TOLD_GAIN = 1.05
@@ -122,7 +122,9 @@ def attach_models(context: TrainingContext, models: Sequence[nn.Module]) -> None
     context.engine.attach(models)
 
 
-def prepare_loader(context: TrainingContext, loader: DataLoader[Any], index: int) -> StepLoader:
+def prepare_loader(
+    context: TrainingContext, loader: DataLoader[Any], index: int, source: PlanSource | None = None
+) -> StepLoader:
     """Wraps a DataLoader whose batch_size is the global batch; the `index`-th of the job has an order of its own."""
 
     def announce(decision: Decision, _: int) -> None:
@@ -153,7 +155,10 @@ def prepare_loader(context: TrainingContext, loader: DataLoader[Any], index: int
         micro_batch=context.config.micro_batch,
         announce=announce,
         is_guess=is_guess,
-        tell=functools.partial(_tell_contention, context) if context.num_sharing > context.groups.world_size else None,
+        source=source,
+        on_contention=functools.partial(_tell_contention, context)
+        if context.num_sharing > context.groups.world_size
+        else None,
     )
     global_loader = GlobalLoader(
         loader,

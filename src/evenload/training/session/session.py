@@ -25,11 +25,11 @@ from evenload.training.session import prepare
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.step import Step, StepListener, StepLoader
 from evenload.training.verify.verifier import Verifier
 
 
-class Session:
+class Session(StepListener):
     """What happens around the steps of one job in this process."""
 
     def __init__(
@@ -41,11 +41,14 @@ class Session:
         self._loaders = loaders
         self._stopper = Stopper(context, saver)
         self._attached = 0
-        self._looked = False
-        context.loop.on_begin = self._at_step
-        if context.spec.mode == "measure":
-            context.loop.interlude = Measurement(context, read_options(context.spec.options))
+        self._has_begun = False
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
+        listeners: list[StepListener | None] = [self._verifier, self, self._stopper]
+        if context.spec.mode == "measure":
+            listeners.append(Measurement(context, read_options(context.spec.options)))
+        for listener in listeners:
+            if listener is not None:
+                context.loop.add_listener(listener)
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -62,12 +65,9 @@ class Session:
                 raise ConfigError(
                     "run.prepare got a loader after run.resume, which restores the loaders' place; prepare first"
                 )
-            loader = prepare.prepare_loader(self._context, value, len(self._loaders))
-            self._saver.adaptive_batch = open_adaptive_batch(
-                self._context, loader.loader, loader.planner, len(self._loaders)
-            )
-            if self._verifier is not None:
-                self._verifier.split(loader)
+            source = None if self._verifier is None else self._verifier.plan_source()
+            loader = prepare.prepare_loader(self._context, value, len(self._loaders), source)
+            self._saver.add_adaptive_batch(open_adaptive_batch(self._context, loader, len(self._loaders)))
             self._loaders.append(loader)
             return loader
         return prepare.refuse(value)
@@ -84,7 +84,7 @@ class Session:
             raise ConfigError(
                 "run.resume before run.prepare(model, loader): prepare first, then resume restores the loader's place"
             )
-        if self._looked:
+        if self._has_begun:
             raise StepError("run.resume after the loop has begun; call it once, before the loop")
         loaded = self._saver.resume(dict(state))
         self._stopper.listen()
@@ -125,7 +125,7 @@ class Session:
         """See `Run.log`."""
         step = self._context.loop.step
         if step is not None and step.arm:
-            return  # a window's step is no training
+            return  # a measurement's step is no training
         index = step.index if step is not None else max(0, self._context.loop.steps_done - 1)
         self._context.recorder.log(metrics, index)
 
@@ -136,7 +136,7 @@ class Session:
         well = _ended_well(context.loop.stopped) and not (context.loop.failed and context.groups.world_size > 1)
         try:
             if well:
-                context.control.place = (0, -1)
+                context.control.set_position(0, -1)
                 self._saver.close()
                 if not context.groups.gone:
                     context.control.exchange(Operation.CLOSE)
@@ -146,7 +146,7 @@ class Session:
             for loader in self._loaders:
                 loader.loader.close()
             close_persistent_workers()
-            context.loop.step = None  # an exception may hold a loop that ends after this
+            context.loop.close()
             context.engine.strategy.detach()
             for model in self._models:
                 batchnorm.restore(model)
@@ -168,13 +168,12 @@ class Session:
             adaptive_batch.rates.after()
         self._context.loop.optimizer_done()
 
-    def _at_step(self, step: Step) -> None:
+    def on_begin(self, step: Step) -> None:
+        """Check once, at the first step, that everything is prepared."""
         worker.progress.step = step.index
-        if self._verifier is not None:
-            self._verifier.begin()
-        if self._looked:
+        if self._has_begun:
             return
-        self._looked = True
+        self._has_begun = True
         self._stopper.begin()
         prepare.check_models_prepared(self._context, self._models)
         check_adaptive_batch(self._context, self._saver.adaptive_batch)

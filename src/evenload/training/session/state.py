@@ -57,7 +57,7 @@ class RunState:
                 f"the checkpoint was made with {len(state['loaders'])} prepared loaders, now there are {len(self._loaders)}"
             )
         self.finished = bool(state["finished"])
-        self._context.loop.steps_done = int(state["steps_done"])
+        self._context.loop.restore(int(state["steps_done"]))
         for loader, saved in zip(self._loaders, state["loaders"], strict=True):
             cursor = Cursor.from_state_dict(saved["cursor"])
             loader.loader.load(cursor)
@@ -97,9 +97,9 @@ class Saver:
         """What lets the global batch grow; it is part of a checkpoint."""
         return self._run_state.adaptive_batch
 
-    @adaptive_batch.setter
-    def adaptive_batch(self, adaptive_batch: AdaptiveBatch | None) -> None:
-        self._run_state.adaptive_batch = adaptive_batch
+    def add_adaptive_batch(self, adaptive_batch: AdaptiveBatch | None) -> None:
+        """Make what lets the global batch grow a part of the checkpoints."""
+        self._run_state.adaptive_batch = adaptive_batch or self._run_state.adaptive_batch
 
     def resume(self, named: dict[str, Any]) -> bool:
         """Registers the state and loads the newest checkpoint, if there is one."""
@@ -145,7 +145,7 @@ class Saver:
                 "before the loop; it also loads the newest checkpoint"
             )
         if context.loop.step is not None and context.loop.step.arm:
-            return False  # a window's step is no training
+            return False  # a measurement's step is no training
         if context.spec.mode == "verify":
             return False  # nothing is changed on the disk
         self._asked = True

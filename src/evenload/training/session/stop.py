@@ -34,13 +34,13 @@ from evenload.training.launch import stop_status, worker
 from evenload.training.launch.stop_status import StopStatus
 from evenload.training.session.state import Saver
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepListener
 
 _LARGE_PART = 0.5
 """A save that takes more of the grace than this is told: the next one may not fit."""
 
 
-class Stopper:
+class Stopper(StepListener):
     """Looks, between two steps, whether the run is to stop; tells the queue how far it is."""
 
     def __init__(self, context: TrainingContext, saver: Saver) -> None:
@@ -55,7 +55,6 @@ class Stopper:
         self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
         if self._acts:
             stop_requested()  # a queue's variable that names no terms is told at init, not in the first step
-            context.loop.on_boundary = self._at_boundary
 
     def listen(self) -> None:
         """The script has said what a checkpoint holds: from now on it can be stopped and gone on with.
@@ -97,12 +96,15 @@ class Stopper:
         if is_leaving and self._saves:  # the work is done: who asks for its end now is too late
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def _at_boundary(self, step: Step) -> None:
+    def on_boundary(self, step: Step) -> None:
+        """Report progress to the queue; save and end the script if a stop is requested."""
+        if not self._acts:
+            return
         loop = self._context.loop
         if self._is_main:
             self._num_samples = step.num_samples
             self._report("running")
-        if not loop.asked:
+        if not loop.stop_requested:
             return
         if self._saver.resumed:
             self._stop()
@@ -142,8 +144,7 @@ class Stopper:
             worker.leave_on_signal(number, frame)
 
     def _leave(self, text: str) -> None:
-        loop = self._context.loop
-        loop.left_early = loop.stopped = True
+        self._context.loop.stop()
         self._tell(text, "stopped")
         if self._is_main:
             self._report("stopped")

@@ -175,7 +175,7 @@ class RankExecutor:
             memory_bytes=float(memory_bytes(self._context.device)),
             state_key=self._consistency.key(),
             reading=attempt.batch.reading.code(),
-            asked=stop_requested(),
+            stop_requested=stop_requested(),
             seconds=seconds,
             metrics={name: float(value) for name, value in sums.metrics.items()} if status == OK else {},
             squared_norm=grad_norms.own() if grad_norms is not None and grad_norms.on else None,

@@ -37,8 +37,8 @@ class RankReport:
     """Checksum of the parameters and buffers (consistency.py); 0 in a step that compares none."""
     reading: float
     """How this rank reads its samples, as one number (data/tuning.py)."""
-    asked: bool
-    """This rank is asked to stop (stop.py)."""
+    stop_requested: bool
+    """Whether this rank received a request to stop (stop.py)."""
     seconds: Mapping[Segment, float]
     """Of each segment since the last report."""
     metrics: Mapping[str, float]
@@ -68,7 +68,7 @@ class RankReport:
             float(zlib.crc32("\0".join(names).encode())),
             self.state_key,
             self.reading,
-            float(self.asked),
+            float(self.stop_requested),
             *(self.seconds[name] for name in SEGMENTS),
             *(self.metrics[name] for name in names),
         ]
@@ -99,7 +99,7 @@ def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured
             memory_bytes=row[7],
             state_key=row[9],
             reading=row[10],
-            asked=bool(row[11]),
+            stop_requested=bool(row[11]),
             seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
             metrics=dict(zip(names, row[_TIMES_END : _TIMES_END + len(names)], strict=True)),
             squared_norm=row[CAPACITY - 1] if measured else None,

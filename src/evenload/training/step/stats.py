@@ -29,8 +29,8 @@ class StepStats:
         """Of the first backward's gradients, in a step that is measured for `batch_max`."""
         self.redone = False
         self.compiled = False
-        self.asked = False
-        """A rank was asked to stop before one of the backwards; the same on all ranks."""
+        self.stop_requested = False
+        """Whether a rank had received a request to stop before one of the backwards; the same on all ranks."""
         self.begun_s = time.perf_counter()
         self.body_since_s = self.begun_s
         """When the user's frame went on after the last backward."""
@@ -48,7 +48,7 @@ class StepStats:
                     times[name] += seconds
         self._memory = [int(report.memory_bytes) for report in reports]
         self._readings = [report.reading for report in reports]
-        self.asked = self.asked or any(report.asked for report in reports)
+        self.stop_requested = self.stop_requested or any(report.stop_requested for report in reports)
 
     def own_seconds(self) -> list[float]:
         """Of each rank: what it computed, without waiting."""

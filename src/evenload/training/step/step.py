@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 
 _NUM_WATCHED = 16
-"""Parameters of each model whose changes are looked at: an update by hand changes all of them, or nearly."""
+"""Parameters of each model whose versions are compared: an update by hand changes all of them, or nearly all."""
 
 
 class Step:
@@ -29,28 +29,39 @@ class Step:
         num_samples: samples of the global batch.
     """
 
-    def __init__(self, loop: StepLoop, loader: GlobalLoader, planner: Planner, batch: GlobalBatch) -> None:
+    def __init__(
+        self,
+        loop: StepLoop,
+        loader: GlobalLoader,
+        planner: Planner,
+        batch: GlobalBatch,
+        *,
+        arm: str = "",
+        record_index: int | None = None,
+    ) -> None:
+        """Args:
+        arm: arm of a measurement that the step belongs to (measure.py); empty in training.
+        record_index: index of the step in the records, if it is not `index`.
+        """
         self._loop = loop
         self._loader = loader
         self.batch = batch
         self.planner = planner
         self.stats = StepStats()
         self.index = loop.steps_done
-        self.number = self.index
-        """What the records count it as: the index, except in a window."""
-        self.arm = ""
-        """The arm of a window's step (measure.py); empty in training."""
+        self.record_index = self.index if record_index is None else record_index
+        self.arm = arm
         self.epoch = batch.epoch
         self.num_samples = batch.plan.num_samples
-        self.committed = False
+        self.committed = bool(arm)  # training uses a measurement's samples later, so they never count here
 
     def backward(self, loss_fn: LossFn) -> torch.Tensor:
-        """Forward and backward of the whole global batch; this rank's share of it is computed here.
+        """Run forward and backward of the whole global batch; this rank computes its share.
 
         Args:
             loss_fn: called with each micro-batch of this rank's share, on its device, as the user's collate_fn made it.
                 Returns the loss as a mean over the samples, ``(loss, weight)`` as a mean over `weight` units, or a dict
-                with ``loss``, perhaps ``weight``, and further scalars.
+                with ``loss``, optionally ``weight``, and further scalars.
 
         Returns:
             The weighted mean loss over the global batch: a scalar CPU tensor, the same on all ranks. `.grad` of the
@@ -60,16 +71,7 @@ class Step:
             StepError: wrong use, with the line to write instead.
             NonFiniteError: the loss or gradient was NaN or infinite in several steps in a row.
         """
-        if self._loop.step is not self:
-            raise StepError("this step is over; call step.backward inside the loop body of its own step")
-        if self._loop.inspect is not None:
-            self._loop.inspect(self, loss_fn)
-        self._loop.failed = True
-        loss = self._loop.engine.backward(
-            self.batch, self.planner, self.stats, loss_fn, stepped=self._loop.optimizer_stepped
-        )
-        self._loop.backward_done()
-        return loss
+        return self._loop.backward(self, loss_fn)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -82,159 +84,206 @@ class Step:
         return self.batch.plan.shares
 
     def commit(self) -> None:
-        """Counts the step's samples as used; a checkpoint in the loop body does it before the body ends."""
+        """Count the step's samples as used; a checkpoint in the loop body does it before the body ends."""
         if not self.committed:
             self.committed = True
             self._loader.commit(self.batch)
-            self._loop.steps_done += 1
+            self._loop.restore(self._loop.steps_done + 1)
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
 
 
-class Interlude(Protocol):
-    """Takes over the loader between two steps of training, and leaves everything as it was."""
+class StepListener:
+    """Callbacks at the defined points of a step. Subclasses override the ones they need; the defaults do nothing.
+
+    begin -> backward (once per call) -> trained -> end -> boundary -> extra_steps, if due
+    """
+
+    def on_begin(self, step: Step) -> None:
+        """A loop body begins."""
+
+    def on_backward(self, step: Step, loss_fn: LossFn) -> None:
+        """`step.backward` was called and has not computed anything yet."""
+
+    def on_trained(self, step: Step, usual: bool) -> None:
+        """A step of training ended, before its commit; `usual` means that its times are typical."""
+
+    def on_end(self, step: Step) -> None:
+        """A loop body with a backward ended, in training or in a measurement, before the commit."""
+
+    def on_boundary(self, step: Step) -> None:
+        """A step of training is committed and the next has not begun; the callback may end the script.
+
+        Not called while a stop is requested and the step's gradients are still unused: no checkpoint would hold them.
+        """
 
     def is_due(self, num_steps: int) -> bool:
-        """Whether it begins after so many steps of this session."""
-        ...
+        """Return whether `extra_steps` begins now, after `num_steps` steps of this session."""
+        return False
 
-    def steps(self, loader: StepLoader) -> Iterator[Step]:
-        """The steps it puts in."""
-        ...
+    def extra_steps(self, loader: StepLoader) -> Iterator[Step]:
+        """Yield steps of its own between two steps of training, and leave everything as it was."""
+        return iter(())
 
 
 class StepLoop:
-    """Which step's loop body runs now; one for all loaders of a job."""
+    """State of the user's loop: the running step, and what has happened to it. One for all loaders of a job."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.step: Step | None = None
+        """The step whose loop body runs."""
         self.steps_done = 0
         """Global index of the next step to run, over all epochs and sessions."""
-        self.optimizer_stepped = False
-        """Whether an optimizer of torch stepped after the last backward of the running step."""
         self.failed = False
         """Whether the last backward raised."""
         self.left_early = False
         """Whether the last loop over a loader was left before the end of its epoch."""
         self.ran_out = False
         """Whether a loop over a loader came to the end of its epoch in this session."""
-        self.inspect: Callable[[Step, LossFn], None] | None = None
-        """Called before a backward by `evenload verify`."""
-        self.on_begin: Callable[[Step], None] | None = None
-        """Told that a loop body begins (the first step of a session looks around)."""
-        self.on_end: Callable[[Step], None] | None = None
-        """Told that a loop body with a backward has ended, by `evenload verify`."""
-        self.on_record: Callable[[GlobalBatch, StepStats, bool], None] | None = None
-        """Told of each step of training, and whether its times are those of a usual one (growth.py)."""
-        self.on_boundary: Callable[[Step], None] | None = None
-        """Told that a step is committed and the next has not begun; it may end the script (stop.py). Not told of one
-        that leaves gradients to a later step when the script is to stop: they are in no checkpoint."""
-        self.asked = False
-        """Whether a rank was asked to stop, as all ranks heard in the same step."""
+        self.stop_requested = False
+        """Whether a rank received a request to stop; the same on all ranks."""
         self.stopped = False
-        """Whether the script is being ended on request, saved, on all ranks alike."""
-        self.interlude: Interlude | None = None
-        """What yields further steps between two steps of training (measure.py)."""
+        """Whether the script is being ended on request, with its state saved, on all ranks."""
+        self._listeners: list[StepListener] = []
+        self._optimizer_stepped = False
         self._session_steps = 0
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._dropped: Step | None = None
 
+    def add_listener(self, listener: StepListener) -> None:
+        """Call `listener` at each point of a step, after the listeners added before it."""
+        self._listeners.append(listener)
+
+    def restore(self, steps_done: int) -> None:
+        """Set the index of the next step."""
+        self.steps_done = steps_done
+
+    def stop(self) -> None:
+        """Note that the script ends here on request, with its state saved."""
+        self.left_early = self.stopped = True
+
+    def close(self) -> None:
+        """Forget the running step: an exception may hold a loop that ends after the run."""
+        self.step = None
+
     def begin(self, step: Step) -> None:
-        """The loop body of `step` begins."""
+        """Begin the loop body of `step`."""
         self.step = step
-        self.optimizer_stepped = False
+        self._optimizer_stepped = False
         self._dropped = None
-        self.engine.control.place = (step.epoch, step.batch.epoch_step)
-        if self.on_begin is not None:
-            self.on_begin(step)
+        self.engine.control.set_position(step.epoch, step.batch.epoch_step)
+        for listener in self._listeners:
+            listener.on_begin(step)
         self.engine.clock.switch("optimizer")
 
-    def backward_done(self) -> None:
-        """A backward of the running step has ended: its gradients wait to be used."""
-        self.failed = self.optimizer_stepped = False
+    def backward(self, step: Step, loss_fn: LossFn) -> torch.Tensor:
+        """Run a backward of the running step; see `Step.backward`."""
+        if self.step is not step:
+            raise StepError("this step is over; call step.backward inside the loop body of its own step")
+        for listener in self._listeners:
+            listener.on_backward(step, loss_fn)
+        self.failed = True
+        loss = self.engine.backward(step.batch, step.planner, step.stats, loss_fn, stepped=self._optimizer_stepped)
+        self.failed = self._optimizer_stepped = False
         self._watched = [
             (parameter, parameter._version)
             for model in self.engine.models
             for parameter in islice((p for p in model.parameters() if p.grad is not None), _NUM_WATCHED)
         ]
+        return loss
 
     @property
     def awaits_optimizer(self) -> bool:
-        """Whether an optimizer that steps now uses a step's gradients: in a loop body, or behind a loop left before it did."""
+        """Whether an optimizer that steps now uses a step's gradients, in a loop body or after a loop that was left."""
         return self.step is not None or self._dropped is not None
 
     def optimizer_done(self) -> None:
-        """An optimizer of torch has stepped, in a loop body or behind a loop that was left before it did."""
-        self.optimizer_stepped = True
+        """Note that an optimizer of torch has stepped, in a loop body or after a loop that was left before it did."""
+        self._optimizer_stepped = True
         if self._dropped is not None:
             self._dropped.commit()
             self._dropped = None
 
-    def end(self, step: Step, *, dropped: bool = False) -> None:
-        """The loop body of `step` has ended: what it did is looked at by the planner, and written down.
+    def end(self, step: Step, *, finished: bool = True) -> None:
+        """End the loop body of `step`: record it and commit it.
 
-        One that is `dropped`, left with its gradients unused, is no step of training.
+        Args:
+            step: the running step.
+            finished: False where the loop was left by `break` or an error. If the step's gradients are unused then, it is
+                no step of training.
         """
+        dropped = not finished and not step.committed and self.is_half_done
+        self.stop_requested = self.stop_requested or step.stats.stop_requested
+        at_boundary = finished and not step.arm and not (self.stop_requested and self.is_half_done)
+        self.left_early = not finished
         engine = self.engine
         if step.stats.calls:
             engine.slow_down(step.stats.body_since_s)
         engine.clock.switch("other")
-        self.step = None
-        engine.control.place = (step.epoch, -1)
+        self.close()
+        engine.control.set_position(step.epoch, -1)
         self._dropped = step if dropped else None
-        if not step.stats.calls:
-            return
-        if not dropped:
-            self._record(step)
-        if self.on_end is not None:
-            self.on_end(step)
+        if step.stats.calls:
+            if not dropped:
+                self._record(step)
+            for listener in self._listeners:
+                listener.on_end(step)
+        if finished or (step.stats.calls and not dropped):
+            step.commit()
+        if at_boundary:
+            for listener in self._listeners:
+                listener.on_boundary(step)
 
     def _record(self, step: Step) -> None:
-        """What a step of training did: the planner learns from it, and it is written down."""
-        engine = self.engine
         first = self._session_steps == 0
         self._session_steps += 1
         step.planner.observe(
             step.batch.global_step, step.batch.plan, step.stats.own_seconds(), first or step.stats.unusual
         )
-        usual = not (first or step.arm or step.stats.unusual)
-        if usual:
-            step._loader.observe(step.stats.cost(step.batch.plan.num_samples))
-        if self.on_record is not None and not step.arm:
-            self.on_record(step.batch, step.stats, usual)
-        engine.recorder.step(step.number, step.batch.plan, step.stats, step.arm)
+        if not step.arm:
+            usual = not (first or step.stats.unusual)
+            if usual:
+                step._loader.observe(step.stats.cost(step.batch.plan.num_samples))
+            for listener in self._listeners:
+                listener.on_trained(step, usual)
+        self.engine.recorder.step(step.record_index, step.batch.plan, step.stats, step.arm)
 
-    def is_due(self) -> bool:
-        """Whether the interlude begins now, after a committed step."""
-        return self.interlude is not None and self.interlude.is_due(self._session_steps)
+    def end_epoch(self) -> None:
+        """Note that a loop over a loader came to the end of its epoch."""
+        self.engine.clock.switch("other")
+        self.left_early, self.ran_out = False, True
+
+    def due_listener(self) -> StepListener | None:
+        """Return the listener whose extra steps begin now, after a committed step."""
+        return next((listener for listener in self._listeners if listener.is_due(self._session_steps)), None)
 
     @property
     def is_half_done(self) -> bool:
-        """Whether there are gradients of a running step that nobody has used yet.
+        """Whether the running step has gradients that nobody has used yet.
 
-        An optimizer of torch tells it (`optimizer_done`). An update by hand is seen by the parameters it changed, or by the
-        gradients it took away; one through ``.data`` that leaves its gradients can't be seen.
+        An optimizer of torch calls `optimizer_done`. An update by hand is recognised by the parameters it changed, or by
+        the gradients it removed; one through ``.data`` that leaves its gradients can't be recognised.
         """
         step = self.step
-        if step is None or not step.stats.calls or step.stats.skipped or self.optimizer_stepped:
+        if step is None or not step.stats.calls or step.stats.skipped or self._optimizer_stepped:
             return False
         if any(parameter._version != version for parameter, version in self._watched):
             return False
         return bool(self.engine.strategy.leftovers())
 
     def check_between_steps(self, what: str) -> None:
-        """Raises where `what` would see gradients that no optimizer has used yet."""
+        """Raise StepError if `what` would see gradients that no optimizer has used yet."""
         if self.is_half_done:
             raise StepError(
-                f"{what} between step.backward and optimizer.step(): the step is half done; call it at the end of the "
-                "loop body (after an update by hand through .data, take the gradients away first: model.zero_grad())"
+                f"{what} was called between step.backward and optimizer.step(), when the step is half done; call it at the "
+                "end of the loop body (after an update by hand through .data, call model.zero_grad() first)"
             )
 
 
 class StepLoader:
-    """What `run.prepare` makes of a DataLoader: it yields steps."""
+    """Result of `run.prepare` for a DataLoader: iterating over it yields steps."""
 
     def __init__(self, loader: GlobalLoader, planner: Planner, loop: StepLoop) -> None:
         self.loader = loader
@@ -247,7 +296,7 @@ class StepLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next (or the running) iteration is; after `run.resume` the one to go on with."""
+        """Epoch of the running iteration, or of the next one; after `run.resume` the one to continue with."""
         return self.loader.epoch
 
     @property
@@ -261,12 +310,11 @@ class StepLoader:
         return self.loader.batch_size
 
     def __iter__(self) -> Iterator[Step]:
-        while (yield from self._train()):
-            if self._loop.interlude is not None:
-                yield from self._loop.interlude.steps(self)
+        while (listener := (yield from self._train())) is not None:
+            yield from listener.extra_steps(self)
 
-    def _train(self) -> Generator[Step, None, bool]:
-        """Steps to the end of the epoch, or until the interlude is due; tells whether it is."""
+    def _train(self) -> Generator[Step, None, StepListener | None]:
+        """Yield steps to the end of the epoch, or until a listener's extra steps are due; return that listener."""
         loop = self._loop
         batches = iter(self.loader)
         while True:
@@ -274,9 +322,8 @@ class StepLoader:
             try:
                 batch = next(batches)
             except StopIteration:
-                loop.engine.clock.switch("other")
-                loop.left_early, loop.ran_out = False, True
-                return False
+                loop.end_epoch()
+                return None
             step = Step(loop, self.loader, self.planner, batch)
             loop.begin(step)
             finished = False
@@ -285,14 +332,6 @@ class StepLoader:
                 finished = True
             finally:
                 # A `break` ends the generator here: samples count as used where their gradients were.
-                dropped = not finished and not step.committed and loop.is_half_done
-                loop.asked = loop.asked or step.stats.asked
-                complete = finished and not (loop.asked and loop.is_half_done)
-                loop.left_early = not finished
-                loop.end(step, dropped=dropped)
-                if finished or (step.stats.calls and not dropped):
-                    step.commit()
-            if complete and loop.on_boundary is not None:
-                loop.on_boundary(step)
-            if loop.is_due():
-                return True
+                loop.end(step, finished=finished)
+            if (listener := loop.due_listener()) is not None:
+                return listener

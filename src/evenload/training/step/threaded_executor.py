@@ -267,7 +267,7 @@ class ThreadedExecutor:
         own_s, cpu_s = [0.0] * len(self._threads), [0.0] * len(self._threads)
         for index, part in parts.items():
             own_s[index], cpu_s[index] = part.seconds["compute"], part.cpu_s
-        attempt.planner.watch(own_s, cpu_s, together_s, in_turns)
+        attempt.planner.add_replica_times(own_s, cpu_s, together_s, in_turns)
 
     def _reports(
         self,
@@ -301,7 +301,7 @@ class ThreadedExecutor:
                     memory_bytes=float(memory_bytes(thread.device)),
                     state_key=0.0,
                     reading=attempt.batch.reading.code(),
-                    asked=stop_requested(),
+                    stop_requested=stop_requested(),
                     seconds=_reported_seconds(own, process_s, together_s, is_first=index == 0),
                     metrics={name: float(sums.metrics.get(name, 0.0)) for name in known},
                 )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from evenload.stored_names import VERIFY_JSON
 from evenload.training.verify.saved_state import Tracked
 from evenload.training.verify.sides import Gradient
 
@@ -88,7 +89,7 @@ class VerifyReport:
     calls: tuple[CallReport, ...]
 
     def table(self) -> dict[str, Any]:
-        """As plain values. A number that isn't finite becomes None, as JSON has none."""
+        """Return the report as values of JSON; a number that isn't finite becomes None, as JSON has none."""
         table: dict[str, Any] = _finite(asdict(self))
         return table
 
@@ -141,7 +142,7 @@ def _ratio(gap: float, norm: float) -> float:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {VERIFY_JSON.get(key, key): _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from evenload.balance.split import scale_shares
 from evenload.errors import StepError
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
@@ -29,7 +28,8 @@ from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import read_result
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.planner import FixedProportions, PlanSource
+from evenload.training.step.step import Step, StepListener
 from evenload.training.verify.diagnosis import Diagnosis
 from evenload.training.verify.double import float64, in_double
 from evenload.training.verify.findings import NARROW_INSIDE, TOLERANCES, CallReport, DifferenceCause, VerifyReport
@@ -47,7 +47,7 @@ from evenload.training.verify.sides import Variant, VerifyCall
 _STOP = -1
 
 
-class Verifier:
+class Verifier(StepListener):
     """Watches the first step of a script that calls `step.backward`, and reports on it."""
 
     def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
@@ -55,24 +55,21 @@ class Verifier:
         self._models = models
         self._calls: list[CallReport] = []
         self._done = False
-        context.loop.inspect = self.inspect
-        context.loop.on_end = self.end
 
-    def split(self, loader: StepLoader) -> None:
-        """Gives a loader uneven shares, unless the user asked for some: equal ones hide forgotten weights."""
+    def plan_source(self) -> PlanSource | None:
+        """Return uneven shares for a loader, unless the user set some: equal ones hide forgotten weights."""
         world_size = self._context.groups.world_size
         if self._context.config.balance != "auto" or world_size == 1:
-            return
-        proportions = tuple(range(2 * world_size - 1, 0, -2))
-        loader.planner.forced = lambda step, num_samples: scale_shares(proportions, num_samples)
+            return None
+        return FixedProportions(range(2 * world_size - 1, 0, -2))
 
-    def begin(self) -> None:
-        """A step begins: after a `break` out of the verified one, the script ends here."""
+    def on_begin(self, step: Step) -> None:
+        """End the script here after a `break` out of the verified step."""
         if self._done:
             raise SystemExit(0)
 
-    def inspect(self, step: Step, loss_fn: LossFn) -> None:
-        """Verifies one call of `step.backward`, before it runs."""
+    def on_backward(self, step: Step, loss_fn: LossFn) -> None:
+        """Verify one call of `step.backward` before it runs."""
         context, models = self._context, self._models
         keys = context.control.exchange(Operation.BACKWARD, params_key(models))
         tracked = tracked_parameters(models)
@@ -90,8 +87,8 @@ class Verifier:
         if report is not None:
             self._calls.append(_with_ranks(report, keys))
 
-    def end(self, step: Step) -> None:
-        """The body of the step has ended: rank 0 writes the report, and the script ends."""
+    def on_end(self, step: Step) -> None:
+        """Write the report on rank 0 and end the script."""
         if self._done:
             return
         self._done = True
