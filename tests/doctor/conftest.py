@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class Machine:
             Options(**{"root": str(self.root), **options})
         )
         assert isinstance(found, Finding)
-        return found
+        return replace(found, name=check)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def all_in_child(
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert all("raised" not in row for row in rows), rows
-    return tuple(read_finding(row) for row in rows)
+    return tuple(replace(read_finding(row), name=name) for name, row in zip(checks, rows, strict=True))
 
 
 def in_child(check: str, **how: Any) -> Finding:

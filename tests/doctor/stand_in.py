@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-from evenload.doctor.finding import Finding, Options
+from evenload.doctor.finding import Finding, Options, ok
 
 
 def well(options: Options) -> Finding:
     print("what a library prints is no finding")
-    return Finding("any", "ok", f"port {options.port}")
+    return ok(f"port {options.port}")
 
 
 def hang(options: Options) -> Finding:
@@ -37,4 +37,4 @@ def raises(options: Options) -> Finding:
 
 def time_left(options: Options) -> Finding:
     time.sleep(0.2)
-    return Finding("any", "ok", str(options.limit_s))
+    return ok(str(options.limit_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenload import hardware
-from evenload.doctor.checks.allreduce import RankStory, allreduce, judge_allreduce
+from evenload.doctor.checks.allreduce import RankResult, allreduce, evaluate_allreduce
 from evenload.doctor.finding import Options
 from tests.doctor.conftest import environment, in_child
 
@@ -17,8 +17,8 @@ def test_a_rank_that_never_comes_is_not_waited_for() -> None:
         "def late(backend, rank, *rest):\n"
         "    time.sleep(600) if rank == 1 else real(backend, rank, *rest)\n"
         "allreduce._rank = late\n"
-        "stories = allreduce.run_ranks('gloo', 2, 2.0)\n"
-        "print(json.dumps(dataclasses.asdict(allreduce.judge_allreduce('gloo', 2, 2.0, stories))))\n"
+        "results = allreduce.run_ranks('gloo', 2, 2.0)\n"
+        "print(json.dumps(dataclasses.asdict(allreduce.evaluate_allreduce('gloo', 2, 2.0, results))))\n"
     )
     import json
     import subprocess
@@ -31,18 +31,20 @@ def test_a_rank_that_never_comes_is_not_waited_for() -> None:
 
 
 def test_verdicts() -> None:
-    assert judge_allreduce("gloo", 2, 5, [RankStory(0, 0.1), RankStory(1, 0.2)]).found.endswith("4 MB in 200.0 ms")
-    silent = judge_allreduce("nccl", 3, 5, [RankStory(1, 0.1)])
-    assert (silent.status, silent.found) == ("fail", "over nccl rank 0, 2 had not ended after 5 s")
-    assert silent.mend.startswith("NCCL_P2P_DISABLE=1 ")
-    wrong = judge_allreduce("gloo", 2, 5, [RankStory(0, 0.1), RankStory(1, 0.1, "sums to 1 ... 3, the true sum is 3")])
+    assert evaluate_allreduce("gloo", 2, 5, [RankResult(0, 0.1), RankResult(1, 0.2)]).found.endswith("4 MB in 200.0 ms")
+    silent = evaluate_allreduce("nccl", 3, 5, [RankResult(1, 0.1)])
+    assert (silent.status, silent.found) == ("fail", "over nccl rank 0, 2 did not end within 5 s")
+    assert silent.fix.startswith("NCCL_P2P_DISABLE=1 ")
+    wrong = evaluate_allreduce(
+        "gloo", 2, 5, [RankResult(0, 0.1), RankResult(1, 0.1, "sums to 1 ... 3, the true sum is 3")]
+    )
     assert (wrong.status, "rank 1" in wrong.found) == ("fail", True)
 
 
 @pytest.mark.skipif(hardware.gpus() != (), reason="this machine has a GPU")
 def test_nccl_without_a_gpu() -> None:
     finding = allreduce(Options(backend="nccl"))
-    assert (finding.status, finding.mend) == ("fail", "evenload doctor --backend gloo")
+    assert (finding.status, finding.fix) == ("fail", "evenload doctor --backend gloo")
 
 
 @pytest.mark.gpu

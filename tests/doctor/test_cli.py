@@ -25,11 +25,11 @@ from tests.doctor.conftest import REPOSITORY, SOURCE, environment
 def answer(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> list[Options]:
     asked: list[Options] = []
 
-    def examine(options: Options, groups: Any = GROUPS) -> Sequence[Finding]:
+    def run_checks(options: Options, groups: Any = GROUPS) -> Sequence[Finding]:
         asked.append(options)
         return findings
 
-    monkeypatch.setattr(command, "examine", examine)
+    monkeypatch.setattr(command, "run_checks", run_checks)
     return asked
 
 
@@ -61,12 +61,12 @@ def test_plain_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--only", "prot"], "--only 'prot': there is no such check; the checks are packages,"),
+        (["--only", "prot"], "--only 'prot': no such check; the checks are packages,"),
         (["--only", "device speeds"], "add --full"),
-        (["--full", "--only", "port"], "--full measures, but --only names none of"),
-        (["--json", "--issue"], "leave one of them out"),
+        (["--full", "--only", "port"], "--full is set, but --only names none of"),
+        (["--json", "--issue"], "remove one of them"),
         (["--with-names"], "add --issue"),
-        (["--list", "--full"], "--list only says which checks there are"),
+        (["--list", "--full"], "--list only lists the checks"),
     ],
 )
 def test_options_that_contradict_are_refused_before_anything_is_looked_at(
@@ -109,7 +109,7 @@ def test_figures_are_told_as_a_table_and_as_numbers(
     answer(monkeypatch, Finding("port", "ok", "free"))
     figures = (Figure("cpu memory", 12.345, "GB/s"), Figure("cuda:0 matmul bfloat16", 750.0, "TFLOP/s"))
     measured = Finding("device speeds", "ok", "2 devices", figures=figures)
-    monkeypatch.setattr(command, "measure", lambda options, groups: (measured,))
+    monkeypatch.setattr(command, "run_measurements", lambda options, groups: (measured,))
     assert command.main(["--full"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^ +cpu memory +12.3 GB/s$", text, flags=re.MULTILINE)
@@ -147,7 +147,7 @@ def test_it_answers_on_a_machine_of_unlike_gpus() -> None:
 
 def test_a_wrong_option_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="no such check"):
-        command.show(command.Request(only=("nope",)))
+        command.show(command.DoctorRequest(only=("nope",)))
 
 
 def test_the_command_module_imports_neither_torch_nor_numpy() -> None:

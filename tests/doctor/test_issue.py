@@ -65,7 +65,7 @@ def test_what_others_run_is_left_out(machine: Machine) -> None:
     machine.write({"proc/41/cmdline": "python\0train.py\0--api-key=secret\0"})
     assert "secret" in machine.look("GPU memory").found
     found = machine.look("GPU memory", private=True)
-    assert "secret" not in found.found + found.mend and "process 41" in found.found
+    assert "secret" not in found.found + found.fix and "process 41" in found.found
 
 
 def test_the_command_prints_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenload import hardware
-from evenload.doctor.checks.speed import judge_speeds
+from evenload.doctor.checks.speed import evaluate_speeds
 from evenload.doctor.finding import Figure
 from tests.doctor.conftest import all_in_child
 
@@ -31,12 +31,12 @@ def test_devices_of_one_name_should_be_alike() -> None:
         Figure("cuda:2 (RTX 3090 (A)) matmul float16", 40.0, "TFLOP/s"),
         Figure("cuda:3 (RTX 2080 Ti) matmul float16", 30.0, "TFLOP/s"),
     ]
-    finding = judge_speeds("device speeds", figures, "4 device(s)")
+    finding = evaluate_speeds(figures, "4 device(s)")
     assert finding.status == "warn"
     assert finding.found == "cuda:2 (RTX 3090 (A)) matmul float16: 40 of 70 TFLOP/s for RTX 3090 (A) matmul float16"
-    assert finding.expected and finding.mend.startswith("evenload doctor --only 'GPU throttling'")
+    assert finding.expected and finding.fix.startswith("evenload doctor --only 'GPU throttling'")
     assert finding.figures == tuple(figures)
-    assert judge_speeds("device speeds", figures[:2] + figures[3:], "3 device(s)").status == "ok"
+    assert evaluate_speeds(figures[:2] + figures[3:], "3 device(s)").status == "ok"
 
 
 def test_ways_of_one_kind_should_be_alike() -> None:
@@ -46,7 +46,7 @@ def test_ways_of_one_kind_should_be_alike() -> None:
         Figure("cuda:0 to cuda:1 (between cuda:0 and cuda:1) copy", 50.0, "GB/s"),
         Figure("cuda:0 to cuda:2 (between cuda:0 and cuda:2) copy", 10.0, "GB/s"),
     ]
-    finding = judge_speeds("link speeds", figures, "4 of 4 ways")
+    finding = evaluate_speeds(figures, "4 of 4 ways")
     assert finding.found == "cpu to cuda:1 (from host) copy: 6 of 25 GB/s for from host copy"
 
 

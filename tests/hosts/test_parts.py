@@ -312,8 +312,8 @@ FOLDER = Data("/d", "folder", 3, 10_000_000, "x", "ext4 /dev/sda1")
 def test_verdicts(check, changes, status, told):
     finding = getattr(verdicts, check)(_facts(**changes))
     assert finding.status == status, finding
-    assert told in finding.found + finding.mend
-    assert finding.status not in ("warn", "fail") or (finding.mend and finding.expected)
+    assert told in finding.found + finding.fix
+    assert finding.status not in ("warn", "fail") or (finding.fix and finding.expected)
 
 
 def test_what_comes_behind_a_message_stays(pair):

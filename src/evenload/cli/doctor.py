@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 
-class Backend(StrEnum):
+class AllReduceBackend(StrEnum):
     """Backend of the trial all-reduce."""
 
     auto = "auto"
@@ -19,7 +19,7 @@ class Backend(StrEnum):
 def doctor(
     json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     port: Annotated[int, typer.Option(help="TCP port that a run will use; 0: any free port.", min=0, max=65535)] = 0,
-    backend: Annotated[Backend, typer.Option(help="Backend of the trial all-reduce.")] = Backend.auto,
+    backend: Annotated[AllReduceBackend, typer.Option(help="Backend of the trial all-reduce.")] = AllReduceBackend.auto,
     folder: Annotated[str, typer.Option(help="Folder in which runs will write.")] = "runs",
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Run only this check; may be repeated.")
@@ -45,9 +45,9 @@ def doctor(
     Exit code: 0 no problem, 1 something would stop a run, 2 something would slow it down. If this command itself can't start,
     `python -m evenload.doctor` needs only the standard library.
     """
-    from evenload.doctor.__main__ import Request, show
+    from evenload.doctor.__main__ import DoctorRequest, show
 
-    request = Request(
+    request = DoctorRequest(
         port=port,
         backend=backend.value,
         folder=folder,

@@ -1,4 +1,4 @@
-"""``python -m evenload.doctor``: the doctor with the standard library alone."""
+"""``python -m evenload.doctor``: the doctor without third-party packages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenload.doctor.checklist import FULL, GROUPS, chosen, every_name
-from evenload.doctor.examine import examine, measure
 from evenload.doctor.finding import Options, exit_code
 from evenload.doctor.issue import DEVICES, as_issue
 from evenload.doctor.report import as_json, as_text, checks_as_json, checks_as_text
+from evenload.doctor.runner import run_checks, run_measurements
 from evenload.errors import ConfigError
 
 BACKENDS = ("auto", "gloo", "nccl")
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the doctor is asked on either command line."""
+class DoctorRequest:
+    """The options of either command line."""
 
     port: int = 0
     backend: str = "auto"
@@ -27,53 +27,57 @@ class Request:
     only: tuple[str, ...] = ()
     """Names of checks; empty for all."""
     full: bool = False
-    """Measure devices and links as well."""
+    """Also measure devices and links."""
     json: bool = False
     issue: bool = False
     """Print the block for a bug report."""
     with_names: bool = False
-    """Leave names and addresses in that block."""
+    """Keep names and addresses in that block."""
     list: bool = False
-    """Only say which checks there are."""
+    """Only list the checks."""
     host: str = ""
-    """Another machine to look at, ``HOST[:PORT]``."""
+    """Another machine to check, ``HOST[:PORT]``."""
     serve: bool = False
-    """Answer the doctors of other machines."""
+    """Respond to the doctor on other machines."""
     script: str = ""
-    """A script that both machines should have."""
+    """A script to compare between the machines."""
     data: str = ""
-    """A data path that both machines should have."""
+    """A data path to compare between the machines."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examines, prints, and returns the exit code."""
+    """Run the doctor and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m evenload.doctor",
-        description="Is this machine fit to train on?",
+        description="Check this machine for training.",
         epilog="exit code: 0 fit, 1 something would stop a run, 2 something would slow it",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--port", type=_port, default=0, help="the TCP port a run will use (default: any free one)")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of the all-reduce (default: auto)")
-    parser.add_argument("--folder", default="runs", help="where runs will write (default: runs)")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this check alone; may be repeated")
-    parser.add_argument("--full", action="store_true", help="measure every device and link as well")
-    parser.add_argument("--issue", action="store_true", help="print the block for a bug report")
-    parser.add_argument("--with-names", action="store_true", help="leave names and addresses in that block")
-    parser.add_argument("--list", action="store_true", help="say which checks there are")
-    parser.add_argument("--host", default="", metavar="HOST[:PORT]", help="look at another machine, not at this one")
-    parser.add_argument("--serve", action="store_true", help="answer the doctors of other machines, until Ctrl-C")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="backend of the test all-reduce (default: auto)"
+    )
+    parser.add_argument("--folder", default="runs", help="folder that runs will write to (default: runs)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="run only this check; may be repeated"
+    )
+    parser.add_argument("--full", action="store_true", help="also measure every device and link")
+    parser.add_argument("--issue", action="store_true", help="print a block for a bug report")
+    parser.add_argument("--with-names", action="store_true", help="keep names and addresses in that block")
+    parser.add_argument("--list", action="store_true", help="list the checks")
+    parser.add_argument("--host", default="", metavar="HOST[:PORT]", help="check the connection to another machine")
+    parser.add_argument("--serve", action="store_true", help="respond to the doctor on other machines until Ctrl-C")
     parser.add_argument("--script", default="", help="with --host or --serve: compare this script")
-    parser.add_argument("--data", default="", metavar="PATH", help="with --host or --serve: compare what lies there")
+    parser.add_argument("--data", default="", metavar="PATH", help="with --host or --serve: compare this data")
     given = vars(parser.parse_args(arguments))
     try:
-        return show(Request(**{**given, "only": tuple(given["only"])}))
+        return show(DoctorRequest(**{**given, "only": tuple(given["only"])}))
     except ConfigError as error:
         parser.error(str(error))
 
 
-def show(request: Request) -> int:
-    """Examines this machine, prints the findings, and returns the exit code.
+def show(request: DoctorRequest) -> int:
+    """Check this machine, print the findings and return the exit code.
 
     Raises:
         ConfigError: an unknown check, or options that contradict each other.
@@ -90,26 +94,25 @@ def show(request: Request) -> int:
         folder=request.folder,
         private=request.issue and not request.with_names,
     )
-    findings = examine(options, groups=chosen(request.only, GROUPS))
+    findings = run_checks(options, groups=chosen(request.only, GROUPS))
     if request.full:
-        findings += measure(options, groups=chosen(request.only, FULL))
+        findings += run_measurements(options, groups=chosen(request.only, FULL))
     if request.issue:
-        devices = examine(options, groups=((DEVICES,),))[0]
+        devices = run_checks(options, groups=((DEVICES,),))[0]
         print(as_issue(findings, devices, request.with_names))
     else:
         print(as_json(findings) if request.json else as_text(findings))
     return exit_code(findings)
 
 
-def _show_hosts(request: Request) -> int:
-    """This machine and another one."""
+def _show_hosts(request: DoctorRequest) -> int:
     from evenload.doctor import hosts
 
-    plain = Request()
+    defaults = DoctorRequest()
     alone = tuple(
         f"--{name.replace('_', '-')}"
         for name in ("backend", "folder", "only", "full", "issue", "with_names", "list")
-        if getattr(request, name) != getattr(plain, name)
+        if getattr(request, name) != getattr(defaults, name)
     )
     hosts.check_options(
         host=request.host,
@@ -124,29 +127,27 @@ def _show_hosts(request: Request) -> int:
     return hosts.look_at_host(request.host, request.port, request.script, request.data, json_=request.json)
 
 
-def _check(request: Request) -> None:
+def _check(request: DoctorRequest) -> None:
     for name in request.only:
         if name not in every_name():
-            raise ConfigError(f"--only {name!r}: there is no such check; the checks are {', '.join(every_name())}")
+            raise ConfigError(f"--only {name!r}: no such check; the checks are {', '.join(every_name())}")
     if request.list and (request.only or request.full or request.issue):
-        raise ConfigError("--list only says which checks there are; leave --only, --full and --issue out")
+        raise ConfigError("--list only lists the checks; remove --only, --full and --issue")
     measured = {check.name for group in FULL for check in group}
-    asked = [name for name in request.only if name in measured]
-    if asked and not request.full:
-        raise ConfigError(f"--only {asked[0]!r} is measured with --full alone; add --full")
-    if request.full and request.only and not asked:
-        raise ConfigError(
-            f"--full measures, but --only names none of {', '.join(sorted(measured))}; leave one of them out"
-        )
+    requested = [name for name in request.only if name in measured]
+    if requested and not request.full:
+        raise ConfigError(f"--only {requested[0]!r} is a measurement of --full; add --full")
+    if request.full and request.only and not requested:
+        raise ConfigError(f"--full is set, but --only names none of {', '.join(sorted(measured))}; remove one of them")
     if request.json and request.issue:
-        raise ConfigError("--json and --issue are two forms of one answer; leave one of them out")
+        raise ConfigError("--json and --issue are two output formats; remove one of them")
     if request.with_names and not request.issue:
-        raise ConfigError("--with-names changes the block of --issue alone, where names are left out; add --issue")
+        raise ConfigError("--with-names only affects --issue; add --issue")
 
 
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected a number from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; expected a number from 0 to 65535")
     return int(text)
 
 

@@ -1,6 +1,6 @@
-"""The doctor's child: runs the named checks and prints one finding a line, as JSON, each as soon as it is known.
+"""Child process of the doctor: run checks and print one finding per line as JSON, each as soon as it is known.
 
-``python -m evenload.doctor.child '{"checks": ["machine:cores"]}'`` runs one by hand.
+``python -m evenload.doctor.child '{"checks": ["cpu:cores"]}'`` runs one by hand.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from evenload.doctor.finding import Options
 
 
 def main(argument: str) -> None:
-    """Runs the checks of a request: ``{"checks": ["module:function", ...], "options": {...}}``."""
+    """Run the checks of ``{"checks": ["module:function", ...], "options": {...}}``."""
     began = time.monotonic()
     request = json.loads(argument)
     options = Options(**request.get("options", {}))
     with os.fdopen(os.dup(1), "w") as findings:
-        os.dup2(2, 1)  # what libraries print is no finding
+        os.dup2(2, 1)  # keep the output of libraries apart from the findings
         for name in request["checks"]:
             left_s = options.limit_s - (time.monotonic() - began)
             print(json.dumps(_run(name, replace(options, limit_s=left_s))), file=findings, flush=True)
 
 
 def _run(name: str, options: Options) -> dict[str, Any]:
-    """A finding as plain values, or ``{"raised": ...}``: a faulty check must not keep the next from its turn."""
     module, _, function = name.partition(":")
     try:
         check = getattr(import_module(module if "." in module else f"evenload.doctor.checks.{module}"), function)
         return asdict(check(options))
-    except Exception as error:
+    except Exception as error:  # an error in one check must not stop the next
         traceback.print_exc()
         return {"raised": f"{type(error).__name__}: {error}"}
 

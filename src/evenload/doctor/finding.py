@@ -1,8 +1,8 @@
-"""What the doctor's parent and its children say to each other."""
+"""Findings and options: the values that the doctor's parent and its children exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,43 +23,44 @@ class Figure:
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check."""
+    """The result of one check."""
 
     name: str
+    """The name of the check, set by `runner` from the checklist."""
     status: Status
-    """``fail`` would stop a run, ``warn`` would slow it, ``skip`` could not be looked at and says why."""
+    """``fail`` would stop a run, ``warn`` would slow it, ``skip`` does not apply or could not be checked."""
     found: str
     expected: str = ""
-    mend: str = ""
-    """The command that mends; empty where nothing is to be mended."""
+    fix: str = ""
+    """The command that fixes it; empty if nothing is wrong."""
     figures: tuple[Figure, ...] = ()
-    """What was measured; empty for most checks."""
+    """Measured numbers; empty for most checks."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user asks of the doctor, handed to every check."""
+    """The user's options, passed to every check."""
 
     port: int = 0
-    """The TCP port a run will use; 0: any free one."""
+    """The TCP port of the run; 0 for any free port."""
     backend: str = "auto"
-    """Of the all-reduce: ``nccl``, ``gloo``, or ``auto`` (nccl where there are GPUs)."""
+    """Of the all-reduce: ``nccl``, ``gloo``, or ``auto`` (nccl if there are GPUs)."""
     folder: str = "runs"
-    """Where runs will write."""
+    """The folder that runs will write to."""
     host: str = ""
-    """The other machine, ``HOST[:PORT]``; empty: this machine alone is looked at."""
+    """The other machine, ``HOST[:PORT]``; empty to check this machine only."""
     script: str = ""
-    """A script that both should have."""
+    """A script to compare between the two machines."""
     data: str = ""
-    """A data path that both should have."""
+    """A data path to compare between the two machines."""
     temporary: str = ""
-    """The folder for temporary files; `examine` sets it, because children have one of their own."""
+    """The user's folder for temporary files, set by `runner` (children have separate ones)."""
     private: bool = False
-    """Leave out what other people's programs are called (``--issue``)."""
+    """Leave out the command lines of other users' processes (``--issue``)."""
     limit_s: float = 8.0
-    """Time left to a check before the parent loses patience; `examine` and the child set it."""
+    """Seconds left for the check, set by `runner` and the child."""
     root: str = "/"
-    """Where the files of the machine are read; another folder in tests."""
+    """Root of the system files to read; another folder in tests."""
 
     @property
     def root_path(self) -> Path:
@@ -67,12 +68,32 @@ class Options:
         return Path(self.root)
 
 
+def ok(found: str, expected: str = "", figures: Sequence[Figure] = ()) -> Finding:
+    """Return a finding without a problem."""
+    return Finding("", "ok", found, expected, figures=tuple(figures))
+
+
+def warn(found: str, expected: str, fix: str, figures: Sequence[Figure] = ()) -> Finding:
+    """Return a finding that would slow a run."""
+    return Finding("", "warn", found, expected, fix, tuple(figures))
+
+
+def fail(found: str, expected: str, fix: str = "") -> Finding:
+    """Return a finding that would stop a run or make its result wrong."""
+    return Finding("", "fail", found, expected, fix)
+
+
+def skip(found: str) -> Finding:
+    """Return a finding for a check that does not apply or cannot be made."""
+    return Finding("", "skip", found)
+
+
 def read_finding(row: Mapping[str, Any]) -> Finding:
-    """A finding from what a child wrote of it."""
+    """Parse a finding from the output of a child."""
     return Finding(**{**row, "figures": tuple(Figure(**figure) for figure in row.get("figures", ()))})
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0: fit; 1: something would stop a run; 2: something would slow it."""
+    """Return 0 if the machine is fit, 1 if something would stop a run, 2 if something would slow it."""
     statuses = {finding.status for finding in findings}
     return 1 if "fail" in statuses else 2 if "warn" in statuses else 0

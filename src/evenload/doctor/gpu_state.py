@@ -1,115 +1,128 @@
-"""Each GPU as the driver describes it: heat, power, clocks, slots, faults; what hardware.py has no use for."""
+"""State of each GPU as reported by its driver: heat, power, clocks, PCIe lanes, NVLinks, faults."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from evenload import hardware
+from evenload.doctor.finding import Finding, Options, skip
 
 SLOWED_BY_HEAT = 0x20 | 0x40
 """Bits of NVML's clock event reasons: software and hardware thermal slowdown."""
 SLOWED_BY_SUPPLY = 0x80
-"""Power brake: the supply, or the server's own control, asks for less."""
+"""Power brake, requested by the power supply or the server's controller."""
 SLOWED_BY_HARDWARE = 0x08
-"""Hardware slowdown: heat or power; the two above say which, where they are known."""
+"""Hardware slowdown by heat or power; the bits above distinguish them if the driver does."""
 SLOWED_BY_SETTING = 0x02
-"""Somebody has set or locked the clocks."""
+"""Clocks set or locked by a user."""
 
 DEFAULT_MODE, PROHIBITED_MODE, EXCLUSIVE_MODE = 0, 2, 3
 """NVML's compute modes."""
+NO_GPU = "no NVIDIA GPU with a responding driver"
 
 
 @dataclass(frozen=True)
-class Card:
-    """One GPU that this process may use; None where the driver doesn't tell."""
+class GpuState:
+    """One GPU visible to this process; None for values that the driver does not report."""
 
     index: int
-    """The N of its ``cuda:N`` here."""
+    """N of its ``cuda:N``."""
     name: str
     bus: str = ""
-    """Its place, as /sys spells it: ``0000:01:00.0``; commands of nvidia-smi take it by ``-i``."""
+    """PCI address in the form of /sys, ``0000:01:00.0``; ``nvidia-smi -i`` accepts it."""
     smi_index: int | None = None
     """Its number in nvidia-smi."""
     slowed_by: int | None = None
-    """NVML's clock event reasons, bit by bit."""
+    """NVML's clock event reasons as bits."""
     temperature_c: int | None = None
     slowdown_c: int | None = None
-    """Where it begins to slow down."""
+    """Temperature at which it slows down."""
     power_limit_w: float | None = None
     power_default_w: float | None = None
     clock_mhz: int | None = None
-    """The SM clock that is set for applications."""
+    """The SM clock set for applications."""
     clock_default_mhz: int | None = None
     width: int | None = None
     """PCIe lanes in use."""
     width_max: int | None = None
     nvlinks: tuple[bool, ...] = ()
-    """Which of its NVLinks are up; empty where it has none."""
+    """State of each NVLink; empty without NVLink."""
     ecc_errors: int | None = None
-    """Uncorrected errors of its memory since the driver was loaded."""
+    """Uncorrected memory errors since the driver was loaded."""
     is_row_pending: bool | None = None
-    """A faulty row of memory waits for a reset to be replaced."""
+    """A faulty memory row will be replaced at the next reset."""
     is_row_lost: bool | None = None
-    """A faulty row could not be replaced."""
+    """A faulty memory row could not be replaced."""
     mode: int | None = None
     """Its compute mode."""
     is_split: bool | None = None
-    """MIG is on."""
+    """MIG is enabled."""
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"cuda:{self.index} ({self.name})"
 
 
-def read_cards(environ: Mapping[str, str] = os.environ) -> tuple[Card, ...]:
-    """The GPUs of `hardware.gpus`, in that order."""
+def gpu_check(check: Callable[[Sequence[GpuState], Options], Finding]) -> Callable[[Options], Finding]:
+    """Turn a function of the GPUs into a check that is skipped without GPUs."""
+
+    @functools.wraps(check)
+    def run(options: Options) -> Finding:
+        gpus = read_gpu_states()
+        return check(gpus, options) if gpus else skip(NO_GPU)
+
+    return run
+
+
+def read_gpu_states(environ: Mapping[str, str] = os.environ) -> tuple[GpuState, ...]:
+    """Read the state of the GPUs of `hardware.gpus`, in that order."""
     with hardware.gpu_handles(environ) as (nvml, handles):
         return tuple(_read(nvml, handle, index) for index, handle in enumerate(handles))
 
 
-def _read(nvml: Any, handle: Any, index: int) -> Card:
-    def ask(function: str, *arguments: Any) -> Any:
-        """What the driver answers, or None: not every GPU, driver or library knows every question."""
+def _read(nvml: Any, handle: Any, index: int) -> GpuState:
+    def query(function: str, *arguments: Any) -> Any:
+        """Return the driver's value, or None if the GPU, the driver or the library does not support the query."""
         try:
             return getattr(nvml, function)(handle, *arguments)
         except (nvml.NVMLError, AttributeError, TypeError):
             return None
 
-    rows = ask("nvmlDeviceGetRemappedRows")
-    split = ask("nvmlDeviceGetMigMode")
-    return Card(
+    rows = query("nvmlDeviceGetRemappedRows")
+    split = query("nvmlDeviceGetMigMode")
+    return GpuState(
         index=index,
         name=nvml.nvmlDeviceGetName(handle),
-        bus=_bus(ask("nvmlDeviceGetPciInfo")),
-        smi_index=ask("nvmlDeviceGetIndex"),
-        slowed_by=ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
-        temperature_c=ask("nvmlDeviceGetTemperature", 0),
-        slowdown_c=ask("nvmlDeviceGetTemperatureThreshold", 1),
-        power_limit_w=_watts(ask("nvmlDeviceGetPowerManagementLimit")),
-        power_default_w=_watts(ask("nvmlDeviceGetPowerManagementDefaultLimit")),
-        clock_mhz=ask("nvmlDeviceGetApplicationsClock", 1),
-        clock_default_mhz=ask("nvmlDeviceGetDefaultApplicationsClock", 1),
-        width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-        width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
-        nvlinks=_nvlinks(lambda link: ask("nvmlDeviceGetNvLinkState", link)),
-        ecc_errors=ask("nvmlDeviceGetTotalEccErrors", 1, 0),
+        bus=_bus(query("nvmlDeviceGetPciInfo")),
+        smi_index=query("nvmlDeviceGetIndex"),
+        slowed_by=query("nvmlDeviceGetCurrentClocksThrottleReasons"),
+        temperature_c=query("nvmlDeviceGetTemperature", 0),
+        slowdown_c=query("nvmlDeviceGetTemperatureThreshold", 1),
+        power_limit_w=_watts(query("nvmlDeviceGetPowerManagementLimit")),
+        power_default_w=_watts(query("nvmlDeviceGetPowerManagementDefaultLimit")),
+        clock_mhz=query("nvmlDeviceGetApplicationsClock", 1),
+        clock_default_mhz=query("nvmlDeviceGetDefaultApplicationsClock", 1),
+        width=query("nvmlDeviceGetCurrPcieLinkWidth"),
+        width_max=query("nvmlDeviceGetMaxPcieLinkWidth"),
+        nvlinks=_nvlinks(lambda link: query("nvmlDeviceGetNvLinkState", link)),
+        ecc_errors=query("nvmlDeviceGetTotalEccErrors", 1, 0),
         is_row_pending=None if rows is None else bool(rows[2]),
         is_row_lost=None if rows is None else bool(rows[3]),
-        mode=ask("nvmlDeviceGetComputeMode"),
+        mode=query("nvmlDeviceGetComputeMode"),
         is_split=None if split is None else bool(split[0]),
     )
 
 
-def _bus(place: Any) -> str:
-    """``00000000:01:00.0`` as /sys has it: ``0000:01:00.0``."""
-    if place is None:
+def _bus(info: Any) -> str:
+    """Convert NVML's ``00000000:01:00.0`` to the ``0000:01:00.0`` of /sys."""
+    if info is None:
         return ""
-    raw = place.busId
-    spelled = raw.decode() if isinstance(raw, bytes) else str(raw)
+    spelled = info.busId.decode() if isinstance(info.busId, bytes) else str(info.busId)
     domain, _, rest = spelled.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
@@ -119,7 +132,6 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def _nvlinks(state: Callable[[int], Any]) -> tuple[bool, ...]:
-    """The links up to the first one that the GPU doesn't have."""
     found = []
     for link in range(36):
         up = state(link)

@@ -9,9 +9,9 @@ import socket
 import time
 
 from evenload.doctor.checklist import HOSTS
-from evenload.doctor.examine import examine
 from evenload.doctor.finding import Options, exit_code
 from evenload.doctor.report import as_json, as_text
+from evenload.doctor.runner import run_checks
 from evenload.errors import ConfigError, LaunchError
 from evenload.rendezvous.address import is_own, listen_at, own_addresses, resolve
 from evenload.rendezvous.messages import Wire
@@ -31,7 +31,7 @@ def look_at_host(host: str, port: int, script: str, data: str, *, json_: bool) -
     """
     endpoint = _endpoint(host, port)
     options = Options(host=str(endpoint), script=script, data=data)
-    findings = examine(options, deadline_s=DEADLINE_S, groups=HOSTS)
+    findings = run_checks(options, deadline_s=DEADLINE_S, groups=HOSTS)
     print(as_json(findings) if json_ else as_text(findings))
     return exit_code(findings)
 

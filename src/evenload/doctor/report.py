@@ -1,4 +1,4 @@
-"""The findings as text for a person, or as JSON for a program; the list of checks likewise."""
+"""Findings, and the list of checks, as text or JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 
 from evenload.doctor.checklist import FULL, GROUPS, HOSTS, Check
 from evenload.doctor.finding import Finding, exit_code
+from evenload.stored_names import FINDING_JSON
 
 SCHEMA = 1
 WIDTH = 110
 
 
 def as_text(findings: Sequence[Finding], who: str | None = None) -> str:
-    """A plain table: one line a finding; below those that are not well, what was expected and what mends.
+    """Format one line per finding, followed by the expectation and the fix of each problem.
 
     Args:
         findings: at least one.
-        who: what the first line calls this machine; its name where None.
+        who: the name of this machine in the first line; its host name by default.
     """
     column = max(len(finding.name) for finding in findings)
     machine = platform.node() if who is None else who
@@ -34,46 +35,46 @@ def as_text(findings: Sequence[Finding], who: str | None = None) -> str:
                 lines.append(f"        {'':>{column}}  {figure.what:<{wide}}  {figure.value:8.3g} {figure.unit}")
         if finding.status in ("warn", "fail"):
             lines += _wrap(f"        {'expected':>{column}}  ", finding.expected)
-            if finding.mend:  # never wrapped: it is there to be copied
-                lines.append(f"        {'mend':>{column}}  {finding.mend}")
+            if finding.fix:  # not wrapped, so that it can be copied
+                lines.append(f"        {'fix':>{column}}  {finding.fix}")
     return "\n".join([*lines, "", _summary(findings)])
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """``{"schema", "exit_code", "findings": [{"name", "status", "found", "expected", "mend"}]}``.
+    """Format findings as ``{"schema", "exit_code", "findings": [{"name", "status", "found", "expected", ...}]}``.
 
-    Findings of ``--full`` have ``figures`` as well: ``[{"what", "value", "unit"}]``.
+    Findings of ``--full`` also have ``figures``: ``[{"what", "value", "unit"}]``.
     """
-    story = {"schema": SCHEMA, "exit_code": exit_code(findings), "findings": [_row(finding) for finding in findings]}
-    return json.dumps(story, indent=1)
+    rows = [_row(finding) for finding in findings]
+    return json.dumps({"schema": SCHEMA, "exit_code": exit_code(findings), "findings": rows}, indent=1)
 
 
 def checks_as_text() -> str:
-    """One line a check: its name and what it looks at."""
+    """Format one line per check: its name and its subject."""
     checks = _listed()
     column = max(len(check.name) for check, _ in checks)
     return "\n".join(
-        f"{check.name:<{column}}  {check.looks_at}{f' ({option})' if option else ''}" for check, option in checks
+        f"{check.name:<{column}}  {check.subject}{f' ({option})' if option else ''}" for check, option in checks
     )
 
 
 def checks_as_json() -> str:
-    """``{"schema", "checks": [{"name", "looks_at", "full", "host"}]}``."""
+    """Format the checks as ``{"schema", "checks": [{"name", "looks_at", "full", "host"}]}``."""
     rows = [
-        {"name": check.name, "looks_at": check.looks_at, "full": option == "--full", "host": option == "--host"}
+        {"name": check.name, "looks_at": check.subject, "full": option == "--full", "host": option == "--host"}
         for check, option in _listed()
     ]
     return json.dumps({"schema": SCHEMA, "checks": rows}, indent=1)
 
 
 def _listed() -> list[tuple[Check, str]]:
-    """All checks, each with the option that asks for it; empty where none does."""
+    """Return all checks, each with the option that it needs."""
     tables = ((GROUPS, ""), (FULL, "--full"), (HOSTS, "--host"))
     return [(check, option) for groups, option in tables for group in groups for check in group]
 
 
 def _row(finding: Finding) -> dict[str, Any]:
-    row = asdict(finding)
+    row = {FINDING_JSON.get(name, name): value for name, value in asdict(finding).items()}
     if not finding.figures:
         del row["figures"]
     return row

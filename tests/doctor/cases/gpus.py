@@ -8,7 +8,7 @@ from tests.doctor.conftest import Machine
 from tests.doctor.nvml import GIB
 
 
-@unwell("GPU memory", "warn", "cuda:1: 4.0 of 24.0 GiB held by", "nvidia-smi")
+@unwell("GPU memory", "warn", "cuda:1: 4.0 of 24.0 GiB used by", "nvidia-smi")
 def held(machine: Machine) -> Finding:
     machine.gpus({}, {"used": 4 * GIB})
     return machine.look("GPU memory")
@@ -77,13 +77,13 @@ def neighbours(machine: Machine) -> Finding:
     return machine.look("GPU generations")
 
 
-@unwell("GPU mode", "fail", "cuda:1 (RTX 3090) lets no program in", "sudo nvidia-smi -i 0000:02:00.0 -c DEFAULT")
+@unwell("GPU mode", "fail", "cuda:1 (RTX 3090) accepts no process", "sudo nvidia-smi -i 0000:02:00.0 -c DEFAULT")
 def prohibited(machine: Machine) -> Finding:
     machine.gpus({"ComputeMode": 0}, {"ComputeMode": 2})
     return machine.look("GPU mode")
 
 
-@unwell("GPU mode", "warn", "lets only one process in", "-c DEFAULT")
+@unwell("GPU mode", "warn", "accepts only one process", "-c DEFAULT")
 def exclusive(machine: Machine) -> Finding:
     machine.gpus({"ComputeMode": 3})
     return machine.look("GPU mode")
@@ -104,7 +104,7 @@ def open_to_all(machine: Machine) -> Finding:
 @unwell(
     "GPU throttling",
     "warn",
-    "cuda:0 (RTX 3090) is slowed by heat (91 °C, it slows at 93 °C)",
+    "cuda:0 (RTX 3090) is slowed by heat (91 °C, it slows down at 93 °C)",
     "nvidia-smi -q -d TEMPERATURE",
 )
 def hot(machine: Machine) -> Finding:
@@ -127,19 +127,21 @@ def idle_or_at_its_cap(machine: Machine) -> Finding:
     return machine.look("GPU throttling")
 
 
-@unwell("GPU clocks", "warn", "cuda:0 (RTX 3090) is capped at 200 of 350 W", "sudo nvidia-smi -i 0000:01:00.0 -pl 350")
+@unwell("GPU clocks", "warn", "cuda:0 (RTX 3090) is limited to 200 of 350 W", "sudo nvidia-smi -i 0000:01:00.0 -pl 350")
 def capped(machine: Machine) -> Finding:
     machine.gpus({"PowerManagementLimit": 200_000, "PowerManagementDefaultLimit": 350_000})
     return machine.look("GPU clocks")
 
 
-@unwell("GPU clocks", "warn", "is set to 900 MHz, 1410 MHz are usual", "-rgc && sudo nvidia-smi -i 0000:01:00.0 -rac")
+@unwell(
+    "GPU clocks", "warn", "is set to 900 MHz, the default is 1410 MHz", "-rgc && sudo nvidia-smi -i 0000:01:00.0 -rac"
+)
 def lowered(machine: Machine) -> Finding:
     machine.gpus({"ApplicationsClock": {"1": 900}, "DefaultApplicationsClock": {"1": 1410}})
     return machine.look("GPU clocks")
 
 
-@unwell("GPU clocks", "warn", "clocks held by a setting", "-rgc")
+@unwell("GPU clocks", "warn", "the clocks of cuda:0 (RTX 3090) are locked", "-rgc")
 def locked(machine: Machine) -> Finding:
     machine.gpus({"CurrentClocksThrottleReasons": 0x02})
     return machine.look("GPU clocks")
@@ -180,13 +182,13 @@ def memory_errors(machine: Machine) -> Finding:
     return machine.look("GPU errors")
 
 
-@unwell("GPU errors", "warn", "a reset would replace", "--gpu-reset")
+@unwell("GPU errors", "warn", "a reset replaces", "--gpu-reset")
 def pending_row(machine: Machine) -> Finding:
     machine.gpus({"RemappedRows": [0, 1, 1, 0]})
     return machine.look("GPU errors")
 
 
-@unwell("GPU errors", "fail", "can't be replaced any more", "evenload run -d 1 train.py")
+@unwell("GPU errors", "fail", "cannot be replaced", "evenload run -d 1 train.py")
 def worn_out(machine: Machine) -> Finding:
     machine.gpus({"RemappedRows": [0, 9, 0, 1]}, {"RemappedRows": [0, 0, 0, 0]})
     return machine.look("GPU errors")

@@ -32,7 +32,7 @@ def two_gpus(machine: Machine, kind: str = "", control: int | None = None, node:
         (machine.root / "sys/devices/pci0000:00/0000:00:01.0/config").write_bytes(space)
 
 
-@unwell("IOMMU and ACS", "warn", "an IOMMU translates what 0000:01:00.0, 0000:02:00.0 copies", "iommu=pt")
+@unwell("IOMMU and ACS", "warn", "an IOMMU translates the copies of 0000:01:00.0, 0000:02:00.0", "iommu=pt")
 def translated(machine: Machine) -> Finding:
     two_gpus(machine, kind="DMA-FQ")
     machine.write({"proc/cmdline": "quiet intel_iommu=on\n"})
@@ -60,7 +60,9 @@ def passed_through(machine: Machine) -> Finding:
 NODES = {"sys/devices/system/node/node0/cpulist": "0-3\n", "sys/devices/system/node/node1/cpulist": "4-7\n"}
 
 
-@unwell("NUMA", "warn", "GPU 0000:02:00.0 is at node 1, but this process may use cores of node 0", "taskset -c 0-7")
+@unwell(
+    "NUMA", "warn", "GPU 0000:02:00.0 is on node 1, but this process may only use cores of node 0", "taskset -c 0-7"
+)
 def far_gpu(machine: Machine) -> Finding:
     two_gpus(machine, node=(0, 1))
     machine.write(NODES)
@@ -68,14 +70,14 @@ def far_gpu(machine: Machine) -> Finding:
     return machine.look("NUMA")
 
 
-@unwell("NUMA", "warn", "ib0 is at node 1", "taskset -c 0-7")
+@unwell("NUMA", "warn", "ib0 is on node 1", "taskset -c 0-7")
 def far_card(machine: Machine) -> Finding:
     machine.write({**NODES, "sys/class/net/ib0/device/numa_node": "1\n", "sys/class/net/lo/operstate": "up\n"})
     machine.cores(2, 3)
     return machine.look("NUMA")
 
 
-@unwell("NUMA", "warn", "cores of node 0-1, but memory of node 0 alone", "--cpuset-mems 0-1")
+@unwell("NUMA", "warn", "cores of node 0-1, but only memory of node 0", "--cpuset-mems 0-1")
 def far_memory(machine: Machine) -> Finding:
     machine.write({**NODES, "proc/self/status": "Name:\tpython\nMems_allowed_list:\t0\n"})
     machine.cores(3, 4)
@@ -98,7 +100,7 @@ def one_node(machine: Machine) -> Finding:
 # The CPU, memory and limits
 
 
-@unwell("CPU cores", "warn", "a quota of 0.5 cores' time", "taskset -c ")
+@unwell("CPU cores", "warn", "a quota of 0.5 cores", "taskset -c ")
 def under_a_quota(machine: Machine) -> Finding:
     machine.write(cgroup2("cpu.max", "50000 100000\n"))
     return machine.look("CPU cores")
@@ -131,9 +133,7 @@ def frequency(core: int, **files: str) -> dict[str, str]:
     }
 
 
-@unwell(
-    "CPU governor", "warn", "1 of 2 cores under the governor powersave (acpi-cpufreq)", "echo performance | sudo tee"
-)
+@unwell("CPU governor", "warn", "1 of 2 cores use the governor powersave (acpi-cpufreq)", "echo performance | sudo tee")
 def powersave(machine: Machine) -> Finding:
     machine.write({**frequency(0), **frequency(1, scaling_governor="powersave")})
     machine.cores(0, 1)
@@ -212,7 +212,7 @@ def none_left(machine: Machine) -> Finding:
     return machine.look("memory")
 
 
-@unwell("memory", "warn", "2.0 GiB free of the control group's 4.0 GiB", "job/memory.max")
+@unwell("memory", "warn", "2.0 GiB free of the cgroup's 4.0 GiB", "job/memory.max")
 def small_group(machine: Machine) -> Finding:
     machine.write(meminfo(64, 60))
     used = {"memory.current": f"{3 * GIB}\n", "memory.stat": f"anon 5\ninactive_file {GIB}\n"}
@@ -220,7 +220,7 @@ def small_group(machine: Machine) -> Finding:
     return machine.look("memory")
 
 
-@unwell("memory", "warn", "2 processes of this group were ended", "ps -eo")
+@unwell("memory", "warn", "the OOM killer ended 2 processes of this cgroup", "ps -eo")
 def killed(machine: Machine) -> Finding:
     machine.write({**meminfo(64, 60), **cgroup2("memory.events", "low 0\noom 3\noom_kill 2\n")})
     return machine.look("memory")
@@ -232,13 +232,13 @@ def plenty(machine: Machine) -> Finding:
     return machine.look("memory")
 
 
-@unwell("memory pressure", "warn", "12.0 GiB lie in swap", "sudo swapoff -a && sudo swapon -a")
+@unwell("memory pressure", "warn", "12.0 GiB in swap, 38% of the memory", "sudo swapoff -a && sudo swapon -a")
 def swapped(machine: Machine) -> Finding:
     machine.write(meminfo(32, 8, swap_gib=16, swap_free_gib=4))
     return machine.look("memory pressure")
 
 
-@unwell("memory pressure", "warn", "for 31 % of the last minute", "ps -eo")
+@unwell("memory pressure", "warn", "in 31 % of the last minute", "ps -eo")
 def pressed(machine: Machine) -> Finding:
     machine.write(meminfo(32, 8))
     machine.write({"proc/pressure/memory": "some avg10=9.00 avg60=31.20 avg300=1.00 total=5\nfull avg10=0.00\n"})
@@ -252,7 +252,7 @@ def at_ease(machine: Machine) -> Finding:
     return machine.look("memory pressure")
 
 
-@unwell("/dev/shm", "fail", "/dev/shm can't be read", "docker run --shm-size=8g")
+@unwell("/dev/shm", "fail", "/dev/shm is not readable", "docker run --shm-size=8g")
 def no_shared_memory(machine: Machine) -> Finding:
     machine.write({".dockerenv": ""})
     return machine.look("/dev/shm")
@@ -279,7 +279,7 @@ def many_files(machine: Machine) -> Finding:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@unwell("processes", "fail", "the control group allows 20 more", "job/pids.max")
+@unwell("processes", "fail", "the cgroup allows 20 more", "job/pids.max")
 def few_processes(machine: Machine) -> Finding:
     machine.write(cgroup2("pids.max", "100\n", **{"pids.current": "80\n"}))
     return machine.look("processes")
@@ -287,9 +287,9 @@ def few_processes(machine: Machine) -> Finding:
 
 @unwell("processes", "warn", "ulimit -u is 400, and this user has 150", "ulimit -u 9000")
 def few_processes_of_a_user(machine: Machine) -> Finding:
-    from evenload.doctor.checks.processes import judge_processes
+    from evenload.doctor.checks.limits import evaluate_processes
 
-    return judge_processes(400, 9000, num_own=150, group_left=float("inf"), group="", num_ranks=2, is_root=False)
+    return evaluate_processes(400, 9000, num_own=150, cgroup_left=float("inf"), cgroup="", num_ranks=2, is_root=False)
 
 
 @well("processes")

@@ -22,7 +22,7 @@ class Unwell:
     status: str
     found: str
     """Part of what it says."""
-    mend: str
+    fix: str
     """Part of the command."""
 
 
@@ -30,9 +30,9 @@ UNWELL: dict[str, list[Unwell]] = {}
 WELL: dict[str, list[Case]] = {}
 
 
-def unwell(check: str, status: str, found: str, mend: str) -> Callable[[Case], Case]:
+def unwell(check: str, status: str, found: str, fix: str) -> Callable[[Case], Case]:
     def add(case: Case) -> Case:
-        UNWELL.setdefault(check, []).append(Unwell(case, status, found, mend))
+        UNWELL.setdefault(check, []).append(Unwell(case, status, found, fix))
         return case
 
     return add

@@ -66,7 +66,7 @@ def half_duplex(machine: Machine) -> Finding:
     return machine.look("network link")
 
 
-@unwell("network link", "warn", "lost 5000 of 100000 packets", "ethtool -G eth0")
+@unwell("network link", "warn", "lost 5000 of 100000 received packets", "ethtool -G eth0")
 def lossy(machine: Machine) -> Finding:
     machine.write(card("eth0", lost=5000))
     return machine.look("network link")
@@ -117,7 +117,7 @@ def port_down(machine: Machine) -> Finding:
     return machine.look("InfiniBand")
 
 
-@unwell("InfiniBand", "warn", "/dev/infiniband) are not here", "--device=/dev/infiniband")
+@unwell("InfiniBand", "warn", "/dev/infiniband) are missing", "--device=/dev/infiniband")
 def not_in_the_container(machine: Machine) -> Finding:
     infiniband(machine, can_open=False)
     return machine.look("InfiniBand")
@@ -130,13 +130,13 @@ def ready_port(machine: Machine) -> Finding:
     return machine.look("InfiniBand")
 
 
-@unwell("clock", "warn", "it may be 4.0 s wrong", "sudo chronyc makestep")
+@unwell("clock", "warn", "the error may be 4.0 s", "sudo chronyc makestep")
 def far_off(machine: Machine) -> Finding:
     machine.monkeypatch.setattr("evenload.doctor.checks.clock.read_clock", lambda: ClockState(True, 4.0))
     return machine.look("clock")
 
 
-@unwell("clock", "fail", "the clock says 1970-01-01, but Evenload was installed on 20", "set-ntp true")
+@unwell("clock", "fail", "the clock shows 1970-01-01, but Evenload was installed on 20", "set-ntp true")
 def at_the_beginning(machine: Machine) -> Finding:
     machine.monkeypatch.setattr("time.time", lambda: 5.0)
     return machine.look("clock")
@@ -179,14 +179,14 @@ def clean(machine: Machine) -> Finding:
     return machine.look("variables")
 
 
-@unwell("threads", "warn", "OMP_NUM_THREADS=64, but 2 cores", "unset OMP_NUM_THREADS")
+@unwell("threads", "warn", "OMP_NUM_THREADS=64, but only 2 cores", "unset OMP_NUM_THREADS")
 def too_many_threads(machine: Machine) -> Finding:
     machine.cores(0, 1)
     machine.monkeypatch.setenv("OMP_NUM_THREADS", "64")
     return machine.look("threads")
 
 
-@unwell("threads", "warn", "OMP_NUM_THREADS=all is no number", "unset OMP_NUM_THREADS")
+@unwell("threads", "warn", "OMP_NUM_THREADS=all is not a number", "unset OMP_NUM_THREADS")
 def no_number(machine: Machine) -> Finding:
     machine.monkeypatch.setenv("OMP_NUM_THREADS", "all")
     return machine.look("threads")
@@ -291,17 +291,17 @@ def broken_torch(machine: Machine) -> Finding:
 
 @unwell("CUDA libraries", "fail", "cuDNN 9.1.0", "unset LD_LIBRARY_PATH")
 def shadowed_library(machine: Machine) -> Finding:
-    from evenload.doctor.checks.wheel import Libraries, judge_libraries
+    from evenload.doctor.checks.torch_build import Libraries, evaluate_libraries
 
     loaded = Libraries("12.8", (9, 10, 2), (9, 1, 0), (2, 27, 5), (2, 27, 5))
-    return judge_libraries(loaded, num_gpus=2, library_path="/usr/local/cuda/lib64")
+    return evaluate_libraries(loaded, num_gpus=2, library_path="/usr/local/cuda/lib64")
 
 
 @well("CUDA libraries")
 def own_libraries(machine: Machine) -> Finding:
-    from evenload.doctor.checks.wheel import Libraries, judge_libraries
+    from evenload.doctor.checks.torch_build import Libraries, evaluate_libraries
 
-    return judge_libraries(
+    return evaluate_libraries(
         Libraries("12.8", (9, 10, 2), (9, 10, 2), (2, 27, 5), (2, 27, 5)), num_gpus=2, library_path=""
     )
 
@@ -316,15 +316,15 @@ def ranks_apart(machine: Machine) -> Finding:
 def copies_that_never_arrive(machine: Machine) -> Finding:
     import torch
 
-    from evenload.doctor.checks.peers import copy_between, judge_copies
+    from evenload.doctor.checks.peer_copies import copy_between, evaluate_copies
 
     stale = torch.zeros(4_000_000, dtype=torch.int32)
-    return judge_copies(copy_between([torch.device("cpu")] * 2, lambda numbers, device: stale))
+    return evaluate_copies(copy_between([torch.device("cpu")] * 2, lambda numbers, device: stale))
 
 
 @unwell("peer copies", "fail", "cpu to cpu: 1 of 4,000,000 values differ", "NCCL_P2P_DISABLE")
 def one_wrong_value(machine: Machine) -> Finding:
-    from evenload.doctor.checks.peers import copy_between, judge_copies
+    from evenload.doctor.checks.peer_copies import copy_between, evaluate_copies
 
     cpu = _cpu()
 
@@ -333,14 +333,14 @@ def one_wrong_value(machine: Machine) -> Finding:
         numbers[1234] += 1
         return numbers
 
-    return judge_copies(copy_between([cpu, cpu], spoil))
+    return evaluate_copies(copy_between([cpu, cpu], spoil))
 
 
 @well("peer copies")
 def copies_that_arrive(machine: Machine) -> Finding:
-    from evenload.doctor.checks.peers import copy_between, judge_copies
+    from evenload.doctor.checks.peer_copies import copy_between, evaluate_copies
 
-    return judge_copies(copy_between([_cpu()] * 3, lambda numbers, device: numbers.to(device).clone()))
+    return evaluate_copies(copy_between([_cpu()] * 3, lambda numbers, device: numbers.to(device).clone()))
 
 
 def _cpu() -> torch.device:

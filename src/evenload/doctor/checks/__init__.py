@@ -1,5 +1,4 @@
-"""The checks: each takes the options and returns one finding; run in child processes only.
+"""The checks: each takes the options and returns one finding; they run in child processes only.
 
-A check reads the facts, then hands them to a pure function that judges them, so that each verdict can be tested
-without the machine that earns it.
+Where the facts cannot be reproduced by files and a stub driver, a pure function turns them into the finding, for tests.
 """

@@ -1,8 +1,7 @@
-"""Do ranks on this machine come together, and sum?"""
+"""Check of an all-reduce between ranks on this machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import tempfile
@@ -12,73 +11,69 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from evenload import hardware
-from evenload.doctor.finding import Finding, Options
+from evenload.doctor.checks.packages import torch_problem
+from evenload.doctor.finding import Finding, Options, fail, ok, skip
 
-NAME = "all-reduce"
 NUM_FLOATS = 1_000_000
 EXPORT_DEBUG = {"nccl": "NCCL_DEBUG=INFO", "gloo": "TORCH_DISTRIBUTED_DEBUG=DETAIL"}
 
 
 @dataclass(frozen=True)
-class RankStory:
-    """What a rank of the trial reported."""
+class RankResult:
+    """Result of one rank."""
 
     rank: int
     seconds: float
-    """Of the second all-reduce; the first one also opens connections."""
+    """Of the second all-reduce; the first one includes opening connections."""
     error: str = ""
 
 
 def allreduce(options: Options) -> Finding:
-    """Starts ranks on the backend a run would choose, and lets them sum NUM_FLOATS numbers twice."""
+    """Run two all-reduces of NUM_FLOATS numbers with the backend that a run would choose."""
     began = time.monotonic()
-    if importlib.util.find_spec("torch") is None:
-        return Finding(NAME, "skip", "torch is missing (see packages)")
-    try:
-        import torch
-        import torch.distributed as dist
-    except Exception:
-        return Finding(NAME, "skip", "torch can't be imported (see wheel and driver)")
+    if (problem := torch_problem()) is not None:
+        return skip(problem)
+    import torch
+    import torch.distributed as dist
+
     if not dist.is_available():
-        return Finding(NAME, "fail", f"torch {torch.__version__} is built without torch.distributed", "a build with it")
+        return fail(f"torch {torch.__version__} is built without torch.distributed", "a build with it")
     num_gpus = len(hardware.gpus()) if torch.version.cuda is not None and dist.is_nccl_available() else 0
     backend = options.backend if options.backend != "auto" else "nccl" if num_gpus else "gloo"
     if backend == "nccl" and not num_gpus:
-        found = "nccl was asked for, but there is no GPU that this torch can use with NCCL"
-        return Finding(NAME, "fail", found, "a GPU and a build of torch for it", "evenload doctor --backend gloo")
+        found = "--backend nccl is set, but there is no GPU that this torch can use with NCCL"
+        return fail(found, "a GPU and a build of torch for it", "evenload doctor --backend gloo")
     num_ranks = num_gpus if backend == "nccl" else 2
     limit_s = max(1.0, options.limit_s - (time.monotonic() - began))
-    return judge_allreduce(backend, num_ranks, limit_s, run_ranks(backend, num_ranks, limit_s))
+    return evaluate_allreduce(backend, num_ranks, limit_s, run_ranks(backend, num_ranks, limit_s))
 
 
-def judge_allreduce(
-    backend: str, num_ranks: int, limit_s: float, stories: list[RankStory], num_floats: int = NUM_FLOATS
+def evaluate_allreduce(
+    backend: str, num_ranks: int, limit_s: float, results: list[RankResult], num_floats: int = NUM_FLOATS
 ) -> Finding:
-    """What the ranks' stories mean; a rank without a story did not end in time."""
+    """Evaluate the results of the ranks; a rank without a result did not end in time."""
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
     expected = f"{ranks} over {backend} sum {num_floats:,} numbers within {limit_s:.0f} s"
-    failed = [story for story in stories if story.error]
-    mend = f"{EXPORT_DEBUG[backend]} evenload doctor --backend {backend}"
+    failed = [result for result in results if result.error]
+    fix = f"{EXPORT_DEBUG[backend]} evenload doctor --backend {backend}"
     if backend == "nccl" and num_ranks > 1:
-        mend = f"NCCL_P2P_DISABLE=1 {mend}   # where this helps, GPUs can't read each other: see the BIOS's IOMMU"
+        fix = f"NCCL_P2P_DISABLE=1 {fix}   # if this helps, GPUs cannot access each other: see IOMMU in the BIOS"
     elif backend == "gloo":
-        mend = f"GLOO_SOCKET_IFNAME=lo {mend}   # where this helps, the host name leads astray"
+        fix = f"GLOO_SOCKET_IFNAME=lo {fix}   # if this helps, the host name resolves to a wrong address"
     if failed:
-        return Finding(NAME, "fail", f"rank {failed[0].rank} over {backend}: {failed[0].error}", expected, mend)
-    silent = sorted(set(range(num_ranks)) - {story.rank for story in stories})
-    if silent:
-        found = f"over {backend} rank {', '.join(map(str, silent))} had not ended after {limit_s:.0f} s"
-        return Finding(NAME, "fail", found, expected, mend)
-    slowest_s = max(story.seconds for story in stories)
-    return Finding(
-        NAME, "ok", f"{ranks} over {backend}: {4 * num_floats / 1e6:g} MB in {slowest_s * 1e3:.1f} ms", expected
-    )
+        return fail(f"rank {failed[0].rank} over {backend}: {failed[0].error}", expected, fix)
+    missing = sorted(set(range(num_ranks)) - {result.rank for result in results})
+    if missing:
+        found = f"over {backend} rank {', '.join(map(str, missing))} did not end within {limit_s:.0f} s"
+        return fail(found, expected, fix)
+    slowest_s = max(result.seconds for result in results)
+    return ok(f"{ranks} over {backend}: {4 * num_floats / 1e6:g} MB in {slowest_s * 1e3:.1f} ms", expected)
 
 
-def run_ranks(backend: str, num_ranks: int, limit_s: float, num_floats: int = NUM_FLOATS) -> list[RankStory]:
-    """Forks the ranks and collects their stories; what has not ended after ``limit_s`` is killed.
+def run_ranks(backend: str, num_ranks: int, limit_s: float, num_floats: int = NUM_FLOATS) -> list[RankResult]:
+    """Fork the ranks and collect their results; ranks still running after ``limit_s`` are killed.
 
-    Forking saves each rank the import of torch. It is sound here because this process has begun no CUDA.
+    Forking saves the import of torch in each rank. It is safe because this process has not initialized CUDA.
     """
     end = time.monotonic() + limit_s
     context = multiprocessing.get_context("fork")
@@ -96,23 +91,23 @@ def run_ranks(backend: str, num_ranks: int, limit_s: float, num_floats: int = NU
             processes[-1].start()
             writer.close()
             readers[reader] = rank
-        stories = []
+        results = []
         try:
             while readers and (left_s := end - time.monotonic()) > 0:
                 ready = wait(list(readers), left_s)
                 for reader in [reader for reader in readers if reader in ready]:
                     rank = readers.pop(reader)
                     try:
-                        stories.append(reader.recv())
+                        results.append(reader.recv())
                     except EOFError:
-                        stories.append(RankStory(rank, 0.0, "its process died without a word"))
-                if any(story.error for story in stories):
-                    break  # the others would only wait for it
+                        results.append(RankResult(rank, 0.0, "its process died without an error message"))
+                if any(result.error for result in results):
+                    break  # the others would wait for it
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-    return stories
+    return results
 
 
 def _rank(
@@ -145,11 +140,11 @@ def _rank(
             seconds = time.perf_counter() - began
             low, high = numbers.min().item(), numbers.max().item()
         true_sum = num_ranks * (num_ranks + 1) / 2
-        wrong = f"sums to {low:g} ... {high:g}, the true sum is {true_sum:g}" if not low == high == true_sum else ""
-        writer.send(RankStory(rank, seconds, wrong))
-        dist.barrier()  # nobody leaves while another still reads from it
+        wrong = f"the sum is {low:g} ... {high:g} instead of {true_sum:g}" if not low == high == true_sum else ""
+        writer.send(RankResult(rank, seconds, wrong))
+        dist.barrier()  # a rank must not exit while another reads from it
     except Exception as error:
-        writer.send(RankStory(rank, 0.0, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+        writer.send(RankResult(rank, 0.0, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     finally:
         writer.close()
-        os._exit(0)  # gloo's threads may abort an ordinary exit
+        os._exit(0)  # a normal exit may be aborted by the threads of gloo

@@ -1,4 +1,4 @@
-"""Does the system's clock follow true time?"""
+"""Check of the system clock."""
 
 from __future__ import annotations
 
@@ -8,60 +8,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import evenload
-from evenload.doctor.finding import Finding, Options
+from evenload.doctor.finding import Finding, Options, fail, ok, skip, warn
 
-NAME = "clock"
-UNSYNCHRONISED, TIME_ERROR = 0x40, 5
+UNSYNCHRONIZED, TIME_ERROR = 0x40, 5
 """STA_UNSYNC, and the state that adjtimex returns with it: https://man7.org/linux/man-pages/man2/adjtimex.2.html"""
-FAR_S = 1.0
+MAX_ERROR_S = 1.0
 SLACK_S = 86400.0
-"""A clock may be this much behind the newest file of Evenload: zones, copied files."""
-MEND = "sudo timedatectl set-ntp true   # without systemd: sudo apt-get install -y chrony"
+"""The clock may be this far behind the installation of Evenload: time zones, copied files."""
+ENABLE_NTP = "sudo timedatectl set-ntp true   # without systemd: sudo apt-get install -y chrony"
 
 
 @dataclass(frozen=True)
 class ClockState:
-    """What the kernel says of its clock."""
+    """State of the kernel's clock."""
 
-    is_synchronised: bool
+    is_synchronized: bool
     error_s: float
-    """The most it may be wrong, as the kernel estimates it."""
+    """The kernel's estimate of the maximum error."""
 
 
 def clock(options: Options) -> Finding:
-    """Asks the kernel, and compares with when Evenload was installed."""
-    del options
-    return judge_clock(read_clock(), time.time(), Path(evenload.__file__).stat().st_mtime)
-
-
-def judge_clock(state: ClockState | None, now_s: float, installed_s: float) -> Finding:
-    """What the state means.
-
-    Args:
-        state: None where the kernel can't be asked.
-        now_s: what the clock says, in seconds since 1970.
-        installed_s: when Evenload was installed, likewise.
-    """
-    expected = "a clock that a time server keeps right"
+    """Check the kernel's state of the clock, and compare the time with the installation of Evenload."""
+    expected = "a clock synchronized with a time server"
+    now_s, installed_s = time.time(), Path(evenload.__file__).stat().st_mtime
     if now_s < installed_s - SLACK_S:
-        found = (
-            f"the clock says {_day(now_s)}, but Evenload was installed on {_day(installed_s)}: certificates are refused"
-        )
-        return Finding(NAME, "fail", found, expected, MEND)
+        found = f"the clock shows {_day(now_s)}, but Evenload was installed on {_day(installed_s)}: certificates will be rejected"
+        return fail(found, expected, ENABLE_NTP)
+    state = read_clock()
     if state is None:
-        return Finding(NAME, "skip", "the kernel can't be asked whether its clock is synchronised")
-    if not state.is_synchronised:
-        return Finding(
-            NAME, "ok", "no time server keeps it right; enough for this machine alone, several want one", expected
-        )
-    if state.error_s > FAR_S:
-        return Finding(NAME, "warn", f"it may be {state.error_s:.1f} s wrong", expected, "sudo chronyc makestep")
-    return Finding(NAME, "ok", f"synchronised, at most {state.error_s * 1000:.0f} ms wrong")
+        return skip("the kernel does not report the state of its clock")
+    if not state.is_synchronized:
+        return ok("not synchronized with a time server; sufficient for one machine, not for several", expected)
+    if state.error_s > MAX_ERROR_S:
+        return warn(f"the error may be {state.error_s:.1f} s", expected, "sudo chronyc makestep")
+    return ok(f"synchronized, error at most {state.error_s * 1000:.0f} ms")
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of struct timex; the rest is room."""
-
+    # The first fields of struct timex, followed by padding.
     _fields_ = (
         ("modes", ctypes.c_uint),
         ("offset", ctypes.c_long),
@@ -74,7 +58,7 @@ class _Timex(ctypes.Structure):
 
 
 def read_clock() -> ClockState | None:
-    """Asks by adjtimex, which changes nothing with modes 0; None where there is no such call."""
+    """Read the state by adjtimex, which changes nothing with modes 0; None if there is no such call."""
     state = _Timex()
     try:
         code = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(state))
@@ -82,7 +66,7 @@ def read_clock() -> ClockState | None:
         return None
     if code < 0:
         return None
-    return ClockState(code != TIME_ERROR and not state.status & UNSYNCHRONISED, state.maxerror / 1e6)
+    return ClockState(code != TIME_ERROR and not state.status & UNSYNCHRONIZED, state.maxerror / 1e6)
 
 
 def _day(seconds: float) -> str:

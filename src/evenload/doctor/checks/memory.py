@@ -1,118 +1,96 @@
-"""Is there memory for a run, and is the machine short of it already?"""
+"""Checks of free memory and of memory pressure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evenload import hardware
-from evenload.doctor import files
-from evenload.doctor.finding import Finding, Options, Status
+from evenload.doctor import system_files
+from evenload.doctor.finding import Finding, Options, fail, ok, skip, warn
+from evenload.doctor.system_files import GIB
 
-MEMORY, PRESSURE = "memory", "memory pressure"
-GIB = 2**30
 STOPS_BYTES, SLOWS_BYTES = GIB // 2, 2 * GIB
-"""Free, for each rank: torch alone takes about 0.5 GiB, with loader workers and a model soon 2."""
+"""Free memory for each rank: torch alone takes about 0.5 GiB, with loader workers and a model easily 2."""
 SWAPPED_FRACTION = 0.1
-"""Of the memory; what lies in swap comes back at the speed of a disk."""
-PRESSED_PERCENT = 5.0
-"""Of the last minute that some process stood still for want of memory (the kernel's PSI)."""
-BIGGEST = "ps -eo pid,user,rss,args --sort=-rss | head   # then end what is not needed"
+"""Of the memory; swapped memory is read back at the speed of a disk."""
+PRESSURE_PERCENT = 5.0
+"""Of the last minute in which some process was stalled for lack of memory (the kernel's PSI)."""
+LARGEST = "ps -eo pid,user,rss,args --sort=-rss | head   # then end what is not needed"
 
 
 @dataclass(frozen=True)
-class Room:
-    """What is free of the machine's memory, and of that of the control group, whichever is less."""
+class FreeMemory:
+    """Free memory of the machine or of the tightest cgroup, whichever is less."""
 
     free_bytes: int
     total_bytes: int
-    group: str = ""
-    """The folder of the control group that is the tighter limit; empty where the machine is."""
+    cgroup: str = ""
+    """The folder of the cgroup; empty if the machine itself has less."""
     num_killed: int = 0
-    """Processes of the group that the kernel has ended for want of memory."""
+    """Processes of the cgroup killed by the OOM killer."""
 
 
 def memory(options: Options) -> Finding:
-    """Reads /proc/meminfo and the control groups."""
-    num_gpus = len(list((options.root_path / "dev").glob("nvidia[0-9]*")))
-    return judge_memory(read_room(options.root_path), num_ranks=max(2, num_gpus))
-
-
-def judge_memory(room: Room | None, *, num_ranks: int) -> Finding:
-    """What the free memory means for so many ranks."""
-    if room is None:
-        return Finding(MEMORY, "skip", "the system doesn't tell how much memory is free")
-    of = "the control group's" if room.group else "the machine's"
-    found = f"{room.free_bytes / GIB:.1f} GiB free of {of} {room.total_bytes / GIB:.1f} GiB"
+    """Check the free memory against the need of the ranks on this machine."""
+    num_ranks = max(2, system_files.num_gpu_files(options.root_path))
+    state = _read_free(options.root_path)
+    if state is None:
+        return skip("the system does not report its free memory")
+    owner = "the cgroup's" if state.cgroup else "the machine's"
+    found = f"{state.free_bytes / GIB:.1f} GiB free of {owner} {state.total_bytes / GIB:.1f} GiB"
     expected = f"{SLOWS_BYTES / GIB:g} GiB for each of {num_ranks} ranks"
-    larger = f"echo max | sudo tee {room.group}/memory.max   # in a container: docker update --memory 64g NAME"
-    if room.free_bytes < num_ranks * SLOWS_BYTES:
-        status: Status = "fail" if room.free_bytes < num_ranks * STOPS_BYTES else "warn"
-        return Finding(MEMORY, status, found, expected, larger if room.group else BIGGEST)
-    if room.num_killed:
-        found += f"; {room.num_killed} processes of this group were ended for want of it (the OOM killer)"
-        return Finding(MEMORY, "warn", found, expected, larger if room.group else BIGGEST)
-    return Finding(MEMORY, "ok", found, expected)
+    raise_limit = f"echo max | sudo tee {state.cgroup}/memory.max   # in a container: docker update --memory 64g NAME"
+    fix = raise_limit if state.cgroup else LARGEST
+    if state.free_bytes < num_ranks * SLOWS_BYTES:
+        return (fail if state.free_bytes < num_ranks * STOPS_BYTES else warn)(found, expected, fix)
+    if state.num_killed:
+        return warn(f"{found}; the OOM killer ended {state.num_killed} processes of this cgroup", expected, fix)
+    return ok(found, expected)
 
 
-def read_room(root: Path) -> Room | None:
-    """The tightest of the machine and the control groups; None where the system doesn't tell."""
-    machine = files.table(root / "proc/meminfo")
+def _read_free(root: Path) -> FreeMemory | None:
+    machine = system_files.table(root / "proc/meminfo")
     if "MemAvailable" not in machine:
         return None
     total_bytes = machine.get("MemTotal", 0) * 1024
-    tightest = Room(machine["MemAvailable"] * 1024, total_bytes)
+    tightest = FreeMemory(machine["MemAvailable"] * 1024, total_bytes)
     num_killed = 0
     for folder in hardware.cgroup_folders("memory", root):
-        num_killed = max(
-            num_killed,
-            files.table(folder / "memory.events").get("oom_kill", 0),
-            files.table(folder / "memory.oom_control").get("oom_kill", 0),
-        )
+        for name in ("memory.events", "memory.oom_control"):
+            num_killed = max(num_killed, system_files.table(folder / name).get("oom_kill", 0))
         for limit_name, used_name, cache_name in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit, used = files.number(folder / limit_name), files.number(folder / used_name)
+            limit, used = system_files.number(folder / limit_name), system_files.number(folder / used_name)
             if limit is None or used is None or limit >= total_bytes:
                 continue
-            free = limit - used + files.table(folder / "memory.stat").get(cache_name, 0)
+            free = limit - used + system_files.table(folder / "memory.stat").get(cache_name, 0)
             if free < tightest.free_bytes:
-                tightest = Room(max(0, free), limit, str(folder))
-    return Room(tightest.free_bytes, tightest.total_bytes, tightest.group, num_killed)
+                tightest = FreeMemory(max(0, free), limit, str(folder))
+    return replace(tightest, num_killed=num_killed)
 
 
 def pressure(options: Options) -> Finding:
-    """Reads what lies in swap, and how long processes stood still for want of memory."""
-    root = options.root_path
-    return judge_pressure(files.table(root / "proc/meminfo"), read_pressed(root))
+    """Check the use of swap, and the time that processes were stalled for lack of memory."""
+    table = system_files.table(options.root_path / "proc/meminfo")
+    total, free, memory_kib = (table.get(key, 0) for key in ("SwapTotal", "SwapFree", "MemTotal"))
+    fraction = (total - free) / memory_kib if memory_kib else 0.0
+    swapped = f"{(total - free) / 2**20:.1f} GiB in swap"
+    percent = _stalled_percent(options.root_path)
+    expected = f"less than {SWAPPED_FRACTION:.0%} of the memory in swap, and no process stalled for lack of memory"
+    if percent is not None and percent > PRESSURE_PERCENT:
+        found = f"some process was stalled for lack of memory in {percent:.0f} % of the last minute"
+        return warn(found, expected, LARGEST)
+    if fraction > SWAPPED_FRACTION:
+        fix = "sudo swapoff -a && sudo swapon -a   # reads it back, if there is enough memory now"
+        return warn(f"{swapped}, {fraction:.0%} of the memory", expected, fix)
+    return ok(swapped + ("" if percent is None else f", stalled for {percent:.0f} % of the last minute"))
 
 
-def judge_pressure(machine: Mapping[str, int], pressed_percent: float | None) -> Finding:
-    """What swap and stalls mean.
-
-    Args:
-        machine: /proc/meminfo, in KiB.
-        pressed_percent: ``some avg60`` of /proc/pressure/memory; None where the kernel doesn't tell.
-    """
-    total, free, memory_kib = (machine.get(key, 0) for key in ("SwapTotal", "SwapFree", "MemTotal"))
-    swapped = (total - free) / memory_kib if memory_kib else 0.0
-    expected = f"less than {SWAPPED_FRACTION:.0%} of the memory in swap, nobody standing still for want of it"
-    if pressed_percent is not None and pressed_percent > PRESSED_PERCENT:
-        found = f"for {pressed_percent:.0f} % of the last minute some process stood still for want of memory"
-        return Finding(PRESSURE, "warn", found, expected, BIGGEST)
-    if swapped > SWAPPED_FRACTION:
-        found = f"{(total - free) / 2**20:.1f} GiB lie in swap, as much as {swapped:.0%} of the memory"
-        mend = "sudo swapoff -a && sudo swapon -a   # brings it back, where there is room now"
-        return Finding(PRESSURE, "warn", found, expected, mend)
-    told = "" if pressed_percent is None else f", {pressed_percent:.0f} % of the last minute lost"
-    return Finding(PRESSURE, "ok", f"{(total - free) / 2**20:.1f} GiB in swap{told}")
-
-
-def read_pressed(root: Path) -> float | None:
-    """Percent of the last minute in which some process waited for memory."""
-    for line in files.text(root / "proc/pressure/memory").splitlines():
+def _stalled_percent(root: Path) -> float | None:
+    for line in system_files.text(root / "proc/pressure/memory").splitlines():
         words = line.split()
         if words and words[0] == "some":
             return float(next(word.partition("=")[2] for word in words if word.startswith("avg60=")))

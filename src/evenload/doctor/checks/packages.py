@@ -1,7 +1,8 @@
-"""Are the packages here that we need, new enough?"""
+"""Check of the required packages and their versions."""
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import re
 import shlex
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
-from evenload.doctor.finding import Finding, Options
+from evenload.doctor.finding import Finding, Options, fail, ok
 
 PYTHON = "3.11"
 REQUIRED: Mapping[str, str] = {
@@ -22,50 +23,55 @@ REQUIRED: Mapping[str, str] = {
     "tomli-w": "1.0",
     "cloudpickle": "3.0",
 }
-"""Lowest versions, as pyproject.toml has them (a test compares)."""
+"""Minimum versions, as in pyproject.toml (a test compares them)."""
+NO_TORCH = "torch is not installed (see packages)"
 
 
 def packages(options: Options) -> Finding:
-    """Reads the installed versions, without importing anything."""
-    del options
+    """Check the installed versions without importing anything."""
     found: dict[str, str | None] = {}
     for name in REQUIRED:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return judge(platform.python_version(), found)
+    return evaluate_packages(platform.python_version(), found)
 
 
-def judge(python: str, found: Mapping[str, str | None]) -> Finding:
-    """What a set of versions means; None stands for a package that is missing."""
-    name = "packages"
+def evaluate_packages(python: str, found: Mapping[str, str | None]) -> Finding:
+    """Evaluate a set of versions; None stands for a missing package."""
     if release(python) < release(PYTHON):
-        return Finding(name, "fail", f"Python {python}", f"Python {PYTHON} or newer", "uv venv --python 3.12")
+        return fail(f"Python {python}", f"Python {PYTHON} or newer", "uv venv --python 3.12")
     wrong = {
-        package: lowest
-        for package, lowest in REQUIRED.items()
-        if (version := found.get(package)) is None or release(version) < release(lowest)
+        package: minimum
+        for package, minimum in REQUIRED.items()
+        if (version := found.get(package)) is None or release(version) < release(minimum)
     }
     if not wrong:
-        return Finding(name, "ok", f"Python {python}, " + ", ".join(f"{key} {found[key]}" for key in REQUIRED))
-    wanted = [f"{package}>={lowest}" for package, lowest in wrong.items()]
-    return Finding(
-        name,
-        "fail",
-        ", ".join(f"{package} {found[package]}" if found.get(package) else f"no {package}" for package in wrong),
-        ", ".join(wanted),
-        pip_install(*wanted),
-    )
+        return ok(f"Python {python}, " + ", ".join(f"{key} {found[key]}" for key in REQUIRED))
+    wanted = [f"{package}>={minimum}" for package, minimum in wrong.items()]
+    installed = [f"{package} {found[package]}" if found.get(package) else f"no {package}" for package in wrong]
+    return fail(", ".join(installed), ", ".join(wanted), pip_install(*wanted))
+
+
+def torch_problem() -> str | None:
+    """Return why torch cannot be used, for checks that are then skipped; None if it can be imported."""
+    if importlib.util.find_spec("torch") is None:
+        return NO_TORCH
+    try:
+        import torch  # noqa: F401
+    except Exception:
+        return "torch cannot be imported (see wheel and driver)"
+    return None
 
 
 def pip_install(*arguments: str) -> str:
-    """The command that installs into this very Python."""
+    """Return the command that installs packages into this Python."""
     return shlex.join([sys.executable, "-m", "pip", "install", *arguments])
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version that count: ``2.13.0+cpu`` and ``2.13.0`` give (2, 13); trailing zeros don't count."""
+    """Return the numbers of a version without trailing zeros: ``2.13.0+cpu`` and ``2.13`` give (2, 13)."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in match.group().split(".")] if match else []
     while numbers and numbers[-1] == 0:

@@ -1,37 +1,35 @@
-"""How fast each device and each link really is (``--full``): measured here and now, by torch."""
+"""Measurements of the speed of each device and each link with torch (``--full``)."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from evenload import hardware
-from evenload.doctor.checks.allreduce import judge_allreduce, run_ranks
-from evenload.doctor.finding import Figure, Finding, Options
+from evenload.doctor.checks.allreduce import evaluate_allreduce, run_ranks
+from evenload.doctor.checks.packages import torch_problem
+from evenload.doctor.finding import Figure, Finding, Options, ok, skip, warn
 
 if TYPE_CHECKING:
     import torch
 
-DEVICES, LINKS, RANKS = "device speeds", "link speeds", "all-reduce speed"
 MIN_S = 0.3
-"""Of each measurement, warm-up left out; the fastest of its rounds counts."""
+"""Of each measurement, without warm-up; the fastest round counts."""
 CPU_SIZE, GPU_SIZE = 1024, 8192
 """Rows of the square matrices."""
 CPU_BYTES, GPU_BYTES = 2**27, 2**29
-"""Of the buffer whose copy is timed; more than any cache holds."""
+"""Size of the copied buffer, larger than any cache."""
 LINK_BYTES = 2**26
 UNEVEN_FRACTION = 0.8
-"""Of the fastest of the same name; a device or link below it is held down by something."""
+"""Of the fastest one of the same kind; a device or link below it has a problem."""
 NUM_FLOATS = 2**24
-NO_TORCH = "torch is missing (see packages)"
 
 
 def device_speeds(options: Options) -> Finding:
-    """Matrix products in each precision, and copies within memory, on every device."""
-    if (problem := _problem()) is not None:
-        return Finding(DEVICES, "skip", problem)
+    """Measure matmuls in each precision, and copies within memory, on every device."""
+    if (problem := torch_problem()) is not None:
+        return skip(problem)
     import torch
 
     end = time.monotonic() + options.limit_s - 2.0
@@ -45,61 +43,60 @@ def device_speeds(options: Options) -> Finding:
                 figures.append(matmul(device, name, dtype, CPU_SIZE if kind == "cpu" else GPU_SIZE))
         if time.monotonic() < end:
             figures.append(memory(device, name, CPU_BYTES if kind == "cpu" else GPU_BYTES))
-    return judge_speeds(DEVICES, figures, f"{len(names)} device(s)")
+    return evaluate_speeds(figures, f"{len(names)} device(s)")
 
 
 def link_speeds(options: Options) -> Finding:
-    """Copies between the host and each GPU, and between all pairs of GPUs."""
-    if (problem := _problem()) is not None:
-        return Finding(LINKS, "skip", problem)
+    """Measure copies between the host and each GPU, and between all pairs of GPUs."""
+    if (problem := torch_problem()) is not None:
+        return skip(problem)
     gpus = [device for device in _devices() if device != "cpu"]
     if not gpus:
-        return Finding(LINKS, "skip", "no GPU that torch can use: nothing to copy to")
+        return skip("no GPU that torch can use")
     end = time.monotonic() + options.limit_s - 2.0
-    ways = [(source, target) for gpu in gpus for source, target in (("cpu", gpu), (gpu, "cpu"))]
-    ways += [(source, target) for source in gpus for target in gpus if source != target]
-    figures = [copy(source, target) for source, target in ways if time.monotonic() < end]
-    return judge_speeds(LINKS, figures, f"{len(figures)} of {len(ways)} ways")
+    pairs = [(source, target) for gpu in gpus for source, target in (("cpu", gpu), (gpu, "cpu"))]
+    pairs += [(source, target) for source in gpus for target in gpus if source != target]
+    figures = [copy(source, target) for source, target in pairs if time.monotonic() < end]
+    return evaluate_speeds(figures, f"{len(figures)} of {len(pairs)} links")
 
 
 def allreduce_speed(options: Options) -> Finding:
-    """The bus bandwidth of an all-reduce over all GPUs (NCCL), or over two CPU ranks (gloo)."""
-    if (problem := _problem()) is not None:
-        return Finding(RANKS, "skip", problem)
+    """Measure the bus bandwidth of an all-reduce over all GPUs (NCCL), or over two CPU ranks (gloo)."""
+    if (problem := torch_problem()) is not None:
+        return skip(problem)
     import torch
     import torch.distributed as dist
 
     if not dist.is_available():
-        return Finding(RANKS, "skip", f"torch {torch.__version__} is built without torch.distributed")
+        return skip(f"torch {torch.__version__} is built without torch.distributed")
     num_gpus = len(_devices()) - 1
     backend = options.backend if options.backend != "auto" else "nccl" if num_gpus > 1 else "gloo"
     num_ranks = num_gpus if backend == "nccl" else 2
     if num_ranks < 2:
-        return Finding(RANKS, "skip", f"{num_ranks} rank over {backend}: nothing to reduce")
-    stories = run_ranks(backend, num_ranks, options.limit_s - 2.0, NUM_FLOATS)
-    verdict = judge_allreduce(backend, num_ranks, options.limit_s - 2.0, stories, NUM_FLOATS)
-    if verdict.status != "ok":
-        return Finding(RANKS, verdict.status, verdict.found, verdict.expected, verdict.mend)
-    slowest_s = max(story.seconds for story in stories)
+        return skip(f"{num_ranks} rank over {backend}: nothing to reduce")
+    results = run_ranks(backend, num_ranks, options.limit_s - 2.0, NUM_FLOATS)
+    finding = evaluate_allreduce(backend, num_ranks, options.limit_s - 2.0, results, NUM_FLOATS)
+    if finding.status != "ok":
+        return finding
+    slowest_s = max(result.seconds for result in results)
     # Each rank sends and receives 2 (n - 1) / n of the bytes: https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md.
     gigabytes = 2 * (num_ranks - 1) / num_ranks * 4 * NUM_FLOATS / 1e9
     figure = Figure(f"all-reduce {num_ranks} ranks {backend}", gigabytes / slowest_s, "GB/s")
-    return Finding(RANKS, "ok", f"{4 * NUM_FLOATS / 1e6:.0f} MB in {slowest_s * 1e3:.1f} ms", figures=(figure,))
+    return ok(f"{4 * NUM_FLOATS / 1e6:.0f} MB in {slowest_s * 1e3:.1f} ms", figures=(figure,))
 
 
-def judge_speeds(name: str, figures: Sequence[Figure], measured: str) -> Finding:
-    """What the figures mean: those of devices of the same name, and of links of the same kind, should be alike.
+def evaluate_speeds(figures: Sequence[Figure], measured: str) -> Finding:
+    """Compare devices of the same name, and links of the same kind, with the fastest of them.
 
     Args:
-        name: of the check.
-        figures: ``what`` is the device or link, its kind in brackets, and what was measured.
-        measured: how much was.
+        figures: ``what`` is the device or link, its kind in brackets, and the kind of measurement.
+        measured: the number of devices or links, for the message.
     """
-    alike: dict[str, list[Figure]] = {}
+    by_kind: dict[str, list[Figure]] = {}
     for figure in figures:
-        alike.setdefault(_kind(figure.what), []).append(figure)
+        by_kind.setdefault(_kind(figure.what), []).append(figure)
     slow = []
-    for kind, group in alike.items():
+    for kind, group in by_kind.items():
         fastest = max(figure.value for figure in group)
         slow += [
             f"{figure.what}: {figure.value:.3g} of {fastest:.3g} {figure.unit} for {kind}"
@@ -108,13 +105,13 @@ def judge_speeds(name: str, figures: Sequence[Figure], measured: str) -> Finding
         ]
     if slow:
         expected = f"devices and links of one kind within {1 - UNEVEN_FRACTION:.0%} of each other"
-        mend = "evenload doctor --only 'GPU throttling' --only 'GPU clocks' --only 'GPU links' --only 'GPU memory'"
-        return Finding(name, "warn", "; ".join(slow), expected, mend, tuple(figures))
-    return Finding(name, "ok", f"{measured} measured", figures=tuple(figures))
+        fix = "evenload doctor --only 'GPU throttling' --only 'GPU clocks' --only 'GPU links' --only 'GPU memory'"
+        return warn("; ".join(slow), expected, fix, figures)
+    return ok(f"{measured} measured", figures=figures)
 
 
 def matmul(device: str, name: str, dtype: torch.dtype, size: int) -> Figure:
-    """Square matrices: 2 size^3 operations a product."""
+    """Measure a product of square matrices, which takes 2 size^3 operations."""
     import torch
 
     left = torch.randn(size, size, dtype=dtype, device=device)
@@ -126,7 +123,7 @@ def matmul(device: str, name: str, dtype: torch.dtype, size: int) -> Figure:
 
 
 def memory(device: str, name: str, size_bytes: int) -> Figure:
-    """A copy within the device's memory: each byte is read and written."""
+    """Measure a copy within the device's memory; each byte is read and written."""
     import torch
 
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
@@ -136,21 +133,23 @@ def memory(device: str, name: str, size_bytes: int) -> Figure:
 
 
 def copy(source: str, target: str) -> Figure:
-    """One way of a link, from and to pinned memory on the host."""
+    """Measure one direction of a link, from or to pinned memory on the host."""
     import torch
 
     is_pinned = "cpu" in (source, target)
     numbers = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=source, pin_memory=is_pinned and source == "cpu")
-    place = torch.empty(LINK_BYTES, dtype=torch.uint8, device=target, pin_memory=is_pinned and target == "cpu")
+    received = torch.empty(LINK_BYTES, dtype=torch.uint8, device=target, pin_memory=is_pinned and target == "cpu")
     gpu = source if source != "cpu" else target
-    seconds = fastest_s(lambda: place.copy_(numbers, non_blocking=True), gpu, also=target)
-    between = f"between {min(source, target)} and {max(source, target)}"  # both ways alike; other pairs may have NVLink
+    seconds = fastest_s(lambda: received.copy_(numbers, non_blocking=True), gpu, also=target)
+    between = (
+        f"between {min(source, target)} and {max(source, target)}"  # a kind of its own: other pairs may have NVLink
+    )
     kind = "from host" if source == "cpu" else "to host" if target == "cpu" else between
     return Figure(f"{source} to {target} ({kind}) copy", LINK_BYTES / seconds / 1e9, "GB/s")
 
 
 def fastest_s(work: Callable[[], object], device: str, also: str = "cpu") -> float:
-    """Seconds of the fastest round of a piece of work, the device waited for; about `MIN_S` altogether."""
+    """Return the seconds of the fastest round, including synchronization; takes about `MIN_S` in total."""
     import torch
 
     def finish() -> None:
@@ -172,7 +171,7 @@ def fastest_s(work: Callable[[], object], device: str, also: str = "cpu") -> flo
 
 
 def _devices() -> dict[str, str]:
-    """The CPU and the GPUs that torch can use: what torch calls them, and what they are."""
+    """Return the names of the CPU and of the GPUs that torch can use, by their torch device."""
     import torch
 
     found = {"cpu": hardware.cpu_model()}
@@ -181,18 +180,8 @@ def _devices() -> dict[str, str]:
     return found
 
 
-def _problem() -> str | None:
-    if importlib.util.find_spec("torch") is None:
-        return NO_TORCH
-    try:
-        import torch  # noqa: F401
-    except Exception:
-        return "torch can't be imported (see wheel and driver)"
-    return None
-
-
 def _kind(what: str) -> str:
-    """``cuda:0 (RTX 3090) memory`` is one of ``RTX 3090 memory``."""
+    """Return the kind of a figure: ``RTX 3090 memory`` for ``cuda:0 (RTX 3090) memory``."""
     _, _, rest = what.partition("(")
     kind, _, measured = rest.rpartition(")")
     return f"{kind}{measured}"

@@ -1,4 +1,4 @@
-"""Where runs write, and where temporary files go: room, speed, and what kind of file system it is."""
+"""Checks of /dev/shm, the run folder and the folder for temporary files."""
 
 from __future__ import annotations
 
@@ -10,151 +10,166 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenload.doctor import files
-from evenload.doctor.finding import Finding, Options, Status
+from evenload.doctor import system_files
+from evenload.doctor.finding import Finding, Options, fail, ok, warn
+from evenload.doctor.system_files import GIB
 
-RUNS, TEMPORARY = "run folder", "temporary folder"
-GIB = 2**30
+SHM_STOPS_BYTES, SHM_SLOWS_BYTES = GIB // 8, GIB
+"""Loader workers and NCCL exchange data in /dev/shm; with Docker's default, 64 MiB, workers die by SIGBUS."""
 STOPS_BYTES, SLOWS_BYTES = GIB, 10 * GIB
-"""Free; a checkpoint of a model of 100 million parameters with Adam takes 1.2 GiB, and two are kept at least."""
+"""Free; a checkpoint of a model with 100 million parameters and Adam takes 1.2 GiB, and at least two are kept."""
 FEW_FILES = 10_000
 """Free inodes."""
 NETWORK_KINDS = ("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "fuse.sshfs", "fuse.rclone", "fuse.s3fs", "davfs")
-"""File systems that one server holds; those made for clusters (lustre, beegfs, ceph, gpfs) are fast enough."""
+"""File systems of a single server; cluster file systems (lustre, beegfs, ceph, gpfs) are fast enough."""
 MEMORY_KINDS = ("tmpfs", "ramfs")
-NUM_TRIED_BYTES = 4 * 2**20
+TEST_BYTES = 4 * 2**20
 SLOW_WRITE_S = 1.0
-"""For that many bytes, brought to the disk."""
+"""To write TEST_BYTES to the disk."""
 TEMPORARY_SLOWS_BYTES = GIB
-LONGEST_PATH = 60
-"""Sockets of worker processes lie some 40 characters deeper; the system takes 107."""
+MAX_PATH_LENGTH = 60
+"""Sockets of worker processes are some 40 characters longer; the system allows 107."""
+
+
+def shared_memory(options: Options) -> Finding:
+    """Check the size and free space of /dev/shm."""
+    root = options.root_path
+    is_container = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+    try:
+        state = os.statvfs(root / "dev/shm")
+    except OSError as error:
+        return evaluate_shared_memory(None, 0, is_container=is_container, error=error.strerror or "")
+    total_bytes, free_bytes = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+    return evaluate_shared_memory(total_bytes, free_bytes, is_container=is_container)
+
+
+def evaluate_shared_memory(total_bytes: int | None, free_bytes: int, *, is_container: bool, error: str = "") -> Finding:
+    """Evaluate the size of /dev/shm; None if there is none."""
+    expected = f"at least {SHM_SLOWS_BYTES / GIB:.2f} GiB free, for loader workers"
+    in_docker = "docker run --shm-size=8g ...   # restart the container with this option"
+    if total_bytes is None:
+        mount = "sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o size=50% tmpfs /dev/shm"
+        return fail(f"/dev/shm is not readable: {error}", expected, in_docker if is_container else mount)
+    found = f"{free_bytes / GIB:.2f} GiB free of {total_bytes / GIB:.2f} GiB"
+    if free_bytes >= SHM_SLOWS_BYTES:
+        return ok(found, expected)
+    fix = "ls -lhS /dev/shm   # and remove files of programs that have ended"
+    if total_bytes < SHM_SLOWS_BYTES:
+        fix = in_docker if is_container else "sudo mount -o remount,size=50% /dev/shm"
+    return (fail if free_bytes < SHM_STOPS_BYTES else warn)(found, expected, fix)
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a folder is like to write in."""
+class FolderState:
+    """Result of a test write to a folder."""
 
     folder: str
     kind: str = ""
-    """Of its file system; empty where the system doesn't tell."""
+    """Of its file system; empty if unknown."""
     free_bytes: int = 0
-    total_bytes: int = 0
     free_files: int | None = None
-    """None where the file system doesn't count them."""
+    """None if the file system has no such limit."""
     write_s: float = 0.0
-    """Seconds to write `NUM_TRIED_BYTES` and bring them to the disk."""
+    """Seconds to write `TEST_BYTES` to the disk."""
     runs_programs: bool = True
     """Not mounted with ``noexec``."""
     error: str = ""
-    """Why it can't be written in; empty where it can."""
+    """The reason that it is not writable; empty if it is."""
+
+    @property
+    def text(self) -> str:
+        """Free space and file system for messages."""
+        return f"{self.free_bytes / GIB:.1f} GiB free in {self.folder}" + (f", {self.kind}" if self.kind else "")
 
 
 def runs(options: Options) -> Finding:
-    """Writes a trial file where runs will write, and takes it away."""
-    return judge_runs(look_at(Path(options.folder).absolute(), options.root_path))
-
-
-def judge_runs(place: Place) -> Finding:
-    """What a place means for records and checkpoints."""
+    """Check the folder that runs will write records and checkpoints to."""
+    state = _test_folder(Path(options.folder).absolute(), options.root_path)
     elsewhere = "evenload run --project-dir ~/runs/first train.py"
-    if place.error:
-        found = f"{place.folder} can't be written: {place.error}"
-        return Finding(RUNS, "fail", found, "a folder that this user may write in", elsewhere)
-    kind = f", {place.kind}" if place.kind else ""
-    found = f"{place.free_bytes / GIB:.1f} GiB free in {place.folder}{kind}"
-    if place.free_bytes < SLOWS_BYTES or (place.free_files is not None and place.free_files < FEW_FILES):
-        few = place.free_files is not None and place.free_files < FEW_FILES
-        found += f", room for {place.free_files} more files" if few else ""
-        status: Status = "fail" if place.free_bytes < STOPS_BYTES or place.free_files == 0 else "warn"
-        expected = f"{SLOWS_BYTES / GIB:.0f} GiB free, for checkpoints"
-        mend = (
-            f"du -xsh {shlex.quote(place.folder)}/* | sort -h | tail   # and remove what is not needed, or: {elsewhere}"
-        )
-        return Finding(RUNS, status, found, expected, mend)
-    if place.kind in NETWORK_KINDS:
-        expected = "a local disk: each step's line, and each checkpoint, crosses the network here"
-        return Finding(RUNS, "warn", found, expected, "evenload run --project-dir /var/tmp/first train.py")
-    if place.kind in MEMORY_KINDS:
-        expected = "a disk: what is here is gone with the next start, and takes memory from the run"
-        return Finding(RUNS, "warn", found, expected, elsewhere)
-    if place.write_s > SLOW_WRITE_S:
-        found += f"; {NUM_TRIED_BYTES / 2**20:.0f} MiB took {place.write_s:.1f} s to write"
-        return Finding(RUNS, "warn", found, f"less than {SLOW_WRITE_S:g} s", elsewhere)
-    return Finding(RUNS, "ok", found)
+    if state.error:
+        return fail(f"{state.folder} is not writable: {state.error}", "a folder that this user may write to", elsewhere)
+    found = state.text
+    is_short_of_files = state.free_files is not None and state.free_files < FEW_FILES
+    if state.free_bytes < SLOWS_BYTES or is_short_of_files:
+        found += f", space for {state.free_files} more files" if is_short_of_files else ""
+        report = fail if state.free_bytes < STOPS_BYTES or state.free_files == 0 else warn
+        usage = f"du -xsh {shlex.quote(state.folder)}/* | sort -h | tail"
+        fix = f"{usage}   # and remove what is not needed, or: {elsewhere}"
+        return report(found, f"{SLOWS_BYTES / GIB:.0f} GiB free, for checkpoints", fix)
+    if state.kind in NETWORK_KINDS:
+        expected = "a local disk: here every step's record and every checkpoint is sent over the network"
+        return warn(found, expected, "evenload run --project-dir /var/tmp/first train.py")
+    if state.kind in MEMORY_KINDS:
+        return warn(found, "a disk: this folder is lost at the next reboot and takes memory from the run", elsewhere)
+    if state.write_s > SLOW_WRITE_S:
+        found += f"; writing {TEST_BYTES / 2**20:.0f} MiB took {state.write_s:.1f} s"
+        return warn(found, f"less than {SLOW_WRITE_S:g} s", elsewhere)
+    return ok(found)
 
 
 def temporary(options: Options) -> Finding:
-    """Writes a trial file where Python puts temporary files."""
-    return judge_temporary(look_at(Path(options.temporary or "/tmp"), options.root_path))
+    """Check the folder for temporary files: sockets of loader workers, compiled kernels, files of the launcher."""
+    state = _test_folder(Path(options.temporary or "/tmp"), options.root_path)
+    fix = "export TMPDIR=/var/tmp" if state.folder != "/var/tmp" else "export TMPDIR=/tmp"
+    if state.error:
+        expected = "a folder for temporary files that this user may write to"
+        return fail(f"{state.folder} is not writable: {state.error}", expected, fix)
+    if len(state.folder) > MAX_PATH_LENGTH:
+        expected = f"at most {MAX_PATH_LENGTH}: paths of sockets of loader workers are longer, and the limit is 107"
+        return fail(f"{state.folder} has {len(state.folder)} characters", expected, fix)
+    if not state.runs_programs:
+        expected = "a folder that allows programs: torch.compile loads its kernels from there"
+        return warn(f"{state.text}, mounted with noexec", expected, fix)
+    if state.free_bytes < TEMPORARY_SLOWS_BYTES:
+        return warn(state.text, f"{TEMPORARY_SLOWS_BYTES / GIB:.0f} GiB free", fix)
+    return ok(state.text)
 
 
-def judge_temporary(place: Place) -> Finding:
-    """What a place means for the sockets of loader workers, for compiled kernels, and for the launcher's files."""
-    elsewhere = "export TMPDIR=/var/tmp"
-    elsewhere = elsewhere if place.folder != "/var/tmp" else "export TMPDIR=/tmp"
-    if place.error:
-        found = f"{place.folder} can't be written: {place.error}"
-        return Finding(TEMPORARY, "fail", found, "a folder for temporary files that this user may write in", elsewhere)
-    if len(place.folder) > LONGEST_PATH:
-        found = f"{place.folder} has {len(place.folder)} characters"
-        expected = f"at most {LONGEST_PATH}: sockets of loader workers lie below it, and the system takes 107"
-        return Finding(TEMPORARY, "fail", found, expected, elsewhere)
-    found = f"{place.free_bytes / GIB:.1f} GiB free in {place.folder}" + (f", {place.kind}" if place.kind else "")
-    if not place.runs_programs:
-        expected = "a folder that may hold programs: torch.compile loads what it builds there"
-        return Finding(TEMPORARY, "warn", found + ", mounted with noexec", expected, elsewhere)
-    if place.free_bytes < TEMPORARY_SLOWS_BYTES:
-        return Finding(TEMPORARY, "warn", found, f"{TEMPORARY_SLOWS_BYTES / GIB:.0f} GiB free", elsewhere)
-    return Finding(TEMPORARY, "ok", found)
-
-
-def look_at(folder: Path, root: Path) -> Place:
-    """Tries to write in a folder, or where it would be made."""
+def _test_folder(folder: Path, root: Path) -> FolderState:
+    """Write a test file in a folder, or in its nearest existing parent."""
     here = folder
     try:
         while not here.exists() and here != here.parent:
             here = here.parent
         if not here.is_dir():
-            return Place(str(folder), error=f"{here} is a file")
+            return FolderState(str(folder), error=f"{here} is a file")
         state = os.statvfs(here)
-        write_s = _write(here / f".evenload-doctor-{os.getpid()}")
+        write_s = _time_write(here / f".evenload-doctor-{os.getpid()}")
     except OSError as error:
         full = " (the disk, or this user's quota, is full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        return Place(str(folder), error=(error.strerror or str(error)) + full)
-    return Place(
+        return FolderState(str(folder), error=(error.strerror or str(error)) + full)
+    return FolderState(
         str(folder),
-        kind=mount_kind(here.resolve(), root),
+        kind=_file_system(here.resolve(), root),
         free_bytes=state.f_bavail * state.f_frsize,
-        total_bytes=state.f_blocks * state.f_frsize,
         free_files=state.f_favail if state.f_files else None,
         write_s=write_s,
         runs_programs=not state.f_flag & getattr(os, "ST_NOEXEC", 8),
     )
 
 
-def mount_kind(folder: Path, root: Path) -> str:
-    """What kind of file system a folder lies on, by /proc/self/mountinfo; empty where that doesn't tell."""
+def _file_system(folder: Path, root: Path) -> str:
+    """Return the type of the file system of a folder by /proc/self/mountinfo; empty if unknown."""
     best, kind = -1, ""
-    for line in files.text(root / "proc/self/mountinfo").splitlines():
+    for line in system_files.text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
         if len(fields) < 5 or not after:
             continue
         at = Path(fields[4].replace("\\040", " "))
-        if folder.is_relative_to(at) and len(at.parts) >= best:  # of two at one place the later one covers the other
+        if folder.is_relative_to(at) and len(at.parts) >= best:  # a later mount hides an earlier one
             best, kind = len(at.parts), after.split()[0]
     return kind
 
 
-def _write(trial: Path) -> float:
-    """Seconds that `NUM_TRIED_BYTES` take to reach the disk; the file is taken away again."""
+def _time_write(path: Path) -> float:
     began = time.perf_counter()
     try:
-        with trial.open("wb") as file:
-            file.write(os.urandom(NUM_TRIED_BYTES))
+        with path.open("wb") as file:
+            file.write(os.urandom(TEST_BYTES))
             file.flush()
             os.fsync(file.fileno())
         return time.perf_counter() - began
     finally:
         with suppress(OSError):
-            trial.unlink()
+            path.unlink()

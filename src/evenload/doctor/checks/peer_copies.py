@@ -1,0 +1,97 @@
+"""Check of copies between GPUs by value, because a wrong IOMMU setting corrupts them silently."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from evenload import hardware
+from evenload.doctor.checks.packages import torch_problem
+from evenload.doctor.finding import Finding, Options, fail, ok, skip
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_VALUES = 4_000_000
+NUM_ROUNDS = 2
+"""With different values, because a copy that was lost may leave those of the previous round."""
+DISABLE_P2P = (
+    "export NCCL_P2P_DISABLE=1   # slower, but correct, until IOMMU (VT-d, AMD-Vi) and ACS are disabled in the BIOS: see the "
+    "check IOMMU and ACS"
+)
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """Result of the copies between all pairs of devices."""
+
+    num_pairs: int
+    num_done: int
+    """Pairs copied within the time limit."""
+    wrong: tuple[str, ...]
+    """A sentence for each pair with wrong values."""
+
+
+def peer_copies(options: Options) -> Finding:
+    """Copy numbers between all pairs of GPUs, both ways, and compare the results on the host."""
+    began = time.monotonic()
+    num_gpus = len(hardware.gpus())
+    if num_gpus < 2:
+        return skip(f"{num_gpus} NVIDIA GPU; the check needs two")
+    if (problem := torch_problem()) is not None:
+        return skip(problem)
+    import torch
+
+    if torch.version.cuda is None:
+        return skip(f"torch {torch.__version__} is built without CUDA")
+    devices = [torch.device("cuda", index) for index in range(num_gpus)]
+    end = began + options.limit_s - 1.0
+    try:
+        return evaluate_copies(copy_between(devices, lambda numbers, device: numbers.to(device), end_s=end))
+    except RuntimeError as error:  # CUDA's errors
+        found = f"copies between GPUs raised: {str(error).splitlines()[0]}"
+        return fail(found, "every value is copied correctly", DISABLE_P2P)
+
+
+def copy_between(
+    devices: Sequence[torch.device],
+    copy: Callable[[torch.Tensor, torch.device], torch.Tensor],
+    end_s: float = float("inf"),
+) -> CopyResult:
+    """Copy known numbers from each device to every other one, and compare them on the host.
+
+    Args:
+        devices: at least two.
+        copy: copies a tensor to a device.
+        end_s: by `time.monotonic`; no pair is started after it.
+    """
+    import torch
+
+    wrong: dict[str, None] = {}
+    pairs = [(source, target) for source in range(len(devices)) for target in range(len(devices)) if source != target]
+    num_done = 0
+    for source, target in pairs:
+        if time.monotonic() > end_s:
+            break
+        for round_index in range(NUM_ROUNDS):
+            numbers = torch.arange(NUM_VALUES, dtype=torch.int32) * (7 + round_index) + 31 * source + target
+            arrived = copy(numbers.to(devices[source]), devices[target]).cpu()
+            num_differing = int((arrived != numbers).sum())
+            if num_differing:
+                text = f"{devices[source]} to {devices[target]}: {num_differing:,} of {NUM_VALUES:,} values differ"
+                wrong.setdefault(text)
+                break
+        num_done += 1
+    return CopyResult(len(pairs), num_done, tuple(wrong))
+
+
+def evaluate_copies(copies: CopyResult) -> Finding:
+    """Evaluate the copies; a single wrong value makes training on these GPUs useless."""
+    expected = f"correct values for all {copies.num_pairs} pairs of GPUs"
+    if copies.wrong:
+        return fail("; ".join(copies.wrong), expected, DISABLE_P2P)
+    megabytes = 4 * NUM_VALUES // 10**6
+    done = f"{copies.num_done} of {copies.num_pairs} pairs"
+    return ok(f"{done} copied {NUM_ROUNDS} x {megabytes} MB: all values are correct", expected)

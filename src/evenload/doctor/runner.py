@@ -1,0 +1,145 @@
+"""Parent process of the doctor: start the checks as children and kill those that exceed the deadline.
+
+Uses only the standard library, because other packages may be missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from evenload.doctor.checklist import FULL, GROUPS, Check
+from evenload.doctor.finding import Finding, Options, read_finding
+
+DEADLINE_S = 9.0
+"""For all checks together, so that the command ends within 10 s."""
+FULL_DEADLINE_S = 60.0
+"""For each measurement of ``--full``."""
+
+
+@dataclass(frozen=True)
+class _ChildProcess:
+    checks: tuple[Check, ...]
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+
+def run_checks(
+    options: Options | None = None,
+    *,
+    deadline_s: float = DEADLINE_S,
+    groups: Sequence[tuple[Check, ...]] = GROUPS,
+) -> tuple[Finding, ...]:
+    """Run the checks, one child process per group, all in parallel.
+
+    Args:
+        options: the user's options.
+        deadline_s: children still running after this time are killed; each unfinished check becomes a finding.
+        groups: the checks of each child.
+
+    Returns:
+        One finding per check, in the order of ``groups``. No process is left.
+    """
+    end = time.monotonic() + deadline_s
+    options = options or Options()
+    found: list[Finding] = []
+    with ExitStack() as stack:
+        try:
+            parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="evenload-doctor-")))
+        except OSError:  # reported by the check of the temporary folder
+            parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".evenload-doctor-", dir=Path.home())))
+        options = replace(
+            options,
+            limit_s=max(1.0, deadline_s - 1.0),
+            temporary=options.temporary or os.environ.get("TMPDIR") or str(parent.parent),
+        )
+        children = []
+        for index, checks in enumerate(groups):
+            folder = parent / str(index)
+            folder.mkdir()
+            children.append(_start(checks, options, folder))
+            stack.callback(_kill, children[-1].process)
+        for child in children:
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, end - time.monotonic()))
+            found += _collect(child, deadline_s)
+    return tuple(found)
+
+
+def run_measurements(
+    options: Options | None = None,
+    *,
+    deadline_s: float = FULL_DEADLINE_S,
+    groups: Sequence[tuple[Check, ...]] = FULL,
+) -> tuple[Finding, ...]:
+    """Run the measurements of ``--full`` one after the other, each within ``deadline_s``."""
+    return tuple(finding for group in groups for finding in run_checks(options, deadline_s=deadline_s, groups=(group,)))
+
+
+def _start(checks: tuple[Check, ...], options: Options, folder: Path) -> _ChildProcess:
+    """Start a child in a new process group, so that all its descendants can be killed; its output goes to ``folder``."""
+    source = str(Path(__file__).resolve().parents[2])
+    if source in sysconfig.get_paths().values():
+        source = ""  # installed: PYTHONPATH would put site-packages before the standard library
+    search = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    argument = json.dumps({"checks": [check.function for check in checks], "options": asdict(options)})
+    with (folder / "findings").open("wb") as findings, (folder / "errors").open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "evenload.doctor.child", argument],  # -P: ignore a torch.py in this folder
+            env={**os.environ, "PYTHONPATH": search, "TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=findings,
+            stderr=errors,
+            start_new_session=True,
+        )
+    return _ChildProcess(checks, process, folder)
+
+
+def _collect(child: _ChildProcess, deadline_s: float) -> list[Finding]:
+    code = child.process.poll()
+    text = (child.folder / "findings").read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the last line may be incomplete
+    found = [_read(check, json.loads(line)) for check, line in zip(child.checks, lines, strict=False)]
+    if len(found) == len(child.checks):
+        return found
+    check, *rest = child.checks[len(found) :]
+    status, text = check.on_timeout, f"no result within {deadline_s:g} s; the process was killed"
+    if code is not None:
+        status = "fail"
+        text = f"the check exited with code {code} and no result: {_last_line(child.folder / 'errors')}"
+    found.append(Finding(check.name, status, text, check.expected, _manual_command(check)))
+    return found + [Finding(other.name, "skip", f"not run, see {check.name}") for other in rest]
+
+
+def _read(check: Check, row: dict[str, Any]) -> Finding:
+    if "raised" in row:
+        return Finding(check.name, "fail", f"the check raised {row['raised']}", check.expected, _manual_command(check))
+    return replace(read_finding(row), name=check.name)
+
+
+def _manual_command(check: Check) -> str:
+    argument = json.dumps({"checks": [check.function]})
+    return f"{sys.executable} -m evenload.doctor.child '{argument}'   # runs only this check and shows its errors"
+
+
+def _last_line(errors: Path) -> str:
+    lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # a process blocked inside a driver cannot be killed
+        process.wait(0.5)
