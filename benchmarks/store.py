@@ -30,13 +30,13 @@ from typing import Any
 
 from benchmarks.report import rows
 from evenload.errors import QueueError
+from evenload.hardware import mount_of
 from evenload.scheduler import paths
 from evenload.scheduler.client import connect
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, JobSpec
 from evenload.scheduler.store.audit import audit
-from evenload.scheduler.store.filesystem import MOUNTS, mount_of
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import QueueStore
 
@@ -49,14 +49,14 @@ def measure(quick: bool) -> dict[str, Any]:
     """All three."""
     with tempfile.TemporaryDirectory(dir=_on_disk()) as name:
         folder = Path(name)
-        mount = mount_of(folder.resolve(), MOUNTS.read_text()) if MOUNTS.exists() else None
+        mount = mount_of(folder)
         clients = {str(num): _submits(folder / f"of-{num}", num, quick) for num in ((8,) if quick else (1, 8, 32))}
         through = {
             str(num): _through_a_daemon(folder / f"by-{num}", num, quick) for num in ((8,) if quick else (1, 8, 32))
         }
         lists = _lists(folder, 2_000 if quick else 100_000)
     return {
-        "file_system": mount.kind if mount is not None else "unknown",
+        "file_system": mount.fs_type if mount is not None else "unknown",
         "clients": clients,
         "through_a_daemon": through,
         **lists,
@@ -73,8 +73,8 @@ def measure(quick: bool) -> dict[str, Any]:
 def _on_disk() -> str:
     """A folder that isn't in memory, where there is one."""
     for name in (tempfile.gettempdir(), str(Path.cwd())):
-        mount = mount_of(Path(name).resolve(), MOUNTS.read_text()) if MOUNTS.exists() else None
-        if mount is None or mount.kind != "tmpfs":
+        mount = mount_of(Path(name))
+        if mount is None or mount.fs_type != "tmpfs":
             return name
     return tempfile.gettempdir()
 

@@ -127,12 +127,12 @@ def test_unlike_gpus_are_counted_as_cuda_counts_them(monkeypatch: pytest.MonkeyP
 
 def test_without_the_drivers_answer_the_order_is_the_buses(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "slow", "fast")
-    monkeypatch.setattr(hardware, "_ASK_DRIVER", "raise SystemExit('no driver')")
+    monkeypatch.setattr(hardware, "_DRIVER_QUERY", "raise SystemExit('no driver')")
     assert names({}) == ["slow", "fast"]
 
 
 def test_the_driver_is_asked_without_the_restriction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_ASK_DRIVER", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), 'b')")
+    monkeypatch.setattr(hardware, "_DRIVER_QUERY", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), 'b')")
     assert hardware._cuda_uuids({"CUDA_VISIBLE_DEVICES": "1"}) == ("None", "b")
 
 

@@ -62,6 +62,15 @@ class Interface:
     is_loopback: bool
 
 
+@dataclass(frozen=True)
+class Mount:
+    """A mounted file system."""
+
+    source: str
+    point: str
+    fs_type: str
+
+
 # GPUs
 
 
@@ -332,25 +341,33 @@ def _memory_bytes(root: Path) -> int:
 
 
 def cgroup_folders(controller: str, root: Path) -> list[Path]:
-    """Return the folders that limit this process by ``controller``, from its own cgroup up to the mount, for v1 and v2.
+    """Return the folders that limit this process by ``controller``, from its own cgroup up to the mount, for v1 and v2."""
+    folders = []
+    for own, mount_point, _ in own_cgroups(controller, root):
+        folders += [own, *(parent for parent in own.parents if parent.is_relative_to(mount_point))]
+    return list(dict.fromkeys(folders))
+
+
+def own_cgroups(controller: str, root: Path = ROOT) -> list[tuple[Path, Path, int]]:
+    """Return the folder, the mount point and the version of each cgroup of this process that may have ``controller``.
 
     In a container the path in ``/proc/self/cgroup`` may be the host's, of which only a part is mounted. A path outside the
-    mounted part then stands for the mount itself.
+    mounted part then stands for the mount itself. (`mounts` does not know the mounted part.)
     """
-    folders = []
+    found = []
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kind_and_options = before.split(), after.split()
         if len(fields) < 5 or len(kind_and_options) < 3 or kind_and_options[0] not in ("cgroup", "cgroup2"):
             continue
-        is_v2 = kind_and_options[0] == "cgroup2"
-        if not is_v2 and controller not in kind_and_options[2].split(","):
+        version = 2 if kind_and_options[0] == "cgroup2" else 1
+        if version == 1 and controller not in kind_and_options[2].split(","):
             continue
         mounted, mount_point = fields[3], root / fields[4].replace("\\040", " ").lstrip("/")
-        own = PurePosixPath(_own_cgroup("" if is_v2 else controller, root))
+        own = PurePosixPath(_own_cgroup("" if version == 2 else controller, root))
         below = own.relative_to(mounted) if own.is_relative_to(mounted) and ".." not in own.parts else PurePosixPath()
-        folders += [mount_point / below, *(mount_point / parent for parent in below.parents)]
-    return list(dict.fromkeys(folders))
+        found.append((mount_point / below, mount_point, version))
+    return found
 
 
 def _own_cgroup(controller: str, root: Path) -> str:
@@ -394,6 +411,27 @@ def interfaces() -> tuple[Interface, ...]:
         is_up = name in states and states[name].isup
         found.append(Interface(name, (*ip4, *ip6), is_up, is_loopback))
     return tuple(found)
+
+
+# File systems
+
+
+def mounts() -> tuple[Mount, ...]:
+    """Return the mounted file systems in the order of mounting; empty if they can't be read."""
+    try:
+        import psutil
+
+        return tuple(Mount(p.device, p.mountpoint, p.fstype) for p in psutil.disk_partitions(all=True))
+    except (ImportError, OSError):
+        return ()
+
+
+def mount_of(path: Path) -> Mount | None:
+    """Return the mount that holds a path, whose links are resolved; None if unknown."""
+    resolved = path.resolve()
+    above = [mount for mount in mounts() if mount.point and resolved.is_relative_to(mount.point)]
+    # Of two mounts at one point the later covers the earlier.
+    return max(reversed(above), key=lambda mount: len(mount.point), default=None)
 
 
 def free_port(host: str = "") -> int:

@@ -153,12 +153,14 @@ def test_the_groups_of_a_dead_supervisor_are_swept():
 
 
 def test_groups_are_found_by_what_the_system_says(tmp_path):
-    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/box/inner\n0::/user\n")
-    (tmp_path / "mountinfo").write_text("31 1 0:1 /box /sys/cpu rw - cgroup cgroup rw,cpu,cpuacct\n")
-    assert [str(part) for part in find_cpu_group(tmp_path)] == ["/sys/cpu/inner", "1"]
+    own = tmp_path / "proc/self"
+    own.mkdir(parents=True)
+    (own / "cgroup").write_text("5:cpu,cpuacct:/box/inner\n0::/user\n")
+    (own / "mountinfo").write_text("31 1 0:1 /box /sys/cpu rw - cgroup cgroup rw,cpu,cpuacct\n")
+    assert [str(part) for part in find_cpu_group(tmp_path)] == [f"{tmp_path}/sys/cpu/inner", "1"]
     unified = tmp_path / "unified" / "user"
     unified.mkdir(parents=True)
-    (tmp_path / "mountinfo").write_text(f"31 1 0:1 / {tmp_path}/unified rw - cgroup2 cgroup2 rw\n")
+    (own / "mountinfo").write_text("31 1 0:1 / /unified rw - cgroup2 cgroup2 rw\n")
     with pytest.raises(FileNotFoundError):
         find_cpu_group(tmp_path)
     (unified / "cgroup.subtree_control").write_text("memory cpu\n")

@@ -9,13 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from evenload.errors import ConfigError, QueueError
+from evenload.hardware import mount_of
 from evenload.scheduler.core import events
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.audit import audit
-from evenload.scheduler.store.filesystem import mount_of, refuse_network
+from evenload.scheduler.store.filesystem import refuse_network
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.schema import APPLICATION_ID, MIGRATIONS, Migration
 from evenload.scheduler.store.writer import DATABASE, LOCK, QueueStore
@@ -38,6 +40,13 @@ broken
 """.lstrip()
 
 
+def table_of_mounts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that psutil reads as /proc/self/mounts."""
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(folder / "proc"))
+    (folder / "proc" / "self").mkdir(parents=True)
+    return folder / "proc" / "self" / "mounts"
+
+
 @pytest.mark.parametrize(
     ("folder", "kind", "is_refused"),
     [
@@ -53,32 +62,33 @@ broken
     ],
 )
 def test_network_file_systems_are_refused_with_the_reason(
-    tmp_path: Path, folder: str, kind: str, is_refused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, kind: str, is_refused: bool
 ) -> None:
-    found = mount_of(Path(folder), MOUNTS)
-    assert found is not None and found.kind == kind
-    table = tmp_path / "mounts"
-    table.write_text(MOUNTS)
+    table_of_mounts(tmp_path, monkeypatch).write_text(MOUNTS)
+    found = mount_of(Path(folder))
+    assert found is not None and found.fs_type == kind
     if is_refused:
         with pytest.raises(
             ConfigError, match=rf"(?s){folder}.*as {kind}, a network file system.*Put it on a local disk"
         ):
-            refuse_network(Path(folder), table)
+            refuse_network(Path(folder))
     else:
-        refuse_network(Path(folder), table)
+        refuse_network(Path(folder))
 
 
 def test_a_link_to_a_network_file_system_is_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = tmp_path / "real"
     real.mkdir()
     (tmp_path / "link").symlink_to(real)
-    table = tmp_path / "mounts"
+    table = table_of_mounts(tmp_path, monkeypatch)
     table.write_text(f"/dev/sda1 / ext4 rw 0 0\nserver:/x {real} nfs rw 0 0\n")
     with pytest.raises(ConfigError, match=r"mounted at .*real as nfs"):
-        refuse_network(tmp_path / "link" / "queue", table)
-    refuse_network(tmp_path, table)
-    refuse_network(tmp_path / "link", tmp_path / "no such table")
-    assert mount_of(Path("/"), Path("/proc/self/mounts").read_text()) is not None
+        refuse_network(tmp_path / "link" / "queue")
+    refuse_network(tmp_path)
+    table.unlink()
+    refuse_network(tmp_path / "link")
+    monkeypatch.undo()
+    assert mount_of(Path("/")) is not None
 
 
 def test_the_second_writer_is_told_who_is_the_first_until_that_is_gone(tmp_path: Path) -> None:

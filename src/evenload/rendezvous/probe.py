@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import LaunchError
+from evenload.hardware import mount_of
 from evenload.rendezvous import PROTOCOL
 from evenload.rendezvous.address import Address, route_of
 from evenload.rendezvous.connect import ATTEMPT_S, Miss, dial
@@ -141,19 +142,9 @@ def look_at_data(path: str) -> Data:
 
 
 def _file_system(place: Path) -> str:
-    """``ext4 /dev/sda1``: of the mount that holds a path."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-        whole = place.resolve()
-    except OSError:
-        return ""
-    best, found = -1, ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        mount = before.split()[4].replace("\\040", " ")
-        if whole.is_relative_to(mount) and len(mount) >= best:
-            best, found = len(mount), " ".join(after.split()[:2])
-    return found
+    """Return the file system of a path, such as ``ext4 /dev/sda1``; empty if unknown."""
+    mount = mount_of(place)
+    return "" if mount is None else f"{mount.fs_type} {mount.source}"
 
 
 # The side that is asked

@@ -308,6 +308,12 @@ def with_room(machine: Machine) -> None:
         machine.monkeypatch.setattr(f"evenload.doctor.checks.storage.{name}", 0)
 
 
+def with_mounts(machine: Machine, table: str) -> None:
+    """As if psutil read this table as /proc/self/mounts."""
+    machine.write({"proc/self/mounts": table})
+    machine.monkeypatch.setattr("psutil.PROCFS_PATH", str(machine.root / "proc"))
+
+
 @unwell("run folder", "fail", "is a file", "evenload run --project-dir")
 def in_the_way(machine: Machine) -> Finding:
     machine.write({"work/runs": "in the way"})
@@ -317,21 +323,22 @@ def in_the_way(machine: Machine) -> Finding:
 @unwell("run folder", "warn", ", nfs4", "--project-dir /var/tmp")
 def far_away(machine: Machine) -> Finding:
     with_room(machine)
-    machine.write({"home/x": "", "proc/self/mountinfo": f"1 1 0:1 / {machine.root}/home rw - nfs4 server:/home rw\n"})
+    machine.write({"home/x": ""})
+    with_mounts(machine, f"server:/home {machine.root}/home nfs4 rw 0 0\n")
     return machine.look("run folder", folder=str(machine.root / "home/runs"))
 
 
 @unwell("run folder", "warn", ", tmpfs", "--project-dir")
 def in_memory(machine: Machine) -> Finding:
     with_room(machine)
-    machine.write({"proc/self/mountinfo": f"1 1 0:1 / / rw - ext4 x rw\n2 1 0:1 / {machine.root} rw - tmpfs x rw\n"})
+    with_mounts(machine, f"x / ext4 rw 0 0\nx {machine.root} tmpfs rw 0 0\n")
     return machine.look("run folder", folder=str(machine.root / "runs"))
 
 
 @well("run folder")
 def a_disk(machine: Machine) -> Finding:
     with_room(machine)
-    machine.write({"proc/self/mountinfo": f"1 1 0:1 / / rw - tmpfs x rw\n2 1 0:1 / {machine.root} rw - ext4 x rw\n"})
+    with_mounts(machine, f"x / tmpfs rw 0 0\nx {machine.root} ext4 rw 0 0\n")
     return machine.look("run folder", folder=str(machine.root / "runs"))
 
 

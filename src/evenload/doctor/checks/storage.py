@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenload.doctor import system_files
 from evenload.doctor.finding import Finding, Options, fail, ok, warn
 from evenload.doctor.system_files import GIB
+from evenload.hardware import mount_of
 
 SHM_STOPS_BYTES, SHM_SLOWS_BYTES = GIB // 8, GIB
 """Loader workers and NCCL exchange data in /dev/shm; with Docker's default, 64 MiB, workers die by SIGBUS."""
@@ -84,7 +84,7 @@ class FolderState:
 
 def runs(options: Options) -> Finding:
     """Check the folder that runs will write records and checkpoints to."""
-    state = _test_folder(Path(options.folder).absolute(), options.root_path)
+    state = _test_folder(Path(options.folder).absolute())
     elsewhere = "evenload run --project-dir ~/runs/first train.py"
     if state.error:
         return fail(f"{state.folder} is not writable: {state.error}", "a folder that this user may write to", elsewhere)
@@ -109,7 +109,7 @@ def runs(options: Options) -> Finding:
 
 def temporary(options: Options) -> Finding:
     """Check the folder for temporary files: sockets of loader workers, compiled kernels, files of the launcher."""
-    state = _test_folder(Path(options.temporary or "/tmp"), options.root_path)
+    state = _test_folder(Path(options.temporary or "/tmp"))
     fix = "export TMPDIR=/var/tmp" if state.folder != "/var/tmp" else "export TMPDIR=/tmp"
     if state.error:
         expected = "a folder for temporary files that this user may write to"
@@ -125,7 +125,7 @@ def temporary(options: Options) -> Finding:
     return ok(state.text)
 
 
-def _test_folder(folder: Path, root: Path) -> FolderState:
+def _test_folder(folder: Path) -> FolderState:
     """Write a test file in a folder, or in its nearest existing parent."""
     here = folder
     try:
@@ -138,28 +138,15 @@ def _test_folder(folder: Path, root: Path) -> FolderState:
     except OSError as error:
         full = " (the disk, or this user's quota, is full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return FolderState(str(folder), error=(error.strerror or str(error)) + full)
+    mount = mount_of(here)
     return FolderState(
         str(folder),
-        kind=_file_system(here.resolve(), root),
+        kind="" if mount is None else mount.fs_type,
         free_bytes=state.f_bavail * state.f_frsize,
         free_files=state.f_favail if state.f_files else None,
         write_s=write_s,
         runs_programs=not state.f_flag & getattr(os, "ST_NOEXEC", 8),
     )
-
-
-def _file_system(folder: Path, root: Path) -> str:
-    """Return the type of the file system of a folder by /proc/self/mountinfo; empty if unknown."""
-    best, kind = -1, ""
-    for line in system_files.text(root / "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        if len(fields) < 5 or not after:
-            continue
-        at = Path(fields[4].replace("\\040", " "))
-        if folder.is_relative_to(at) and len(at.parts) >= best:  # a later mount hides an earlier one
-            best, kind = len(at.parts), after.split()[0]
-    return kind
 
 
 def _time_write(path: Path) -> float:

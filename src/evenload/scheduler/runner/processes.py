@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenload.hardware import own_cgroups
 from evenload.job.processes import ProcessStat, ancestors, descendants
 from evenload.job.protocol import VARIABLE
 
@@ -129,9 +130,4 @@ def own_cgroup() -> str:
 
 
 def _unified_mount() -> Path | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            fields = line.split(" ")
-            if len(fields) > 3 and fields[2] == "cgroup2":
-                return Path(fields[1].replace("\\040", " "))
-    return None
+    return next((mount_point for _, mount_point, version in own_cgroups("") if version == 2), None)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from evenload import hardware
 from evenload.errors import ConfigError, LaunchError
 from evenload.training.launch.environment import WorkerSpec
 
@@ -213,9 +214,9 @@ class CpuCgroups:
         OSError: groups can't be created.
     """
 
-    def __init__(self, ranks: Sequence[int], proc: Path = Path("/proc/self")) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        above, self._version = find_cpu_group(proc)
+        above, self._version = find_cpu_group()
         _sweep(above)
         self._folder = _make_folder(above)
         try:
@@ -255,42 +256,17 @@ class CpuCgroups:
         return self._folder / f"rank-{rank}"
 
 
-def find_cpu_group(proc: Path = Path("/proc/self")) -> tuple[Path, int]:
-    """The folder of this process's own group that has the CPU controller, and the version of control groups.
+def find_cpu_group(root: Path = hardware.ROOT) -> tuple[Path, int]:
+    """Return the folder of this process's cgroup that has the CPU controller, and its version.
 
     Raises:
-        FileNotFoundError: there is none that this process sees.
+        FileNotFoundError: there is none that this process can access.
     """
-    own = _own_groups((proc / "cgroup").read_text())
-    for line in (proc / "mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
-        kind, _, options = rest.split(" ", 2)
-        root, mount = fields.split()[3:5]
-        if kind == "cgroup" and "cpu" in options.split(",") and "cpu" in own:
-            return _below(Path(mount), root, own["cpu"]), 1
-        if kind == "cgroup2" and "" in own:
-            folder = _below(Path(mount), root, own[""])
-            controllers = folder / "cgroup.subtree_control"
-            if controllers.exists() and "cpu" in controllers.read_text().split():
-                return folder, 2
+    for folder, _, version in hardware.own_cgroups("cpu", root):
+        controllers = folder / "cgroup.subtree_control"
+        if version == 1 or (controllers.exists() and "cpu" in controllers.read_text().split()):
+            return folder, version
     raise FileNotFoundError("no control group with the CPU controller is mounted here")
-
-
-def _own_groups(text: str) -> Mapping[str, str]:
-    """Path of this process's group by controller; the empty name is version 2."""
-    own = {}
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            own[controller] = path
-    return own
-
-
-def _below(mount: Path, root: str, path: str) -> Path:
-    """The folder of group ``path`` where the group ``root`` is mounted at ``mount``."""
-    if path == root or path.startswith(root.rstrip("/") + "/"):
-        return mount / path[len(root.rstrip("/")) :].lstrip("/")
-    return mount
 
 
 def _make_folder(above: Path) -> Path:
