@@ -71,10 +71,10 @@ def test_an_element_of_an_array_has_its_index() -> None:
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        ({"comand": "x"}, "no key 'comand' (did you mean command?)"),
-        ({}, "there is no command"),
+        ({"comand": "x"}, "unknown key 'comand' (did you mean command?)"),
+        ({}, "no command given"),
         ({"command": ""}, "expected a command"),
-        ({"command": "python 'train"}, "can't be split into words"),
+        ({"command": "python 'train"}, "can be split into words (No closing"),
         ({"command": ["python", 3]}, "expected a command"),
         ({"devices": 0}, "devices = 0: expected MIN:MAX with 1 <= MIN <= MAX"),
         ({"devices": "4:2"}, "1 <= MIN <= MAX"),
@@ -94,27 +94,27 @@ def test_an_element_of_an_array_has_its_index() -> None:
         ({"retries": -1}, "from 0 to 1000"),
         ({"saves": "yes"}, "true or false"),
         ({"after": "12:never"}, "JOB or JOB:ok, JOB:any, JOB:failed"),
-        ({"after": ["12", "12:any"]}, "12 is named twice"),
+        ({"after": ["12", "12:any"]}, "12 appears twice"),
         ({"array": "9-1"}, "indices such as 0-9"),
         ({"array": "0-9%0"}, "indices such as 0-9"),
         ({"array": "0-100000"}, "at most 1000"),
-        ({"command": "run {index}"}, "the job is no array"),
+        ({"command": "run {index}"}, "the job is not an array"),
         ({"environment": ["A"]}, "a table of variables"),
-        ({"environment": {"A B": "1"}}, "'A B' is none"),
-        ({"environment": {"EVENLOAD_JOB": "1"}}, "EVENLOAD_JOB is"),
-        ({"environment": {"A": "1"}, "inherit": ["A"]}, "A is set in environment and named in inherit"),
+        ({"environment": {"A B": "1"}}, "not 'A B'"),
+        ({"environment": {"EVENLOAD_JOB": "1"}}, "a variable other than EVENLOAD_JOB: "),
+        ({"environment": {"A": "1"}, "inherit": ["A"]}, "A is both set in environment and named in inherit"),
         ({"name": "../etc"}, "a name of letters"),
         ({"name": "a\x1b[2J"}, "a name of letters"),
         ({"links": ["../data"]}, "folders below the job's own"),
         ({"links": ["/data"]}, "folders below the job's own"),
-        ({"notify": "webhook:ftp://x"}, "no address that begins with http"),
-        ({"notify": "mail:-oQ/tmp x"}, "is no address"),
+        ({"notify": "webhook:ftp://x"}, "is not a URL that begins with http"),
+        ({"notify": "mail:-oQ/tmp x"}, "is not a mail address"),
         ({"notify": "shout"}, "command:COMMAND, webhook:URL or mail:ADDRESS"),
         ({"backend": "slrm"}, "did you mean slurm?"),
         ({"nodes": 2, "devices": 4}, "the local queue has one machine"),
         ({"nodes": 2, "devices": 3, "backend": "slurm"}, "must be multiples of 2"),
-        ({"share_device": True, "devices": 2}, "jobs that share a device have one"),
-        ({"estimate": "2h", "time": ":1h"}, "it would be ended before"),
+        ({"share_device": True, "devices": 2}, "a job that shares a device can have only one"),
+        ({"estimate": "2h", "time": ":1h"}, "exceeds the hard limit"),
         ({"slurm": "gpu"}, "a table, such as [slurm]"),
     ],
 )
@@ -133,16 +133,16 @@ def test_a_file_and_options_are_one_table(tmp_path: Path) -> None:
     job = job_from(values, sources)
     assert (job.max_devices, dict(job.environment)) == (2, {"A": "1", "B": "2"})
     assert job.folder == str(tmp_path / "here"), "a file's folder is beside the file"
-    with pytest.raises(ConfigError, match=r"devices is set twice, differently: -d 3 and devices = 2 in .*job\.toml"):
+    with pytest.raises(ConfigError, match=r"devices has two different values: -d 3 and devices = 2 in .*job\.toml"):
         merged({"devices": ("3", "-d 3")}, path)
-    with pytest.raises(ConfigError, match="A is set twice"):
+    with pytest.raises(ConfigError, match="A has two different values"):
         merged({"environment": ({"A": "2"}, "--env A=2")}, path)
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("devices = [", "is no TOML"),
+        ("devices = [", "is not valid TOML"),
         ("devics = 1", "did you mean devices"),
         ("[slrum]\n", "did you mean slurm"),
     ],
@@ -152,7 +152,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, told: str) ->
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):
         merged({}, path)
-    with pytest.raises(ConfigError, match="can't be read: No such file"):
+    with pytest.raises(ConfigError, match="can't read the job file .*: No such file"):
         merged({}, tmp_path / "none.toml")
 
 

@@ -18,7 +18,7 @@ from evenload.errors import ConfigError
 from evenload.scheduler.backends import JobStatus
 from evenload.scheduler.backends.local import LocalBackend
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.job_file import as_table, job_from, merged
+from evenload.scheduler.job_file import KEYS, as_table, job_from, merged
 from evenload.scheduler.snapshots import TreeSnapshot
 from evenload.scheduler.submit import submit as submission
 from evenload.scheduler.submit.submit import SubmittedJob
@@ -54,131 +54,79 @@ COMMAND_CLASS = SubmitCommand
 
 
 def submit(
+    context: typer.Context,
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="JOB.toml or -- COMMAND", help="A command or a job file."),
+        list[str] | None, typer.Argument(metavar="JOB.toml or -- COMMAND", help="A command or a job file.")
     ] = None,
     devices: Annotated[
-        str | None,
-        typer.Option("-d", "--devices", metavar="N or MIN:MAX", help="Number of devices, or a range. Default: 1."),
+        str | None, typer.Option("-d", "--devices", metavar="N or MIN:MAX", help="Number of devices. Default: 1.")
     ] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="Acceptable kinds of device, such as a100; separate several with commas.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Minimum memory of each device, such as 20G.")
-    ] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="Acceptable kinds of device: a100,h100.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Minimum memory of each device: 20G.")] = None,
     one_kind: Annotated[bool, typer.Option("--one-kind", help="Require all devices to be of one kind.")] = False,
-    nodes: Annotated[int | None, typer.Option(help="Number of machines; 1: all devices in one machine.")] = None,
-    priority: Annotated[
-        int | None,
-        typer.Option(help="Higher goes first; below 0 uses only idle devices and gives them back on demand."),
-    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of machines.")] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher goes first; below 0 uses only idle devices.")] = None,
     time: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOFT[:HARD]",
-            help="Time limits: after SOFT the job yields to waiting jobs, after HARD it is ended.",
-        ),
+        str | None, typer.Option(metavar="SOFT[:HARD]", help="After SOFT it yields to others; after HARD it is ended.")
     ] = None,
     estimate: Annotated[str | None, typer.Option(metavar="TIME", help="Expected run time, such as 90m.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Total number of steps, if the program does not report it.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Total number of steps, if not reported.")] = None,
     saves: Annotated[
-        bool | None,
-        typer.Option("--saves/--no-saves", help="Whether the program saves and stops on request. Default: detected."),
+        bool | None, typer.Option("--saves/--no-saves", help="It saves and stops on request. Default: detected.")
     ] = None,
     after: Annotated[
-        list[str] | None,
-        typer.Option(metavar="JOB[:ok|any|failed]", help="Start after JOB has succeeded (ok), ended (any) or failed."),
+        list[str] | None, typer.Option(metavar="JOB[:ok|any|failed]", help="Start after JOB succeeded, ended or failed.")
     ] = None,
-    array: Annotated[
-        str | None,
-        typer.Option(
-            metavar="0-9[%4]", help="Submit a job per index, at most % at once; {index} in the command is replaced."
-        ),
-    ] = None,
+    array: Annotated[str | None, typer.Option(metavar="0-9[%4]", help="A job for each {index}, at most % at once.")] = None,
     env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="Set a variable; NAME alone inherits it from this shell."),
+        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Set a variable; NAME alone inherits it.")
     ] = None,
-    folder: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder to run in. Default: the current one.")
-    ] = None,
+    folder: Annotated[str | None, typer.Option(metavar="DIR", help="Folder to run in. Default: this one.")] = None,
     snapshot: Annotated[
         bool | None,
         typer.Option(
-            "--snapshot/--no-snapshot",
-            help="Run in a copy of the working tree, taken now. Default: yes if it is under git.",
+            "--snapshot/--no-snapshot", help="Run in a copy of the working tree. Default: if it is under git."
         ),
     ] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DIR", help="Link to this folder from the snapshot instead of copying it."),
-    ] = None,
-    grace: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time from the stop request to the forced end. Default: 60s.")
-    ] = None,
-    requeue: Annotated[
-        bool, typer.Option("--requeue", help="Allow the job to be ended and restarted from the beginning.")
-    ] = False,
-    retries: Annotated[int | None, typer.Option(help="Number of times to retry the job if it fails.")] = None,
+    link: Annotated[list[str] | None, typer.Option(metavar="DIR", help="Folder that the snapshot links to.")] = None,
+    grace: Annotated[str | None, typer.Option(metavar="TIME", help="Time to save and stop. Default: 60s.")] = None,
+    requeue: Annotated[bool, typer.Option("--requeue", help="Allow a restart from the beginning.")] = False,
+    retries: Annotated[int | None, typer.Option(help="Number of retries if the job fails.")] = None,
     notify: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TARGET", help="Notify when the job has ended: command:COMMAND, webhook:URL or mail:ADDRESS."
-        ),
+        typer.Option(metavar="TARGET", help="At its end: command:COMMAND, webhook:URL or mail:ADDRESS."),
     ] = None,
     share_device: Annotated[
-        bool, typer.Option("--share-device", help="Allow other jobs with this option on the same device.")
+        bool, typer.Option("--share-device", help="Allow other such jobs on its device.")
     ] = False,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the job, shown in lists and accepted by cancel, logs and show.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job.")] = None,
     backend: Annotated[str | None, typer.Option(help="local, slurm, ray or kubernetes.")] = None,
     backend_option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the backend; repeatable.")
     ] = None,
     queue: Queue = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be submitted without submitting it.")
-    ] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the job has ended and exit with its exit code.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the request; submit nothing.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the job; exit with its exit code.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the jobs' ids as JSON.")] = False,
 ) -> None:
     """Submit a command or a job file; print its job number and how to watch it."""
     path, command = _split(list(arguments or ()))
-    values_of: dict[str, Any] = {
-        "devices": devices,
-        "kind": ",".join(kind) if kind else None,
-        "memory": memory,
-        "one_kind": one_kind,
-        "nodes": nodes,
-        "priority": priority,
-        "time": time,
-        "estimate": estimate,
-        "steps": steps,
-        "array": array,
-        "folder": None if folder is None else str(Path(folder).expanduser().absolute()),
-        "grace": grace,
-        "requeue": requeue,
-        "retries": retries,
-        "share_device": share_device,
-        "name": name,
-        "backend": backend,
-    }
     given: dict[str, tuple[Any, str]] = {}
-    for key, value in values_of.items():
-        if value is not None and value is not False:
-            option = f"--{key.replace('_', '-')}"
-            given[key] = (value, option if value is True else f"{option} {value}")
-    for key, option, texts in (("after", "--after", after), ("links", "--link", link), ("notify", "--notify", notify)):
-        if texts:
-            given[key] = (texts, " ".join(f"{option} {text}" for text in texts))
-    for key, switch in (("saves", saves), ("snapshot", snapshot)):
-        if switch is not None:
-            given[key] = (switch, f"--{key}" if switch else f"--no-{key}")
+    for key in KEYS:
+        value = context.params.get("link" if key == "links" else key)
+        if value is None or value == () or (value is False and key not in ("saves", "snapshot")):
+            continue
+        option = f"--{'link' if key == 'links' else key.replace('_', '-')}"
+        if isinstance(value, bool):
+            given[key] = (value, option if value else f"--no-{key}")
+        elif isinstance(value, tuple):
+            given[key] = (list(value), " ".join(f"{option} {text}" for text in value))
+        else:
+            given[key] = (value, f"{option} {value}")
+    if kind:
+        given["kind"] = (",".join(kind), f"--kind {','.join(kind)}")
+    if folder is not None:
+        given["folder"] = (str(Path(folder).expanduser().absolute()), f"--folder {folder}")
     given |= _environment(env or [])
     given |= _backend_options(backend, backend_option or [])
     if command and path is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.client import Client, connect
+from evenload.scheduler.paths import log_path
 
 if TYPE_CHECKING:
     from evenload.scheduler.core.values import Job
@@ -118,6 +120,38 @@ def stored_job(folder: Path, job: str) -> Job:
     if found is None:
         raise QueueError(f"no job {job} in the queue {folder}; evenload ps --all lists all jobs")
     return found
+
+
+def row_of_job(folder: Path, job: Job) -> dict[str, Any]:
+    """Return a stored job in the form of `messages.JobRow`, without what only the daemon knows."""
+    return {
+        "id": job.id,
+        "number": int(job.id) if job.id.isdigit() else 0,
+        "user": job.spec.user,
+        "name": job.spec.name,
+        "state": str(job.state),
+        "priority": job.spec.priority,
+        "min_devices": job.spec.needs.min_devices,
+        "max_devices": job.spec.needs.max_devices,
+        "kinds": list(job.spec.needs.kinds),
+        "devices": list(job.devices),
+        "submitted_s": job.submitted_s,
+        "since_s": job.since_s,
+        "first_began_s": job.first_began_s,
+        "held_s": job.held_until(time.time()) if job.devices else job.held_s,
+        "attempt": job.attempt,
+        "done": job.done,
+        "total": job.total,
+        "rate_per_s": job.rate_per_s,
+        "start_s": None,
+        "eta_s": None,
+        "reason": job.reason,
+        "array": job.spec.array,
+        "is_held": job.is_held,
+        "shares": [],
+        "peak_bytes": job.peak_bytes,
+        "log": str(log_path(folder, job.id)),
+    }
 
 
 def row_of_line(line: JobLine) -> dict[str, Any]:

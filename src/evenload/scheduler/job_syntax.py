@@ -1,7 +1,6 @@
-"""How a person writes what a job asks for, as plain values: ``2:4``, ``20G``, ``2h:3h``, ``0-9%4``, ``12:any``.
+"""Syntax of the values in a job file and in the options of `evenload submit`: `2:4`, `20G`, `2h:3h`, `0-9%4`, `12:any`.
 
-One reader each for the job file and the options of `evenload submit`: both spell a thing alike. What can't be read raises
-a `ValueError` with what was expected; `job_file` says where it was written.
+An invalid value raises a `ValueError` with what was expected; `job_file` adds where it was written.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from evenload.errors import ConfigError
 from evenload.scheduler.core.values import After
 
 MAX_ARRAY = 1_000
-"""Elements of one array: each is a job of its own, and all are submitted in one message."""
+"""Elements of an array: each is a job, and all are submitted in one message."""
 MAX_DEVICES = 100_000
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
@@ -26,32 +24,32 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,99}")
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,199}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONDITIONS = ("ok", "any", "failed")
-_TELLERS = ("command", "webhook", "mail")
+_NOTIFIERS = ("command", "webhook", "mail")
 
 
 def read_text(value: Any) -> str:
-    """A text of one line."""
+    """Parse one line of text."""
     if not isinstance(value, str) or not value or any(ord(letter) < 32 or ord(letter) == 127 for letter in value):
-        raise ValueError("a text of one line")
+        raise ValueError("one line of text")
     return value
 
 
 def read_name(value: Any) -> str:
-    """A job's name: it becomes part of lists and folder names."""
+    """Parse a job's name, which appears in lists and folder names."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError("a name of letters, digits and _ . + = @ , - (at most 100, the first a letter, digit or _)")
     return value
 
 
 def read_bool(value: Any) -> bool:
-    """``true`` or ``false``."""
+    """Parse `true` or `false`."""
     if not isinstance(value, bool):
         raise ValueError("true or false")
     return value
 
 
 def read_count(least: int, most: int, what: str) -> Any:
-    """A reader of whole numbers from `least` to `most`."""
+    """Return a parser of integers from `least` to `most`."""
 
     def read(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -62,14 +60,14 @@ def read_count(least: int, most: int, what: str) -> Any:
 
 
 def read_words(value: Any) -> tuple[str, ...]:
-    """A command: a list of words, or one text that is split as a shell would."""
+    """Parse a command: a list of words, or a text that is split like in a shell."""
     if isinstance(value, str):
         import shlex
 
         try:
             value = shlex.split(value)
         except ValueError as error:
-            raise ValueError(f"a command line; this one can't be split into words ({error})") from None
+            raise ValueError(f"a command line that can be split into words ({error})") from None
     words = value if isinstance(value, list | tuple) else ()
     if not words or not words[0] or not all(isinstance(word, str) and "\0" not in word for word in words):
         raise ValueError('a command, such as "python train.py" or ["python", "train.py"]')
@@ -77,7 +75,7 @@ def read_words(value: Any) -> tuple[str, ...]:
 
 
 def read_devices(value: Any) -> tuple[int, int]:
-    """``4`` or ``2:8``: (least, most)."""
+    """Parse `4` or `2:8` as (minimum, maximum)."""
     expected = ValueError("MIN:MAX with 1 <= MIN <= MAX, or one number, such as 2 or 1:4")
     if isinstance(value, bool):
         raise expected
@@ -91,7 +89,7 @@ def read_devices(value: Any) -> tuple[int, int]:
 
 
 def read_kinds(value: Any) -> tuple[str, ...]:
-    """``a100``, ``a100,h100`` or a list."""
+    """Parse `a100`, `a100,h100` or a list."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not parts or not all(isinstance(p, str) and p.strip() for p in parts):
         raise ValueError('the name of a kind of device, or several, such as "a100" or ["a100", "h100"]')
@@ -99,7 +97,7 @@ def read_kinds(value: Any) -> tuple[str, ...]:
 
 
 def read_bytes(value: Any) -> int:
-    """``20G``, ``512M``, ``40GiB``; G is 10^9, as cards are sold: an 80 GB card has a little under 80 GiB."""
+    """Parse `20G`, `512M`, `40GiB`. G is 10^9, as in the names of GPUs: an 80 GB GPU has a little under 80 GiB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]I?)B?|B)", value.upper()) if isinstance(value, str) else None
     if found is None or float(found[1]) <= 0:
         raise ValueError("a size with its unit, such as 20G or 512M (G is 10^9 bytes, GiB 2^30)")
@@ -107,7 +105,7 @@ def read_bytes(value: Any) -> int:
 
 
 def read_duration_s(value: Any) -> float:
-    """``90s``, ``45m``, ``2h``, ``1d12h``."""
+    """Parse `90s`, `45m`, `2h`, `1d12h`."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([smhdw])", value) if isinstance(value, str) else []
     seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
     if "".join(number + unit for number, unit in parts) != value or not 0 < seconds < math.inf:
@@ -116,7 +114,7 @@ def read_duration_s(value: Any) -> float:
 
 
 def read_limits_s(value: Any) -> tuple[float | None, float | None]:
-    """``SOFT``, ``SOFT:HARD`` or ``:HARD``."""
+    """Parse `SOFT`, `SOFT:HARD` or `:HARD`."""
     text = "SOFT or SOFT:HARD or :HARD, such as 2h, 2h:3h or :3h"
     if not isinstance(value, str):
         raise ValueError(text)
@@ -132,7 +130,7 @@ def read_limits_s(value: Any) -> tuple[float | None, float | None]:
 
 
 def read_after(value: Any) -> tuple[After, ...]:
-    """``12``, ``12:any``, or several in a list; a job's number or name, and on which end of it."""
+    """Parse `12`, `12:any`, or a list: a job's number or name, and how it must have ended."""
     found = []
     for text in value if isinstance(value, list | tuple) else (value,):
         job, colon, condition = str(text).partition(":")
@@ -141,13 +139,13 @@ def read_after(value: Any) -> tuple[After, ...]:
         found.append(After(job, condition or "ok"))
     names = [after.job for after in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"each job once; {', '.join(sorted(twice))} is named twice")
+        raise ValueError(f"each job once; {', '.join(sorted(twice))} appears twice")
     return tuple(found)
 
 
 def read_array(value: Any) -> tuple[tuple[int, ...], int | None]:
-    """``0-9``, ``1,3,8-12``, ``0-99:10``, each with ``%4`` for at most four at once: (indices, limit)."""
-    expected = f"indices such as 0-9, 1,3,8-12 or 0-90:10, perhaps with %LIMIT, at most {MAX_ARRAY} of them"
+    """Parse `0-9`, `1,3,8-12`, `0-99:10`, each with `%4` for at most four at once, as (indices, limit)."""
+    expected = f"indices such as 0-9, 1,3,8-12 or 0-90:10, optionally with %LIMIT, at most {MAX_ARRAY} of them"
     if not isinstance(value, str):
         raise ValueError(expected)
     text, percent, limit = value.partition("%")
@@ -168,7 +166,7 @@ def read_array(value: Any) -> tuple[tuple[int, ...], int | None]:
 
 
 def read_environment(value: Any) -> dict[str, str]:
-    """A table of variables."""
+    """Parse a table of variables."""
     if not isinstance(value, dict):
         raise ValueError('a table of variables, such as { SEED = "1" }')
     for name, part in value.items():
@@ -179,7 +177,7 @@ def read_environment(value: Any) -> dict[str, str]:
 
 
 def read_variables(value: Any) -> tuple[str, ...]:
-    """Names of variables."""
+    """Parse names of variables."""
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, list | tuple):
         raise ValueError('a list of names of variables, such as ["WANDB_API_KEY"]')
@@ -187,46 +185,46 @@ def read_variables(value: Any) -> tuple[str, ...]:
 
 
 def read_variable(name: Any) -> str:
-    """A variable's name that a program may be given: those of the line to the queue are the queue's own."""
+    """Parse the name of a variable that a job may set; EVENLOAD_ variables are reserved."""
     if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
-        raise ValueError(f"the name of an environment variable, such as SEED; {name!r} is none")
+        raise ValueError(f"the name of an environment variable, such as SEED, not {name!r}")
     if name.startswith("EVENLOAD_"):
-        raise ValueError(f"a variable that isn't the queue's own; {name} is (all that begin with EVENLOAD_)")
+        raise ValueError(f"a variable other than {name}: names that begin with EVENLOAD_ are reserved")
     return name
 
 
 def read_paths(value: Any) -> tuple[str, ...]:
-    """Folders below the job's own."""
+    """Parse folders below the job's own."""
     paths = (value,) if isinstance(value, str) else value
     if not isinstance(paths, list | tuple):
         raise ValueError('a list of folders below the job\'s own, such as ["data", "runs"]')
     for path in paths:
         if read_text(path).startswith(("/", "~")) or ".." in path.split("/") or path.strip("./") == "":
-            raise ValueError(f"folders below the job's own; {path!r} is none")
+            raise ValueError(f"folders below the job's own, not {path!r}")
     return tuple(dict.fromkeys(path.rstrip("/") for path in paths))
 
 
 def read_notify(value: Any) -> tuple[str, ...]:
-    """``command:…``, ``webhook:URL``, ``mail:ADDRESS``; one or a list."""
+    """Parse `command:…`, `webhook:URL`, `mail:ADDRESS`; one or a list."""
     texts = (value,) if isinstance(value, str) else value
     expected = "command:COMMAND, webhook:URL or mail:ADDRESS"
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError(expected)
     for text in texts:
-        teller, _, rest = read_text(text).partition(":")
-        if teller not in _TELLERS or not rest.strip():
+        kind, _, rest = read_text(text).partition(":")
+        if kind not in _NOTIFIERS or not rest.strip():
             raise ValueError(expected)
-        if teller == "webhook" and not re.match(r"https?://[^/\s]+", rest):
-            raise ValueError(f"{expected}; {rest!r} is no address that begins with http:// or https://")
-        if teller == "mail" and not re.fullmatch(r"[^\s@,:-][^\s@,:]*(@[^\s@,:]+)?", rest):
-            raise ValueError(f"{expected}; {rest!r} is no address")
-        if teller == "command":
+        if kind == "webhook" and not re.match(r"https?://[^/\s]+", rest):
+            raise ValueError(f"{expected}; {rest!r} is not a URL that begins with http:// or https://")
+        if kind == "mail" and not re.fullmatch(r"[^\s@,:-][^\s@,:]*(@[^\s@,:]+)?", rest):
+            raise ValueError(f"{expected}; {rest!r} is not a mail address")
+        if kind == "command":
             read_words(rest)
     return tuple(dict.fromkeys(texts))
 
 
 def read_options(value: Any) -> dict[str, str]:
-    """A backend's own table."""
+    """Parse the table of a backend."""
     if not isinstance(value, dict):
         raise ValueError('a table, such as [slurm] with partition = "gpu" below it')
     for name, part in value.items():
@@ -236,7 +234,7 @@ def read_options(value: Any) -> dict[str, str]:
 
 
 def duration_text(seconds: float) -> str:
-    """``1h30m`` for 5400: what `read_duration_s` reads."""
+    """Return `1h30m` for 5400; `read_duration_s` reads it back."""
     left, parts = seconds, []
     for unit in ("d", "h", "m"):
         number, left = divmod(left, _UNITS_S[unit])
@@ -248,7 +246,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(size: int) -> str:
-    """``20G`` for 2·10^10: what `read_bytes` reads."""
+    """Return `20G` for 2·10^10; `read_bytes` reads it back."""
     for unit in ("T", "G", "TI", "GI", "M", "MI"):
         if size % _UNITS_BYTES[unit] == 0:
             return f"{size // _UNITS_BYTES[unit]}{unit.replace('I', 'iB')}"
@@ -256,7 +254,7 @@ def bytes_text(size: int) -> str:
 
 
 def array_text(indices: Iterable[int], limit: int | None) -> str:
-    """``0-3,7%2``: what `read_array` reads."""
+    """Return `0-3,7%2`; `read_array` reads it back."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -267,16 +265,17 @@ def array_text(indices: Iterable[int], limit: int | None) -> str:
     return text if limit is None else f"{text}%{limit}"
 
 
-def spelled(after: After) -> str:
-    """``12`` or ``12:any``."""
-    return after.job if after.condition == "ok" else f"{after.job}:{after.condition}"
+def after_texts(afters: Iterable[After]) -> list[str]:
+    """Return `12` or `12:any` for each; `read_after` reads them back."""
+    return [after.job if after.condition == "ok" else f"{after.job}:{after.condition}" for after in afters]
 
 
-def check_no_overlap(environment: Iterable[str], inherit: Iterable[str]) -> None:
-    """A variable has one source.
+def devices_text(least: int, most: int) -> int | str:
+    """Return `2` or `2:8`; `read_devices` reads it back."""
+    return least if least == most else f"{least}:{most}"
 
-    Raises:
-        ConfigError: it is set and taken from the shell.
-    """
-    if both := sorted(set(environment) & set(inherit)):
-        raise ConfigError(f"{both[0]} is set in environment and named in inherit; remove one of them")
+
+def limits_text(soft_s: float | None, hard_s: float | None) -> str:
+    """Return `2h`, `2h:3h` or `:3h`; `read_limits_s` reads it back."""
+    soft = "" if soft_s is None else duration_text(soft_s)
+    return soft if hard_s is None else f"{soft}:{duration_text(hard_s)}"

@@ -13,7 +13,7 @@ from evenload.errors import QueueError
 from evenload.scheduler.client import connect
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
-from evenload.scheduler.job_lookup import has_readable_file, stored_job
+from evenload.scheduler.job_lookup import has_readable_file, row_of_job, stored_job
 from evenload.scheduler.job_syntax import bytes_text, duration_text
 from evenload.views.queue.text import aligned, clean, gigabytes, moment, progress, short_list, span
 
@@ -264,7 +264,6 @@ def _lost(folder: Path, job: str) -> dict[int, float]:
 
 def _stored(folder: Path, job: str) -> dict[str, Any]:
     """Read the job from the queue's file, in the form of the daemon's answer."""
-    from evenload.scheduler.paths import log_path
     from evenload.scheduler.store.reader import Reader
 
     found = stored_job(folder, job)
@@ -282,14 +281,4 @@ def _stored(folder: Path, job: str) -> dict[str, Any]:
         ]
         program = reader.program(job) or {}
     spec = events.as_row(events.Submitted(0.0, "", found.spec))["spec"]
-    row = {
-        "id": found.id, "user": found.spec.user, "name": found.spec.name, "state": str(found.state),
-        "priority": found.spec.priority, "min_devices": found.spec.needs.min_devices,
-        "max_devices": found.spec.needs.max_devices, "kinds": list(found.spec.needs.kinds),
-        "devices": list(found.devices), "submitted_s": found.submitted_s, "since_s": found.since_s,
-        "first_began_s": found.first_began_s, "held_s": found.held_until(time.time()), "attempt": found.attempt,
-        "done": found.done, "total": found.total, "rate_per_s": found.rate_per_s, "reason": found.reason,
-        "array": found.spec.array, "is_held": found.is_held, "shares": [], "peak_bytes": found.peak_bytes,
-        "log": str(log_path(folder, found.id)),
-    }  # fmt: skip
-    return {"job": row, "spec": spec, "program": program, "attempts": attempts}
+    return {"job": row_of_job(folder, found), "spec": spec, "program": program, "attempts": attempts}
