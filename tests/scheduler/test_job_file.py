@@ -152,7 +152,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, told: str) ->
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):
         merged({}, path)
-    with pytest.raises(ConfigError, match="can't read the job file .*: No such file"):
+    with pytest.raises(ConfigError, match=r"can't read the job file .*: No such file"):
         merged({}, tmp_path / "none.toml")
 
 

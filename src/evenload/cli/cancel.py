@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenload.cli.jobs import NOT_ENDED, Queue, folder_of, targets
-from evenload.errors import EvenloadError
+from evenload.cli.jobs import NOT_ENDED, Queue, act_on_jobs
+
+if TYPE_CHECKING:
+    from evenload.scheduler.client import Client
 
 
 def cancel(
@@ -26,23 +27,11 @@ def cancel(
             scheduler.cancel(job)
             print(f"job {job} of {backend}: stop requested")
         return
-    from evenload.scheduler.client import connect
 
-    folder = folder_of(queue)
-    failed = False
-    with connect(folder, start=False) as client:
-        for job in targets(jobs, folder, client, NOT_ENDED):
-            try:
-                (row,) = client.call("cancel", jobs=[job], now=now)["jobs"]
-                print(f"job {job}: {_result(row['state'], now)}", flush=True)
-            except EvenloadError as error:
-                failed = True
-                print(f"evenload: error: {error}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(2)
+    def act(client: Client, job: str) -> str:
+        (row,) = client.call("cancel", jobs=[job], now=now)["jobs"]
+        if row["state"] == "CANCELLED":
+            return "cancelled"
+        return "ending now" if now else "asked to save and stop; cancel again, or with --now, to end it at once"
 
-
-def _result(state: str, now: bool) -> str:
-    if state == "CANCELLED":
-        return "cancelled"
-    return "ending now" if now else "asked to save and stop; cancel again, or with --now, to end it at once"
+    act_on_jobs(jobs, queue, NOT_ENDED, act)

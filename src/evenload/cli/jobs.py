@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenload.errors import QueueError
+from evenload.errors import EvenloadError, QueueError
 from evenload.scheduler import paths
 
 if TYPE_CHECKING:
@@ -35,12 +36,26 @@ def ids_of(texts: Sequence[str], folder: Path) -> list[str]:
     return job_lookup.ids_of(texts, folder)
 
 
-def targets(texts: Sequence[str], folder: Path, client: Client, states: Sequence[str]) -> Iterable[str]:
-    """Yield the jobs to act on: of a range or an array those in one of the states; a single job in any state.
+def act_on_jobs(
+    texts: Sequence[str], queue: Path | None, states: Sequence[str], act: Callable[[Client, str], str]
+) -> None:
+    """Call `act` on each of the jobs and print what it returns; exit with code 2 if one fails."""
+    from evenload.scheduler.client import connect
 
-    Raises:
-        QueueError: no job of a range or an array is in these states.
-    """
+    folder, failed = folder_of(queue), False
+    with connect(folder, start=False) as client:
+        for job in _targets(texts, folder, client, states):
+            try:
+                print(f"job {job}: {act(client, job)}", flush=True)
+            except EvenloadError as error:
+                failed = True
+                print(f"evenload: error: {error}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(2)
+
+
+def _targets(texts: Sequence[str], folder: Path, client: Client, states: Sequence[str]) -> Iterable[str]:
+    """Yield the jobs to act on: of a range or an array those in one of the states; a single job in any state."""
     for text in texts:
         ids = ids_of([text], folder)
         if len(ids) == 1:

@@ -36,7 +36,7 @@ def ps(
     queue: Queue = None,
 ) -> None:
     """Show the queue: devices, running jobs and their progress, waiting jobs and why they wait."""
-    from evenload.views.queue.view import JobFilter, parse_states, view_of
+    from evenload.views.queue.view import JobFilter, json_of, parse_states, view_of
 
     folder = folder_of(queue)
     if watch + json + clean > 1 or (all_ and (watch or clean)):
@@ -49,8 +49,6 @@ def ps(
     elif watch:
         _watch(folder, wanted)
     elif json:
-        from evenload.views.queue.as_json import json_of
-
         sys.stdout.write(json_of(view_of(folder, wanted)))
     else:
         _show(view_of(folder, wanted))
@@ -64,16 +62,11 @@ def _all(folder: Path, wanted: JobFilter, as_json: bool) -> Iterable[str]:
         from evenload.views.queue.full_list import all_json, all_lines
 
         return (all_json if as_json else all_lines)(folder, wanted.states, wanted.user)
-    from evenload.views.queue.view import view_of_all
+    from evenload.views.queue.text import listed_lines
+    from evenload.views.queue.view import json_of, view_of_all
 
     view = view_of_all(folder, wanted)
-    if as_json:
-        from evenload.views.queue.as_json import json_of
-
-        return [json_of(view)]
-    from evenload.views.queue.text import listed_lines
-
-    return listed_lines(view)
+    return [json_of(view)] if as_json else listed_lines(view)
 
 
 def _show(view: QueueView) -> None:

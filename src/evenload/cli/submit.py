@@ -75,9 +75,12 @@ def submit(
         bool | None, typer.Option("--saves/--no-saves", help="It saves and stops on request. Default: detected.")
     ] = None,
     after: Annotated[
-        list[str] | None, typer.Option(metavar="JOB[:ok|any|failed]", help="Start after JOB succeeded, ended or failed.")
+        list[str] | None,
+        typer.Option(metavar="JOB[:ok|any|failed]", help="Start after JOB succeeded, ended or failed."),
     ] = None,
-    array: Annotated[str | None, typer.Option(metavar="0-9[%4]", help="A job for each {index}, at most % at once.")] = None,
+    array: Annotated[
+        str | None, typer.Option(metavar="0-9[%4]", help="A job for each {index}, at most % at once.")
+    ] = None,
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Set a variable; NAME alone inherits it.")
     ] = None,
@@ -96,9 +99,7 @@ def submit(
         list[str] | None,
         typer.Option(metavar="TARGET", help="At its end: command:COMMAND, webhook:URL or mail:ADDRESS."),
     ] = None,
-    share_device: Annotated[
-        bool, typer.Option("--share-device", help="Allow other such jobs on its device.")
-    ] = False,
+    share_device: Annotated[bool, typer.Option("--share-device", help="Allow other such jobs on its device.")] = False,
     name: Annotated[str | None, typer.Option(help="Name of the job.")] = None,
     backend: Annotated[str | None, typer.Option(help="local, slurm, ray or kubernetes.")] = None,
     backend_option: Annotated[
@@ -114,12 +115,12 @@ def submit(
     given: dict[str, tuple[Any, str]] = {}
     for key in KEYS:
         value = context.params.get("link" if key == "links" else key)
-        if value is None or value == () or (value is False and key not in ("saves", "snapshot")):
+        if value in (None, (), []) or (value is False and key not in ("saves", "snapshot")):
             continue
         option = f"--{'link' if key == 'links' else key.replace('_', '-')}"
         if isinstance(value, bool):
             given[key] = (value, option if value else f"--no-{key}")
-        elif isinstance(value, tuple):
+        elif isinstance(value, list | tuple):
             given[key] = (list(value), " ".join(f"{option} {text}" for text in value))
         else:
             given[key] = (value, f"{option} {value}")

@@ -16,6 +16,8 @@ from evenload.scheduler.paths import log_path
 
 if TYPE_CHECKING:
     from evenload.scheduler.core.values import Job
+    from evenload.scheduler.messages import AttemptRow, JobRow
+    from evenload.scheduler.store.ledger import AttemptRecord
     from evenload.scheduler.store.reader import JobLine
 
 PAGE = 1000
@@ -122,7 +124,7 @@ def stored_job(folder: Path, job: str) -> Job:
     return found
 
 
-def row_of_job(folder: Path, job: Job) -> dict[str, Any]:
+def row_of_job(folder: Path, job: Job) -> JobRow:
     """Return a stored job in the form of `messages.JobRow`, without what only the daemon knows."""
     return {
         "id": job.id,
@@ -151,6 +153,19 @@ def row_of_job(folder: Path, job: Job) -> dict[str, Any]:
         "shares": [],
         "peak_bytes": job.peak_bytes,
         "log": str(log_path(folder, job.id)),
+    }
+
+
+def row_of_attempt(attempt: AttemptRecord) -> AttemptRow:
+    """Return an attempt in the form of `messages.AttemptRow`."""
+    return {
+        "attempt": attempt.fence.attempt,
+        "devices": list(attempt.devices),
+        "began_s": attempt.began_s,
+        "ended_s": attempt.ended_s,
+        "ending": attempt.ending,
+        "reason": attempt.reason,
+        "pid": None if attempt.runner is None else int(attempt.runner["pid"]),
     }
 
 

@@ -86,7 +86,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(backend: SlurmBackend, tmp_pa
     wait_for(backend, job, JobState.CANCELLED)
     saved = json.loads((tmp_path / "out" / "state.json").read_text())["step"]
     assert saved == len(steps_done(tmp_path / "out")) > 0
-    with pytest.raises(QueueError, match="job 999999 can't be cancelled"):
+    with pytest.raises(QueueError, match="can't cancel job 999999"):
         backend.cancel("999999")
     assert backend.describe(["999999"]) == ()
 

@@ -20,6 +20,7 @@ from evenload.scheduler.core.values import Job, Limits, Reservation, settings_fr
 from evenload.scheduler.daemon import replies, requests
 from evenload.scheduler.daemon.requests import Caller, check_name, job_names, only
 from evenload.scheduler.daemon.state import DaemonState
+from evenload.scheduler.job_lookup import row_of_attempt
 from evenload.scheduler.messages import LARGEST_PAGE, VERBS
 from evenload.scheduler.store import rows
 
@@ -263,7 +264,7 @@ class RequestHandlers:
             "job": replies.job_row(self.state, job, foreseen),
             "spec": spec,
             "program": program,
-            "attempts": [replies.attempt_row(attempt) for attempt in reader.attempts(job.id)],
+            "attempts": [row_of_attempt(attempt) for attempt in reader.attempts(job.id)],
         }
 
     def _status(self, caller: Caller, message: dict[str, Any]) -> dict[str, Any]:

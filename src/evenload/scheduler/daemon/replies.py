@@ -15,9 +15,8 @@ from evenload.scheduler.core.sharing import excess_bytes
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.state import DaemonState
-from evenload.scheduler.messages import AttemptRow, DeviceRow, ExternalProcessRow, JobRow, StatusRow
-from evenload.scheduler.paths import log_path
-from evenload.scheduler.store.ledger import AttemptRecord
+from evenload.scheduler.job_lookup import row_of_job
+from evenload.scheduler.messages import DeviceRow, ExternalProcessRow, JobRow, StatusRow
 from evenload.scheduler.store.reader import JobLine
 from evenload.version import __version__
 
@@ -26,37 +25,19 @@ def job_row(state: DaemonState, job: Job, prospects: Forecast | None = None) -> 
     """A job that has not ended, or one of which all is known."""
     live = state.runners.live.get(job.id)
     report = live.report if live is not None else None
-    reason = job.reason
-    if prospects is not None and (job.state is JobState.PENDING or not reason):
-        reason = prospects.reason or reason
-    return {
-        "id": job.id,
-        "number": int(job.id) if job.id.isdigit() else 0,
-        "user": job.spec.user,
-        "name": job.spec.name,
-        "state": str(job.state),
-        "priority": job.spec.priority,
-        "min_devices": job.spec.needs.min_devices,
-        "max_devices": job.spec.needs.max_devices,
-        "kinds": list(job.spec.needs.kinds),
-        "devices": list(job.devices),
-        "submitted_s": job.submitted_s,
-        "since_s": job.since_s,
-        "first_began_s": job.first_began_s,
-        "held_s": job.held_until(time.time()) if job.devices else job.held_s,
-        "attempt": job.attempt,
-        "done": job.done if report is None else float(report.step),
-        "total": job.total if report is None or report.total is None else float(report.total),
-        "rate_per_s": job.rate_per_s if report is None else report.steps_per_s,
-        "start_s": None if prospects is None else prospects.start_s,
-        "eta_s": _end_s(job, report, prospects),
-        "reason": reason,
-        "array": job.spec.array,
-        "is_held": job.is_held,
-        "shares": _beside(state, job),
-        "peak_bytes": job.peak_bytes if live is None else max(job.peak_bytes, live.peak_bytes),
-        "log": str(log_path(state.folder, job.id)),
-    }
+    row = row_of_job(state.folder, job)
+    row["shares"] = _beside(state, job)
+    row["eta_s"] = _end_s(job, report, prospects)
+    if prospects is not None:
+        row["start_s"] = prospects.start_s
+        if job.state is JobState.PENDING or not job.reason:
+            row["reason"] = prospects.reason or job.reason
+    if report is not None:
+        row["done"], row["rate_per_s"] = float(report.step), report.steps_per_s
+        row["total"] = job.total if report.total is None else float(report.total)
+    if live is not None:
+        row["peak_bytes"] = max(job.peak_bytes, live.peak_bytes)
+    return row
 
 
 def _beside(state: DaemonState, job: Job) -> list[str]:
@@ -77,19 +58,6 @@ def ended_row(state: DaemonState, line: JobLine) -> JobRow:
     if job is None:
         raise LookupError(line.id)
     return {**job_row(state, job), "devices": json.loads(line.devices)}
-
-
-def attempt_row(attempt: AttemptRecord) -> AttemptRow:
-    """One time that a job got devices."""
-    return {
-        "attempt": attempt.fence.attempt,
-        "devices": list(attempt.devices),
-        "began_s": attempt.began_s,
-        "ended_s": attempt.ended_s,
-        "ending": attempt.ending,
-        "reason": attempt.reason,
-        "pid": None if attempt.runner is None else int(attempt.runner["pid"]),
-    }
 
 
 def status_row(state: DaemonState) -> StatusRow:

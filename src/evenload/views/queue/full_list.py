@@ -82,7 +82,7 @@ def _printable(text: str) -> str:
 
 
 def all_json(folder: Path, states: Sequence[JobState] = (), user: str | None = None) -> Iterator[str]:
-    """Yield one object with a line for each job, like `as_json.json_of`."""
+    """Yield one object with a line for each job, like `view.json_of`."""
     with Reader(folder) as reader:
         counts = {str(state): num for state, num in reader.counts(user).items()}
         parts = _parts(reader)

@@ -13,7 +13,7 @@ from evenload.errors import QueueError
 from evenload.scheduler.client import connect
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
-from evenload.scheduler.job_lookup import has_readable_file, row_of_job, stored_job
+from evenload.scheduler.job_lookup import has_readable_file, row_of_attempt, row_of_job, stored_job
 from evenload.scheduler.job_syntax import bytes_text, duration_text
 from evenload.views.queue.text import aligned, clean, gigabytes, moment, progress, short_list, span
 
@@ -268,17 +268,7 @@ def _stored(folder: Path, job: str) -> dict[str, Any]:
 
     found = stored_job(folder, job)
     with Reader(folder) as reader:
-        attempts = [
-            {
-                "attempt": attempt.fence.attempt,
-                "devices": list(attempt.devices),
-                "began_s": attempt.began_s,
-                "ended_s": attempt.ended_s,
-                "ending": attempt.ending,
-                "reason": attempt.reason,
-            }
-            for attempt in reader.attempts(job)
-        ]
+        attempts = [row_of_attempt(attempt) for attempt in reader.attempts(job)]
         program = reader.program(job) or {}
     spec = events.as_row(events.Submitted(0.0, "", found.spec))["spec"]
     return {"job": row_of_job(folder, found), "spec": spec, "program": program, "attempts": attempts}

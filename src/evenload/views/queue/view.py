@@ -6,6 +6,7 @@ queue's file is the source otherwise, and for long lists.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -141,3 +142,19 @@ def parse_states(text: str) -> tuple[JobState, ...]:
             raise ConfigError(f"--state {text}: unknown state {name.strip()!r}; states: {', '.join(STATES_BY_NAME)}")
         found.update(dict.fromkeys(states))
     return tuple(found)
+
+
+def json_of(view: QueueView) -> str:
+    """Return one object, with a line for each job."""
+    head = {
+        "queue": str(view.folder),
+        "time_s": view.now_s,
+        "from_daemon": view.is_live,
+        "counts": dict(view.counts),
+        "devices": list(view.devices),
+        "problems": list(view.problems),
+    }
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
+    start = json.dumps(head, ensure_ascii=False)[:-1]
+    jobs = ",\n".join(map(encode, view.jobs))
+    return f'{start}, "jobs": [\n{jobs}\n]}}\n'
