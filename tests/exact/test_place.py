@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import evenload
 from evenload.testing import run_ranks
-from evenload.training.parallel.model_split.transfers import Placement, placement_of
+from evenload.training.parallel.model_split.transfers import ModelSplit, split_of
 from tests.exact.measure import check, relative
 from tests.exact.ranks import EpochOrder, Setting, read_events, train
 from tests.exact.reference import Reference
@@ -24,8 +24,8 @@ LIMITS = (("1GiB", "1GiB"), ("1GiB", "2GiB"))
 Job = tuple[str, Setting]
 
 
-def placed(model: nn.Module, rank: int) -> Placement:
-    found = placement_of(evenload.place(model, [("cpu", limit) for limit in LIMITS[rank]]))
+def placed(model: nn.Module, rank: int) -> ModelSplit:
+    found = split_of(evenload.place(model, [("cpu", limit) for limit in LIMITS[rank]]))
     assert found is not None
     return found
 

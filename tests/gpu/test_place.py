@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import evenload
 from evenload.errors import StepError
 from evenload.testing import run_ranks
-from evenload.training.parallel.model_split.transfers import placement_of
+from evenload.training.parallel.model_split.transfers import split_of
 from tests.exact.measure import difference, relative
 from tests.exact.ranks import Setting, train
 from tests.exact.reference import Reference
@@ -101,7 +101,7 @@ def test_a_model_that_the_gpu_may_not_hold_alone(capsys: pytest.CaptureFixture[s
     with torch.no_grad():
         expected = model(x)
     evenload.place(model, {"cuda:0": "180MB", "cpu": "1GiB"}, example=x)
-    first, last = placement_of(model).pieces
+    first, last = split_of(model).pieces
     assert (first.device, last.device) == ("cuda:0", "cpu")
     assert first.num_layers == 5  # 33.6 MB each with its activations: as much on the fast one as fits
     out = model(x.cuda())
@@ -115,7 +115,7 @@ def test_a_model_that_the_gpu_may_not_hold_alone(capsys: pytest.CaptureFixture[s
 def test_what_fits_the_gpu_stays_there() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
     evenload.place(model, ["cuda:0", "cpu"], example=torch.randn(4096, 1024))
-    assert [piece.num_layers for piece in placement_of(model).pieces] == [8, 0]
+    assert [piece.num_layers for piece in split_of(model).pieces] == [8, 0]
     assert {p.device.type for p in model.parameters()} == {"cuda"}
 
 

@@ -19,7 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import evenload
 from evenload.testing import run_ranks
-from evenload.training.parallel.model_split.transfers import Arrival, Together, bring
+from evenload.training.parallel.model_split.transfers import LayerPreHook, MixedDeviceMode, move_if_needed
 from tests.place.models import CASES, Gpt
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def cut(build: Callable[[], nn.Module], devices: Sequence[Any], mode: FakeTensor
     pieces: dict[int, int] = {}
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, Arrival):
+            if isinstance(hook, LayerPreHook):
                 for tensor in (*module.parameters(), *module.buffers()):
                     pieces.setdefault(id(tensor), hook.piece)
     turned: dict[int, torch.Tensor] = {}
@@ -163,7 +163,7 @@ def check_moved(mode: FakeTensorMode) -> None:
 def check_operations(mode: FakeTensorMode) -> None:
     big, small = torch.zeros(8, 8, device=far(0)), torch.zeros(8, device=far(1))
     number = torch.tensor(2.0)
-    with Together():
+    with MixedDeviceMode():
         assert (small + big).device == far(0)  # where most bytes are
         assert (big @ small).device == far(0)
         assert torch.cat([small, small, big[0]]).device == far(1)
@@ -189,11 +189,11 @@ def check_operations(mode: FakeTensorMode) -> None:
 def check_nesting(mode: FakeTensorMode) -> None:
     x, y = torch.zeros(2, device=far(0)), torch.zeros(2, device=far(1))
     nested = {"a": (x, [x, "text", None]), "b": 3}
-    assert bring(nested, far(0)) is nested
-    moved = bring({**nested, "c": y}, far(0))
+    assert move_if_needed(nested, far(0)) is nested
+    moved = move_if_needed({**nested, "c": y}, far(0))
     assert devices_of(moved) == {far(0)}
     assert moved["a"][1][1:] == ["text", None]
-    left = bring((x, y), far(0), frozenset((id(y),)))
+    left = move_if_needed((x, y), far(0), frozenset((id(y),)))
     assert left[0] is x
     assert left[1] is y
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import evenload
 from evenload.errors import ConfigError, StepError
 from evenload.training.parallel.model_split import recompute
-from evenload.training.parallel.model_split.transfers import Placement, placement_of
+from evenload.training.parallel.model_split.transfers import ModelSplit, split_of
 from tests.place.models import CASES, Backwards, Block, Gpt, HeadedLikeHuggingFace, Ladder, SharedScale, chain
 
 
@@ -48,8 +48,8 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     )
 
 
-def placement(model: nn.Module) -> Placement:
-    found = placement_of(model)
+def placement(model: nn.Module) -> ModelSplit:
+    found = split_of(model)
     assert found is not None
     return found
 
@@ -93,7 +93,7 @@ def test_copies_pickles_and_files_are_cut_models_too() -> None:
     saved = torch.load(file, weights_only=False)
     expected = learn(whole, case, inputs)
     for other in (copied, pickled, saved, model):
-        assert placement_of(other) == placement(model)
+        assert split_of(other) == placement(model)
         assert same(learn(other, case, inputs), expected)
     again = evenload.place(case.build(), ["cpu", "cpu"])
     again.load_state_dict(whole.state_dict())  # and back
@@ -208,9 +208,9 @@ def test_placed_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert evenload.place(model, ["cpu", "cpu"]) is model
     assert len(model._forward_pre_hooks) == hooks
     assert capsys.readouterr().out == ""
-    with pytest.raises(ConfigError, match="this Sequential is cut already, over cpu, cpu; it can be cut once"):
+    with pytest.raises(ConfigError, match="this Sequential is split already, over cpu, cpu; a model can be split once"):
         evenload.place(model, ["cpu", "cpu", "cpu"])
-    with pytest.raises(ConfigError, match=r"Sequential\.0 is cut already"):
+    with pytest.raises(ConfigError, match=r"Sequential\.0 is split already"):
         evenload.place(nn.Sequential(model, nn.Linear(4, 4)), ["cpu", "cpu"])
 
 
@@ -219,24 +219,24 @@ def test_placed_twice(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (chain, "cuda:0,cuda:1", {}, r"devices=cuda:0,cuda:1\): expected a list such as"),
         (chain, 2, {}, r"devices=2\): expected a list"),
-        (chain, [], {}, "at least two devices, this is none"),
-        (chain, ["cpu"], {}, "at least two devices, this is cpu"),
+        (chain, [], {}, "at least two devices, but got none"),
+        (chain, ["cpu"], {}, "at least two devices, but got cpu"),
         (chain, {"cpu": "1GiB"}, {}, "at least two devices"),
         (chain, ["cpu", "cuda:77"], {}, r"there is no cuda:77; torch sees \d+ GPUs.*evenload doctor"),
         (chain, ["cpu", "tpu"], {}, "tpu"),
         (chain, ["cpu", "meta"], {}, r"meta is neither a GPU \(cuda:0\) nor the CPU"),
-        (chain, ["cpu", 1], {}, "1 is no device"),
+        (chain, ["cpu", 1], {}, "1 is not a device"),
         (chain, [("cpu", "6 apples"), "cpu"], {}, "an amount of memory such as .6GiB.*'6 apples'"),
         (chain, [("cpu", 0), "cpu"], {}, "an amount of memory"),
-        (chain, [("cpu", "1GiB", 3), "cpu"], {}, r"is no \(device, limit\)"),
+        (chain, [("cpu", "1GiB", 3), "cpu"], {}, r"is not a pair \(device, limit\)"),
         (chain, None, {}, r"this process has one device \(cpu\).*evenload run -d 0\+1"),
         (lambda: nn.Linear(4, 4), ["cpu", "cpu"], {}, "Linear is one layer"),
         (nn.Identity, ["cpu", "cpu"], {}, "Identity has no parameters"),
         (lambda: nn.Sequential(nn.LazyLinear(4)), ["cpu", "cpu"], {}, r"uninitialised lazy parameters \(0.weight\)"),
         (lambda: nn.Linear(4, 4, device="meta"), ["cpu", "cpu"], {}, "on the meta device"),
         (lambda: nn.DataParallel(chain()), ["cpu", "cpu"], {}, "give place the bare model"),
-        (lambda: [chain()], ["cpu", "cpu"], {}, "place takes a model .*; it got a list"),
-        (chain, ["cpu", "cpu"], {"optimizer_states": -1}, r"optimizer_states=-1\): expected how many"),
+        (lambda: [chain()], ["cpu", "cpu"], {}, "place expects a model .*, got a list"),
+        (chain, ["cpu", "cpu"], {"optimizer_states": -1}, r"optimizer_states=-1\): expected the number"),
         (chain, ["cpu", "cpu"], {"returns": "home"}, r"returns='home'\): expected first"),
         (chain, ["cpu", "cpu"], {"example": torch.randn(2, 99)}, r"can't be run on the example \(RuntimeError"),
     ],
@@ -262,7 +262,7 @@ def test_devices_too_small_are_told_with_the_figures_and_nothing_is_moved() -> N
     with pytest.raises(ConfigError, match=r"no cut of Sequential fits.*the largest, 2\.0, needs 4\.2 KiB"):
         evenload.place(model, [("cpu", "4KB")] * 4)
     assert [p.data_ptr() for p in model.parameters()] == data
-    assert placement_of(model) is None
+    assert split_of(model) is None
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
@@ -300,7 +300,7 @@ def test_checkpointed_dropout_beyond_a_cut_is_refused(
 ) -> None:
     """The CPU's generator stands in for a GPU's that checkpoint doesn't put back."""
     x = torch.randn(2, 3, 8)
-    monkeypatch.setattr(recompute, "drawn_so_far", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(recompute, "generator_state", lambda device: torch.get_rng_state())
     wrong = evenload.place(Dropping(0.5, reentrant, together), ["cpu", "cpu"])
     with pytest.raises(
         StepError, match=r"a TransformerEncoderLayer on cpu draws random numbers inside torch.utils.checkpoint"

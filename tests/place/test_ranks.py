@@ -17,8 +17,8 @@ from evenload.errors import ConfigError
 from evenload.testing import run_ranks
 from evenload.training.comm.groups import Groups, Membership
 from evenload.training.launch.devices import HostDevices, describe_workers, parse_devices, plan_workers
-from evenload.training.parallel.model_split.buckets import Neighbours
-from evenload.training.parallel.model_split.transfers import placement_of
+from evenload.training.parallel.model_split.buckets import BucketSegments
+from evenload.training.parallel.model_split.transfers import split_of
 from evenload.training.parallel.reducer import BucketReducer
 from tests.wrong_uses.jobs import evenload_run
 
@@ -181,7 +181,7 @@ def _prepare(kind: str, folder: str) -> str:
         else:
             prepared, _ = run.prepare(evenload.place(model, ["cpu", "cpu"]), loader)
             assert prepared is model
-            assert placement_of(prepared) is not None
+            assert split_of(prepared) is not None
     except ConfigError as error:
         return str(error)
     finally:
@@ -214,10 +214,10 @@ def _buckets(rank_cuts: tuple[int, ...]) -> list[list[list[str]]]:
     for layer in model[rank_cuts[spec.rank] :]:
         layer.to("meta")
     try:
-        neighbours = Neighbours([model], groups)
+        segments = BucketSegments([model], groups)
         found = []
         for _ in range(2):
-            reducer = BucketReducer([model], groups, neighbours)
+            reducer = BucketReducer([model], groups, segments)
             found.append([[slot.name for slot in bucket.slots] for bucket in reducer.buckets])
             reducer.remove()
             model[1] = nn.Linear(2, 2, bias=False)

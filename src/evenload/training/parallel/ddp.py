@@ -11,7 +11,7 @@ from torch import nn
 from evenload.errors import PeerLostError
 from evenload.training.comm.groups import Groups
 from evenload.training.compute.grad_norms import GradNorms
-from evenload.training.parallel.model_split.buckets import Neighbours
+from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.reducer import BucketReducer, Expectation
 
 _SENT_AS_THEY_ARE = frozenset(
@@ -28,7 +28,7 @@ class ReplicaStrategy:
     def __init__(self, grad_norms: GradNorms | None = None) -> None:
         self._grad_norms = grad_norms
         self._groups: Groups | None = None
-        self._neighbours = Neighbours()
+        self._segments = BucketSegments()
         self._models: list[nn.Module] = []
         self._signature: list[tuple[int, bool, torch.dtype, torch.device]] = []
         self._reducer: BucketReducer | None = None
@@ -41,7 +41,7 @@ class ReplicaStrategy:
         """Copies rank 0's parameters and buffers to all ranks, and hooks the gradients."""
         self.detach()
         self._groups = groups
-        self._neighbours = Neighbours(models, groups)
+        self._segments = BucketSegments(models, groups)
         for model in models:
             _broadcast(model, groups)
         self._models = list(models)
@@ -127,7 +127,7 @@ class ReplicaStrategy:
         return self._of().leftovers()
 
     def _build(self, groups: Groups) -> None:
-        self._reducer = BucketReducer(self._models, groups, self._neighbours, grad_norms=self._grad_norms)
+        self._reducer = BucketReducer(self._models, groups, self._segments, grad_norms=self._grad_norms)
         self._signature = self._sign()
         self._expectations.clear()
 

@@ -32,7 +32,7 @@ from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
-from evenload.training.parallel.model_split.buckets import Neighbours
+from evenload.training.parallel.model_split.buckets import BucketSegments
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -96,7 +96,7 @@ class BucketReducer:
         self,
         models: Sequence[nn.Module],
         groups: Summing,
-        neighbours: Neighbours | None = None,
+        segments: BucketSegments | None = None,
         *,
         check: Callable[[], None] = lambda: None,
         pins: bool = False,
@@ -106,14 +106,14 @@ class BucketReducer:
         """Args:
         models: whose parameters.
         groups: who sums the buckets.
-        neighbours: which parameters may share a bucket.
+        segments: which parameters may share a bucket.
         check: called at each gradient that comes, in the thread it comes in.
         pins: buckets lie in pinned memory, to be copied to a GPU.
         strategy: what a person calls this, for messages.
         grad_norms: told what leaves and what comes back, where norms are measured.
         """
         self._groups = groups
-        self._neighbours = neighbours or Neighbours()
+        self._segments = segments or BucketSegments()
         self._check = check
         self._pins = pins
         self._strategy = strategy
@@ -300,7 +300,7 @@ class BucketReducer:
         """Fills buckets in the reverse order of registration, which is near the order gradients come in."""
         groups: dict[tuple[torch.dtype, torch.device, int], list[tuple[str, nn.Parameter]]] = {}
         for name, param in reversed(named):
-            where = param.dtype, param.device, self._neighbours.of(param)
+            where = param.dtype, param.device, self._segments.of(param)
             groups.setdefault(where, []).append((name, param))
         for members in groups.values():
             limit, part, size = FIRST_BUCKET_BYTES, list[tuple[str, nn.Parameter]](), 0

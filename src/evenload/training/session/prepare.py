@@ -24,7 +24,7 @@ from evenload.training.data import checks, fingerprint
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.randomness import mix
 from evenload.training.launch.environment import devices_without_effect
-from evenload.training.parallel.model_split.transfers import placement_of
+from evenload.training.parallel.model_split.transfers import split_of
 from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.planner import LEAD_STEPS, Planner, PlanSource
 from evenload.training.step.step import StepLoader
@@ -81,10 +81,10 @@ def _put(context: TrainingContext, model: nn.Module) -> None:
         ConfigError: it is cut in a way that this run can't train.
     """
     name = type(model).__name__
-    placement = placement_of(model)
+    placement = split_of(model)
     if placement is None:
         for key, module in model.named_modules():
-            if placement_of(module) is not None:
+            if split_of(module) is not None:
                 raise ConfigError(
                     f"{name}.{key} was cut by evenload.place, {name} itself wasn't: give place the model that run.prepare gets"
                 )
@@ -209,7 +209,7 @@ def check_models_prepared(context: TrainingContext, models: Sequence[nn.Module])
     """Raises where steps are asked for without a model, or with devices that no model uses."""
     if not models:
         raise StepError("no model was given to run.prepare; write: model, loader = run.prepare(model, loader)")
-    if len(context.spec.devices) > 1 and not any(placement_of(model) for model in models):
+    if len(context.spec.devices) > 1 and not any(split_of(model) for model in models):
         raise ConfigError(devices_without_effect(context.spec))
 
 

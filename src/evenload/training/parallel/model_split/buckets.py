@@ -1,4 +1,4 @@
-"""Which parameters of cut models may share a bucket: those that lie together on every rank, wherever its own cuts are."""
+"""Group the parameters of split models into segments that are on one device on every rank."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from evenload.errors import ConfigError, PeerLostError
 from evenload.training.comm.groups import Groups
-from evenload.training.parallel.model_split.transfers import pieces_of
+from evenload.training.parallel.model_split.transfers import piece_indices
 
 
-class Neighbours:
-    """A number for each parameter, the same on all ranks; parameters of different numbers don't share a bucket.
+class BucketSegments:
+    """A segment number for each parameter, equal on all ranks; a gradient bucket lies within one segment.
 
-    A bucket lies on one device, and all ranks sum the same buckets in the same order. Ranks may cut the same model at
-    different layers (unlike devices), so a bucket must end where any rank's piece ends.
+    A bucket is on one device, and all ranks sum the same buckets in the same order. Ranks may split the same model at different
+    layers (unlike devices), so a bucket must end where any rank's piece ends.
     """
 
     def __init__(self, models: Sequence[nn.Module] = (), groups: Groups | None = None) -> None:
-        """Asks all ranks where their parameters lie; all of them call it together.
+        """Gather the devices of all ranks' parameters; a collective call.
 
         Raises:
-            ConfigError: NCCL can't sum them as they lie.
-            PeerLostError: another rank is gone.
+            ConfigError: NCCL can't sum them on these devices.
+            PeerLostError: Another rank was lost.
         """
         self._numbers: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         self._unused = itertools.count()
@@ -35,7 +35,7 @@ class Neighbours:
         control = groups.control if groups is not None else None
         if groups is None or control is None:
             return
-        pieces = pieces_of(models)
+        pieces = piece_indices(models)
         places = [(p.device, pieces.get(id(p), 0)) for p in params]
         kinds = list(dict.fromkeys(places))
         try:
@@ -47,7 +47,7 @@ class Neighbours:
             everyone = own.new_empty(groups.world_size, len(params))
             dist.all_gather(list(everyone.unbind()), own, group=control)
         except RuntimeError as error:
-            raise PeerLostError(f"the ranks could not agree on where their parameters lie: {error}") from error
+            raise PeerLostError(f"the ranks could not exchange the devices of their parameters: {error}") from error
         _check_nccl(everyone, groups)
         columns = [tuple(column) for column in everyone.T.tolist()]
         numbers = {column: number for number, column in enumerate(dict.fromkeys(columns))}
@@ -56,7 +56,7 @@ class Neighbours:
         self._unused = itertools.count(len(numbers))
 
     def of(self, param: nn.Parameter) -> int:
-        """The parameter's number. One that is new since the ranks were asked gets one of its own: a bucket for itself."""
+        """Return the parameter's segment. A parameter added later gets its own, hence its own bucket."""
         if not len(self._numbers):
             return 0
         if param not in self._numbers:
@@ -65,9 +65,9 @@ class Neighbours:
 
 
 def _check_nccl(everyone: torch.Tensor, groups: Groups) -> None:
-    """NCCL makes its connections in the order of the devices it meets, which must be the same on all ranks."""
+    """Refuse unequal splits: NCCL connects devices in the order of their use, which must be equal on all ranks."""
     if dist.get_backend(groups.gradients) == "nccl" and bool((everyone != everyone[0]).any()):
         raise ConfigError(
-            "the ranks cut the model at different layers, and sum gradients over NCCL, which can't do that; start with "
+            "the ranks split the model at different layers, but sum gradients over NCCL, which can't do that; start with "
             "`evenload run -d 0+1,2+3` (which sums over gloo), or give place the same memory limits on all ranks"
         )

@@ -1,14 +1,14 @@
-"""What each layer of a model costs on each device: measured by running it on an example, or estimated from its size.
+"""Measure the cost of each layer on each device by running it on an example, or estimate it from its size.
 
 Note [Measuring a model that fits nowhere]
-  The model runs forward once, without gradients, where it is. Before each layer's forward a copy of that layer alone is put
-  on each device in turn, and its forward and backward are timed there on the layer's true inputs. So no device ever holds
-  more than one layer. Layers that look the same (type, sizes, inputs) are timed once. Buffers and randomness are put back.
+  The model runs forward once, without gradients, where it is. Before each layer's forward, that layer alone is copied to each
+  device in turn, and its forward and backward are timed there on the layer's true inputs. So no device ever holds more than
+  one layer. Layers with the same signature (type, sizes, inputs) are timed once. Buffers and randomness are restored.
 
 Note [Without an example]
-  Activations are unknown and count as nothing, and time is taken as proportional to parameters, with each device's speed
-  from a matrix product. That is near the truth where most of the work is matrix products on equally many positions
-  (transformers), and poor for convolutions.
+  Activations are unknown and count as nothing. Time is assumed proportional to parameters, with each device's speed from a
+  matrix product: accurate where most of the work is matrix products on equally many positions (transformers), poor for
+  convolutions.
 """
 
 from __future__ import annotations
@@ -30,64 +30,64 @@ from evenload.errors import ConfigError
 from evenload.training.compute import randomness
 from evenload.training.compute.buffers import BufferGuard
 from evenload.training.data.batches import move
-from evenload.training.parallel.model_split.layer_units import Unit, tensors_of
+from evenload.training.parallel.model_split.layer_units import LayerUnit, tensors_of
 
 _PROBE_SIZE = 1024
 _PROBE_BYTES = 8 << 20
 _LONG_S = 0.2
-"""A layer that takes longer is run twice, a shorter one four times."""
+"""A layer that takes longer is timed twice, a shorter one four times."""
 
 
 @dataclass
 class UnitCost:
-    """What one unit costs; all its calls in a forward together."""
+    """The cost of one unit, summed over its calls in a forward."""
 
     first_call: int | None = None
-    """Its place in the order of first calls; None where it was never called."""
+    """Index in the order of first calls; None where it was never called."""
     input_bytes: int = 0
     activation_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
-    """On each device; infinite where it can't run."""
+    """Seconds on each device; infinite where it can't run."""
     problem: str = ""
-    """Why it can't run on some device."""
+    """Error of a device where it can't run."""
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What a model's units cost, and what lies between them."""
+class ModelCosts:
+    """The costs of a model's units, and the size of its output."""
 
     units: tuple[UnitCost, ...]
     output_bytes: int
     measured: bool
 
 
-Known = dict[tuple[Any, ...], tuple[list[float], int, str]]
-"""Seconds on each device, bytes kept for the backward, and why not, of layers measured so far, by how they look."""
+CostCache = dict[tuple[Any, ...], tuple[list[float], int, str]]
+"""Seconds on each device, activation bytes and error of measured layers, by signature."""
 
 
 def measure(
-    model: nn.Module, units: Sequence[Unit], example: Any, devices: Sequence[torch.device], known: Known
-) -> Costs:
-    """Runs the model on an example and times its units; see Note [Measuring a model that fits nowhere].
+    model: nn.Module, units: Sequence[LayerUnit], example: Any, devices: Sequence[torch.device], cache: CostCache
+) -> ModelCosts:
+    """Run the model on an example and time its units; see Note [Measuring a model that fits nowhere].
 
     Args:
-        model: where it is now.
-        units: what to time.
-        example: a micro-batch: a tuple of positional arguments, a dict of keyword arguments, or the one argument.
-        devices: where.
-        known: kept between calls with the same devices and example.
+        model: The model, on any device.
+        units: The units to time.
+        example: A micro-batch: a tuple of positional arguments, a dict of keyword arguments, or a single argument.
+        devices: The devices to time them on.
+        cache: Reused between calls with the same devices and example.
 
     Raises:
-        ConfigError: the model can't be run on the example.
+        ConfigError: The model can't be run on the example.
     """
     home = next(model.parameters()).device
     args, kwargs = read_example(example)
     args, kwargs = move(args, home), move(kwargs, home)
-    watch = _Watch(units, devices, known)
+    timer = _UnitTimer(units, devices, cache)
     guard = BufferGuard([model])
     guard.save()
     try:
-        with randomness.set_aside(home), watch.hooked(), torch.no_grad():
+        with randomness.set_aside(home), timer.hooked(), torch.no_grad():
             output = model(*args, **kwargs)
     except Exception as error:
         raise ConfigError(
@@ -96,22 +96,22 @@ def measure(
         ) from error
     finally:
         guard.restore()
-    _fill_unknown(watch.costs, units, len(devices))
-    return Costs(tuple(watch.costs), _bytes_in(output), measured=True)
+    _fill_unknown(timer.costs, units, len(devices))
+    return ModelCosts(tuple(timer.costs), _bytes_in(output), measured=True)
 
 
-def estimate(units: Sequence[Unit], devices: Sequence[torch.device]) -> Costs:
-    """Seconds in proportion to parameters; see Note [Without an example]."""
+def estimate(units: Sequence[LayerUnit], devices: Sequence[torch.device]) -> ModelCosts:
+    """Estimate seconds in proportion to parameters; see Note [Without an example]."""
     rates = _seconds_per_number(devices)
     costs = []
     for unit in units:
         numbers = sum(p.numel() for p in unit.module.parameters())
         costs.append(UnitCost(seconds=[numbers * rate for rate in rates]))
-    return Costs(tuple(costs), 0, measured=False)
+    return ModelCosts(tuple(costs), 0, measured=False)
 
 
 def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call."""
+    """Return the positional and keyword arguments of a call."""
     if type(example) is tuple:
         return example, {}
     if isinstance(example, dict) and all(isinstance(key, str) for key in example):
@@ -120,7 +120,7 @@ def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def measure_links(devices: Sequence[torch.device]) -> tuple[tuple[LinkSpeed, ...], ...]:
-    """The way from each device to each other: time of a small copy, and bandwidth of a large one."""
+    """Measure the latency of a small copy and the bandwidth of a large one between all devices."""
     found: dict[tuple[torch.device, torch.device], LinkSpeed] = {}
     for a in devices:
         for b in devices:
@@ -133,24 +133,24 @@ def measure_links(devices: Sequence[torch.device]) -> tuple[tuple[LinkSpeed, ...
 
 
 def no_links(num_devices: int) -> tuple[tuple[LinkSpeed, ...], ...]:
-    """Ways that cost nothing: for a model whose activations are unknown."""
+    """Return links of infinite speed, for a model whose activations are unknown."""
     return ((LinkSpeed(0.0, math.inf),) * num_devices,) * num_devices
 
 
-class _Watch:
-    """Hooks on the units during one forward."""
+class _UnitTimer:
+    """Time the units during one forward, through hooks."""
 
-    def __init__(self, units: Sequence[Unit], devices: Sequence[torch.device], known: Known) -> None:
+    def __init__(self, units: Sequence[LayerUnit], devices: Sequence[torch.device], cache: CostCache) -> None:
         self.costs = [UnitCost(seconds=[0.0] * len(devices)) for _ in units]
         self._units = units
         self._devices = devices
-        self._known = known
+        self._cache = cache
         self._num_called = 0
         self._busy = False
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """While the body runs, every call of a unit is timed on all devices first."""
+        """Time every call of a unit in the body on all devices first."""
         handles = [
             unit.module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
             for index, unit in enumerate(self._units)
@@ -163,24 +163,24 @@ class _Watch:
 
     def _hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._busy:  # a copy that is being timed, or a unit inside one
+            if self._busy:  # inside a copy that is being timed
                 return
             self._busy = True
             try:
-                self._note(self.costs[index], module, args, kwargs)
+                self._measure(self.costs[index], module, args, kwargs)
             finally:
                 self._busy = False
 
         return called
 
-    def _note(self, cost: UnitCost, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _measure(self, cost: UnitCost, module: nn.Module, args: Any, kwargs: Any) -> None:
         if cost.first_call is None:
             cost.first_call, self._num_called = self._num_called, self._num_called + 1
             cost.input_bytes = _bytes_in((args, kwargs))
-        look = _look(module, args, kwargs)
-        if look not in self._known:
-            self._known[look] = _time_everywhere(module, args, kwargs, self._devices)
-        seconds, activation_bytes, problem = self._known[look]
+        signature = _signature(module, args, kwargs)
+        if signature not in self._cache:
+            self._cache[signature] = _time_everywhere(module, args, kwargs, self._devices)
+        seconds, activation_bytes, problem = self._cache[signature]
         cost.seconds = [before + now for before, now in zip(cost.seconds, seconds, strict=True)]
         cost.activation_bytes += activation_bytes
         cost.problem = cost.problem or problem
@@ -194,16 +194,16 @@ def _time_everywhere(
     for device in dict.fromkeys(devices):
         try:
             by_device[device], activation_bytes = _time_on(module, args, kwargs, device)
-        except Exception as error:  # whatever a layer raises where it can't run
+        except Exception as error:  # any error of a layer that can't run there
             by_device[device] = math.inf
             problem = f"{device}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return [by_device[device] for device in devices], activation_bytes, problem
 
 
 def _time_on(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> tuple[float, int]:
-    """Seconds of forward and backward, the best of a few, and the bytes kept between the two."""
-    twin = copy.deepcopy(module).to(device)
-    held = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(twin)}
+    """Return the shortest seconds of forward and backward, and the bytes saved between the two."""
+    clone = copy.deepcopy(module).to(device)
+    held = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(clone)}
     storages: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,34 +214,34 @@ def _time_on(module: nn.Module, args: Any, kwargs: Any, device: torch.device) ->
 
     with torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            seconds = _run_once(twin, args, kwargs, device)
-        runs = [_run_once(twin, args, kwargs, device) for _ in range(1 if seconds > _LONG_S else 3)]
+            seconds = _run_once(clone, args, kwargs, device)
+        runs = [_run_once(clone, args, kwargs, device) for _ in range(1 if seconds > _LONG_S else 3)]
     return min(runs), sum(storages.values())
 
 
-def _run_once(twin: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
+def _run_once(clone: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
     def fresh(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             return leaf
-        # A copy, because the layer may change its input in place, which autograd refuses for a leaf.
+        # A copy: the layer may change its input in place, which autograd refuses for a leaf.
         return leaf.detach().requires_grad_(True).clone()
 
     inputs = tree_map(fresh, move((args, kwargs), device))
     _synchronise(device)
     started_s = time.perf_counter()
-    output = twin(*inputs[0], **inputs[1])
+    output = clone(*inputs[0], **inputs[1])
     ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if ends:
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     _synchronise(device)
     seconds = time.perf_counter() - started_s
-    for param in twin.parameters():
+    for param in clone.parameters():
         param.grad = None
     return seconds
 
 
-def _look(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What tells whether two layers cost the same."""
+def _signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return a key that is equal for layers of equal cost."""
     params = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in tensors_of(module))
     inputs = tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
@@ -250,8 +250,8 @@ def _look(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return type(module), repr(module), module.training, params, inputs
 
 
-def _fill_unknown(costs: Sequence[UnitCost], units: Sequence[Unit], num_devices: int) -> None:
-    """A unit that could be timed nowhere (it needs its surroundings) counts as no time, rather than as no place."""
+def _fill_unknown(costs: Sequence[UnitCost], units: Sequence[LayerUnit], num_devices: int) -> None:
+    """Count a unit that could be timed on no device (it needs other modules) as free, rather than as impossible."""
     for cost in costs:
         if all(math.isinf(seconds) for seconds in cost.seconds):
             cost.seconds = [0.0] * num_devices
@@ -262,7 +262,7 @@ def _bytes_in(values: Any) -> int:
 
 
 def _seconds_per_number(devices: Sequence[torch.device]) -> list[float]:
-    """Relative time of a parameter on each device: 1 where all are alike, else from a matrix product."""
+    """Return the relative time of a parameter on each device: 1 where all are equal, else from a matrix product."""
     if len({_kind(device) for device in devices}) == 1:
         return [1.0] * len(devices)
     rates = {device: _product_s(device) / _PROBE_SIZE**2 for device in dict.fromkeys(devices)}
@@ -284,7 +284,7 @@ def _copy_s(num_bytes: int, a: torch.device, b: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], Any], devices: Sequence[torch.device]) -> float:
-    """The shortest of a few runs after one to warm up."""
+    """Return the shortest of three runs after one to warm up."""
     best_s = math.inf
     with torch.no_grad():
         for turn in range(4):

@@ -1,16 +1,16 @@
-"""The layers of a model that `place` may part: found by its containers, ordered by how they run, tied ones kept together.
+"""Find the layers of a model that `place` may separate, in the order they run, with tied layers together.
 
 Note [What is a layer]
   A cut may fall between any two modules that are called one after the other; finer is not better, because inside a block
   residual streams cross the cut too. So containers that only hold or chain their children (Sequential, ModuleList,
   ModuleDict) are opened, as is every module that holds such a list further down (a transformer's body, a stage of a
   ResNet), and the model itself. The repeated blocks inside a list stay whole, unless they hold lists of blocks of their
-  own. Where no cut fits, `open_more` opens the largest kind of layer that is left.
+  own. Where no cut fits, `open_more` opens the type of the largest layer left.
 
 Note [Tied weights]
-  A parameter that two layers share stays one parameter, on one device, that of the first layer that has it. A layer that is
-  at least half shared (a language model's head that is also its embedding) goes to that device as a whole: activations go
-  there. A layer with a small shared part stays where it is cheapest; what it shares comes to it in each forward, through
+  A parameter that two layers share stays one parameter, on the device of the first layer that has it. A layer that is at least
+  half shared (a language model's head that is also its embedding) is moved to that device as a whole, with its activations. A
+  layer with a small shared part stays where it is cheapest, and the shared part is copied to it in each forward, through
   autograd, so that there still is one gradient.
 """
 
@@ -24,7 +24,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Unit:
+class LayerUnit:
     """A module that stays whole."""
 
     name: str
@@ -32,28 +32,28 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Units that go to the same device: one layer of the chain."""
+class LayerGroup:
+    """Units on the same device: one layer of the chain."""
 
     units: tuple[int, ...]
     """Indices of units; the first gives the layer its name."""
 
 
-def find_units(model: nn.Module) -> list[Unit]:
-    """The modules that stay whole, in order of registration; see Note [What is a layer]."""
+def find_units(model: nn.Module) -> list[LayerUnit]:
+    """Return the modules that stay whole, in order of registration; see Note [What is a layer]."""
     if not any(True for _ in model.children()):
-        return [Unit("", model)]
+        return [LayerUnit("", model)]
     return list(_open("", model, set()))
 
 
-def open_more(units: Sequence[Unit]) -> list[Unit] | None:
-    """The same with all units opened that are of the type of the largest; None where nothing is left to open."""
+def open_more(units: Sequence[LayerUnit]) -> list[LayerUnit] | None:
+    """Open all units of the largest one's type; None where nothing is left to open."""
     composite = [unit for unit in units if any(True for _ in unit.module.children())]
     if not composite:
         return None
     kind = type(max(composite, key=lambda unit: module_bytes(unit.module)).module)
     seen = {id(unit.module) for unit in units}
-    finer: list[Unit] = []
+    finer: list[LayerUnit] = []
     for unit in units:
         if type(unit.module) is kind and any(True for _ in unit.module.children()):
             finer += _open(unit.name, unit.module, seen)
@@ -62,13 +62,13 @@ def open_more(units: Sequence[Unit]) -> list[Unit] | None:
     return finer
 
 
-def in_order(units: Sequence[Unit], calls: Sequence[int | None]) -> list[int]:
-    """Indices of the units in the order they run.
+def in_order(units: Sequence[LayerUnit], calls: Sequence[int | None]) -> list[int]:
+    """Return the indices of the units in the order they run.
 
     Args:
-        units: in order of registration.
-        calls: for each when it was first called; None where it never was (its weights are used directly, or not at all): it
-            then follows the unit that is registered before it.
+        units: Units in order of registration.
+        calls: Index of each unit's first call. None for a unit that was never called (its weights are used directly, or not
+            at all), which follows the unit registered before it.
     """
     keys: list[tuple[int, int]] = []
     last = -1
@@ -79,8 +79,8 @@ def in_order(units: Sequence[Unit], calls: Sequence[int | None]) -> list[int]:
     return sorted(range(len(units)), key=lambda index: keys[index])
 
 
-def group(units: Sequence[Unit], order: Sequence[int]) -> list[Layer]:
-    """The layers of the chain: units without any tensor go with the one before, tied ones with the first; see the notes."""
+def group(units: Sequence[LayerUnit], order: Sequence[int]) -> list[LayerGroup]:
+    """Group units into layers of the chain: one without tensors joins the previous unit, a tied one the first; see the notes."""
     owners = owners_of(units, order)
     members: dict[int, list[int]] = {}
     leader_of: dict[int, int] = {}
@@ -95,11 +95,11 @@ def group(units: Sequence[Unit], order: Sequence[int]) -> list[Layer]:
         members.setdefault(leader, []).append(index)
         members[leader] += waiting
         waiting = []
-    return [Layer(tuple(indices)) for indices in members.values()]
+    return [LayerGroup(tuple(indices)) for indices in members.values()]
 
 
-def owners_of(units: Sequence[Unit], order: Sequence[int]) -> dict[int, int]:
-    """For each tensor (by id) the first unit in order that has it."""
+def owners_of(units: Sequence[LayerUnit], order: Sequence[int]) -> dict[int, int]:
+    """Return the first unit in order that has each tensor, by the tensor's id."""
     owners: dict[int, int] = {}
     for index in order:
         for tensor in tensors_of(units[index].module):
@@ -108,24 +108,23 @@ def owners_of(units: Sequence[Unit], order: Sequence[int]) -> dict[int, int]:
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Its parameters and buffers, each once."""
+    """Yield the parameters and buffers of a module."""
     yield from module.parameters()
     yield from module.buffers()
 
 
-def loose_tensors(model: nn.Module, units: Sequence[Unit]) -> list[torch.Tensor]:
-    """Parameters and buffers that belong to opened containers and to no unit, such as a class token."""
+def loose_tensors(model: nn.Module, units: Sequence[LayerUnit]) -> list[torch.Tensor]:
+    """Return the tensors of opened containers that belong to no unit, such as a class token."""
     held = {id(tensor) for unit in units for tensor in tensors_of(unit.module)}
     return [tensor for tensor in tensors_of(model) if id(tensor) not in held]
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Of its parameters and buffers."""
+    """Return the bytes of a module's parameters and buffers."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(module))
 
 
-def _open(name: str, module: nn.Module, seen: set[int]) -> Iterator[Unit]:
-    """The units below a module that is opened."""
+def _open(name: str, module: nn.Module, seen: set[int]) -> Iterator[LayerUnit]:
     repeated = _repeated_types(module)
     for child_name, child in module.named_children():
         if id(child) in seen:
@@ -135,7 +134,7 @@ def _open(name: str, module: nn.Module, seen: set[int]) -> Iterator[Unit]:
         if _is_opened(child, is_block=type(child) in repeated):
             yield from _open(full_name, child, seen)
         else:
-            yield Unit(full_name, child)
+            yield LayerUnit(full_name, child)
 
 
 def _is_opened(module: nn.Module, *, is_block: bool) -> bool:
@@ -151,12 +150,12 @@ def _is_opened(module: nn.Module, *, is_block: bool) -> bool:
 
 
 def _passes_through(module: nn.Module) -> bool:
-    """Whether it only holds its children, or calls one after the other."""
+    """Return True for a module that only holds its children, or calls them one after the other."""
     return "forward" not in vars(module) and type(module).forward in (nn.Module.forward, nn.Sequential.forward)
 
 
 def _repeated_types(module: nn.Module) -> set[type]:
-    """Types of composite modules of which it has several: blocks."""
+    """Return the types of composite children that occur several times: blocks."""
     kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
     return {kind for kind in kinds if kinds.count(kind) > 1}
 
@@ -166,9 +165,9 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def _leader(
-    unit: Unit, index: int, owners: dict[int, int], leader_of: dict[int, int], previous: int | None
+    unit: LayerUnit, index: int, owners: dict[int, int], leader_of: dict[int, int], previous: int | None
 ) -> int | None:
-    """The unit whose layer this one belongs to; None for one without tensors that no other stands before."""
+    """Return the unit whose layer this one joins; None for a first unit without tensors."""
     sizes = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors_of(unit.module)}
     if not sizes:
         return previous

@@ -1,15 +1,15 @@
-"""How activations find their way through a model that lies on several devices: hooks on the user's own modules.
+"""Move activations through a model that is split over several devices, by hooks on the user's own modules.
 
 Note [Three rules]
-  1. A layer computes where its weights are: its inputs, however nested, are brought there before its forward. The device is
-     read from the weights in each call, so a copy, a model loaded elsewhere, or one moved with `.to()` stays right.
-  2. Between the layers, in the forward of the model itself, an operation on tensors of several devices happens where most
-     of its bytes are, or, in place, where the tensor that it changes is. There is no other way to run a forward such as
+  1. A layer computes where its weights are: its inputs, however nested, are moved there before its forward. The device is
+     read from the weights in each call, so a copy, a model loaded elsewhere, or one moved with `.to()` stays correct.
+  2. Between the layers, in the forward of the model itself, an operation on tensors of several devices runs where most of its
+     bytes are, or, in place, where the changed tensor is. There is no other way to run a forward such as
      ``self.norm(h) @ self.embedding.weight.T`` or ``x + self.position[:n]`` unchanged.
-  3. What the model returns comes back to where its input came from, so that labels that came with it are there.
+  3. The model's output is moved to the device of its input, next to the labels.
 
 Note [Devices chosen by the user]
-  A CPU tensor given next to GPU ones (lengths for packing) is meant to be there: it is never moved.
+  A CPU tensor given next to GPU ones (lengths for packing) is never moved.
 
 All moves are autograd's own `Tensor.to`: gradients travel back the same way.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,176 +27,176 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
-from evenload.training.data.batches import move
-from evenload.training.parallel.model_split.recompute import Again
+from evenload.training.data.batches import leaves_of, move
+from evenload.training.parallel.model_split.recompute import RecomputeGuard
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one device has of a placed model."""
+class ModelPiece:
+    """The layers of a split model on one device."""
 
     device: str
     first: str
-    """Name of its first layer; empty where it has none."""
+    """Name of the first layer; empty without layers."""
     last: str
     num_layers: int
     needed_bytes: int
-    """With gradients, optimizer state, and the activations that were measured."""
+    """With gradients, optimizer state, and measured activations."""
     limit_bytes: int
     expected_s: float | None
-    """Of forward and backward of the example; None where no example was given."""
+    """Seconds of forward and backward of the example; None without an example."""
     part: float
-    """Of the whole time."""
+    """Part of the whole time."""
 
 
 @dataclass(frozen=True)
-class Placement:
-    """How a model was cut."""
+class ModelSplit:
+    """The result of `place`: the pieces of a model."""
 
     model: str
-    asked: tuple[Any, ...]
-    """What `place` was called with, to know the same call again."""
-    pieces: tuple[Piece, ...]
+    requested: tuple[Any, ...]
+    """Arguments of `place`, to recognise a repeated call."""
+    pieces: tuple[ModelPiece, ...]
     num_layers: int
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """All devices, in order; also those without a layer."""
+        """All devices in order, also those without a layer."""
         return tuple(piece.device for piece in self.pieces)
 
     def sentence(self) -> str:
-        """For the records."""
+        """Return a sentence for the records."""
         parts = [f"{piece.num_layers} on {piece.device}" for piece in self.pieces]
         return (
-            f"{self.model} is cut over {len(self.pieces)} devices: of its {self.num_layers} layers {', '.join(parts)}"
+            f"{self.model} is split over {len(self.pieces)} devices: of its {self.num_layers} layers {', '.join(parts)}"
         )
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """Forward pre-hook of a layer: brings its inputs to its weights."""
+class LayerPreHook:
+    """Forward pre-hook of a layer: move its inputs to its weights."""
 
     anchor: str
-    """Name of the tensor whose device counts: the largest that is the layer's own."""
-    alone: bool
-    """All its tensors are on one device, so that operations inside need no looking after."""
+    """Name of the tensor that gives the device: the largest of the layer's own."""
+    on_one_device: bool
+    """All its tensors are on one device, so operations inside need no check."""
     piece: int = 0
-    """Index of its device in the placement."""
+    """Index of its device in the split."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Args and kwargs on the layer's device."""
-        passage = _current()
-        if passage is not None and self.alone:
-            passage.pause(module)
+        """Return args and kwargs on the layer's device."""
+        forward = _current()
+        if forward is not None and self.on_one_device:
+            forward.pause(module)
         device = _device_of(module, self.anchor)
         if device is None:
             return args, kwargs
-        if passage is None:
-            return bring(args, device), bring(kwargs, device)
+        if forward is None:
+            return move_if_needed(args, device), move_if_needed(kwargs, device)
         if module.training:
-            passage.again.begin(module, args, device)
-        return bring(args, device, passage.kept), bring(kwargs, device, passage.kept)
+            forward.recompute.begin(module, args, device)
+        return move_if_needed(args, device, forward.kept), move_if_needed(kwargs, device, forward.kept)
 
 
 @dataclass(frozen=True)
-class Departure:
-    """Forward hook of a layer, called after an error too: operations between layers are looked after again."""
+class LayerPostHook:
+    """Forward hook of a layer, called after an error too: check operations between layers again."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Leaves the output where it is."""
-        passage = _current()
-        if passage is not None:
-            passage.resume(module)
-            passage.again.end(module)
+        """End the layer; the output stays where it is."""
+        forward = _current()
+        if forward is not None:
+            forward.resume(module)
+            forward.recompute.end(module)
 
 
 @dataclass(frozen=True)
-class Entrance:
-    """Forward pre-hook of the whole model; holds how it was cut."""
+class ModelPreHook:
+    """Forward pre-hook of the whole model; holds the split."""
 
-    placement: Placement
+    split: ModelSplit
     kinds: tuple[str, ...]
     """Types of the devices."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begins to look after operations between layers."""
-        passages = _passages()
-        passages.append(_Passage(module, args, kwargs, self.kinds))
-        passages[-1].enter()
+        """Begin to check operations between layers."""
+        forwards = _forwards()
+        forwards.append(_ForwardState(module, args, kwargs, self.kinds))
+        forwards[-1].enter()
 
 
 @dataclass(frozen=True)
-class Exit:
+class ModelPostHook:
     """Forward hook of the whole model, called after an error too."""
 
     returns: str
-    """``first``: to where the input came from; ``last``: it stays where it is."""
+    """``first`` moves the output to the input's device; ``last`` leaves it."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The output, where it is wanted."""
-        passages = _passages()
-        if not passages or passages[-1].module is not module:
+        """Return the output on its target device."""
+        forwards = _forwards()
+        if not forwards or forwards[-1].module is not module:
             return None
-        passage = passages.pop()
-        passage.leave()
-        if self.returns == "last" or passage.home is None or output is None:
+        forward = forwards.pop()
+        forward.leave()
+        if self.returns == "last" or forward.home is None or output is None:
             return None
-        return bring(output, passage.home, passage.kept)
+        return move_if_needed(output, forward.home, forward.kept)
 
 
-def placement_of(model: nn.Module) -> Placement | None:
-    """How the model was cut by `place`; None where it wasn't."""
+def split_of(model: nn.Module) -> ModelSplit | None:
+    """Return the split of a model by `place`; None for other models."""
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, Entrance):
-            return hook.placement
+        if isinstance(hook, ModelPreHook):
+            return hook.split
     return None
 
 
-def pieces_of(models: Iterable[nn.Module]) -> dict[int, int]:
-    """For the parameters (by id) of placed layers the index of their piece; loose ones are none of them."""
+def piece_indices(models: Iterable[nn.Module]) -> dict[int, int]:
+    """Return the piece index of the parameters of split layers, by id; without parameters that belong to no layer."""
     pieces: dict[int, int] = {}
     for model in models:
         for module in model.modules():
             for hook in module._forward_pre_hooks.values():
-                if isinstance(hook, Arrival):
+                if isinstance(hook, LayerPreHook):
                     for param in module.parameters():
                         pieces.setdefault(id(param), hook.piece)
     return pieces
 
 
-def bring(values: Any, device: torch.device, kept: frozenset[int] = frozenset()) -> Any:
-    """The same values with all tensors on `device`; the very same object where nothing has to move.
+def move_if_needed(values: Any, device: torch.device, kept: frozenset[int] = frozenset()) -> Any:
+    """Return nested values with all tensors on `device`; the same object where nothing has to move.
 
-    Args:
-        values: of any nesting.
-        device: where to.
-        kept: ids of tensors that stay where they are.
+    Tensors whose ids are in `kept` stay where they are. Objects with a `to` method of their own are always moved.
     """
-    return move(values, device, kept) if _strays(values, device, kept) else values
+    for leaf in leaves_of(values):
+        if not isinstance(leaf, torch.Tensor) or (leaf.device != device and id(leaf) not in kept):
+            return move(values, device, kept)
+    return values
 
 
-class Together(TorchFunctionMode):
-    """While it is entered, an operation on tensors of several devices happens on one of them (rule 2)."""
+class MixedDeviceMode(TorchFunctionMode):
+    """Run an operation on tensors of several devices on one of them (rule 2)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors: list[torch.Tensor] = []
-        _collect(args, tensors)
+        _find_tensors(args, tensors)
         if kwargs:
-            _collect(kwargs.values(), tensors)
+            _find_tensors(kwargs.values(), tensors)
         if len(tensors) > 1:
             name = getattr(func, "__name__", "")
-            if name not in _LEFT_ALONE and any(tensor.device != tensors[0].device for tensor in tensors):
-                device = _meeting_place(name, args, kwargs, tensors)
-                args = tuple(_with(value, device) for value in args)
-                kwargs = {key: _with(value, device) for key, value in kwargs.items()}
+            if name not in _UNCHECKED and any(tensor.device != tensors[0].device for tensor in tensors):
+                device = _target_device(name, args, kwargs, tensors)
+                args = tuple(_moved(value, device) for value in args)
+                kwargs = {key: _moved(value, device) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-_LEFT_ALONE = frozenset(
-    # These take tensors of several devices on purpose, or are about gradients.
+_UNCHECKED = frozenset(
+    # These accept tensors of several devices, or concern gradients.
     (
         *("to", "copy_", "type_as", "set_", "__get__", "__set__"),
         *("_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu", "tensor_split"),
@@ -205,26 +205,26 @@ _LEFT_ALONE = frozenset(
 )
 
 
-class _Passage:
-    """One forward of a placed model under way in this thread."""
+class _ForwardState:
+    """One forward of a split model in this thread."""
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any, kinds: tuple[str, ...]) -> None:
         self.module = module
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self.home = _most_bytes(tensors) if tensors else None
-        """Where the input came from."""
+        self.home = _largest_device(tensors) if tensors else None
+        """Device of the input."""
         self.kept = frozenset(
             id(tensor) for tensor in tensors if tensor.device.type == "cpu" and tensor.device != self.home
         )
-        self.again = Again()
+        self.recompute = RecomputeGuard()
         self._kinds = kinds
-        self._mode = Together()
+        self._mode = MixedDeviceMode()
         self._autocasts = ExitStack()
         self._paused: list[nn.Module] = []
         self._suspended = False
 
     def enter(self) -> None:
-        """Autocast holds on all kinds of devices if it does where the input came from."""
+        """Enter the mode, and autocast on all device types if it is on for the input's."""
         if self.home is not None and torch.is_autocast_enabled(self.home.type):
             dtype = torch.get_autocast_dtype(self.home.type)
             for kind in self._kinds:
@@ -233,13 +233,13 @@ class _Passage:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """Ends what `enter` began; also in the middle, after an error."""
+        """Leave the mode and autocast, also after an error."""
         if self._is_innermost():
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._autocasts.close()
 
     def pause(self, module: nn.Module) -> None:
-        """A layer begins, all of it on one device: inside it operations are as fast as ever, and can be compiled."""
+        """Leave the mode inside a layer on one device, where operations stay fast and can be compiled."""
         if not self._paused:
             self._suspended = self._is_innermost()
             if self._suspended:
@@ -247,7 +247,7 @@ class _Passage:
         self._paused.append(module)
 
     def resume(self, module: nn.Module) -> None:
-        """The layer has ended, well or not."""
+        """Enter the mode again after the layer, also after an error."""
         if not self._paused or self._paused[-1] is not module:
             return
         self._paused.pop()
@@ -255,7 +255,7 @@ class _Passage:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _is_innermost(self) -> bool:
-        """Whether no other mode (the user's) was entered since: only the innermost can be left."""
+        """Return True if no other mode (the user's) was entered since: only the innermost can be left."""
         innermost: bool = _get_current_function_mode() is self._mode  # type: ignore[no-untyped-call]
         return innermost
 
@@ -263,17 +263,17 @@ class _Passage:
 _running = threading.local()
 
 
-def _passages() -> list[_Passage]:
-    """Placed models whose forward runs in this thread, the innermost last."""
-    passages: list[_Passage] | None = getattr(_running, "passages", None)
-    if passages is None:
-        passages = _running.passages = []
-    return passages
+def _forwards() -> list[_ForwardState]:
+    """Return the split models whose forward runs in this thread, the innermost last."""
+    forwards: list[_ForwardState] | None = getattr(_running, "forwards", None)
+    if forwards is None:
+        forwards = _running.forwards = []
+    return forwards
 
 
-def _current() -> _Passage | None:
-    passages = _passages()
-    return passages[-1] if passages else None
+def _current() -> _ForwardState | None:
+    forwards = _forwards()
+    return forwards[-1] if forwards else None
 
 
 def _device_of(module: nn.Module, anchor: str) -> torch.device | None:
@@ -286,66 +286,49 @@ def _device_of(module: nn.Module, anchor: str) -> torch.device | None:
             tensor = held.get(name)
             if tensor is not None:
                 return tensor.device
-    # The layer was changed since (pruned, converted): any tensor of its own tells.
+    # The layer was changed since (pruned, converted): use any tensor of its own.
     tensor = next(module.parameters(), None)
     tensor = tensor if tensor is not None else next(module.buffers(), None)
     return tensor.device if tensor is not None else None
 
 
-def _strays(value: Any, device: torch.device, kept: frozenset[int]) -> bool:
-    """Whether a tensor in it is to be moved; objects with a `to` of their own are asked to move in any case."""
-    if isinstance(value, torch.Tensor):
-        return value.device != device and id(value) not in kept
-    if value is None or isinstance(value, str | bytes | int | float | nn.Module | type):
-        return False
-    if isinstance(value, Mapping):
-        return any(_strays(part, device, kept) for part in value.values())
-    if callable(getattr(value, "to", None)):
-        return True
-    if isinstance(value, list | tuple):
-        return any(_strays(part, device, kept) for part in value)
-    if is_dataclass(value):
-        return any(_strays(getattr(value, field.name), device, kept) for field in fields(value))
-    return False
-
-
-def _collect(values: Any, found: list[torch.Tensor]) -> None:
-    """The tensors among arguments of an operation; numbers on the CPU mix with everything."""
+def _find_tensors(values: Any, found: list[torch.Tensor]) -> None:
+    """Collect the tensors among arguments of an operation, except scalars on the CPU, which mix with all devices."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.dim() or value.device.type != "cpu":
                 found.append(value)
         elif type(value) in (list, tuple):
-            _collect(value, found)
+            _find_tensors(value, found)
 
 
-def _with(value: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device) if value.device != device and (value.dim() or value.device.type != "cpu") else value
     if type(value) in (list, tuple):
-        return type(value)(_with(part, device) for part in value)
+        return type(value)(_moved(part, device) for part in value)
     return value
 
 
-def _meeting_place(
+def _target_device(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
 ) -> torch.device:
-    """Where an operation on tensors of several devices happens."""
+    """Return the device of an operation on tensors of several devices (rule 2)."""
     changed = kwargs.get("out")
     if changed is None and args and _is_in_place(name):
         changed = args[0]
     targets: list[torch.Tensor] = []
-    _collect((changed,), targets)
-    return targets[0].device if targets else _most_bytes(tensors)
+    _find_tensors((changed,), targets)
+    return targets[0].device if targets else _largest_device(tensors)
 
 
 def _is_in_place(name: str) -> bool:
-    """``add_``, ``__iadd__``, ``__setitem__``: the first argument is changed."""
+    """Return True for ``add_``, ``__iadd__``, ``__setitem__``, which change the first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
-def _most_bytes(tensors: list[torch.Tensor]) -> torch.device:
-    """The device that holds most of them; of equals the one that comes last, which is further down the model."""
+def _largest_device(tensors: list[torch.Tensor]) -> torch.device:
+    """Return the device with the most bytes; among equals the last, which is further down the model."""
     sizes: dict[torch.device, int] = {}
     for tensor in tensors:
         sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
