@@ -58,7 +58,7 @@ def test_a_rank_may_have_several_devices(text: str, devices: list[tuple[str, ...
         ("0+", "'' is no device"),
         ("+", "'' is no device"),
         ("0+9", "no GPU 9 here"),
-        ("cpu:2+0", "is one rank with several devices, each of which must be named; write cpu+cpu in place of cpu:2"),
+        ("cpu:2+0", r"is one rank with several devices, each of which must be named; write cpu\+cpu in place of cpu:2"),
         ("auto+cpu", "'auto' is no device"),
     ],
 )
