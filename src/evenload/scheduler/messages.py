@@ -54,12 +54,6 @@ CHANGEABLE = (
 )  # fmt: skip
 """Fields of `JobSpec` that the owner may change later. A priority above the queue's `max_priority` is an admin's to give."""
 
-VERBS = (
-    "submit", "cancel", "hold", "release", "change", "list", "job", "status", "set", "limits", "reserve", "unreserve",
-    "wait", "stop", "runner",
-)  # fmt: skip
-"""``runner`` is the runners' own."""
-
 
 class JobRow(TypedDict):
     """A job, as ``list`` and ``job`` tell it."""

@@ -1,4 +1,4 @@
-"""`JobProgram`: the command of a job and its environment, stored with the job's `Submitted` event."""
+"""`JobProgram`: what a job runs, apart from what the core decides by. Stored beside the job's `Submitted` as plain values."""
 
 from __future__ import annotations
 
@@ -6,31 +6,47 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from evenload.errors import QueueError
+from evenload.errors import ConfigError, QueueError
+from evenload.scheduler import validation
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise ValueError("a text without zero bytes")
+
+
+def _check_path(path: str) -> None:
+    if not path.startswith("/") or "\0" in path:
+        raise ValueError("an absolute path")
+
+
+def _check_snapshot(path: str) -> None:
+    if path:
+        _check_path(path)
 
 
 @dataclass(frozen=True, slots=True)
 class JobProgram:
     """A command, and everything needed to start it as it was submitted."""
 
-    command: tuple[str, ...]
-    folder: str
-    """Folder in which it was submitted, and runs unless there is a snapshot."""
+    command: tuple[str, ...] = field(metadata={"check": _check_text})
+    folder: str = field(metadata={"check": _check_path})
+    """Where it was submitted, and where it runs unless there is a snapshot."""
     uid: int
-    """The owner, as the kernel reports it for the socket."""
-    snapshot: str = ""
-    """The copy of the working tree to run in; empty if there is none."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to the runner's own."""
-    grace_s: float = 60.0
-    """Time from the stop request to SIGKILL."""
+    """Its owner, from the socket's peer credentials; never from the client's message."""
+    snapshot: str = field(default="", metadata={"check": _check_snapshot})
+    """A copy of the working tree, taken at the submit; it runs there. Empty for none."""
+    environment: Mapping[str, str] = field(default_factory=dict, metadata={"check": _check_text})
+    """Variables on top of the runner's own."""
+    grace_s: float = field(default=60.0, metadata={"min": 0})
+    """From the request to stop to SIGKILL."""
     requeue: bool = False
-    """It may be ended and restarted from the beginning."""
-    notify: tuple[str, ...] = ()
-    """Targets to notify of its end: `command:…`, `webhook:URL`, `mail:ADDRESS`."""
+    """It may be ended and started from the beginning although it can't save."""
+    notify: tuple[str, ...] = field(default=(), metadata={"check": _check_text})
+    """Where to report how it ended: ``command:…``, ``webhook:URL``, ``mail:ADDRESS``."""
     backend: str = "local"
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Options of the backend."""
+    options: Mapping[str, str] = field(default_factory=dict, metadata={"check": _check_text})
+    """Of the backend."""
 
     def to_row(self) -> dict[str, Any]:
         """Return plain values for `QueueStore.record(..., extra=)`."""
@@ -39,13 +55,13 @@ class JobProgram:
 
 
 def program_from(row: Mapping[str, Any]) -> JobProgram:
-    """Read a program from plain values; ignore unknown fields of later versions.
+    """Return the program of a row.
 
     Raises:
-        QueueError: a field is missing.
+        QueueError: it lacks a field; unknown fields of a later version are ignored.
     """
-    known = {name.name: row[name.name] for name in fields(JobProgram) if name.name in row}
+    known = {field.name: row[field.name] for field in fields(JobProgram) if field.name in row}
     try:
-        return JobProgram(**{**known, "command": tuple(known["command"]), "notify": tuple(known.get("notify", ()))})
-    except (KeyError, TypeError) as error:
-        raise QueueError(f"can't read a job's program: {error}; its fields are {', '.join(sorted(row))}") from error
+        return validation.build(JobProgram, known, "")
+    except ConfigError as error:
+        raise QueueError(f"a job's program can't be read: {error}; its fields are {', '.join(sorted(row))}") from error

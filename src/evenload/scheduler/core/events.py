@@ -6,14 +6,14 @@ and then acts, so that after a crash the log says what may be under way.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from evenload.errors import QueueError
+from evenload.errors import ConfigError, QueueError
+from evenload.scheduler import validation
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import After, Device, JobSpec, Limits, Needs, Reservation, Settings
+from evenload.scheduler.core.values import Device, JobSpec, Limits, Reservation, Settings
 from evenload.stored_names import STORED_EVENTS
 
 
@@ -263,88 +263,23 @@ def stored_kind(kind: type[Any]) -> str:
 KINDS: dict[str, type[Any]] = {stored_kind(kind): kind for kind in get_args(Event)}
 """Stored name → class."""
 
-_INNER: dict[str, type[Any]] = {
-    "JobSpec": JobSpec,
-    "Needs": Needs,
-    "Device": Device,
-    "Limits": Limits,
-    "Reservation": Reservation,
-    "Settings": Settings,
-}
-
 
 def as_row(event: Event) -> dict[str, Any]:
-    """The event as plain values that JSON knows, with its kind; what has its default is left out."""
-    return {"kind": stored_kind(type(event)), **_plain(event)}
+    """Return the event as plain values of JSON, with its kind; what has its default is left out."""
+    return {"kind": stored_kind(type(event)), **validation.plain(event)}
 
 
 def from_row(row: Mapping[str, Any]) -> Event:
-    """The event that `row` was made of.
+    """Return the event of a row that `as_row` made.
 
     Raises:
-        QueueError: there is no such kind of event, or a field is unknown or missing.
+        QueueError: there is no such kind of event, or a field is unknown, missing or doesn't fit.
     """
     kind = KINDS.get(str(row.get("kind")))
     if kind is None:
         raise QueueError(f"an event of kind {row.get('kind')!r}: this version knows {', '.join(KINDS)}")
-    event: Event = _build(kind, {name: value for name, value in row.items() if name != "kind"})
+    try:
+        event: Event = validation.build(kind, {name: value for name, value in row.items() if name != "kind"}, "")
+    except ConfigError as error:
+        raise QueueError(f"event {row['kind']}: {error}") from error
     return event
-
-
-_FIELDS: dict[type[Any], dict[str, tuple[str, Any]]] = {}
-
-
-def _fields(kind: type[Any]) -> dict[str, tuple[str, Any]]:
-    """Name → (type as written, default or MISSING) of a frozen value."""
-    known = _FIELDS.get(kind)
-    if known is None:
-        known = _FIELDS[kind] = {
-            f.name: (str(f.type), f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
-            for f in dataclasses.fields(kind)
-        }
-    return known
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    row = {}
-    for name, (_, default) in _fields(type(value)).items():
-        part = getattr(value, name)
-        if part != default:
-            row[name] = _plain_part(part)
-    return row
-
-
-def _plain_part(part: Any) -> Any:
-    if dataclasses.is_dataclass(part):
-        return _plain(part)
-    if isinstance(part, frozenset):
-        return sorted(part)
-    if isinstance(part, tuple):
-        return [_plain_part(element) for element in part]
-    return part
-
-
-def _build(kind: type[Any], row: Mapping[str, Any]) -> Any:
-    known = _fields(kind)
-    if unknown := row.keys() - known.keys():
-        raise QueueError(
-            f"{kind.__name__} with the fields {', '.join(sorted(unknown))}, which this version doesn't know"
-        )
-    missing = [n for n, (_, default) in known.items() if default is dataclasses.MISSING and n not in row]
-    if missing:
-        raise QueueError(f"{kind.__name__} without {', '.join(missing)}")
-    return kind(**{name: _build_part(known[name][0], value) for name, value in row.items()})
-
-
-def _build_part(written: str, value: Any) -> Any:
-    if written in _INNER:
-        return _build(_INNER[written], value)
-    if written == "tuple[After, ...]":
-        return tuple(_build(After, part) for part in value)
-    if written == "JobState":
-        return JobState(value)
-    if written.startswith("frozenset"):
-        return frozenset(value)
-    if isinstance(value, list):
-        return tuple(value)
-    return value

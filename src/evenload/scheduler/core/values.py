@@ -290,6 +290,10 @@ POLICIES = ("default", "fifo", "priority", "fair_share", "las", "srpt", "goodput
 """The names of the policies; `evenload.scheduler.policies` holds them."""
 
 
+_MAY_BE_INFINITE = {"infinite": True}
+"""See `scheduler.validation`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How this queue decides."""
@@ -299,19 +303,19 @@ class Settings:
     """A job of the same class doesn't displace one that got its devices less than this ago."""
     max_preemptions_per_hour: int = 6
     """No job is preempted or resized more often than that within any hour; jobs with a priority below 0 are."""
-    starve_after_s: float = 12 * 3600.0
+    starve_after_s: float = field(default=12 * 3600.0, metadata=_MAY_BE_INFINITE)
     """A job that waited so much longer than it ran goes before all others; see `policies.starvation`."""
-    ageing_s: float = 3600.0
+    ageing_s: float = field(default=3600.0, metadata=_MAY_BE_INFINITE)
     """In `default`: a job that waited so long counts as if half of its work were left, twice as long a third, …"""
     fairness: float = 1.0
     """In `default` and `goodput`: how much a user's use counts against the jobs; 0 for not at all."""
-    half_life_s: float = 7 * 86400.0
+    half_life_s: float = field(default=7 * 86400.0, metadata=_MAY_BE_INFINITE)
     """Use of devices counts half after so long."""
     restart_s: float = 30.0
     """What a stop and resume is taken to cost where a job's own was not measured."""
-    horizon_s: float = 200.0
+    horizon_s: float = field(default=200.0, metadata=_MAY_BE_INFINITE)
     """A change of devices must pay within so long."""
-    las_thresholds_device_s: tuple[float, ...] = (16 * 3600.0,)
+    las_thresholds_device_s: tuple[float, ...] = field(default=(16 * 3600.0,), metadata=_MAY_BE_INFINITE)
     """Where the queues of `las` end, in device-seconds of attained service."""
     backfill: bool = True
     """Whether later jobs may use what the first in line can't use yet, without delaying it."""

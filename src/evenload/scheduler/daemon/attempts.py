@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenload.errors import ConfigError, EvenloadError, QueueError
+from evenload.errors import EvenloadError, QueueError
 from evenload.job.processes import ProcessIdentity, identity_of
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
@@ -118,33 +118,28 @@ class Attempts:
         order = order_for(state.folder, attempt, stored.program, state.devices, state.settings.log_bytes, shares=shares)
         state.runners.launch(attempt, order, learns=stored.learns, measures=stored.measures, done=job.done)
 
-    def register(self, connection: ClientConnection, message: dict[str, Any]) -> dict[str, Any] | None:
-        """A runner tells of itself; None where its answer follows once its devices were looked at.
+    def register(self, connection: ClientConnection, *, job: str, attempt: int, fence: int) -> dict[str, Any] | None:
+        """Register a runner; return the reply, None where it follows once the runner's devices were scanned.
 
         Raises:
             StaleError: another attempt has taken its place.
-            QueueError: whoever asks is no runner of this queue.
+            QueueError: the caller is no runner of this queue.
         """
         if connection.uid != os.geteuid():
-            raise QueueError("the verb runner is the daemon's own runners'")
-        fence = _fence_from(message)
-        self._state.store.check(fence)
+            raise QueueError("the verb runner is only for the daemon's own runners")
+        own = Fence(job, attempt, fence)
+        self._state.store.check(own)
         identity = identity_of(connection.pid)
-        live = self._state.runners.live.get(fence.job)
-        if identity is None or live is None or live.fence != fence:
+        live, record = self._state.runners.live.get(job), self._state.store.attempt(job)
+        if identity is None or live is None or live.fence != own or record is None:
             return _REFUSED
-        attempt = self._state.store.attempt(fence.job)
-        if attempt is None:
+        if record.runner is not None:
+            return _ADMITTED if identity_row(identity) == dict(record.runner) else _REFUSED
+        if not self._state.runners.register(job, identity):
             return _REFUSED
-        if attempt.runner is not None:
-            return _ADMITTED if identity_row(identity) == dict(attempt.runner) else _REFUSED
-        if not self._state.runners.register(fence.job, identity):
-            return _REFUSED
-        self._pending = [
-            at for at in self._pending if at.fence != fence
-        ]  # it may have lost its connection and come again
-        self._pending.append(_PendingRunner(connection, fence, identity, time.monotonic()))
-        if self._gpus(attempt.devices):
+        self._pending = [other for other in self._pending if other.fence != own]  # it may have lost its connection
+        self._pending.append(_PendingRunner(connection, own, identity, time.monotonic()))
+        if self._gpus(record.devices):
             self._scan_soon()
         return None
 
@@ -341,10 +336,3 @@ class Attempts:
             self._state.runners.forget(gone.live)
             if gone.live.fence.job not in self._state.store.queue_state.jobs:
                 self._learning.forget(gone.live.fence.job)
-
-
-def _fence_from(message: dict[str, Any]) -> Fence:
-    job, attempt, number = (message.get(name) for name in ("job", "attempt", "fence"))
-    if not isinstance(job, str) or not isinstance(attempt, int) or not isinstance(number, int):
-        raise ConfigError("runner: expected job, attempt and fence")
-    return Fence(job, attempt, number)

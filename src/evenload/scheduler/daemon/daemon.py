@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
-from evenload.scheduler import messages, paths
+from evenload.scheduler import messages, paths, validation
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.daemon.attempts import Attempts
@@ -171,11 +171,14 @@ class Daemon:
 
     def _handle(self, connection: ClientConnection, message: dict[str, Any]) -> dict[str, Any] | DelayedReply | None:
         """Return the reply; None where it follows once a device was scanned."""
+        verb = message.pop("verb", None)
+        message.pop("id", None)
         try:
-            if message.get("verb") == "runner":
-                return self._attempts.register(connection, message)
+            if verb == "runner":
+                register = self._attempts.register
+                return register(connection, **validation.arguments(register, message, verb))
             caller = caller_of(connection.pid, connection.uid, self._state.settings)
-            reply = self._handlers.handle(caller, message)
+            reply = self._handlers.handle(caller, verb, message)
         except EvenloadError as error:
             return messages.error_row(error)
         except Exception as error:  # a defect here must not end the queue of all users

@@ -30,19 +30,17 @@
 
 from __future__ import annotations
 
-import math
 import pwd
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError
+from evenload.scheduler import validation
 from evenload.scheduler.core.values import Limits, settings_from
 from evenload.scheduler.paths import SETTINGS_FILE, SYSTEM_FOLDER
-
-_DEVICE_KEYS = ("match", "use", "kind", "speed", "price_per_hour", "power_w", "memory_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,48 @@ class QueueFile:
     log_bytes: int = 2**30
 
 
+@dataclass(frozen=True, slots=True)
+class _CpuTable:
+    slots: int | None = field(default=None, metadata={"min": 0})
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchTable:
+    every_s: float = field(default=2.0, metadata={"min": 0.05})
+    ghost_bytes: int = field(default=512 * 2**20, metadata={"min": 0})
+
+
+@dataclass(frozen=True, slots=True)
+class _LogTable:
+    bytes: int = field(default=2**30, metadata={"min": 65536})
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceTable:
+    match: str
+    use: bool = True
+    kind: str | None = None
+    speed: float | None = None
+    price_per_hour: float | None = None
+    power_w: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The file as it is written."""
+
+    shared: bool | None = None
+    admins: tuple[int | str, ...] = field(default=(), metadata={"min": 0})
+    max_priority: int = field(default=0, metadata={"min": -(2**31)})
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Limits] = field(default_factory=dict)
+    cpu: _CpuTable = _CpuTable()
+    device: tuple[_DeviceTable, ...] = ()
+    watch: _WatchTable = _WatchTable()
+    log: _LogTable = _LogTable()
+
+
 def read_queue_file(folder: Path) -> QueueFile:
     """What is set in the queue's folder.
 
@@ -91,79 +131,31 @@ def read_queue_file(folder: Path) -> QueueFile:
 
 
 def _read(table: Mapping[str, Any], *, is_system: bool) -> QueueFile:
-    _check_keys(
-        table, ("shared", "admins", "max_priority", "settings", "limits", "cpu", "device", "watch", "log"), "the file"
-    )
-    cpu, watch, log = (_table(table, name) for name in ("cpu", "watch", "log"))
-    _check_keys(cpu, ("slots",), "[cpu]")
-    _check_keys(watch, ("every_s", "ghost_bytes"), "[watch]")
-    _check_keys(log, ("bytes",), "[log]")
-    settings, defaults = _table(table, "settings"), QueueFile()
-    settings_from(settings)
+    given = validation.build(_File, table, "")
+    settings_from(given.settings)
     return QueueFile(
-        shared=_bool(table, "shared", is_system),
-        admins=frozenset(map(_uid, table.get("admins", ()))),
-        max_priority=_number(table, "max_priority", 0, least=-(2**31), whole=True),
-        settings=settings,
-        limits={name: _limits(name, row) for name, row in _table(table, "limits").items()},
-        cpu_slots=_number(cpu, "slots", None, least=0, whole=True),
-        devices=tuple(map(_rule, table.get("device", ()))),
-        look_every_s=_number(watch, "every_s", defaults.look_every_s, least=0.05),
-        ghost_bytes=_number(watch, "ghost_bytes", defaults.ghost_bytes, least=0, whole=True),
-        log_bytes=_number(log, "bytes", defaults.log_bytes, least=65536, whole=True),
+        shared=is_system if given.shared is None else given.shared,
+        admins=frozenset(map(_uid, given.admins)),
+        max_priority=given.max_priority,
+        settings=given.settings,
+        limits=given.limits,
+        cpu_slots=given.cpu.slots,
+        devices=tuple(map(_rule, given.device)),
+        look_every_s=given.watch.every_s,
+        ghost_bytes=given.watch.ghost_bytes,
+        log_bytes=given.log.bytes,
     )
 
 
-def _limits(name: str, row: Any) -> Limits:
-    known = [f.name for f in fields(Limits)]
-    _check_keys(row, known, f"[limits.{name}]")
-    return Limits(**row)
+def _rule(given: _DeviceTable) -> DeviceRule:
+    changes = validation.plain(given)
+    return DeviceRule(changes.pop("match"), changes.pop("use", True), changes)
 
 
-def _rule(row: Any) -> DeviceRule:
-    _check_keys(row, _DEVICE_KEYS, "[[device]]")
-    if not isinstance(row.get("match"), str):
-        raise ConfigError('[[device]] without match: expected match = "gpu0", an id or a kind')
-    changes = {name: value for name, value in row.items() if name not in ("match", "use")}
-    return DeviceRule(row["match"], _bool(row, "use", True), changes)
-
-
-def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = table.get(name, {})
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name}={found!r}: expected a table")
-    return found
-
-
-def _bool(table: Mapping[str, Any], name: str, default: bool) -> bool:
-    found = table.get(name, default)
-    if not isinstance(found, bool):
-        raise ConfigError(f"{name}={found!r}: expected true or false")
-    return found
-
-
-def _number(table: Mapping[str, Any], name: str, default: Any, *, least: float, whole: bool = False) -> Any:
-    found = table.get(name, default)
-    if found is None:
-        return None
-    fits = isinstance(found, int if whole else int | float) and not isinstance(found, bool)
-    if not fits or not least <= found < math.inf:
-        raise ConfigError(f"{name}={found!r}: expected a {'whole ' if whole else ''}number of at least {least:g}")
-    return found
-
-
-def _uid(name: Any) -> int:
-    if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
+def _uid(name: str | int) -> int:
+    if isinstance(name, int):
         return name
     try:
-        return pwd.getpwnam(str(name)).pw_uid
+        return pwd.getpwnam(name).pw_uid
     except KeyError:
         raise ConfigError(f"admins: there is no user {name!r} on this machine") from None
-
-
-def _check_keys(table: Any, known: Any, where: str) -> None:
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where}: expected a table, found {table!r}")
-    for name in table:
-        if name not in known:
-            raise ConfigError(f"there is no {name!r} in {where}; there are {', '.join(known)}")

@@ -85,6 +85,6 @@ class DaemonState:
         """What the last look saw on a device."""
         return None if self.scan is None else self.scan.held.get(device)
 
-    def outlook(self, snapshot: QueueSnapshot) -> Mapping[str, Forecast]:
+    def forecasts(self, snapshot: QueueSnapshot) -> Mapping[str, Forecast]:
         """Why jobs wait and when they will be done; see `foresight`."""
         return self._eta_cache.of(snapshot, self.store.last)

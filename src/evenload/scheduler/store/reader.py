@@ -146,10 +146,11 @@ class Reader:
 
     def job(self, name: str) -> Job | None:
         """All of a job; None where there is no such job."""
+        from evenload.scheduler.core.values import Job
         from evenload.scheduler.store import rows
 
         found = self._ask("SELECT body FROM jobs WHERE id = ?", name)
-        return rows.job_from(found[0][0]) if found else None
+        return rows.value_from(Job, found[0][0]) if found else None
 
     def program(self, name: str) -> dict[str, Any] | None:
         """What was kept with the job's `Submitted`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
-from evenload.scheduler.core.values import Job, Settings, User
+from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings, User
 from evenload.scheduler.store import rows
 from evenload.scheduler.store.ledger import AttemptRecord, Changes, Entry, Fence, Ledger
 
@@ -85,16 +85,16 @@ def write_current(
         connection.execute(f"DELETE FROM {kind}s WHERE id = ?", (name,))
     for name in changes.devices:
         if (device := queue_state.devices.get(name)) is not None:
-            connection.execute(_DEVICE_WRITE, (name, rows.device_text(device), queue_state.closed.get(name)))
+            connection.execute(_DEVICE_WRITE, (name, rows.value_text(device), queue_state.closed.get(name)))
     for name in changes.reservations:
         if (reservation := queue_state.reservations.get(name)) is not None:
-            connection.execute(_RESERVATION_WRITE, (name, rows.reservation_text(reservation)))
+            connection.execute(_RESERVATION_WRITE, (name, rows.value_text(reservation)))
     # A new user's place is that in the queue's state; known ones keep theirs.
     known = [name for name in queue_state.users if name in changes.users] if len(changes.users) > 1 else changes.users
     connection.executemany(_USER_WRITE, [_user_row(queue_state.users[name]) for name in known])
     put_fact(connection, "time_s", queue_state.time_s)
     if changes.has_settings:
-        put_fact(connection, "settings", rows.settings_text(queue_state.settings))
+        put_fact(connection, "settings", rows.value_text(queue_state.settings))
 
 
 def read_ledger(connection: sqlite3.Connection) -> Ledger:
@@ -111,12 +111,12 @@ def read_ledger(connection: sqlite3.Connection) -> Ledger:
     ledger = Ledger()
     ledger.queue_state.restore(
         time_s=float(get_fact(connection, "time_s", 0.0)),
-        settings=Settings() if settings is None else rows.settings_from(settings),
-        devices=[rows.device_from(body) for _, body, _ in devices],
+        settings=Settings() if settings is None else rows.value_from(Settings, settings),
+        devices=[rows.value_from(Device, body) for _, body, _ in devices],
         closed={name: closed for name, _, closed in devices if closed is not None},
-        users=[User(name, rows.limits_from(limits), *use) for name, limits, *use in users],
-        reservations=[rows.reservation_from(body) for (body,) in reservations],
-        jobs=[rows.job_from(body) for (body,) in jobs],
+        users=[User(name, rows.value_from(Limits, limits), *use) for name, limits, *use in users],
+        reservations=[rows.value_from(Reservation, body) for (body,) in reservations],
+        jobs=[rows.value_from(Job, body) for (body,) in jobs],
         outcomes={name: states[state] for name, state in outcomes},
     )
     for attempt in read_attempts(connection, "ended_s IS NULL"):
@@ -129,7 +129,7 @@ def read_history(connection: sqlite3.Connection) -> History:
     """All of it, as the current tables have it."""
     changes = Changes()
     for (body,) in connection.execute("SELECT body FROM jobs ORDER BY number"):
-        job = rows.job_from(body)
+        job = rows.value_from(Job, body)
         changes.jobs[job.id] = job
     for attempt in read_attempts(connection, "1"):
         changes.attempts[attempt.fence.number] = attempt
@@ -207,7 +207,7 @@ def _job_row(job: Job) -> tuple[Any, ...]:
     return (
         job.id, spec.user, spec.name, str(job.state), spec.priority, spec.needs.min_devices, spec.needs.max_devices,
         json.dumps(job.devices), job.submitted_s, job.since_s, job.attempt, job.done, job.total, job.rate_per_s,
-        job.reported_s, job.reason, rows.job_text(job),
+        job.reported_s, job.reason, rows.value_text(job),
     )  # fmt: skip
 
 
@@ -221,4 +221,4 @@ def _attempt_row(attempt: AttemptRecord) -> tuple[Any, ...]:
 
 
 def _user_row(user: User) -> tuple[Any, ...]:
-    return (user.name, rows.limits_text(user.limits), user.usage_device_s, user.accounted_s, user.num_devices)
+    return (user.name, rows.value_text(user.limits), user.usage_device_s, user.accounted_s, user.num_devices)
