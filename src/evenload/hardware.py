@@ -71,30 +71,23 @@ class Mount:
     fs_type: str
 
 
-# GPUs
-
-
 def gpus(environ: Mapping[str, str] = os.environ) -> tuple[ComputeDevice, ...]:
     """Return the GPUs that a process may use; ``index`` is N of ``cuda:N``.
 
     Follows CUDA_VISIBLE_DEVICES and its order, and CUDA_DEVICE_ORDER. Empty if there is no GPU or no NVML.
     """
-    with _nvml() as nvml:
-        if nvml is None:
-            return ()
+    with gpu_handles(environ) as (nvml, handles):
         return tuple(
             ComputeDevice(nvml.nvmlDeviceGetName(handle), "cuda", index, memory_bytes=_memory(nvml, handle)[1])
-            for index, handle in enumerate(_visible_handles(nvml, environ))
+            for index, handle in enumerate(handles)
         )
 
 
 def gpu_processes(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> tuple[GpuProcess, ...]:
     """Return the processes that use memory of the GPUs of `gpus`; empty if unknown to the driver."""
     found = []
-    with _nvml() as nvml:
-        if nvml is None:
-            return ()
-        for index, handle in enumerate(_visible_handles(nvml, environ)):
+    with gpu_handles(environ) as (nvml, handles):
+        for index, handle in enumerate(handles):
             with suppress(nvml.NVMLError):
                 for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                     name, user = _process_owner(process.pid, root)
@@ -104,30 +97,32 @@ def gpu_processes(environ: Mapping[str, str] = os.environ, root: Path = ROOT) ->
 
 def gpu_used_bytes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
     """Return the memory in use on each GPU of `gpus`, also by processes outside this container, without the driver's own."""
-    with _nvml() as nvml:
-        return tuple(_memory(nvml, handle)[0] for handle in _visible_handles(nvml, environ)) if nvml else ()
+    with gpu_handles(environ) as (nvml, handles):
+        return tuple(_memory(nvml, handle)[0] for handle in handles)
 
 
 def gpu_driver(environ: Mapping[str, str] = os.environ) -> GpuDriver | None:
     """Return the installed NVIDIA driver; None without NVML."""
-    with _nvml() as nvml:
+    with gpu_handles(environ) as (nvml, handles):
         if nvml is None:
             return None
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
         return GpuDriver(
             version=nvml.nvmlSystemGetDriverVersion(),
             cuda=(number // 1000, number % 1000 // 10),
-            capabilities=tuple(
-                tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in _visible_handles(nvml, environ)
-            ),
+            capabilities=tuple(tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles),
         )
 
 
 @contextmanager
 def gpu_handles(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[Any, list[Any]]]:
     """Yield `pynvml` and its handles of `gpus`, for queries needed in one place only; (None, []) without NVML."""
-    with _nvml() as nvml:
+    nvml, _ = _begin_nvml()
+    try:
         yield nvml, _visible_handles(nvml, environ) if nvml is not None else []
+    finally:
+        if nvml is not None:
+            nvml.nvmlShutdown()
 
 
 def nvml_problem(root: Path = ROOT) -> str:
@@ -151,16 +146,6 @@ def _begin_nvml() -> tuple[Any, str]:
     except pynvml.NVMLError as error:
         return None, str(error)
     return pynvml, ""
-
-
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    nvml, _ = _begin_nvml()
-    try:
-        yield nvml
-    finally:
-        if nvml is not None:
-            nvml.nvmlShutdown()
 
 
 def _visible_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
@@ -272,9 +257,6 @@ def _process_owner(pid: int, root: Path) -> tuple[str, str]:
         return command, str(user_id)
 
 
-# CPU
-
-
 def cpu(cores: Sequence[int] | None = None, root: Path = ROOT) -> ComputeDevice:
     """Return the CPU as one device; ``memory_bytes`` is that of the machine, or the cgroup's limit if lower.
 
@@ -284,7 +266,7 @@ def cpu(cores: Sequence[int] | None = None, root: Path = ROOT) -> ComputeDevice:
     """
     chosen = usable_cores() if cores is None else tuple(cores)
     return ComputeDevice(
-        name=f"CPU ({_spell_cores(chosen)})",
+        name=f"CPU ({'core' if len(chosen) == 1 else 'cores'} {spell_numbers(chosen)})",
         kind="cpu",
         index=-1,
         memory_bytes=_memory_bytes(root),
@@ -321,10 +303,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def _memory_bytes(root: Path) -> int:
-    sizes = []
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            sizes.append(int(line.split()[1]) * 1024)
+    lines = _read(root / "proc/meminfo").splitlines()
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")]
     if not sizes:
         try:
             import psutil
@@ -391,13 +371,6 @@ def spell_numbers(numbers: Sequence[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-def _spell_cores(cores: Sequence[int]) -> str:
-    return f"{'core' if len(cores) == 1 else 'cores'} {spell_numbers(cores)}"
-
-
-# Network
-
-
 def interfaces() -> tuple[Interface, ...]:
     """Return the network interfaces, sorted by name."""
     import psutil
@@ -411,9 +384,6 @@ def interfaces() -> tuple[Interface, ...]:
         is_up = name in states and states[name].isup
         found.append(Interface(name, (*ip4, *ip6), is_up, is_loopback))
     return tuple(found)
-
-
-# File systems
 
 
 def mounts() -> tuple[Mount, ...]:

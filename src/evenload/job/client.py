@@ -86,53 +86,45 @@ def steps(
         ConfigError: an argument is wrong, or the queue's variable names no contract.
     """
     _check_steps(total, save, start, samples_per_step)
-    return _steps(total, _saver(save), start, samples_per_step, agree, is_main, go_on)
+    save_at = _saver(save)
 
+    def loop() -> Iterator[int]:
+        connection = _connection()
+        connection.rate = _StepRate()
 
-def _steps(
-    total: int | None,
-    save: Callable[[int], object],
-    start: int,
-    samples_per_step: float | None,
-    agree: Callable[[bool], bool] | None,
-    is_main: bool,
-    go_on: str,
-) -> Iterator[int]:
-    connection = _connection()
-    connection.speed = _StepRate()
-    with listening():
-        for step in itertools.count(start):
-            if total is not None and step >= total:
-                if is_main:
-                    connection.report(step, total, samples_per_step=samples_per_step, state="finished")
-                return
-            requested = stop_requested()
-            if requested if agree is None else agree(requested):
-                _save(connection, save, step, total, is_main, go_on)
-                if is_main:
-                    connection.report(step, total, samples_per_step=samples_per_step, state="stopped")
-                raise SystemExit(EXIT_CODE)
-            yield step
+        def report_main(num_done: int, state: str) -> None:
             if is_main:
-                connection.report(step + 1, total, samples_per_step=samples_per_step)
+                connection.report(num_done, total, samples_per_step=samples_per_step, state=state)
+
+        with listening():
+            for step in itertools.count(start):
+                if total is not None and step >= total:
+                    report_main(step, "finished")
+                    return
+                requested = stop_requested()
+                if requested if agree is None else agree(requested):
+                    took_s = _timed(save_at, step)
+                    if is_main:
+                        reason = connection.reason or "another rank was asked to stop"
+                        _print_stop(stopped_text(step, total, took_s, reason, go_on))
+                    report_main(step, "stopped")
+                    raise SystemExit(EXIT_CODE)
+                yield step
+                report_main(step + 1, "running")
+
+    return loop()
 
 
-def _save(
-    connection: _RunnerConnection,
-    save: Callable[[int], object],
-    step: int,
-    total: int | None,
-    is_main: bool,
-    go_on: str,
-) -> None:
-    reason = connection.reason or "another rank was asked to stop"
+def _timed(save: Callable[[int], object], step: int) -> float:
     began_s = time.monotonic()
     save(step)
-    took_s = time.monotonic() - began_s
-    if is_main:
-        _print(stopped_text(step, total, took_s, reason, go_on))
-        if threading.current_thread() is not threading.main_thread():
-            _print(f"the loop ran in another thread: the main thread has to end the program with exit code {EXIT_CODE}")
+    return time.monotonic() - began_s
+
+
+def _print_stop(text: str) -> None:
+    _print(text)
+    if threading.current_thread() is not threading.main_thread():
+        _print(f"the loop ran in another thread: the main thread has to end the program with exit code {EXIT_CODE}")
 
 
 def stopped_text(step: int, total: int | None, took_s: float, reason: str, go_on: str = "") -> str:
@@ -257,7 +249,7 @@ class _RunnerConnection:
 
     def __init__(self, contract: RunnerContract | None) -> None:
         self.contract = contract
-        self.speed = _StepRate()
+        self.rate = _StepRate()
         self.requested_s: float | None = None
         self.reason = ""
         self.num_listening = 0
@@ -304,11 +296,11 @@ class _RunnerConnection:
             return
         now_s = time.monotonic()
         if state == "running":
-            self.speed.count(step, now_s)
+            self.rate.count(step, now_s)
             if now_s - self._reported_s < contract.report_every_s:
                 return
         self._reported_s = now_s
-        steps_per_s = self.speed.steps_per_s()
+        steps_per_s = self.rate.steps_per_s()
         if samples_per_step is not None:
             samples_per_s = steps_per_s * samples_per_step
         progress = ProgressReport(
