@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 
 import pytest
@@ -166,35 +165,11 @@ def test_steps_that_tell_nothing_change_nothing() -> None:
     assert balancer.costs is None
 
 
-def test_state_moves_the_balancer_to_another_rank() -> None:
-    case = scenario(3)
-    first = Balancer(case.num_samples, len(case.costs))
-    rng = random.Random(0)
-    second: Balancer | None = None
-    for step in range(150):
-        slow = [3.0 if r == 0 and step >= 80 else 1.0 for r in range(len(case.costs))]
-        seconds = tuple(
-            f * c.predict_s(n, first.num_micro) * rng.gauss(1, 0.04)
-            for f, c, n in zip(slow, case.costs, first.shares, strict=True)
-        )
-        observation = Observation(step, first.shares, first.num_micro, seconds)
-        decision = first.observe(observation)
-        if second:
-            assert second.observe(observation) == decision
-        if step % 17 == 0:
-            second = Balancer(case.num_samples, len(case.costs))
-            second.load_state(json.loads(json.dumps(first.state())))
-    assert second is not None
-    assert second.state() == first.state()
-
-
 def test_wrong_use_is_told() -> None:
     with pytest.raises(ConfigError, match="sum to 63"):
         Balancer(64, 2, shares=(32, 31))
     with pytest.raises(ConfigError, match="one a rank"):
         Balancer(64, 2).observe(Observation(0, (64,), 1, (1.0,)))
-    with pytest.raises(ConfigError, match="begin with a new balancer"):
-        Balancer(64, 2).load_state(Balancer(64, 3).state())
 
 
 def test_a_rank_whose_time_grows_in_steps_is_seldom_moved_to_and_fro() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.events import Command
-from evenload.scheduler.core.invariants import violations
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job, JobSpec, Needs, Settings
+from tests.scheduler.invariants import violations
 
 GIB = 2**30
 

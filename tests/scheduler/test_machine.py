@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.forecast import forecast
-from evenload.scheduler.core.invariants import violations
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.sharing import expected_bytes, free_bytes
 from evenload.scheduler.core.states import HOLDING, JobState
 from evenload.scheduler.core.values import POLICIES, After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings
+from tests.scheduler.invariants import violations
 from tests.scheduler.queue import is_preemption
 
 USERS = ("ann", "bob", "cyd")

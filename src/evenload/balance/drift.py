@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from evenload.balance.cost import MEDIAN_ERROR, CostSample, Fit, OverheadRatio, fit_cost, is_varied
-from evenload.balance.values import Cost
 
 _WINDOW = 64
 _RUN = 3
@@ -152,26 +149,3 @@ class SpeedTracker:
             if min(1.0, grown) / band < point.seconds / level_s < max(1.0, grown) * band:
                 return 0
         return 1 if ratio > 1 else -1
-
-    def state(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return {
-            "points": [list(astuple(point)) for point in self._points],
-            "odd": [list(astuple(point)) for point in self._odd],
-            "shape": list(astuple(self._shape)),
-            "fit": None if self._fit is None else [*astuple(self._fit.cost), *self._fit.covariance, self._fit.noise],
-            "is_telling": self._fit is not None and self._fit.is_telling,
-            "since_look": self._since_look,
-            "was_varied": self._was_varied,
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Becomes the track that `state` came from."""
-        self._points = deque((CostSample(*values) for values in state["points"]), maxlen=_WINDOW)
-        self._odd = [CostSample(*values) for values in state["odd"]]
-        self._shape = OverheadRatio(*state["shape"])
-        self._since_look, self._was_varied = state["since_look"], state["was_varied"]
-        self._fit = None
-        if state["fit"] is not None:
-            a, c, error, var_a, cov, var_c, noise = state["fit"]
-            self._fit = Fit(Cost(a, c, error), (var_a, cov, var_c), noise, state["is_telling"])

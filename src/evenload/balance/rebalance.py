@@ -11,9 +11,8 @@ and `_LEAST_GAIN`, which stands for the cost of a move (dropped prefetches, allo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from evenload.balance.cost import CostSample
 from evenload.balance.drift import SpeedChange, SpeedTracker
@@ -345,54 +344,6 @@ class Balancer:
         return Decision(
             split.shares, split.num_micro, kind, rank, factor, f"{what}: {how}", before_s, self._expected_s()
         )
-
-    def state(self) -> dict[str, Any]:
-        """All of it as plain values: another rank with the same state decides the same."""
-        return {
-            "num_samples": self.num_samples,
-            "shares": list(self.shares),
-            "num_micro": self.num_micro,
-            "quantum": self.quantum,
-            "caps": None if self._caps is None else list(self._caps),
-            "num_warmup": self._num_warmup,
-            "under": None if self._under is None else [list(self._under[0]), self._under[1]],
-            "num_under": self._num_under,
-            "num_pending": self._num_pending,
-            "num_since_change": self._num_since_change,
-            "changes": [[rank, change.step, change.factor] for rank, change in self._changes.items()],
-            "last_kind": self._last_kind,
-            "last_delta": list(self._last_delta),
-            "num_since_move": self._num_since_move,
-            "num_reversals": self._num_reversals,
-            "is_measured": self._is_measured,
-            "has_fits": self._has_fits,
-            "tracks": [track.state() for track in self._tracks],
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Becomes the balancer that `state` came from.
-
-        Raises:
-            ConfigError: it was of another number of ranks or another global batch.
-        """
-        if (len(state["tracks"]), state["num_samples"]) != (len(self._tracks), self.num_samples):
-            raise ConfigError(
-                f"the balancer's state is of {len(state['tracks'])} ranks and a batch of {state['num_samples']}; this "
-                f"run has {len(self._tracks)} and {self.num_samples}: begin with a new balancer"
-            )
-        self.shares, self.num_micro = tuple(state["shares"]), state["num_micro"]
-        self.quantum = state["quantum"]
-        self._caps = None if state["caps"] is None else tuple(state["caps"])
-        self._num_warmup = state["num_warmup"]
-        self._under = None if state["under"] is None else (tuple(state["under"][0]), state["under"][1])
-        self._num_under, self._num_pending = state["num_under"], state["num_pending"]
-        self._num_since_change = state["num_since_change"]
-        self._changes = {rank: SpeedChange(step, factor) for rank, step, factor in state["changes"]}
-        self._last_kind, self._last_delta = state["last_kind"], tuple(state["last_delta"])
-        self._num_since_move, self._num_reversals = state["num_since_move"], state["num_reversals"]
-        self._is_measured, self._has_fits = state["is_measured"], state["has_fits"]
-        for track, values in zip(self._tracks, state["tracks"], strict=True):
-            track.load_state(values)
 
 
 def _tell(rank: int, change: SpeedChange) -> tuple[float, str]:

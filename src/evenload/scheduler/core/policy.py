@@ -42,8 +42,6 @@ class PolicyDecision:
     sizes: Mapping[str, int] | None = None
     """For elastic policies: how many devices each job should have, 0 for none. None: those that run keep what they
     have, others start with what they ask for at least, and more where nobody else wants it."""
-    reasons: Mapping[str, str] | None = None
-    """Why a job's size changes, for people."""
 
 
 Policy = Callable[[PolicyInput], PolicyDecision]

@@ -38,7 +38,7 @@ class Resizing:
             availability,
             choices,
         )
-        self._sizes, self._reasons = dict(decision.sizes or {}), dict(decision.reasons or {})
+        self._sizes = dict(decision.sizes or {})
         self._keeping, self._within_limits, self._now_s = keeping, within_limits, now_s
         self.commands: list[Command] = []
         self.changed: set[str] = set()
@@ -52,9 +52,7 @@ class Resizing:
                 continue
             slots = self._eligibility.slots[job.id]
             if size == 0:
-                self.commands.append(
-                    StopRequested(self._now_s, job.id, reason=self._reason(job, "its devices help other jobs more"))
-                )
+                self.commands.append(StopRequested(self._now_s, job.id, reason="its devices help other jobs more"))
                 self._availability.comes_free(self._usable(slots))
             else:
                 kept = self._kept(job, slots, max(size, job.spec.needs.min_devices))
@@ -100,7 +98,7 @@ class Resizing:
 
     def _resize(self, job: Job, slots: tuple[int, ...], is_forced: bool) -> None:
         devices = self._snapshot.layout.devices
-        reason = self._reason(job, f"{len(job.devices)} → {len(slots)} devices")
+        reason = f"{len(job.devices)} → {len(slots)} devices"
         self.commands.append(
             ResizeRequested(self._now_s, job.id, tuple([devices[slot].id for slot in slots]), reason, is_forced)
         )
@@ -114,6 +112,3 @@ class Resizing:
     def _usable(self, slots: list[int]) -> list[int]:
         closed, devices = self._snapshot.closed, self._snapshot.layout.devices
         return [slot for slot in slots if devices[slot].id not in closed] if closed else list(slots)
-
-    def _reason(self, job: Job, otherwise: str) -> str:
-        return self._reasons.get(job.id, otherwise)
