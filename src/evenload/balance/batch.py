@@ -1,4 +1,4 @@
-"""Which global batch trains fastest: what a larger one gains in throughput, against what a sample of it is worth less.
+"""Choice of the global batch: what a larger one gains in throughput against what each of its samples is worth less.
 
 Note [Goodput]
   Pollux (Qiao et al. 2021, OSDI, equations 5 and 6): with noise scale phi, the batch B0 that the user chose and a step of
@@ -29,7 +29,7 @@ _FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class StepOverhead:
-    """What a step takes beside the ranks' own seconds."""
+    """Seconds of a step beside the ranks' own."""
 
     fixed_s: float = 0.0
     """Collectives, waiting, what the loop costs: whatever the batch."""
@@ -37,7 +37,7 @@ class StepOverhead:
     """Waiting for samples, by the sample of the global batch."""
 
     def predict_s(self, num_samples: int) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return self.fixed_s + self.per_sample_s * num_samples
 
 
@@ -55,12 +55,12 @@ class BatchChoice:
 
 
 def efficiency(noise: float, base: int, batch_size: int) -> float:
-    """What a sample of a batch is worth, in samples of the user's batch; all in samples."""
+    """Return what a sample of a batch is worth, in samples of the user's batch; all in samples."""
     return (noise + base) / (noise + batch_size)
 
 
 def rate_gain(noise: float, base: int, batch_size: int, *, rule: str) -> float:
-    """The factor on the learning rate for `batch_size` in place of `base`.
+    """Return the factor on the learning rate for `batch_size` in place of `base`.
 
     Args:
         noise: the noise scale, in samples.
@@ -76,7 +76,7 @@ def rate_gain(noise: float, base: int, batch_size: int, *, rule: str) -> float:
 
 
 def candidates(base: int, limit: int, now: int) -> list[int]:
-    """The batches that may follow `now`: `base` by round factors up to `limit`, within `MOST_GROWTH` of now, ascending."""
+    """Return the batches that may follow `now`: `base` by round factors up to `limit`, within `MOST_GROWTH`, ascending."""
     sizes = {limit, now}
     scale = 1
     while base * scale <= limit:
@@ -89,7 +89,7 @@ def candidates(base: int, limit: int, now: int) -> list[int]:
 def best_split(
     num_samples: int, costs: Sequence[Cost], caps: Caps, shares: Sequence[int] | None, quantum: int = 1
 ) -> Split:
-    """How a batch would be split: as fast as possible, or in the proportions of `shares` where these are fixed."""
+    """Split a batch as fast as possible, or in the proportions of `shares` where these are fixed."""
     if shares is None:
         return split_batch(num_samples, costs, caps, quantum=quantum)
     scaled = scale_shares(shares, num_samples)
@@ -108,7 +108,7 @@ def choose_batch(
     may_try: bool,
     tried_from: int | None = None,
 ) -> BatchChoice:
-    """The batch of the next epoch.
+    """Choose the batch of the next epoch.
 
     Args:
         base: the user's batch.

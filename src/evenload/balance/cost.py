@@ -1,4 +1,4 @@
-"""What a rank costs, learnt from the steps it ran: a robust fit of ``t = K * a + c * max(n, K)``.
+"""Cost of a rank, fitted robustly to the steps it ran: ``t = K * a + c * max(n, K)``.
 
 Three things make this more than a least-squares line:
 
@@ -48,7 +48,7 @@ class CostSample:
 
 @dataclass(frozen=True)
 class OverheadRatio:
-    """What is believed of ``a / c`` before the points are seen."""
+    """Prior belief about ``a / c``."""
 
     samples: float = 0.0
     """``a / c``: a micro-batch costs as much as so many samples, before its first."""
@@ -57,7 +57,7 @@ class OverheadRatio:
 
     @property
     def is_measured(self) -> bool:
-        """Whether points have told it."""
+        """True if samples have determined it."""
         return self.error_samples is not None
 
 
@@ -73,14 +73,14 @@ class Fit:
     """Whether a and c are told apart, by these points or by those that made the shape."""
 
     def predict_error(self, num_samples: int, num_micro: int) -> float:
-        """Standard error of the predicted seconds, as a part of them."""
+        """Return the standard error of the predicted seconds, as a part of them."""
         computed = max(num_samples, num_micro)
         var_a, cov, var_c = self.covariance
         variance = num_micro**2 * var_a + 2 * num_micro * computed * cov + computed**2 * var_c
         return math.sqrt(max(variance, 0.0)) / self.cost.predict_s(num_samples, num_micro)
 
     def shape(self) -> OverheadRatio:
-        """What to believe after a change of speed: the same ``a / c``, less firmly; a guess where c is vague."""
+        """Return the prior after a change of speed: the same ``a / c``, less certain; a guess where c is vague."""
         if not self.cost.per_sample_error_s < _KNOWN_SLOPE * self.cost.per_sample_s:
             return OverheadRatio()
         a, c = self.cost.per_micro_s, self.cost.per_sample_s
@@ -93,7 +93,7 @@ class Fit:
 def fit_cost(
     points: Sequence[CostSample], shape: OverheadRatio | None = None, least_noise: float = _LEAST_NOISE
 ) -> Fit:
-    """Fits a rank's cost.
+    """Fit a rank's cost.
 
     Weighted least squares on the relative errors of the groups' medians, with the shape as one more equation
     ``a - shape * c = 0``; a below 0 becomes 0.
@@ -142,13 +142,13 @@ def fit_cost(
 
 
 def is_varied(points: Sequence[CostSample]) -> bool:
-    """Whether the steps differ enough in samples per micro-batch to tell a from c."""
+    """Return whether the steps differ enough in samples per micro-batch to separate a from c."""
     density = [num_samples / num_micro for num_samples, num_micro in _group(points)]
     return max(density) > _TELLING_SPREAD * min(density)
 
 
 def _group(points: Sequence[CostSample]) -> dict[tuple[int, int], list[float]]:
-    """Seconds by (samples, micro-batches); groups of one or two count only where there is nothing better."""
+    """Group seconds by (samples, micro-batches); groups of one or two count only if there is nothing better."""
     groups: dict[tuple[int, int], list[float]] = {}
     for point in points:
         groups.setdefault((point.num_samples, point.num_micro), []).append(point.seconds)

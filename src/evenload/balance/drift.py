@@ -1,4 +1,4 @@
-"""Whether a rank still is what it was: one rank's recent steps, its fit, and the moment it changed.
+"""Detect a change in a rank's speed from its recent steps and their fit.
 
 A change is seen in two ways. *Steps out of the band*: three in a row that agree with each other, or four that needn't,
 are a step change; a spike is alone, and chance spikes in a row seldom agree. *A slow slide*: the median of the last
@@ -36,7 +36,7 @@ class SpeedChange:
 
 
 class SpeedTracker:
-    """The steps of one rank at its present speed, and what they say it costs."""
+    """The steps of one rank at its present speed, and the cost fitted to them."""
 
     def __init__(self) -> None:
         self._points: deque[CostSample] = deque(maxlen=_WINDOW)
@@ -48,25 +48,25 @@ class SpeedTracker:
 
     @property
     def fit(self) -> Fit:
-        """The fit as of the last `refit`."""
+        """The fit of the last `refit`."""
         if self._fit is None:
             return self.refit()
         return self._fit
 
     def add(self, point: CostSample) -> SpeedChange | None:
-        """Takes one step; returns the change it completes, after which the steps before the change are forgotten."""
+        """Add one step; return the change it completes. The steps before a change are then discarded."""
         self._points.append(point)
         if self._fit is None:
             return None
         return self._step_change(point) or self._slide(point)
 
     def seen_s(self, num_samples: int, num_micro: int) -> float | None:
-        """Seconds as measured at the present speed for just this share; None where there are fewer than three steps."""
+        """Return the seconds measured at the present speed for exactly this share; None with fewer than three steps."""
         same = [p.seconds for p in self._points if (p.num_samples, p.num_micro) == (num_samples, num_micro)]
         return median(same) if len(same) >= _RUN else None
 
     def refit(self, least_noise: float = 0.0) -> Fit:
-        """Fits all the kept steps; forgets those that the newest share's steps contradict."""
+        """Fit all the kept steps; discard those that contradict the steps under the newest share."""
         fit = self._refit_as_is(least_noise)
         newest = self._points[-1]
         same = [p for p in self._points if (p.num_samples, p.num_micro) == (newest.num_samples, newest.num_micro)]
@@ -136,7 +136,7 @@ class SpeedTracker:
         return min(max(_LEAST_BAND, 1 + 4 * self.fit.noise), _MOST_BAND)
 
     def _side(self, point: CostSample) -> int:
-        """1 where the step was longer than any shape explains, -1 where it was shorter, 0 in the band."""
+        """Return 1 if the step was longer than any ratio a / c explains, -1 if shorter, 0 within the band."""
         band, ratio = self._band(), self._ratio(point)
         if 1 / band < ratio < band:
             return 0

@@ -1,4 +1,4 @@
-"""How noisy a gradient is: the gradient noise scale, from the squared norms that a step has anyway.
+"""Gradient noise scale, estimated from the squared norms that a step has anyway.
 
 Note [The estimate]
   McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1. Let G be the true gradient and tr(S)
@@ -50,7 +50,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Moments:
-    """What one step says: each may lie far off, and `square` below 0."""
+    """Estimates from one step: each may be far off, and `square` below 0."""
 
     trace: float
     """Of one sample's covariance, tr(S)."""
@@ -59,7 +59,7 @@ class Moments:
 
 
 def moments(norms: Norms) -> Moments | None:
-    """The two unbiased estimates of the note above; None where the parts tell nothing, or a norm is not finite."""
+    """Return the two unbiased estimates of the note above; None if the parts carry no information or a norm is not finite."""
     parts = [(num, square) for num, square in norms.parts if num > 0]
     total = sum(num for num, _ in parts)
     if not parts or not all(math.isfinite(square) for _, square in (*parts, (0.0, norms.square))):
@@ -72,7 +72,7 @@ def moments(norms: Norms) -> Moments | None:
 
 
 class NoiseScale:
-    """The two averages, and their ratio."""
+    """Running averages of both estimates, and their ratio."""
 
     def __init__(self) -> None:
         self.num_measured = 0
@@ -82,7 +82,7 @@ class NoiseScale:
         self._num_samples = 1
 
     def add(self, norms: Norms) -> None:
-        """Takes a measured step."""
+        """Add a measured step."""
         told = moments(norms)
         if told is None:
             return
@@ -95,14 +95,14 @@ class NoiseScale:
 
     @property
     def samples(self) -> float | None:
-        """tr(S) / |G|^2: so many samples have as much noise as gradient. None before enough was measured."""
+        """tr(S) / |G|^2: the number of samples with as much noise as gradient. None before enough was measured."""
         if self.num_measured < LEAST_MEASURED:
             return None
         return self._ratio(self._square)
 
     @property
     def at_least(self) -> float | None:
-        """The same with |G|^2 one standard error higher: so much noise is surely there. None as `samples`."""
+        """The same with |G|^2 one standard error higher: a lower bound. None like `samples`."""
         if self.num_measured < LEAST_MEASURED:
             return None
         variance = max(self._square_of_square - self._square**2, 0.0)
@@ -115,7 +115,7 @@ class NoiseScale:
         return most if trace > 0 and trace >= most * square else trace / max(square, 1e-300)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "num_measured": self.num_measured,
             "trace": self._trace,
@@ -125,7 +125,7 @@ class NoiseScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Continue from a `state_dict`."""
         self.num_measured = int(state["num_measured"])
         self._trace, self._square = float(state["trace"]), float(state["square"])
         self._square_of_square = float(state["square_of_square"])

@@ -1,4 +1,4 @@
-"""When to move: observations in, decisions out. No clock, no I/O; the same observations give the same decisions.
+"""Decide when to move shares. No clock, no I/O: the same observations give the same decisions.
 
 One rank holds a `Balancer`, shows it every step, and broadcasts what it decides. A decision holds some steps later, so
 observations go on under the old shares for a while: each says under which shares it was measured, and until the decided
@@ -62,7 +62,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """New shares, and why."""
+    """New shares, and the reason."""
 
     shares: tuple[int, ...]
     num_micro: int
@@ -81,7 +81,7 @@ class Decision:
 
 
 class Balancer:
-    """Learns what the ranks cost and decides when other shares pay."""
+    """Estimates what the ranks cost, and decides when other shares pay."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Balancer:
         num_micro_batches: int | None = None,
         num_warmup: int = 1,
     ) -> None:
-        """Starts with no knowledge.
+        """Start without measurements.
 
         Args:
             num_samples: the global batch, in samples.
@@ -129,11 +129,11 @@ class Balancer:
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:
-        """What each rank costs as of the last look; None before the first."""
+        """The cost of each rank at the last fit; None before the first."""
         return tuple(track.fit.cost for track in self._tracks) if self._has_fits else None
 
     def observe(self, observation: Observation) -> Decision | None:
-        """Takes one step, in order; returns new shares where they pay.
+        """Add one step, in order; return new shares where they pay.
 
         Raises:
             ConfigError: the observation is of another number of ranks.
@@ -172,7 +172,7 @@ class Balancer:
         return None
 
     def set_caps(self, caps: Caps) -> Decision | None:
-        """Takes new limits of memory; returns shares that keep them where the present ones don't.
+        """Set new limits of memory; return shares that keep them if the present ones don't.
 
         With nothing measured the shares stay and K rises; otherwise shares and K are what is fastest within the limits.
         """
@@ -211,7 +211,6 @@ class Balancer:
         return has_changed and self._has_fits
 
     def _look(self, step: int) -> Decision | None:
-        """Fits everybody anew, and moves where that pays."""
         noise = sorted(track.refit().noise for track in self._tracks)[len(self._tracks) // 2]
         fits = [track.refit(noise) for track in self._tracks]
         self._has_fits = True
@@ -246,7 +245,7 @@ class Balancer:
         return self._move(split, *self._why(split, step), before_s)
 
     def _is_reversal(self, split: Split) -> bool:
-        """Whether it takes back half or more of the last move, which was a short while ago."""
+        """Return whether the split takes back half or more of a recent move."""
         along = sum((n - old) * b for n, old, b in zip(split.shares, self.shares, self._last_delta, strict=False))
         return self._num_since_move <= _REVERSED_WITHIN and along < -0.5 * sum(b * b for b in self._last_delta)
 
@@ -269,7 +268,6 @@ class Balancer:
         )
 
     def _seen_s(self, shares: tuple[int, ...], num_micro: int) -> float | None:
-        """The slowest rank's seconds as measured under these shares; None where they haven't been run lately."""
         seen = [
             track.seen_s(max(share, num_micro), num_micro) for track, share in zip(self._tracks, shares, strict=True)
         ]
@@ -277,7 +275,7 @@ class Balancer:
         return max(known) if len(known) == len(seen) else None
 
     def _gain_error(self) -> float:
-        """Standard error of the gain: of the slowest rank's time against the mean of all, weighted by their shares."""
+        """Standard error of the gain: the slowest rank's time against the mean of all, weighted by their shares."""
         slowest = max(
             range(len(self._tracks)), key=lambda r: self._tracks[r].fit.cost.predict_s(self.shares[r], self.num_micro)
         )
@@ -289,7 +287,7 @@ class Balancer:
         return math.sqrt(variance)
 
     def _why(self, split: Split, step: int) -> tuple[str, int | None, float | None, str]:
-        """Kind, rank, factor, and the first half of the sentence."""
+        """Return kind, rank, factor, and the first half of the sentence."""
         told = {
             r: change for r, change in self._changes.items() if abs(math.log(change.factor)) > math.log(_TOLD_CHANGE)
         }
@@ -347,7 +345,6 @@ class Balancer:
 
 
 def _tell(rank: int, change: SpeedChange) -> tuple[float, str]:
-    """How many times slower or faster, at least 1, and the same in words."""
     if change.factor > 1:
         return change.factor, f"rank {rank} slowed {change.factor:.1f}× since step {change.step}"
     return 1 / change.factor, f"rank {rank} sped up {1 / change.factor:.1f}× since step {change.step}"

@@ -1,4 +1,4 @@
-"""Which replicas of one process are worth their place: observations in, decisions out, as in rebalance.py.
+"""Decide which replicas of one process are worth using. No clock, no I/O, as in rebalance.py.
 
 Replicas share an interpreter, and often cores and memory, so one may take more from the others than it gives. Nobody's own
 seconds tell that, so it is tried, on steps that count like all others:
@@ -39,7 +39,7 @@ _RETRY_AFTER = 1000
 
 @dataclass(frozen=True)
 class ReplicaObservation:
-    """What one step took each replica; zeros for one without samples."""
+    """Times of each replica in one step; zeros for one without samples."""
 
     step: int
     shares: tuple[int, ...]
@@ -57,7 +57,7 @@ class ReplicaObservation:
 
 @dataclass(frozen=True)
 class Contention:
-    """What replicas of one process cost one another."""
+    """What the replicas of one process cost one another."""
 
     side_by_side_s: float
     """Own seconds of the slowest replica, side by side."""
@@ -70,7 +70,7 @@ class Contention:
 
     @property
     def gain(self) -> float:
-        """How many times as fast separate processes would be, by this measure."""
+        """Factor by which separate processes would be faster, by this measure."""
         return self.side_by_side_s / self.separate_s
 
 
@@ -88,7 +88,7 @@ class _ReplicaTrial:
 
 
 class ReplicaBalancer:
-    """Learns what the replicas of one process cost, and decides which of them compute how much."""
+    """Estimates what the replicas of one process cost, and decides how much each computes."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ReplicaBalancer:
         num_micro_batches: int | None = None,
         adapts: bool = True,
     ) -> None:
-        """Starts with no knowledge.
+        """Start without measurements.
 
         Args:
             num_samples: the global batch, in samples.
@@ -138,22 +138,22 @@ class ReplicaBalancer:
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:
-        """What each replica costs; None until all have been measured."""
+        """The cost of each replica; None until all have been measured."""
         known = tuple(cost for cost in self._costs if cost is not None)
         return known if len(known) == len(self._costs) else None
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the next step is to be computed in turns."""
+        """True if the next step is to be computed in turns."""
         return self._turns_left > 0
 
     def take_contention(self) -> Contention | None:
-        """What was found since the last call, once."""
+        """Return what was found since the last call, once."""
         found, self._contention = self._contention, None
         return found
 
     def observe(self, seen: ReplicaObservation) -> Decision | None:
-        """Takes one step, in order; returns new shares where they pay or are to be tried."""
+        """Add one step, in order; return new shares where they pay or are to be tried."""
         if seen.left_out or sum(seen.shares) != self.num_samples:
             return None
         if seen.in_turns:
@@ -176,7 +176,7 @@ class ReplicaBalancer:
         return self._try_something(seen.step) if len(self._recent) >= _SETTLED else None
 
     def set_caps(self, caps: Caps) -> Decision | None:
-        """Takes new limits of memory; returns shares that keep them where the present ones don't."""
+        """Set new limits of memory; return shares that keep them if the present ones don't."""
         if caps is None:
             return None
         self._caps = tuple(caps)
@@ -191,7 +191,6 @@ class ReplicaBalancer:
     # -- shares ---------------------------------------------------------------------------------------------------------
 
     def _begin_with(self, shares: tuple[int, ...], count: int, num_warmup: int = 0) -> None:
-        """The replicas with samples are those that compute from now on."""
         self.shares, self.num_micro = shares, count
         self._active = tuple(rank for rank, share in enumerate(shares) if share)
         self._recent.clear()
@@ -210,7 +209,6 @@ class ReplicaBalancer:
             )
 
     def _ask(self, seen: ReplicaObservation) -> Decision | None:
-        """Shows a step to the balancer of those that compute."""
         if self._inner is None:
             return None
         decision = self._inner.observe(
@@ -227,7 +225,7 @@ class ReplicaBalancer:
         return self._widened(decision) if decision is not None else None
 
     def _widened(self, decision: Decision) -> Decision:
-        """A decision about those that compute, as one about all."""
+        """Extend a decision on the active replicas to all."""
         shares = [0] * len(self.shares)
         for rank, share in zip(self._active, decision.shares, strict=True):
             shares[rank] = share
@@ -242,7 +240,7 @@ class ReplicaBalancer:
         return wide
 
     def _lost(self, seen: ReplicaObservation) -> None:
-        """Another set of replicas computes than was decided: for a while that is the lead of a decision."""
+        """Count steps of another set of replicas than was decided: normal for the lead of a decision, but not for long."""
         self._num_waiting += 1
         if self._num_waiting > _LOST_AFTER:
             self._num_waiting = 0
@@ -251,7 +249,6 @@ class ReplicaBalancer:
     # -- what is tried --------------------------------------------------------------------------------------------------
 
     def _try_something(self, step: int) -> Decision | None:
-        """Steps have gone on for a while under the same shares."""
         self._num_waiting = 0
         if not self._is_measured and len(self._active) > 1:
             self._turns_left = TURNS
@@ -337,7 +334,6 @@ class ReplicaBalancer:
         )
 
     def _back(self, trial: _ReplicaTrial) -> Decision:
-        """To the shares before a trial, without a word."""
         self._recent.clear()
         return Decision(self.shares, self.num_micro, "trial", trial.rank, None, "", trial.usual_s, trial.usual_s)
 
@@ -357,7 +353,7 @@ class ReplicaBalancer:
 
 
 def contention(side_by_side: Sequence[ReplicaObservation], in_turns: Sequence[ReplicaObservation]) -> Contention:
-    """What replicas cost one another, from steps with the same shares, at least one of each kind."""
+    """Return what replicas cost one another, from steps with the same shares, at least one of each kind."""
     ranks = range(len(side_by_side[0].shares))
     own_s = [median(seen.own_s[rank] for seen in side_by_side) for rank in ranks]
     off_s = [median(seen.own_s[rank] - seen.cpu_s[rank] for seen in side_by_side) for rank in ranks]

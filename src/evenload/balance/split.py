@@ -1,4 +1,4 @@
-"""Who computes how many samples: the exact split, and its spread over the micro-batches.
+"""Exact split of a batch over ranks, and its spread over the micro-batches.
 
 A rank with share n of a step of K micro-batches needs ``t(n) = K * a + c * max(n, K)`` seconds: a rank computes at
 least one sample in each micro-batch, because one without samples of its own runs one of weight 0 (all ranks then call
@@ -29,7 +29,7 @@ _SCAN_MICRO = 8
 
 @dataclass(frozen=True)
 class Split:
-    """Shares of one global batch, and how long the slowest rank is expected to need for its own."""
+    """Shares of one global batch, and the seconds expected of the slowest rank."""
 
     shares: tuple[int, ...]
     num_micro: int
@@ -37,7 +37,7 @@ class Split:
 
 
 def even_shares(num_samples: int, world_size: int) -> tuple[int, ...]:
-    """Equal shares; where they can't be equal, the first ranks have one sample more."""
+    """Return equal shares; if the samples can't be divided, the first ranks get one more."""
     if world_size < 1 or num_samples < 0:
         raise ConfigError(f"{num_samples} samples over {world_size} ranks: expected at least 0 samples and 1 rank")
     share, rest = divmod(num_samples, world_size)
@@ -45,14 +45,14 @@ def even_shares(num_samples: int, world_size: int) -> tuple[int, ...]:
 
 
 def slice_sizes(num_samples: int, num_micro: int) -> tuple[int, ...]:
-    """Samples of each micro-batch of a global batch: K fixed slices, the first ``num_samples % K`` one larger."""
+    """Return the samples of each micro-batch of a global batch: K fixed slices, the first ``num_samples % K`` one larger."""
     if num_micro < 1:
         raise ConfigError(f"a step of {num_micro} micro-batches: expected at least 1")
     return even_shares(num_samples, num_micro)
 
 
 def scale_shares(shares: Sequence[int], num_samples: int) -> tuple[int, ...]:
-    """The same proportions for another number of samples, such as the ragged last batch of an epoch.
+    """Scale shares to another number of samples in the same proportions, such as the ragged last batch of an epoch.
 
     Largest remainders, in integers, ties to the lower rank. A share of 0 stays 0, and no share grows when there are
     fewer samples, so the caps still hold.
@@ -73,13 +73,13 @@ def scale_shares(shares: Sequence[int], num_samples: int) -> tuple[int, ...]:
 
 
 def num_micro(shares: Sequence[int], caps: Caps) -> int:
-    """The smallest K that keeps each rank's micro-batches within its cap: ``max_r ceil(n_r / cap_r)``, at least 1."""
+    """Return the smallest K that keeps each rank's micro-batches within its cap: ``max_r ceil(n_r / cap_r)``, at least 1."""
     checked = _check_caps(caps, len(shares))
     return max([1, *(-(-share // cap) for share, cap in zip(shares, checked, strict=True) if cap is not None)])
 
 
 def micro_shares(shares: Sequence[int], slices: Sequence[int], caps: Caps = None) -> tuple[tuple[int, ...], ...]:
-    """Spreads each rank's share over the micro-batches.
+    """Spread each rank's share over the micro-batches.
 
     With the slices of `slice_sizes` every entry is ``n_r / K`` rounded down or up, so it is solvable exactly when
     ``n_r <= K * cap_r``. Any other slices are served too, as evenly as they allow.
@@ -126,7 +126,7 @@ def micro_shares(shares: Sequence[int], slices: Sequence[int], caps: Caps = None
 def _spread_unevenly(
     shares: Sequence[int], slices: Sequence[int], caps: Sequence[int | None], micro: list[list[int]]
 ) -> None:
-    """Rank by rank, each sample into the micro-batch with most room left.
+    """Put each sample, rank by rank, into the micro-batch with most space left.
 
     That leaves the rows as level as any choice could; since a cap belongs to a rank and not to a micro-batch, level
     rows are solvable whenever any others are.
@@ -146,7 +146,7 @@ def _spread_unevenly(
 def split_batch(
     num_samples: int, costs: Sequence[Cost], caps: Caps = None, num_micro: int | None = None, quantum: int = 1
 ) -> Split:
-    """The integer shares whose slowest rank is as fast as possible.
+    """Return the integer shares whose slowest rank is as fast as possible.
 
     Minimises ``max_r t_r(n_r)`` with ``sum n_r = num_samples`` and ``n_r <= K * cap_r``, exactly. The samples are
     dealt one by one to the rank that would be done with it first, so among equal optima no rank is needlessly slow, and
@@ -181,7 +181,7 @@ def split_batch(
 
 
 def _coarsen(split: Split, costs: Sequence[Cost], caps: Sequence[int | None], quantum: int) -> Split:
-    """Rounds the shares down to multiples, then deals what is free by the quantum to who would be done first."""
+    """Round the shares down to multiples, then deal the rest by the quantum to the rank that would finish first."""
     count, num_samples = split.num_micro, sum(split.shares)
     limits = [num_samples if cap is None else count * cap for cap in caps]
     shares = [share - share % quantum for share in split.shares]
@@ -224,7 +224,7 @@ def _split_best_micro(num_samples: int, costs: Sequence[Cost], caps: Sequence[in
 
 
 def _split(num_samples: int, costs: Sequence[Cost], caps: Sequence[int | None], count: int) -> Split:
-    """Deals the samples one by one to the rank that would be done first, but skips to just before the end."""
+    """Deal the samples one by one to the rank that would finish first, but skip to just before the end."""
     limits = [num_samples if cap is None else min(num_samples, count * cap) for cap in caps]
     if sum(limits) < num_samples:
         raise ConfigError(
@@ -261,7 +261,7 @@ def _split(num_samples: int, costs: Sequence[Cost], caps: Sequence[int | None], 
 
 
 def _skip_ahead(num_samples: int, costs: Sequence[Cost], limits: Sequence[int], count: int) -> list[int]:
-    """Shares after dealing every sample that is done by some time, a little before the end.
+    """Return shares after dealing every sample that is done by some time, a little before the end.
 
     ``held(t)``, the samples that all ranks can have done by t, jumps at the time of a rank's first samples and is
     concave in between: the jumps are bisected, then Newton's method comes from below and never goes too far.
@@ -318,7 +318,6 @@ def _skip_ahead(num_samples: int, costs: Sequence[Cost], limits: Sequence[int], 
 
 
 def _fill_evenly(limits: Sequence[int], num_samples: int) -> list[int]:
-    """As level as the limits allow, the first ones higher; stops when all are full."""
     given = [0] * len(limits)
     left = min(num_samples, sum(limits))
     while left:

@@ -1,4 +1,4 @@
-"""Layers over devices: the best cut of a chain of layers into contiguous pieces, one piece a device.
+"""Best cut of a chain of layers into contiguous pieces, one for each device.
 
 Nothing is pipelined: while one device computes the others wait, so a step takes the **sum** of all pieces' times and of the
 ways between them (the formula below is the plain cost of running a chain in order; a pipeline would ask for the maximum
@@ -38,7 +38,7 @@ _PRECISION = 1e-9
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer of a chain: what it holds, what comes into it, and how long each device needs for it."""
+    """Memory, input size and seconds on each device of one layer of a chain."""
 
     held_bytes: int
     """Parameters, gradients, optimizer state, buffers: what lies on its device all the time."""
@@ -51,13 +51,13 @@ class LayerCost:
 
     @property
     def num_bytes(self) -> int:
-        """What its device needs for it."""
+        """Memory it needs on its device."""
         return self.held_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which layers each device has, and what that costs."""
+    """The layers of each device, and the cost."""
 
     bounds: tuple[int, ...]
     """Device d has the layers ``[bounds[d], bounds[d + 1])``; an empty range where it is left out."""
@@ -69,7 +69,7 @@ class Cut:
     """Memory of each device."""
 
     def device_of(self, layer_index: int) -> int:
-        """Where a layer is."""
+        """Return the device of a layer."""
         return next(d for d in range(len(self.device_bytes)) if self.bounds[d] <= layer_index < self.bounds[d + 1])
 
 
@@ -80,7 +80,7 @@ def cut_chain(
     output_bytes: int = 0,
     slack: float = 0.0,
 ) -> Cut | None:
-    """The best cut of a chain over devices in their given order.
+    """Return the best cut of a chain over devices in their given order.
 
     Args:
         layers: in the order they run.
@@ -110,7 +110,7 @@ def cut_chain(
 
 
 def _peak(cut: Cut, limits_bytes: Sequence[int]) -> float:
-    """How full the fullest device is; 1 is full."""
+    """Return how full the fullest device is; 1 is full."""
     pairs = zip(cut.device_bytes, limits_bytes, strict=True)
     return max((used / limit for used, limit in pairs if used), default=0.0)
 
@@ -135,7 +135,7 @@ class _LayerChain:
         ]
 
     def fastest(self, limits_bytes: Sequence[int]) -> Cut | None:
-        """The cut of least T within these limits."""
+        """Return the cut of least T within these limits."""
         count, num_devices = len(self._layers), self._num_devices
         # end[d][i]: least time of the first i layers, the last of them on d. enter[d][k]: of the first k layers and the way
         # of their output to d, where a piece begins.
@@ -166,7 +166,7 @@ class _LayerChain:
         began: list[list[int]],
         enter: list[list[float]],
     ) -> None:
-        """The best piece on d whose last layer is i - 1; beginnings that lie too far back leave the window for good."""
+        """Find the best piece on d whose last layer is i - 1; starts that lie too far back leave the window for good."""
         while window and (self._bytes[i] - self._bytes[window[0]] > limit_bytes or window[0] < self._first_start[d][i]):
             window.popleft()
         if window:
@@ -183,7 +183,7 @@ class _LayerChain:
         came_from: list[list[int]],
         enter: list[list[float]],
     ) -> None:
-        """What it costs to begin a piece on d with layer i; the window keeps the beginnings that can still be best."""
+        """Compute the cost of starting a piece on d with layer i; the window keeps the starts that can still be best."""
         input_bytes = self._layers[i].input_bytes
         if i == 0:
             enter[d][0] = self._way_s(0, d, input_bytes)
@@ -229,12 +229,11 @@ class _LayerChain:
 
 
 def _finite(seconds: float) -> float:
-    """For the sums; a piece never spans a layer that doesn't run."""
     return seconds if math.isfinite(seconds) else 0.0
 
 
 def _last_true(flags: Sequence[bool]) -> list[int]:
-    """For each end i the index after the last true flag before it."""
+    """Return for each end i the index after the last true flag before it."""
     found, after = [], 0
     for index, flag in enumerate(flags):
         after = index + 1 if flag else after

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComputeDevice:
-    """One place a rank computes on, as measured or read, never as advertised."""
+    """A device that a rank computes on, as measured or read, never as advertised."""
 
     name: str
     """What a person calls it: ``NVIDIA GeForce RTX 3090`` or ``CPU (cores 0-1)``."""
@@ -26,7 +26,7 @@ class ComputeDevice:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The way between two ranks."""
+    """Latency and bandwidth between two ranks."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -34,7 +34,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank costs: ``t = K * per_micro_s + per_sample_s * max(n, K)`` for n samples in K micro-batches.
+    """Cost of one rank: ``t = K * per_micro_s + per_sample_s * max(n, K)`` for n samples in K micro-batches.
 
     A rank computes at least one sample in each micro-batch: where it has none, one of weight 0.
     ``per_sample_error_s`` is the half-width of the 95 % interval of ``per_sample_s``; infinite where it is a guess.
@@ -45,13 +45,13 @@ class Cost:
     per_sample_error_s: float = float("inf")
 
     def predict_s(self, num_samples: int, num_micro: int) -> float:
-        """Seconds this rank needs for its share of a step."""
+        """Return the seconds this rank needs for its share of a step."""
         return num_micro * self.per_micro_s + self.per_sample_s * max(num_samples, num_micro)
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Who computes which sample of one global batch.
+    """Assignment of the samples of one global batch to ranks.
 
     ``micro[m][rank]`` counts the samples of rank in micro-batch m. Micro-batch m is the fixed slice of the global batch
     that starts after the samples of the micro-batches before it; inside the slice the ranks follow one another.
@@ -68,17 +68,17 @@ class StepPlan:
 
     @property
     def num_micro(self) -> int:
-        """K, one number for all ranks."""
+        """K, the same for all ranks."""
         return len(self.micro)
 
     @property
     def world_size(self) -> int:
-        """How many ranks the plan is for."""
+        """Number of ranks."""
         return len(self.micro[0])
 
     @property
     def num_samples(self) -> int:
-        """Samples of the whole global batch."""
+        """Samples of the global batch."""
         return sum(sum(row) for row in self.micro)
 
     @property
@@ -87,7 +87,7 @@ class StepPlan:
         return tuple(sum(row[rank] for row in self.micro) for rank in range(self.world_size))
 
     def slice_of(self, micro_index: int, rank: int | None = None) -> tuple[int, int]:
-        """Global positions ``[low, high)`` of a micro-batch, or of one rank's part of it."""
+        """Return the global positions ``[low, high)`` of a micro-batch, or of one rank's part of it."""
         low = self.start + sum(sum(row) for row in self.micro[:micro_index])
         row = self.micro[micro_index]
         if rank is None:

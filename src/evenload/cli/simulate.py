@@ -1,4 +1,4 @@
-"""``evenload simulate``: what a queue would do with a workload, recorded or written by hand, under other policies or devices."""
+"""``evenload simulate``: simulate a workload, recorded or written by hand, under other policies or devices."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _queue_folder() -> Path:
 
 
 def _record(path: Path) -> QueueRecord | None:
-    """What a queue recorded, where the path is one of a queue."""
+    """Return what a queue recorded if the path is one of a queue."""
     from evenload.scheduler.simulator.recorded import read_log, record_of
 
     if path.is_dir():
@@ -205,7 +205,7 @@ def _remaining(text: str) -> tuple[str, float]:
 
 
 def _facts(text: str, known: set[str]) -> dict[str, str]:
-    """``a=1,b=2`` with some of the known names, each once."""
+    """Parse ``a=1,b=2`` with some of the known names, each once."""
     facts = dict(part.split("=", 1) for part in text.split(","))
     if not facts.keys() <= known or len(facts) != text.count(",") + 1:
         raise ValueError(text)
@@ -248,7 +248,6 @@ def _limit(text: str) -> tuple[str, Limits]:
 
 
 def _reservations(record: QueueRecord | None, texts: list[str], devices: tuple[Device, ...]) -> tuple[Reservation, ...]:
-    """Those of the record, as far as its devices are here, and those of the command line."""
     from dataclasses import replace
 
     here = {device.id for device in devices}

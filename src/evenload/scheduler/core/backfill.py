@@ -1,4 +1,4 @@
-"""Keeps devices for the first job in line that can't start yet, and lets others use them only if that doesn't delay it.
+"""EASY backfilling: reserve devices for the first job that can't start; others use them only if that doesn't delay it.
 
 This is EASY backfilling (Lifka, JSSPP 1995): from the expected ends of the jobs that run follows the earliest time at
 which the first in line can start, and how many devices will be left over then. A later job may start now if it will be
@@ -23,7 +23,7 @@ Release = tuple[float, Sequence[int]]
 
 @dataclass
 class BackfillWindow:
-    """What is kept for the first in line."""
+    """What is reserved for the first job in line."""
 
     job: Job
     pools: frozenset[int]
@@ -37,7 +37,7 @@ class BackfillWindow:
     host_of: Sequence[int]
 
     def is_hopeless(self, choice: PoolChoice, num: int, end_s: float) -> bool:
-        """Whether a job would delay the first in line wherever it went."""
+        """Return whether a job would delay the first in line wherever it was placed."""
         if self._is_gone_in_time(end_s) or num <= self.extra or self.host is not None:
             return False
         return self.pools.issuperset(choice.pools)
@@ -46,7 +46,7 @@ class BackfillWindow:
         return end_s <= self.start_s and end_s < math.inf
 
     def admit(self, slots: Iterable[int], end_s: float) -> bool:
-        """Whether a job may take these devices now; counts what it takes of those left over."""
+        """Return whether a job may take these devices now; count what it takes of the surplus."""
         if self._is_gone_in_time(end_s):
             return True
         inside = sum(
@@ -69,7 +69,7 @@ def backfill_window(
     host_of: Sequence[int],
     now_s: float,
 ) -> BackfillWindow:
-    """Finds when and where the job can start.
+    """Find when and where the first job in line can start.
 
     Args:
         job: the first in line, for which there is no place now.
@@ -86,7 +86,7 @@ def backfill_window(
     counts: dict[tuple[int, int], int] = {}
 
     def add(slots: Iterable[int]) -> tuple[int, int] | None:
-        """Counts devices by where they can serve together; returns a place that now suffices."""
+        """Count devices by where they can serve together; return a place that now suffices."""
         full = None
         for slot in slots:
             group = group_of.get(pool_of[slot])

@@ -1,4 +1,4 @@
-"""``decide(snapshot, now_s)``: which commands to give now. Pure: the same snapshot and time give the same commands.
+"""``decide(snapshot, now_s)``: the commands to give now. Pure: the same snapshot and time give the same commands.
 
 The policy says who deserves devices most; here they are given, in that order, as far as limits, reservations and
 protections allow: what is free now starts a job at once; else it waits for devices that are coming free, or displaces
@@ -45,7 +45,7 @@ from evenload.scheduler.policies.starvation import is_starving
 
 @dataclass(frozen=True)
 class Plan:
-    """Commands, and why each job that waits does."""
+    """Commands, and the reason why each waiting job waits."""
 
     commands: tuple[Command, ...]
     waits: dict[str, str] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class Plan:
 
 
 def decide(snapshot: QueueSnapshot, now_s: float) -> tuple[Command, ...]:
-    """What to do now: start, resize, preempt, end. Nothing where all is as it should be."""
+    """Return what to do now: start, resize, preempt, end; empty if nothing needs to change."""
     with _no_collecting():
         return plan(snapshot, now_s).commands
 
 
 @contextlib.contextmanager
 def _no_collecting() -> Iterator[None]:
-    """A plan holds no cycles, so that looking for some among all jobs would only cost time: up to a third of it."""
+    """Pause the garbage collector: a plan holds no cycles, and searching all jobs for some takes up to a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -77,7 +77,7 @@ def _no_collecting() -> Iterator[None]:
 
 
 def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
-    """The same with reasons for those who wait, where asked for: they cost a look at every job."""
+    """Decide, with reasons for waiting jobs if `explain`: these cost a pass over all jobs."""
     eligibility = eligibility_of(snapshot, now_s)
     if snapshot.reservations:
         clear_reserved(snapshot, eligibility, now_s)
@@ -119,7 +119,6 @@ class _Planning:
         self._count_use()
 
     def run(self) -> Plan:
-        """Asks the policy and gives out devices in its order."""
         bound, young = self._bound_and_young()
         keeping = frozenset(bound | young)
         decision = policy_named(self.settings.policy)(self._view(keeping))
@@ -147,7 +146,7 @@ class _Planning:
         return Plan(tuple(self.commands), self.eligibility.waits, tuple(order), decision.sizes or {}, decision.preempts)
 
     def _bound_and_young(self) -> tuple[set[str], set[str]]:
-        """Running jobs that nobody may displace, and those that only a higher class may."""
+        """Return running jobs that no job may displace, and those that only a higher class may."""
         settings, now_s = self.settings, self.now_s
         bound, young = set(), set()
         grown_s, never = now_s - settings.min_run_s, not settings.max_preemptions_per_hour
@@ -174,7 +173,7 @@ class _Planning:
         )
 
     def _arranged(self, decision: PolicyDecision) -> list[Job]:
-        """The policy's order, with the starving before all others and those over their soft limit behind."""
+        """Put the starving before all others, and those over their soft limit behind."""
         if not decision.preempts:
             return list(decision.order)
         oldest_s, has_limits = self.now_s - self.settings.starve_after_s, self.eligibility.has_soft_limits
@@ -242,7 +241,7 @@ class _Planning:
     def _join(
         self, job: Job, decision: PolicyDecision, candidates: PreemptionCandidates | None, sizing: Resizing | None
     ) -> bool:
-        """Starts a small job beside others on a device that they share (`core.sharing`); False where it can't be."""
+        """Start a small job on a device that others share (`core.sharing`); False if there is none."""
         if self.sharing is None or not job.spec.share_device or not self._within_limits(job):
             return False
         changed: set[str] = sizing.changed if sizing is not None else set()
@@ -253,7 +252,7 @@ class _Planning:
         return True
 
     def _start(self, job: Job, num: int, decision: PolicyDecision, candidates: PreemptionCandidates | None) -> bool:
-        """Starts the job, or lets it wait for devices that are coming; False where there is no place for it."""
+        """Start the job, or let it wait for devices that are coming; False if there is no place for it."""
         choice, availability, window = self.choices.of(job), self.availability, self.window
         least = job.spec.needs.min_devices
         ends_s = 0.0
@@ -295,7 +294,7 @@ class _Planning:
         return False
 
     def _may_pass(self, job: Job, decision: PolicyDecision, candidates: PreemptionCandidates | None) -> bool:
-        """The job can't start: what that means for those behind it; False where nobody may pass."""
+        """Reserve devices for a job that can't start; False if no later job may pass it."""
         self.is_anyone_waiting = True
         if not decision.reserves or self.window is not None:
             if self.explain:
@@ -322,7 +321,6 @@ class _Planning:
         return True
 
     def _releases(self, behind: set[str], decision: PolicyDecision) -> list[Release]:
-        """When the jobs that hold devices will give them up, to the first in line."""
         releases: list[Release] = []
         now_s, slots_of = self.now_s, self.eligibility.slots
         min_run_s = self.settings.min_run_s
@@ -342,7 +340,7 @@ class _Planning:
         return releases
 
     def _gone_s(self, job: Job, decision: PolicyDecision) -> float:
-        """When a job that would start now is gone, or can be sent away by the first in line."""
+        """Return when a job that starts now has ended or can be preempted by the first in line."""
         spec, now_s, window = job.spec, self.now_s, self.window
         gone_s = end_s(job, now_s)
         may_be_bound = job.preempted_s or not self.settings.max_preemptions_per_hour
@@ -354,7 +352,6 @@ class _Planning:
         return gone_s
 
     def _could_ever(self, job: Job, num: int) -> bool:
-        """Whether the job fits in at all, were every device free that isn't closed or reserved for others."""
         layout, closed = self.snapshot.layout, self.snapshot.closed
         if not closed and not self.snapshot.reservations:
             return most_together(job.spec.needs, layout) >= num
@@ -382,7 +379,6 @@ class _Planning:
         return True
 
     def _most_within_limits(self, user: str, num: int) -> int:
-        """How many of `num` further devices the user may have."""
         limits = self.limits.get(user)
         if limits is None or limits[0] is None:
             return num
@@ -403,7 +399,7 @@ class _Planning:
             self.in_array[job.spec.array] = self.in_array.get(job.spec.array, 0) + 1
 
     def _widen(self) -> None:
-        """Jobs that start now and can use more get what nobody else wants."""
+        """Give jobs that start now and can use more what no other job wants."""
         if self.is_anyone_waiting or self.window is not None:
             return
         for job, slots in list(self.starts.values()):

@@ -1,4 +1,4 @@
-"""Sorts out who is there before anything is planned: who runs, who may start, who must go, which devices are free.
+"""Classify jobs and devices before planning: running, eligible to start, to be ended; free or coming free.
 
 Here also stands which pools of devices a job may use at all, reservations included.
 """
@@ -20,7 +20,7 @@ _HOUR_S = 3600.0
 
 @dataclass
 class Eligibility:
-    """The jobs and devices of a snapshot, sorted."""
+    """The jobs and devices of a snapshot by what can happen to them."""
 
     running: list[Job] = field(default_factory=list)
     """RUNNING, and not about to be ended."""
@@ -42,7 +42,7 @@ class Eligibility:
 
 
 def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
-    """One pass over all jobs and devices."""
+    """Classify all jobs and devices in one pass."""
     eligibility = Eligibility()
     index, closed = snapshot.layout.index, snapshot.closed
     is_taken = bytearray(len(snapshot.layout.devices))
@@ -111,7 +111,7 @@ def _sort_pending(job: Job, now_s: float, eligibility: Eligibility) -> None:
 
 
 def clear_reserved(snapshot: QueueSnapshot, eligibility: Eligibility, now_s: float) -> None:
-    """Sends jobs away from devices that are reserved for others from now on."""
+    """Preempt jobs on devices that are reserved for other users from now on."""
     active = [r for r in snapshot.reservations if r.start_s <= now_s < r.end_s]
     if not active:
         return
@@ -131,7 +131,7 @@ def clear_reserved(snapshot: QueueSnapshot, eligibility: Eligibility, now_s: flo
 
 
 def is_bound(job: Job, settings: Settings, now_s: float) -> bool:
-    """Whether the job can't be preempted now, whoever asks: it never can, or it was too often within the last hour."""
+    """Return whether no job may preempt this one now: it isn't preemptible, or was preempted too often within the last hour."""
     if not job.spec.preemptible:
         return True
     most = settings.max_preemptions_per_hour
@@ -141,22 +141,22 @@ def is_bound(job: Job, settings: Settings, now_s: float) -> bool:
 
 
 def is_young(job: Job, settings: Settings, now_s: float) -> bool:
-    """Whether it got its devices so recently that its equals leave them to it; not over its soft limit."""
+    """Return whether its minimum run time protects it from jobs of its class; not over its soft limit."""
     if now_s - job.attempt_began_s >= settings.min_run_s:
         return False
     return not is_overdue(job, now_s)
 
 
 def is_overdue(job: Job, now_s: float) -> bool:
-    """Whether it has run for longer than its soft limit."""
+    """Return whether it has run for longer than its soft limit."""
     return job.spec.soft_limit_s is not None and job.held_until(now_s) >= job.spec.soft_limit_s
 
 
 class PoolChoices:
-    """Which pools each job may use; worked out once for all jobs that ask for the same."""
+    """The pools each job may use, computed once for all jobs with equal needs."""
 
     def __init__(self, snapshot: QueueSnapshot, now_s: float) -> None:
-        """Makes pools finer where devices are reserved."""
+        """Split pools where devices are reserved."""
         self._snapshot, self._now_s = snapshot, now_s
         self._reservations = [r for r in snapshot.reservations if r.end_s > now_s]
         self._known: dict[tuple[object, ...], PoolChoice] = {}
@@ -167,7 +167,7 @@ class PoolChoices:
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 
     def of(self, job: Job) -> PoolChoice:
-        """The pools, as groups of one kind each, the best first."""
+        """Return the pools, as groups of one kind each, the best first."""
         spec, needs = job.spec, job.spec.needs
         if not self._reservations and (choice := self._of_needs.get(id(needs))) is not None:
             return choice
@@ -203,7 +203,7 @@ class PoolChoices:
         return self._alike[key]
 
     def _may_use(self, job: Job, reservation: Reservation) -> bool:
-        """Its user is among those it is for; or the job will be gone, or can be sent away, before it begins."""
+        """Return whether a reservation is for the job's user, or the job has ended or can be preempted before it begins."""
         if job.spec.user in reservation.users:
             return True
         if reservation.start_s <= self._now_s:
@@ -216,7 +216,7 @@ class PoolChoices:
 def _zones(
     snapshot: QueueSnapshot, reservations: list[Reservation]
 ) -> tuple[Sequence[int], list[tuple[int, tuple[Reservation, ...]]]]:
-    """Device → zone, and each zone's pool and reservations; a zone is a pool where nothing is reserved."""
+    """Return device → zone, and each zone's pool and reservations; a zone is a pool where nothing is reserved."""
     layout = snapshot.layout
     zones: list[tuple[int, tuple[Reservation, ...]]] = [(pool, ()) for pool in range(len(layout.pools))]
     if not reservations:
@@ -239,7 +239,7 @@ def _zones(
 
 
 def limits_of(snapshot: QueueSnapshot) -> Mapping[str, tuple[int | None, int | None]]:
-    """User → most devices at once, most running jobs."""
+    """Return user → most devices at once, most running jobs."""
     return {
         name: (user.limits.max_devices, user.limits.max_running)
         for name, user in snapshot.users.items()

@@ -1,4 +1,4 @@
-"""How long a job will still run: from its own reports, else from what its owner or earlier runs say, else unknown."""
+"""Remaining time of a job: from its reports, else from an estimate of its owner or of earlier runs, else unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRIOR_S = 600.0
 
 
 def work_left(job: Job, now_s: float) -> float | None:
-    """Work left in the job's own units; None where its total is not known."""
+    """Return the work left in the job's own units; None if its total is unknown."""
     if job.total is None:
         return None
     done = job.done
@@ -22,7 +22,7 @@ def work_left(job: Job, now_s: float) -> float | None:
 
 
 def left_s(job: Job, now_s: float) -> float | None:
-    """Seconds it will still run: on the devices it has, or on as many as it asks for at least. None where unknown.
+    """Return the seconds it will still run on its devices, or on its minimum if it has none. None if unknown.
 
     A job that outlived its estimate is unknown again.
     """
@@ -41,7 +41,7 @@ def left_s(job: Job, now_s: float) -> float | None:
 
 
 def device_s_left(job: Job, now_s: float) -> float | None:
-    """Device-seconds it still needs on as many devices as it asks for at least; None where unknown.
+    """Return the device-seconds it still needs on its minimum of devices; None if unknown.
 
     For a job that can use more, sizes are compared by what it would need on few: how many it has now doesn't count.
     """
@@ -59,7 +59,7 @@ def device_s_left(job: Job, now_s: float) -> float | None:
 
 
 def guessed_device_s(job: Job, now_s: float) -> float:
-    """Device-seconds left of a job of which nothing is known.
+    """Guess the device-seconds left of a job of which nothing is known.
 
     Running times have heavy tails: what has run long will go on for about as long again. So the guess is the service it
     attained, and `PRIOR_S` a device before that (least attained service, as an estimate).
@@ -68,7 +68,7 @@ def guessed_device_s(job: Job, now_s: float) -> float:
 
 
 def end_s(job: Job, now_s: float) -> float:
-    """When a job that runs, or would from now on, is over at the latest as far as is known; infinite where nothing is."""
+    """Return when a job that runs, or would from now on, has ended at the latest; infinite if unknown."""
     limit_s, estimate_s = job.spec.hard_limit_s, job.spec.estimate_s
     if job.total is None and limit_s is None and not job.devices:  # most of those who wait, in short
         return math.inf if estimate_s is None or estimate_s <= job.held_s else now_s + (estimate_s - job.held_s)
@@ -80,5 +80,5 @@ def end_s(job: Job, now_s: float) -> float:
 
 
 def restart_s(job: Job, settings: Settings) -> float:
-    """What a stop and resume costs the job, in seconds of its devices."""
+    """Return what a stop and resume costs the job, in seconds of its devices."""
     return settings.restart_s if job.spec.restart_s is None else job.spec.restart_s

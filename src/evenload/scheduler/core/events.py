@@ -1,4 +1,4 @@
-"""What happens to the queue, one frozen value each: the log of these is the queue, everything else is folded from it.
+"""The events of a queue, one frozen value each. Their log is the queue: everything else is folded from it.
 
 Commands of `decide` become events too (`Placed`, `ResizeRequested`, `StopRequested`, `Cancelled`): a shell records them first
 and then acts, so that after a crash the log says what may be under way.
@@ -48,7 +48,7 @@ class JobStarted:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A job told how far it is."""
+    """A job reported its progress."""
 
     time_s: float
     job: str
@@ -62,7 +62,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class MemoryMeasured:
-    """What a job that may share its device takes of the device's memory at most, as far as it was seen."""
+    """The peak memory measured of a job that may share its device."""
 
     time_s: float
     job: str
@@ -71,7 +71,7 @@ class MemoryMeasured:
 
 @dataclass(frozen=True, slots=True)
 class ResizeRequested:
-    """A running job is asked to save, stop, and go on with other devices."""
+    """A running job is requested to save, stop, and continue on other devices."""
 
     time_s: float
     job: str
@@ -83,7 +83,7 @@ class ResizeRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """A job that holds devices is asked to save and stop."""
+    """A job that holds devices is requested to save and stop."""
 
     time_s: float
     job: str
@@ -99,7 +99,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
-    """A job's processes are gone after it saved; its devices are free (or it goes on with its new ones)."""
+    """A job saved and its processes have ended; its devices are free (or it continues on its new ones)."""
 
     time_s: float
     job: str
@@ -108,7 +108,7 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job's processes are gone for good, or those of this attempt where it may be tried again."""
+    """A job's processes have ended for good, or those of this attempt if it may be retried."""
 
     time_s: float
     job: str
@@ -118,7 +118,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A job's processes are gone through no fault of its own."""
+    """A job's processes have ended through no fault of its own."""
 
     time_s: float
     job: str
@@ -152,7 +152,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class SpecChanged:
-    """What a job asks for was changed; of a job that holds devices, only what doesn't concern them."""
+    """The spec of a job changed; of a job that holds devices, only what doesn't concern them."""
 
     time_s: float
     job: str
@@ -161,7 +161,7 @@ class SpecChanged:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAdded:
-    """A device belongs to the queue from now on; or is measured anew."""
+    """A device was added to the queue, or measured again."""
 
     time_s: float
     device: Device
@@ -169,7 +169,7 @@ class DeviceAdded:
 
 @dataclass(frozen=True, slots=True)
 class DeviceClosed:
-    """Nothing new may start on a device: an external process holds it, its memory is not back, it is broken, an admin says so."""
+    """Nothing new may start on a device: held externally, memory in use, broken, or closed by an admin."""
 
     time_s: float
     device: str
@@ -186,7 +186,7 @@ class DeviceOpened:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRemoved:
-    """A device that no job holds doesn't belong to the queue any more."""
+    """A device that no job holds was removed from the queue."""
 
     time_s: float
     device: str
@@ -194,7 +194,7 @@ class DeviceRemoved:
 
 @dataclass(frozen=True, slots=True)
 class LimitsSet:
-    """What a user may have."""
+    """A user's limits changed."""
 
     time_s: float
     user: str
@@ -211,7 +211,7 @@ class ReservationSet:
 
 @dataclass(frozen=True, slots=True)
 class ReservationEnded:
-    """A reservation is over or taken back."""
+    """A reservation ended or was cancelled."""
 
     time_s: float
     reservation: str
@@ -219,7 +219,7 @@ class ReservationEnded:
 
 @dataclass(frozen=True, slots=True)
 class SettingsSet:
-    """How the queue decides from now on."""
+    """The queue's settings changed."""
 
     time_s: float
     settings: Settings

@@ -1,4 +1,4 @@
-"""What each job can expect: why it is where it is, when it will start, and when it will be over.
+"""Forecast of each job: why it is in its state, when it will start, and when it will end.
 
 The present comes from `decide` itself: what it would command now, its order, and why it lets each job wait. The future is
 that order played through once: each job in turn takes the devices that come free first, for as long as it is expected to
@@ -26,7 +26,7 @@ from evenload.scheduler.core.values import Job
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One job's prospects."""
+    """The forecast of one job."""
 
     reason: str
     """Why it is in its state, for people; empty for a job that just runs."""
@@ -37,7 +37,7 @@ class Forecast:
 
 
 def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> Mapping[str, Forecast]:
-    """Each job's prospects, in the order of submission.
+    """Return each job's forecast, in the order of submission.
 
     Args:
         snapshot: the queue.
@@ -58,7 +58,7 @@ class _Gate:
         self._held.append((end_s, num))
 
     def opens_s(self, num: int, from_s: float) -> float:
-        """From when on there is room for `num` more."""
+        """Return when `num` more fit."""
         held = sorted((end_s, count) for end_s, count in self._held if end_s > from_s)
         excess = sum(count for _, count in held) + num - self._most
         for end_s, count in held:
@@ -106,7 +106,6 @@ class _Future:
         return {job.id: self._told(job) for job in self.snapshot.jobs}
 
     def _take_present(self) -> None:
-        """Who holds what, and what the plan would do about it now."""
         stopping: dict[str, str] = {}
         resized: dict[str, tuple[str, ...]] = {}
         for command in self.planned.commands:
@@ -132,7 +131,7 @@ class _Future:
             self._take_holder(job, resized.get(job.id, job.target or job.devices), is_movable)
 
     def _take_holder(self, job: Job, devices: tuple[str, ...], is_movable: bool) -> None:
-        """A job that has devices and keeps them, at least until the order comes to it."""
+        """Let a job keep its devices, at least until its turn in the order."""
         slots = [self.snapshot.layout.index[device] for device in devices]
         end_s = self._end_s(job, self.now_s, is_fresh=job.state is not JobState.RUNNING)
         self.ends[job.id] = until_s = end_s
@@ -145,13 +144,12 @@ class _Future:
         self._occupy(slots, until_s)
 
     def _occupy(self, slots: Sequence[int], until_s: float) -> None:
-        """The devices are not free before; one that is shared not before the last of its jobs has ended."""
+        """Mark devices as used; a shared one until the last of its jobs has ended."""
         if self._shared and any(self.snapshot.layout.devices[slot].id in self._shared for slot in slots):
             until_s = max(until_s, *(self.timeline.free_s(slot) for slot in slots))
         self.timeline.occupy(slots, until_s)
 
     def _take_turn(self, job: Job) -> None:
-        """The next job of the order: it goes on, or starts."""
         if job.state is JobState.RUNNING:
             soft_s = self._soft.get(job.id)
             if soft_s is None and job.id not in self.notes:
@@ -168,7 +166,7 @@ class _Future:
             self._find(job, self.now_s)
 
     def _take_later(self, job: Job) -> None:
-        """A job that is not in line yet: it waits for others, or for a time."""
+        """Place a job that is not in line yet: it waits for others, or for a time."""
         if job.is_held or job.doomed:
             return
         from_s = max(self.now_s, job.spec.not_before_s or 0.0)
@@ -202,7 +200,6 @@ class _Future:
                 gate.add(end_s, num)
 
     def _end_s(self, job: Job, start_s: float, is_fresh: bool) -> float:
-        """When it is over if it runs from `start_s` on; infinite where nobody knows."""
         expected_s = left_s(job, self.now_s)
         if expected_s is None:
             return math.inf

@@ -1,4 +1,4 @@
-"""Where the devices are and which are alike: drawn once when devices change, shared by all snapshots until then."""
+"""Hosts and pools of equal devices: computed when devices change, shared by all snapshots until then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenload.scheduler.core.values import Device, Settings
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices that are alike in all that matters, wherever they are."""
+    """Devices that are equal in all that matters, wherever they are."""
 
     kind: str
     memory_bytes: int
@@ -20,7 +20,7 @@ class Pool:
     power_w: float
 
     def worth(self, settings: Settings) -> float:
-        """Speed less what it costs, as the settings weigh money and energy."""
+        """Return the speed less the cost, as the settings weigh money and energy."""
         return self.speed - settings.price_weight * self.price_per_hour - settings.energy_weight * self.power_w / 1000.0
 
 
@@ -44,7 +44,7 @@ class Layout:
     pool_sizes: tuple[int, ...]
 
     def mean_cost(self, settings: Settings) -> float:
-        """What a device costs, in parts of a device's speed, as the settings weigh money and energy."""
+        """Return the cost of a device in parts of a device's speed, as the settings weigh money and energy."""
         if not settings.price_weight and not settings.energy_weight:
             return 0.0
         costs = [pool.speed - pool.worth(settings) for pool in self.pools]
@@ -52,7 +52,7 @@ class Layout:
 
 
 def layout_of(devices: Iterable[Device]) -> Layout:
-    """Draws the layout. Devices of one host count as near each other whatever their kind."""
+    """Compute the layout. Devices of one host count as near each other whatever their kind."""
     devices = tuple(devices)
     hosts: dict[str, int] = {}
     pools: dict[tuple[str, int, float, float, float], int] = {}

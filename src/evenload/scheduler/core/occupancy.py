@@ -1,4 +1,4 @@
-"""Who holds which device: one job, or several where all of them may share it. `Book` keeps it, by these rules."""
+"""Which jobs hold which device: one, or several if all of them may share it. `QueueState` keeps the mapping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Holders = dict[str, tuple[str, ...]]
 
 
 def occupy(holders: Holders, jobs: Mapping[str, Job], job: Job, devices: Iterable[str]) -> None:
-    """The devices are the job's, beside those who share them with it."""
+    """Add a job to devices, beside those that share them."""
     for device in devices:
         others = holders.get(device)
         if others is None:
@@ -24,7 +24,7 @@ def occupy(holders: Holders, jobs: Mapping[str, Job], job: Job, devices: Iterabl
 
 
 def vacate(holders: Holders, job: Job, devices: Iterable[str]) -> None:
-    """The job has the devices no more; whoever shares them stays."""
+    """Remove a job from devices; others that share them stay."""
     for device in devices:
         others = tuple(name for name in holders[device] if name != job.id)
         if others:
@@ -42,7 +42,7 @@ def check(
     *,
     may_join: bool,
 ) -> None:
-    """Whether the job can get a device: nobody else has it, or all who have it share it with the job; and it is open.
+    """Check that the job can get a device: it is open, and each holder shares it with the job.
 
     How much memory they take is no question here: what fitted when it was decided is not judged by later rules.
 
@@ -57,7 +57,7 @@ def check(
 
 
 def check_unheld(holders: Holders, device: str) -> None:
-    """Whether nobody has the device.
+    """Check that no job holds the device.
 
     Raises:
         QueueError: somebody has.
@@ -67,5 +67,5 @@ def check_unheld(holders: Holders, device: str) -> None:
 
 
 def may_be_joined(job: Job) -> bool:
-    """Whether others may come to its device: it shares, and isn't about to leave."""
+    """Return whether other jobs may join on its device: it shares, and isn't about to stop."""
     return job.spec.share_device and job.state in (JobState.STARTING, JobState.RUNNING)

@@ -1,4 +1,4 @@
-"""Devices that are free, and where a gang fits best among them.
+"""Free devices, and the best place for a gang among them.
 
 A gang goes, in this order: into one host and one kind; into one host; into few hosts of one kind; into few hosts. Among
 kinds the one of the most worth is tried first (`Pool.worth`), then the one with the least memory that suffices. Within a
@@ -48,7 +48,7 @@ class _Buckets:
         self.top = 0
 
     def add(self, host: int, change: int) -> None:
-        """So many devices of the host more, or fewer, are free."""
+        """Add to the number of free devices of a host."""
         before = self.count.get(host, 0)
         after = before + change
         if before:
@@ -66,7 +66,7 @@ class _Buckets:
             self.top -= 1
 
     def best_fit(self, num: int, without: frozenset[int] | set[int] = frozenset()) -> int | None:
-        """The host with the fewest free devices that has `num`."""
+        """Return the host with the fewest free devices that has `num`."""
         for count in range(num, self.top + 1):
             for host in self.hosts[count]:
                 if host not in without:
@@ -78,7 +78,7 @@ class FreeDevices:
     """Free devices, changed as a plan gives them out."""
 
     def __init__(self, layout: Layout, free: Iterable[int], pool_of: Sequence[int], packing: str) -> None:
-        """Takes the indices of the free devices; `pool_of` may be finer than the layout's own (reservations)."""
+        """Take the indices of the free devices; `pool_of` may be finer than the layout's own (reservations)."""
         self._host_of, self._pool_of = layout.host_of, pool_of
         self._spread = packing == "spread"
         self._host_size = max(1, layout.host_size)
@@ -100,15 +100,15 @@ class FreeDevices:
             self.num_free += 1
 
     def total(self, pools: tuple[int, ...]) -> int:
-        """How many devices are free in these pools."""
+        """Return how many devices are free in these pools."""
         return self._buckets_of(pools).total
 
     def is_hopeless(self, choice: PoolChoice, num: int) -> bool:
-        """Whether it is known already that there is no place for such a gang."""
+        """Return whether it is already known that there is no place for such a gang."""
         return num > self.num_free or self._failed.get(choice, num + 1) <= num
 
     def place(self, choice: PoolChoice, num: int) -> tuple[int, ...] | None:
-        """Finds the best place for a gang and takes it; None where there is none."""
+        """Find the best place for a gang and take it; None if there is none."""
         if self.is_hopeless(choice, num):
             return None
         found = self._find(choice, num)
@@ -119,7 +119,7 @@ class FreeDevices:
         return self._take_shares(pools, shares)
 
     def take(self, devices: Iterable[int]) -> None:
-        """Takes exactly these; those that aren't free are left out."""
+        """Take exactly these; those that aren't free are left out."""
         for device in devices:
             of_pool = self._free.get(self._host_of[device], {}).get(self._pool_of[device], [])
             if device in of_pool:
@@ -127,7 +127,7 @@ class FreeDevices:
                 self._changed(self._host_of[device], self._pool_of[device], -1)
 
     def give(self, devices: Iterable[int]) -> None:
-        """Makes devices free."""
+        """Make devices free."""
         for device in devices:
             host, pool = self._host_of[device], self._pool_of[device]
             of_pool = self._free.setdefault(host, {}).setdefault(pool, [])
@@ -137,11 +137,11 @@ class FreeDevices:
         self._failed.clear()
 
     def free(self) -> list[int]:
-        """The indices of all free devices."""
+        """Return the indices of all free devices."""
         return sorted(d for pools in self._free.values() for devices in pools.values() for d in devices)
 
     def largest(self, choice: PoolChoice) -> int:
-        """The most devices that a gang of this choice could get."""
+        """Return the most devices that a gang of this choice could get."""
         if choice.one_host:
             sets = choice.groups if choice.one_kind else (choice.pools,)
             return max((self._buckets_of(pools).top for pools in sets), default=0)
@@ -150,7 +150,7 @@ class FreeDevices:
         return self.total(choice.pools)
 
     def compact(self, choice: PoolChoice, most: int) -> int:
-        """The most devices up to `most`, or a power of two below it, in as few hosts as can hold so many; 0 for none."""
+        """Return the most devices up to `most`, or a power of two below it, in as few hosts as can hold so many; 0 for none."""
         size = min(most, self.largest(choice))
         if self._spread:
             return size

@@ -1,4 +1,4 @@
-"""What a policy sees, and what it answers: the seam between `decide` and the policies."""
+"""Interface between `decide` and the policies: what a policy gets, and what it returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenload.scheduler.core.values import Job, Settings, User
 
 @dataclass(frozen=True)
 class PolicyInput:
-    """The jobs that only devices keep from running, those that run, and what there is to share."""
+    """The jobs that run, those that only lack devices, and the devices there are."""
 
     now_s: float
     jobs: Sequence[Job]
@@ -31,7 +31,7 @@ class PolicyInput:
 
 @dataclass(frozen=True)
 class PolicyDecision:
-    """What a policy wants. `decide` gives it as far as limits, devices and protections allow."""
+    """The wish of a policy. `decide` follows it as far as limits, devices and protections allow."""
 
     order: Sequence[Job]
     """All jobs of the view, the most deserving first; higher classes stand before lower ones."""

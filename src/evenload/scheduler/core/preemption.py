@@ -1,4 +1,4 @@
-"""Who must leave so that a more deserving job can start: the least deserving, no more of them than needed.
+"""Preemption: which jobs must stop so that a more deserving job can start, the least deserving first, as few as possible.
 
 A pending job may displace a running one that stands behind it in the policy's order, can be preempted, was not preempted
 too often within the hour, and either has had its minimum run time or is of a lower class.
@@ -18,7 +18,7 @@ from evenload.scheduler.core.values import Job
 
 
 class PreemptionCandidate(NamedTuple):
-    """A running job that may have to leave."""
+    """A running job that may have to stop."""
 
     job: Job
     slots: Sequence[int]
@@ -42,10 +42,10 @@ class _Line:
 
 
 class PreemptionCandidates:
-    """The running jobs that stand behind the place in the order at which the plan has arrived."""
+    """The running jobs behind the current position in the order."""
 
     def __init__(self, in_order: list[PreemptionCandidate], pool_of: Sequence[int], host_of: Sequence[int]) -> None:
-        """Takes them the most deserving first."""
+        """Take the candidates, the most deserving first."""
         self._tail = in_order
         self._pool_of, self._host_of = pool_of, host_of
         self._num_passed = 0
@@ -68,26 +68,26 @@ class PreemptionCandidates:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is left who could leave."""
+        """True if no job is left that could stop."""
         return self._num_left == 0
 
     def displaced(self) -> set[str]:
-        """All that were displaced."""
+        """Return all jobs that were displaced."""
         return self._gone
 
     def behind(self) -> set[str]:
-        """Those that stay so far, but may still have to leave."""
+        """Return the jobs that stay so far, but may still have to stop."""
         return {m.job.id for m in self._tail[self._num_passed :]} - self._gone
 
     def pass_by(self, job: Job) -> None:
-        """The plan has come to this running job, which is not gone: it stays, and only those behind it may still leave."""
+        """Advance to this running job: it stays, and only those behind it may still be displaced."""
         while (candidate := self._tail[self._num_passed]).job.id != job.id:  # those displaced before are passed too
             self._num_passed += 1
         self._num_passed += 1
         self._count(candidate, -1)
 
     def keep(self, name: str) -> None:
-        """This job stays, wherever it stands: somebody has come to its device (`core.sharing`)."""
+        """Let a job stay wherever it stands: another has joined on its device (`core.sharing`)."""
         for index in range(self._num_passed, len(self._tail)):
             if (candidate := self._tail[index]).job.id == name:
                 self._count(candidate, -1)
@@ -95,7 +95,7 @@ class PreemptionCandidates:
                 return
 
     def preempt_for(self, job: Job, choice: PoolChoice, num: int, availability: Availability) -> bool:
-        """Displaces whom it must for `num` devices of `choice`; False, and nobody displaced, where that can't be."""
+        """Displace jobs to free `num` devices of `choice`; False, and nothing displaced, if that is impossible."""
         priority, is_single = (
             job.spec.priority,
             not choice.one_host and (not choice.one_kind or len(choice.groups) == 1),
@@ -119,7 +119,7 @@ class PreemptionCandidates:
         return True
 
     def _adds_of(self, choice: PoolChoice, is_single: bool) -> Callable[[Sequence[int]], Adds]:
-        """How many devices a gang of this choice could use of those that somebody has, by where they can serve together."""
+        """Return a function that counts the devices a gang of this choice could use, by where they can serve together."""
         pools, pool_of, host_of = frozenset(choice.pools), self._pool_of, self._host_of
         if is_single:
 
@@ -143,7 +143,7 @@ class PreemptionCandidates:
     def _collect(
         self, job: Job, choice: PoolChoice, num: int, availability: Availability, is_single: bool
     ) -> list[PreemptionCandidate] | None:
-        """The least deserving that together with what is free make a place."""
+        """Return the least deserving jobs that together with what is free make a place."""
         adds_of = self._adds_of(choice, is_single)
         counts: defaultdict[object, int] = defaultdict(int)
         if is_single:
@@ -194,7 +194,7 @@ class PreemptionCandidates:
 
 
 def _needed(found: list[tuple[PreemptionCandidate, Adds]], spare: int, place: object) -> list[PreemptionCandidate]:
-    """Without those that others make unnecessary; the more deserving are spared first."""
+    """Leave out those that others make unnecessary; spare the more deserving first."""
     needed = []
     for candidate, adds in reversed(found):
         num = adds.get(place, 0)

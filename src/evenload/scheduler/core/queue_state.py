@@ -1,4 +1,4 @@
-"""The queue's state, folded from its events; the same events always fold to the same state.
+"""The queue's state, folded from its events; the same events always give the same state.
 
 A `QueueState` is the one thing here that changes. Applying an event costs a few microseconds however many jobs there are, and
 so does a snapshot, a tuple of the jobs apart.
@@ -22,10 +22,10 @@ _HOUR_S = 3600.0
 
 
 class QueueState:
-    """What is true of the queue after the events so far."""
+    """The state of the queue after the events so far."""
 
     def __init__(self, past: Iterable[events.Event] = ()) -> None:
-        """Folds the events of the past."""
+        """Fold past events."""
         self.jobs: dict[str, Job] = {}
         """All that have not ended, in the order of submission."""
         self.outcomes: dict[str, JobState] = {}
@@ -58,7 +58,7 @@ class QueueState:
         jobs: Iterable[Job],
         outcomes: Mapping[str, JobState],
     ) -> None:
-        """Takes over a state that was stored; the queue's state is as if it had seen the events.
+        """Take over a stored state, as if its events had been applied.
 
         Devices stand in the order in which they were added, jobs (those that have not ended) in that of submission.
         """
@@ -78,11 +78,11 @@ class QueueState:
 
     @property
     def dependents(self) -> Mapping[str, list[str]]:
-        """Job → those that wait for it to end."""
+        """Job → jobs that wait for it to end."""
         return self._dependents
 
     def apply(self, event: events.Event) -> tuple[Job, ...]:
-        """Takes one event; returns the jobs it changed, those that ended included, as they are now.
+        """Apply one event; return the jobs it changed as they are now, ended ones included.
 
         The clock never goes back: an event that claims to be older than the one before counts as of the same time.
 
@@ -96,7 +96,7 @@ class QueueState:
         return tuple(changed or ())
 
     def snapshot(self) -> QueueSnapshot:
-        """The state as a value."""
+        """Return the state as a value."""
         return QueueSnapshot(
             jobs=tuple(self.jobs.values()),
             layout=self._drawn(),
@@ -108,7 +108,7 @@ class QueueState:
         )
 
     def refusal(self, spec: JobSpec) -> str | None:
-        """Why a job like this can't be taken, for its owner; None where it can."""
+        """Return why such a job can't be accepted; None if it can."""
         return refusal(spec, self.jobs, self.outcomes, self.users, self._drawn())
 
     def _drawn(self) -> Layout:
@@ -318,7 +318,7 @@ class QueueState:
             occupancy.check(self.holder, self.jobs, self.closed, job, device, may_join=may_join)
 
     def _put(self, job: Job, time_s: float, **changes: Any) -> Job:
-        """The job with its times up to now and the changes."""
+        """Bring the job's times up to now and change it."""
         state = changes.get("state", job.state)
         new = replace(
             job,
@@ -333,7 +333,7 @@ class QueueState:
         return new
 
     def _hold(self, job: Job, time_s: float, devices: tuple[str, ...], **changes: Any) -> Job:
-        """Devices are given to the job, in place of those it has."""
+        """Give devices to the job in place of those it has."""
         occupancy.vacate(self.holder, job, set(job.devices) - set(devices))
         self._account(job, time_s, len(devices) - len(job.devices))
         is_elastic = job.spec.needs.min_devices < job.spec.needs.max_devices
@@ -351,7 +351,6 @@ class QueueState:
         return new
 
     def _release(self, job: Job, time_s: float, state: JobState, reason: str, **changes: Any) -> Job:
-        """The job holds nothing any more."""
         occupancy.vacate(self.holder, job, {*job.devices, *job.target})
         self._account(job, time_s, -len(job.devices))
         return self._put(job, time_s, state=state, devices=(), target=(), reason=reason, **changes)

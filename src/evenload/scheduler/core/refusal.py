@@ -1,4 +1,4 @@
-"""Why a job can't be taken into the queue at all, said when it is submitted."""
+"""Reasons for which a job is refused when it is submitted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def refusal(
     users: Mapping[str, User],
     layout: Layout,
 ) -> str | None:
-    """The reason, for the job's owner; None where it can be taken.
+    """Return the reason, for the job's owner; None if the job can be accepted.
 
     Args:
         spec: what is asked for.
@@ -52,7 +52,7 @@ def _asked(needs: Needs) -> str:
 
 
 def most_together(needs: Needs, layout: Layout) -> int:
-    """How many of all devices could serve together."""
+    """Return how many of all devices could serve together."""
     places = layout.makeups if needs.one_host else (tuple(enumerate(layout.pool_sizes)),)
     most = 0
     for place in places:

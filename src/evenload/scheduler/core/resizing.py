@@ -1,4 +1,4 @@
-"""Elastic jobs: gives back what a policy takes from a running job, and adds what it grants.
+"""Resizing of elastic jobs: take back what a policy takes from a running job, and add what it grants.
 
 A resize is a stop and a resume, so it may move the job wherever it fits best. A job only shrinks within its own devices;
 it grows as soon as all of its new devices are its own or free, and until then those that are coming are kept for it.
@@ -18,7 +18,7 @@ from evenload.scheduler.core.values import Job
 
 
 class Resizing:
-    """The sizes that a policy decision, on their way to commands."""
+    """The sizes that a policy decided, turned into commands."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Resizing:
         within_limits: Callable[[str, int], int],
         now_s: float,
     ) -> None:
-        """Takes what the plan has; ``within_limits(user, num)`` says how many of `num` more devices a user may have."""
+        """Take the plan's parts; ``within_limits(user, num)`` returns how many of `num` more devices a user may have."""
         self._snapshot, self._eligibility, self._availability, self._choices = (
             snapshot,
             eligibility,
@@ -45,7 +45,7 @@ class Resizing:
         """Jobs that this takes devices from, or gives some to."""
 
     def shrink(self) -> None:
-        """Takes devices from those that should have fewer, before anything is given out."""
+        """Take devices from jobs that should have fewer, before anything is given out."""
         for job in self._eligibility.running:
             size = self._sizes.get(job.id, len(job.devices))
             if size >= len(job.devices) or job.id in self._keeping:
@@ -63,7 +63,7 @@ class Resizing:
             self.changed.add(job.id)
 
     def grow(self, job: Job) -> None:
-        """Gives devices to a running job that should have more, in its turn."""
+        """Give devices to a running job that should have more, in its turn."""
         own = self._eligibility.slots[job.id]
         wanted = self._sizes.get(job.id, 0) - len(own)
         wanted = self._within_limits(job.spec.user, wanted) if wanted > 0 else 0
@@ -104,7 +104,7 @@ class Resizing:
         )
 
     def _kept(self, job: Job, slots: list[int], size: int) -> tuple[int, ...] | None:
-        """The part of its own devices that packs best."""
+        """Return the part of its own devices that packs best."""
         layout = self._snapshot.layout
         own = FreeDevices(layout, self._usable(slots), self._choices.pool_of, self._snapshot.settings.packing)
         return own.place(self._choices.of(job), size)

@@ -1,4 +1,4 @@
-"""Small jobs on one device: who may join whom, who must leave where memory runs out, and how a plan sees them. Pure.
+"""Small jobs that share one device: which may join, which must stop if memory runs out, and how a plan treats them. Pure.
 
 A plan gives out whole devices. So of the jobs on one device one, the lead, stands for it: the one that is hardest to move.
 The others, its followers, are left out of what the policy orders, and follow the lead when it is displaced. A device comes
@@ -31,7 +31,7 @@ _MOST_ASKED = 16
 
 
 def expected_bytes(job: Job) -> int | None:
-    """What a job will take of its device's memory at most; None where nobody knows.
+    """Return the expected peak of a job's device memory; None if unknown.
 
     What was measured of it, or of others like it, whichever is more; else what its owner says that it needs.
     """
@@ -39,7 +39,7 @@ def expected_bytes(job: Job) -> int | None:
 
 
 def free_bytes(jobs: Collection[Job], memory_bytes: int, settings: Settings) -> int | None:
-    """How large a peak may be that comes to these jobs on a device; None where nobody may come."""
+    """Return the largest peak that fits beside these jobs on a device; None if no job may join them."""
     if len(jobs) >= settings.max_sharers or not all(map(may_be_joined, jobs)):
         return None
     left = math.floor(memory_bytes / settings.share_margin)
@@ -52,12 +52,12 @@ def free_bytes(jobs: Collection[Job], memory_bytes: int, settings: Settings) -> 
 
 
 def excess_bytes(jobs: Iterable[Job], memory_bytes: int) -> int:
-    """By how much the peaks of these jobs are more than their device's memory; 0 where they fit."""
+    """Return by how much the peaks of these jobs exceed their device's memory; 0 if they fit."""
     return max(0, sum(expected_bytes(job) or 0 for job in jobs) - memory_bytes) if memory_bytes else 0
 
 
 def shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> frozenset[str]:
-    """Devices on which several jobs are, or will be by these commands."""
+    """Return the devices with several jobs, now or by these commands."""
     once: set[str] = set()
     several = set()
     given = [command.devices for command in commands if isinstance(command, Placed)]
@@ -83,10 +83,10 @@ class _Place:
 
 
 class Sharing:
-    """Who shares which device, while a plan is made."""
+    """Assignment of jobs to shared devices during a plan."""
 
     def __init__(self, snapshot: QueueSnapshot, eligibility: Eligibility, now_s: float, pool_of: Sequence[int]) -> None:
-        """Takes followers out of the eligible jobs, and commands those to leave for whom there is no memory."""
+        """Remove followers from the eligible jobs, and stop jobs for which there is not enough memory."""
         self._snapshot, self._settings, self._now_s, self._pool_of = snapshot, snapshot.settings, now_s, pool_of
         self.followers: list[Job] = []
         """Jobs that hold devices and are not in the eligibility."""
@@ -118,7 +118,6 @@ class Sharing:
             eligibility.holders = [job for job in eligibility.holders if job.id not in out]
 
     def _firmness(self, job: Job) -> tuple[bool, bool, int, bool, float, float]:
-        """How hard it is to move a job; of equals the one that ends first deserves its place most under most policies."""
         settings, now_s = self._settings, self._now_s
         return (
             job.state is not JobState.RUNNING,
@@ -130,7 +129,7 @@ class Sharing:
         )
 
     def _relieve(self, slot: int, staying: list[Job], eligibility: Eligibility) -> None:
-        """Has the youngest leave whose leaving is enough, where the jobs need more memory than there is."""
+        """Stop the youngest job whose end is enough, if the jobs need more memory than there is."""
         memory_bytes = self._snapshot.layout.devices[slot].memory_bytes
         while len(staying) > 1 and (more_bytes := excess_bytes(staying, memory_bytes)):
             able = [j for j in staying if j.state is JobState.RUNNING and not is_bound(j, self._settings, self._now_s)]
@@ -146,7 +145,6 @@ class Sharing:
             staying.remove(one)
 
     def _open(self, place: _Place) -> None:
-        """Notes how much room there is; before that a place has none."""
         memory_bytes = self._snapshot.layout.devices[place.slot].memory_bytes
         place.free_bytes = free_bytes(place.jobs, memory_bytes, self._settings)
         if place.free_bytes is not None:
@@ -156,7 +154,7 @@ class Sharing:
         return self._joinable.setdefault((self._pool_of[slot], num), [])
 
     def give(self, job: Job, slot: int) -> None:
-        """The plan starts a job alone on a device; others may join it."""
+        """Record that the plan starts a job alone on a device; others may join it."""
         place = self._places[slot] = _Place(slot, [replace(job, state=JobState.STARTING)], job)
         self._open(place)
 
@@ -169,7 +167,7 @@ class Sharing:
         candidates: PreemptionCandidates | None,
         changed: Collection[str],
     ) -> bool:
-        """Starts a job on a device where others are; False where there is none that it may join.
+        """Start a job on a device with other jobs; False if there is none that it may join.
 
         Args:
             job: who wants to come.
@@ -199,7 +197,7 @@ class Sharing:
         return False
 
     def _fitting(self, job: Job, pools: Collection[int]) -> list[_Place]:
-        """Devices with room for a job, those with the fewest jobs first, then those that it fills best."""
+        """Return devices with space for a job, those with the fewest jobs first, then those that it fills best."""
         need = expected_bytes(job)
         if need is None:
             return []
@@ -213,14 +211,13 @@ class Sharing:
     def _delays(
         self, place: _Place, until_s: float, window: BackfillWindow, candidates: PreemptionCandidates | None
     ) -> bool:
-        """Whether one more job on a device would break the promise to the first in line."""
         if window.admit((place.slot,), until_s):
             return False
         behind: Collection[str] = candidates.behind() if candidates is not None else ()
         return place.lead.id in behind or max(end_s(job, self._now_s) for job in place.jobs) <= window.start_s
 
     def longer_s(self, behind: Collection[str]) -> Mapping[str, float]:
-        """Lead → until when others hold its device; where the lead is one of `behind`, who can be sent away, those who join."""
+        """Return lead → until when others hold its device; for a lead in `behind` (preemptible) only those that join now."""
         found = {}
         for place in self._places.values():
             until_s = place.joined_until_s
@@ -231,7 +228,7 @@ class Sharing:
         return found
 
     def commands(self, given: Iterable[Command]) -> list[Command]:
-        """What follows from the plan's commands for followers, and the starts of those that join."""
+        """Return the commands for followers that follow from the plan's, and the starts of jobs that join."""
         stopped = {
             command.job: command.reason
             for command in given

@@ -1,4 +1,4 @@
-"""The queue at one moment, as `decide` sees it."""
+"""The queue at one time, as `decide` sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenload.scheduler.core.values import Job, Reservation, Settings, User
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """Everything that a decision may depend on, besides the time. Parts are shared between snapshots, never changed."""
+    """Everything a decision may depend on besides the time. Snapshots share parts and never change them."""
 
     jobs: tuple[Job, ...]
     """All that have not ended, in the order of submission."""

@@ -1,4 +1,4 @@
-"""A job's speed on numbers of devices that it has not run on, from those that it has. Pure.
+"""Predict a job's speed on numbers of devices that it has not run on. Pure.
 
 What was measured stays; between two measured numbers the speed follows the power law through both. Beyond them it follows
 the shape that the owner gave, or else ``k^0.9``; where the last two measured numbers scaled worse than that shape, they say
@@ -15,7 +15,7 @@ _EXPONENT = 0.9
 
 
 def rates_from(measured: Mapping[int, float], most: int, given: Sequence[float] = ()) -> tuple[float, ...]:
-    """Work a second on 1, 2, … `most` devices.
+    """Return the work a second on 1, 2, … `most` devices.
 
     Args:
         measured: number of devices → work a second.

@@ -1,4 +1,4 @@
-"""The life of a job as a table: states, what can happen in each, and where that leads.
+"""States of a job as a table: what can happen in each, and which state follows.
 
 ::
 
@@ -19,7 +19,7 @@ from evenload.errors import QueueError
 
 
 class JobState(StrEnum):
-    """Where a job is in its life."""
+    """State of a job."""
 
     PENDING = "PENDING"
     STARTING = "STARTING"
@@ -32,7 +32,7 @@ class JobState(StrEnum):
 
 
 class Verb(StrEnum):
-    """What can happen to a job."""
+    """Transition of a job."""
 
     PLACE = "place"
     """Devices are given to it."""
@@ -91,7 +91,7 @@ ENDED = frozenset((_S.SUCCEEDED, _S.FAILED, _S.CANCELLED))
 
 
 def next_state(state: JobState, verb: Verb) -> JobState:
-    """Where the verb leads.
+    """Return the state that follows.
 
     Raises:
         QueueError: it can't happen in this state.

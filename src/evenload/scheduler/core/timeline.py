@@ -1,4 +1,4 @@
-"""When devices come free, and the earliest time at which a gang finds enough of them: the ground of `outlook`."""
+"""When devices come free, and the earliest time at which a gang finds enough of them; used by `forecast`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from evenload.scheduler.core.placement import PoolChoice
 
 
 class Timeline:
-    """Each device with the time from which on it is free for good, as far as jobs were put on it so far."""
+    """Each device with the time from which it is free for good, given the jobs placed on it so far."""
 
     def __init__(self, layout: Layout, pool_of: Sequence[int], closed: Iterable[str], now_s: float) -> None:
-        """All devices are free from now on, those that are closed never."""
+        """Start with all devices free from now on, except closed ones."""
         self._pool_of, self._host_of = pool_of, layout.host_of
         self._free_s = [now_s] * len(layout.devices)
         for device in closed:
@@ -29,11 +29,11 @@ class Timeline:
             line.sort()
 
     def free_s(self, slot: int) -> float:
-        """From when on a device is free; infinite where nobody knows."""
+        """Return when a device is free; infinite if unknown."""
         return self._free_s[slot]
 
     def occupy(self, slots: Iterable[int], until_s: float) -> None:
-        """The devices are not free before `until_s`."""
+        """Mark devices as used until `until_s`."""
         for slot in slots:
             if slot in self._closed:
                 continue
@@ -43,7 +43,7 @@ class Timeline:
             insort(line, (until_s, slot))
 
     def earliest(self, choice: PoolChoice, num: int, from_s: float) -> tuple[float, tuple[int, ...]] | None:
-        """The first time from `from_s` on at which `num` devices of the choice are free, and which; None for never."""
+        """Return the first time from `from_s` on with `num` free devices of the choice, and these devices; None for never."""
         best: tuple[float, tuple[int, ...]] | None = None
         for pools in choice.groups if choice.one_kind else (choice.pools,):
             found = self._on_one_host(pools, num, from_s) if choice.one_host else self._anywhere(pools, num, from_s)

@@ -20,7 +20,7 @@ from evenload.scheduler.core.states import JobState
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One place a job can compute on."""
+    """A device that a job can compute on."""
 
     id: str
     host: str
@@ -44,7 +44,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Which devices a job can use, and how many of them: a gang, all or nothing."""
+    """The devices a job can use, and their number: a gang, all or nothing."""
 
     min_devices: int = 1
     max_devices: int = 1
@@ -79,19 +79,19 @@ class After:
             raise ConfigError(f"after {self.job}:{self.condition}: expected one of ok, any, failed")
 
     def is_met(self, state: JobState) -> bool:
-        """Whether a job that ended in `state` lets this one start."""
+        """Return whether a job that ended in `state` lets this one start."""
         return self.condition == "any" or (self.condition == "ok") == (state is JobState.SUCCEEDED)
 
 
 @lru_cache(maxsize=4096)
 def _same(needs: Needs) -> Needs:
-    """One object for equal needs: what all jobs of a long queue look at stays in the processor's caches."""
+    """Return one object for equal needs, so that what all jobs of a long queue refer to stays in the processor's caches."""
     return needs
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What was asked for when the job was submitted. What the program itself is, is the shell's business."""
+    """What the queue was asked for. The program itself is known to the shell alone."""
 
     user: str
     needs: Needs = field(default_factory=Needs)
@@ -154,7 +154,7 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as it is now. Replaced, never changed, when something happens to it."""
+    """The present state of a job. Replaced, never changed."""
 
     id: str
     spec: JobSpec
@@ -208,19 +208,19 @@ class Job:
 
     @property
     def num_devices(self) -> int:
-        """How many devices it holds."""
+        """Number of devices it holds."""
         return len(self.devices)
 
     def held_until(self, now_s: float) -> float:
-        """Seconds for which it held devices, up to now."""
+        """Return the seconds for which it held devices, up to now."""
         return self.held_s + (now_s - self.accounted_s if self.devices else 0.0)
 
     def service_until(self, now_s: float) -> float:
-        """Device-seconds it held, up to now."""
+        """Return the device-seconds it held, up to now."""
         return self.service_device_s + len(self.devices) * (now_s - self.accounted_s)
 
     def waited_until(self, now_s: float) -> float:
-        """Seconds it could have run but had no devices, up to now."""
+        """Return the seconds it could have run but had no devices, up to now."""
         if self.devices or self.state is not JobState.PENDING or self.is_held or self.unmet:
             return self.waited_s
         ready_s, not_before_s = self.accounted_s, self.spec.not_before_s
@@ -231,7 +231,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one user may have. None for no limit."""
+    """Limits of one user. None for no limit."""
 
     max_devices: int | None = None
     """Held at once."""
@@ -263,7 +263,7 @@ class User:
     """Held now."""
 
     def usage_until(self, now_s: float, half_life_s: float) -> float:
-        """Decayed device-seconds as of now: u·2^(−t/h) + n·h/ln 2·(1 − 2^(−t/h)) with n devices held since."""
+        """Return decayed device-seconds as of now: u·2^(−t/h) + n·h/ln 2·(1 − 2^(−t/h)) with n devices held since."""
         decay = math.exp2(-(now_s - self.accounted_s) / half_life_s)
         return self.usage_device_s * decay + self.num_devices * half_life_s / math.log(2) * (1 - decay)
 
@@ -296,7 +296,7 @@ _MAY_BE_INFINITE = {"infinite": True}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How this queue decides."""
+    """Settings of the queue's decisions."""
 
     policy: str = "default"
     min_run_s: float = 300.0
@@ -360,7 +360,7 @@ class Settings:
 
 
 def settings_from(values: Mapping[str, Any], base: Settings | None = None) -> Settings:
-    """Settings from a mapping, such as a TOML table or options of a command line; what it doesn't name is as in `base`.
+    """Return settings from a mapping, such as a TOML table or command-line options; unnamed ones are taken from `base`.
 
     Raises:
         ConfigError: a name is unknown or a value of the wrong type.

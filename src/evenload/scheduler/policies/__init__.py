@@ -1,4 +1,4 @@
-"""Who deserves devices most: policies by name, each a pure function from a `View` to `Wishes`."""
+"""Scheduling policies by name, each a pure function from a `PolicyInput` to a `PolicyDecision`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenload.scheduler.core.values import POLICIES
 
 
 def policy_named(name: str) -> Policy:
-    """The policy of this name.
+    """Return the policy of this name.
 
     Raises:
         ConfigError: there is none.

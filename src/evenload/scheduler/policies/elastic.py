@@ -1,4 +1,4 @@
-"""Who gets the next device: marginal gain on concave hulls of measured speed curves.
+"""Sizes of elastic jobs by marginal gain on concave hulls of measured speed curves.
 
 Each job j that may have k devices has a value v_j(k) = w_j · s_j(k), with s_j its speed-up over one device as measured and
 w_j its weight. A running job that changes from k to another size loses a restart, so there v_j counts only for the part
@@ -27,7 +27,7 @@ _ALL_SIZES = 8
 
 
 class Bid(NamedTuple):
-    """What each number of devices is worth to one job."""
+    """The value of each number of devices to one job."""
 
     job: Job
     floor: int
@@ -42,7 +42,7 @@ class Bid(NamedTuple):
 
 
 def speedups(inputs: PolicyInput, job: Job) -> Sequence[float]:
-    """Speed-up over one device of 0, 1, 2, … devices; as long as the job can use more."""
+    """Return the speed-up over one device of 0, 1, 2, … devices, up to as many as the job can use."""
     needs, rates = job.spec.needs, job.rates
     if rates and max(rates) > 0:
         most = max(min(needs.max_devices, len(rates)), needs.min_devices, len(job.devices))
@@ -55,12 +55,11 @@ def speedups(inputs: PolicyInput, job: Job) -> Sequence[float]:
 
 @cache
 def _prior(most: int) -> tuple[float, ...]:
-    """The curve of a job that was never measured."""
     return tuple(float(k) ** _PRIOR_EXPONENT for k in range(most + 1))
 
 
 def single_s(inputs: PolicyInput, job: Job) -> float:
-    """Seconds the job would still need on one device; guessed from what it has done where its total is unknown."""
+    """Return the seconds the job still needs on one device; guessed from what it has done if its total is unknown."""
     if not job.rates and job.total is None:  # most jobs that wait
         estimate_s, num = job.spec.estimate_s, job.spec.needs.min_devices
         if estimate_s is not None and (left_s := estimate_s - job.held_until(inputs.now_s)) > 0:
@@ -81,7 +80,7 @@ def single_s(inputs: PolicyInput, job: Job) -> float:
 
 
 def bid(inputs: PolicyInput, job: Job, weight: float, floor: int) -> Bid:
-    """The job's values for all sizes above `floor`, a restart counted against each change."""
+    """Value all sizes above `floor`, with a restart counted against each change."""
     curve = speedups(inputs, job)
     present = len(job.devices)
     lowest = max(job.spec.needs.min_devices, floor + 1)
@@ -103,7 +102,7 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int) -> Bid:
 
 
 def share_out(bids: Sequence[Bid], num_devices: int, device_cost: float) -> dict[str, int]:
-    """Sizes that maximise the sum of values with `num_devices` beyond the floors.
+    """Return the sizes that maximise the sum of values with `num_devices` beyond the floors.
 
     Args:
         bids: one a job.
@@ -130,7 +129,7 @@ def share_out(bids: Sequence[Bid], num_devices: int, device_cost: float) -> dict
 
 
 def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] | None:
-    """Sizes of elastic jobs: everybody's minimum in the given order, and the rest where it speeds up most.
+    """Size elastic jobs: the minimum for each in the given order, and the rest where it speeds up most.
 
     None where there is no elastic job. Rigid jobs and those for which there is no room are left out.
     """
@@ -153,7 +152,7 @@ def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] 
 
 
 def _hull(offer: Bid) -> list[tuple[int, int, float]]:
-    """The upper concave hull from the floor on, as (from, to, slope) with falling slopes; only where it rises."""
+    """Return the upper concave hull above the floor as (from, to, slope) with falling slopes; only where it rises."""
     if len(offer.sizes) == 1:
         rise = offer.values[0] - offer.floor_value
         low, high = offer.floor, offer.sizes[0]
@@ -170,7 +169,7 @@ def _hull(offer: Bid) -> list[tuple[int, int, float]]:
 
 
 def _largest_that_pays(offer: Bid, low: int, most: int) -> int:
-    """The best size above `low` that fits; `low` where none is better."""
+    """Return the best size above `low` that fits; `low` if none is better."""
     best, best_value = low, offer.floor_value
     for size, value in zip(offer.sizes, offer.values, strict=True):
         if size == low:

@@ -1,4 +1,4 @@
-"""``fair_share``: whoever has had least for their share goes next; device-seconds count, less the longer they are ago."""
+"""``fair_share``: the user with the least use for their share goes next; older use counts less."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUANTUM_S = 3600.0
 
 
 def fair_share(inputs: PolicyInput) -> PolicyDecision:
-    """Progressive filling: again and again the next job of the user with the least use over share.
+    """Fill progressively: take the next job of the user with the least use over share, again and again.
 
     Each user's own jobs stand with those that run first, then by submission. A running job counts only half, so that
     users who are equal don't take devices from each other in turns.

@@ -1,4 +1,4 @@
-"""``fifo``: in the order of submission, nobody is preempted; later jobs may pass only where that delays nobody."""
+"""``fifo``: in the order of submission, without preemption; later jobs may pass only if that delays no earlier one."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 
 
 def fifo(inputs: PolicyInput) -> PolicyDecision:
-    """First come, first served, with EASY backfilling where ends are known (`core.backfill`). Priorities don't matter."""
+    """Serve first come, first served, with EASY backfilling where ends are known (`core.backfill`). Ignore priorities."""
     return PolicyDecision(order=sorted(inputs.jobs, key=lambda job: job.submitted_s), preempts=False)

@@ -37,7 +37,7 @@ _LINE = 1.5
 
 
 def goodput(inputs: PolicyInput) -> PolicyDecision:
-    """Sizes class by class, a restart counted against each change."""
+    """Choose sizes class by class, a restart counted against each change."""
     fairness = inputs.settings.fairness
     uses = {name: use**fairness for name, use in relative_use(inputs).items()} if fairness > 0 else {}
     everybody = [*inputs.jobs, *inputs.settled]
@@ -72,12 +72,11 @@ def _key(inputs: PolicyInput, job: Job, one_s: float, uses: dict[str, float]) ->
 
 
 def _is_kept(inputs: PolicyInput, job: Job) -> bool:
-    """Whether what it has can't be taken from it."""
     return job.id in inputs.keeping or (bool(job.devices) and not job.spec.preemptible)
 
 
 def _weight(inputs: PolicyInput, job: Job, rank: int) -> float:
-    """A job that never ran counts as known: it is taken to be short until it tells."""
+    """Weigh a job; one that never ran counts as known: it is taken to be short until it reports."""
     is_known = job.first_began_s is None or job.total is not None or left_s(job, inputs.now_s) is not None
     return _weight_of(rank, _Q_KNOWN if is_known else _Q_GUESSED)
 
@@ -88,7 +87,7 @@ def _weight_of(rank: int, q: float) -> float:
 
 
 def _bid(inputs: PolicyInput, job: Job, one_s: float, floor: int, rank: int) -> Bid:
-    """What each size is worth to the job, the `rank`-th from the end of its class."""
+    """Value each size for the job, the `rank`-th from the end of its class."""
     curve, present, weight = speedups(inputs, job), len(job.devices), _weight(inputs, job, rank)
     if not present and job.spec.needs.min_devices == job.spec.needs.max_devices:
         size = job.spec.needs.min_devices
@@ -109,6 +108,6 @@ def _bid(inputs: PolicyInput, job: Job, one_s: float, floor: int, rank: int) -> 
 
 @cache
 def candidates(lowest: int, largest: int, present: int) -> tuple[int, ...]:
-    """The sizes looked at: powers of two, the least, the largest, and what the job has."""
+    """Return the sizes considered: powers of two, the least, the largest, and the present one."""
     powers = {1 << power for power in range(largest.bit_length())}
     return tuple(sorted(size for size in powers | {lowest, largest, present} if lowest <= size <= largest))

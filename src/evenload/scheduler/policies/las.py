@@ -15,7 +15,7 @@ from evenload.scheduler.core.values import Job
 
 
 def las(inputs: PolicyInput) -> PolicyDecision:
-    """As published, a job that doesn't fit is passed by those behind it."""
+    """Order by queue, then submission. As published, jobs behind one that doesn't fit may pass it."""
     thresholds = inputs.settings.las_thresholds_device_s
 
     def key(job: Job) -> tuple[int, int, float]:

@@ -1,4 +1,4 @@
-"""How much each user has had, against what is theirs."""
+"""Use of the cluster by each user, relative to their share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NOTICED_S = 3600.0
 
 
 def relative_use(inputs: PolicyInput) -> dict[str, float]:
-    """User → decayed device-seconds over share, relative to the mean of the users who have jobs here.
+    """Return user → decayed device-seconds over share, relative to the mean of the users who have jobs here.
 
     r_u = (U_u / s_u + e) / (mean + e), with e an hour of an equal part of the machine: 1 for a user like the others, 2 for
     one who had twice as much, and near 1 for all while nobody has had much.
@@ -23,6 +23,6 @@ def relative_use(inputs: PolicyInput) -> dict[str, float]:
 
 
 def use(inputs: PolicyInput, name: str) -> float:
-    """A user's decayed device-seconds over their share."""
+    """Return a user's decayed device-seconds over their share."""
     user = inputs.users.get(name, User(name))
     return user.usage_until(inputs.now_s, inputs.settings.half_life_s) / user.limits.share

@@ -1,4 +1,4 @@
-"""``srpt``: whoever needs the fewest device-seconds to its end goes first; running jobs are preempted for that."""
+"""``srpt``: the job with the fewest device-seconds left goes first, and may preempt running ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenload.scheduler.core.values import Job
 
 
 def srpt(inputs: PolicyInput) -> PolicyDecision:
-    """Smith's rule for gangs: with equal weights, least remaining device-seconds first."""
+    """Apply Smith's rule to gangs: with equal weights, least remaining device-seconds first."""
     return PolicyDecision(
         order=sorted(inputs.jobs, key=lambda job: (-job.spec.priority, work(inputs, job), job.submitted_s)),
         preempts=True,
@@ -19,7 +19,7 @@ def srpt(inputs: PolicyInput) -> PolicyDecision:
 
 
 def work(inputs: PolicyInput, job: Job) -> float:
-    """Device-seconds left, as they count in a comparison.
+    """Return the device-seconds left, as they count in a comparison.
 
     Two things keep jobs from displacing each other for nothing: one that waits needs a start, and its victim a restart;
     and where the work is only guessed from what was attained, it is rounded up to a power of two, so equals swap only
@@ -40,6 +40,6 @@ def work(inputs: PolicyInput, job: Job) -> float:
 
 
 def _power_above(value: float) -> float:
-    """The least power of two that is not below `value`."""
+    """Return the least power of two that is not below `value`."""
     part, power = math.frexp(value)
     return math.ldexp(1.0, power - (part == 0.5))

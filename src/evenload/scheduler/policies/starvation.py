@@ -1,4 +1,4 @@
-"""The guard under all preempting policies: a job that waited much longer than it ran goes before all others.
+"""Guard of all preempting policies: a job that waited much longer than it ran goes before all others.
 
 A job starves while ``waited − held > starve_after_s``. It then stands before all others, the starving among themselves
 in order of submission, so it gets the next devices that can be had; while it runs, the debt shrinks, and once it is paid
@@ -13,7 +13,7 @@ from evenload.scheduler.core.values import Job, Settings
 
 
 def is_starving(job: Job, now_s: float, settings: Settings) -> bool:
-    """Whether the guard puts the job first. Jobs with a priority below 0 take what is left and are never put first."""
+    """Return whether the guard puts the job first. Jobs with a priority below 0 take what is left and are never put first."""
     after_s = settings.starve_after_s
     if now_s - job.submitted_s <= after_s or job.spec.priority < 0:
         return False

@@ -1,1 +1,1 @@
-"""What would happen: discrete events around the same core that the daemon runs, with programs that follow measured tables."""
+"""Simulate a queue: discrete events around the daemon's own core, with programs that follow measured tables."""

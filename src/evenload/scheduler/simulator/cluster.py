@@ -20,7 +20,7 @@ _PART = re.compile(r"(?P<hosts>\d+)x(?P<size>\d+)(?::(?P<kind>[\w.-]+))?")
 
 @dataclass(frozen=True)
 class KindFacts:
-    """What one kind of device is taken to be like; None where nothing is said."""
+    """Properties of one kind of device; None if not given."""
 
     speed: float | None = None
     price_per_hour: float | None = None
@@ -28,14 +28,14 @@ class KindFacts:
     memory_bytes: int | None = None
 
     def on(self, device: Device) -> Device:
-        """The device with what is said here."""
+        """Return the device with these properties."""
         return replace(device, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 def devices_of(
     text: str, facts: Mapping[str, KindFacts] | None = None, own: tuple[Device, ...] = ()
 ) -> tuple[Device, ...]:
-    """The devices, hosts numbered in the order of the text.
+    """Return the devices, hosts numbered in the order of the text.
 
     Args:
         text: see above.
@@ -78,7 +78,6 @@ def devices_of(
 
 
 def _own(own: tuple[Device, ...], num_more: int, facts: Mapping[str, KindFacts]) -> list[Device]:
-    """A queue's devices, and so many more like the last of its most frequent kind, in the same host."""
     if not own:
         raise ConfigError("cluster own: only a queue's own record has devices; expected HOSTSxDEVICES[:KIND]")
     kinds = Counter(device.kind for device in own)
@@ -89,7 +88,7 @@ def _own(own: tuple[Device, ...], num_more: int, facts: Mapping[str, KindFacts])
 
 @dataclass(frozen=True)
 class DeviceShape:
-    """The devices that one job has, as far as its speed depends on them."""
+    """The devices of one job, as far as its speed depends on them."""
 
     per_host: tuple[int, ...]
     """How many in each host, in the order of the hosts."""
@@ -99,12 +98,12 @@ class DeviceShape:
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """Number of devices."""
         return len(self.kinds)
 
 
 def shape_of(devices: tuple[Device, ...]) -> DeviceShape:
-    """What a program sees of its devices."""
+    """Return the shape of devices."""
     hosts: dict[str, int] = {}
     for device in devices:
         hosts[device.host] = hosts.get(device.host, 0) + 1

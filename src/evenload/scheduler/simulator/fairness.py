@@ -1,4 +1,4 @@
-"""How long jobs would have taken on an equal part of the cluster: what finish-time fairness compares with.
+"""Completion times on an equal part of the cluster, the reference of finish-time fairness.
 
 Themis (Mahajan et al., NSDI 2020) calls a job's time in the shared cluster over its time on its own N-th part ρ. Here n is
 the mean number of jobs that were there during the job's life, and its part is 1/n of the devices: it runs alone on as
@@ -20,7 +20,7 @@ from evenload.scheduler.simulator.programs import alone_s
 
 
 def packed_shape(devices: Sequence[Device], spec: JobSpec, num: int) -> DeviceShape | None:
-    """The first `num` devices that the job can use, host by host; None where there aren't so many."""
+    """Return the first `num` devices that the job can use, host by host; None if there are fewer."""
     needs = spec.needs
     usable = [d for d in devices if (not needs.kinds or d.kind in needs.kinds) and d.memory_bytes >= needs.memory_bytes]
     return shape_of(tuple(usable[:num])) if len(usable) >= num else None
@@ -32,7 +32,7 @@ def with_fair_times(
     arrivals: Mapping[str, JobArrival],
     devices: Sequence[Device],
 ) -> list[JobOutcome]:
-    """The outcomes with `fair_s` filled in, in the order of submission."""
+    """Return the outcomes with `fair_s` filled in, in the order of submission."""
     times = [sample.time_s for sample in samples]
     areas = [0.0]
     for sample, after in pairwise(samples):

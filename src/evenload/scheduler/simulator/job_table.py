@@ -1,4 +1,4 @@
-"""Jobs from a table: what people write by hand, and what a queue's record is exported to. One row a job, times in seconds.
+"""Jobs from a table, written by hand or exported from a queue's record. One row a job, times in seconds.
 
 ========================= =========================================================================================
 ``job``                   its name, once
@@ -144,7 +144,7 @@ def _flag(text: str) -> bool:
 
 
 def read_speeds(path: Path) -> dict[str, dict[tuple[str, int], float]]:
-    """Job type → (kind, number of devices) → steps a second, of jobs that have their devices for themselves.
+    """Return job type → (kind, number of devices) → steps a second, of jobs that have their devices for themselves.
 
     Raises:
         ConfigError: the file is not such a table.

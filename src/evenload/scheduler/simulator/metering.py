@@ -1,4 +1,4 @@
-"""Watches a simulated queue's events and adds up what a report needs: costs, preemptions, devices in use over time."""
+"""Sums for a report from a simulated queue's events: costs, preemptions, devices in use over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Meter:
     """Sums over the time of one simulation."""
 
     def __init__(self, devices: Mapping[str, Device]) -> None:
-        """Nothing has happened yet."""
+        """Start with empty sums."""
         self._devices = devices
         self._holding: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._cost: dict[str, float] = {}
@@ -26,7 +26,7 @@ class Meter:
         self.samples: list[ClusterSample] = []
 
     def observe(self, event: events.Event, changed: tuple[Job, ...], queue_state: QueueState) -> None:
-        """An event was applied to the queue's state, and changed these jobs."""
+        """Account for an event that was applied and the jobs it changed."""
         if isinstance(event, events.Reported):
             return
         if (isinstance(event, events.StopRequested) and event.then is JobState.PENDING) or (

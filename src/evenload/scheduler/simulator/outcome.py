@@ -1,4 +1,4 @@
-"""What came of a simulated workload, job by job and over time."""
+"""Results of a simulated workload, for each job and over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evenload.scheduler.core.states import JobState
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """One job's story. Times are seconds since the workload's beginning."""
+    """Result of one job. Times are seconds since the workload's beginning."""
 
     job: str
     user: str

@@ -1,4 +1,4 @@
-"""What a simulated job does with its devices: the interface, and programs that a duration or a table of speeds describes."""
+"""Programs of simulated jobs: the interface, and programs described by a duration or a table of speeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenload.scheduler.simulator.cluster import DeviceShape
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What a job tells the queue of itself."""
+    """What a job reports to the queue."""
 
     done: float
     total: float
@@ -24,21 +24,21 @@ class ProgramReport:
 
 
 class SimulatedProgram(Protocol):
-    """A job's behaviour between events: its speed only changes at moments that it knows beforehand."""
+    """A job's behaviour between events: its speed changes only at times that it knows beforehand."""
 
     is_done: bool
 
     def start(self, shape: DeviceShape) -> None:
-        """Runs from now on these devices, from where it stood."""
+        """Run on these devices from now on, from where it stood."""
 
     def until_change_s(self) -> float:
-        """Seconds of running until its speed changes or it is done."""
+        """Return the seconds of running until its speed changes or it is done."""
 
     def advance(self, seconds: float) -> None:
-        """Runs for so long, at most until the next change."""
+        """Run for some seconds, at most until the next change."""
 
     def report(self) -> ProgramReport:
-        """What it reports now."""
+        """Return its present report."""
 
 
 class TimedProgram:
@@ -48,7 +48,7 @@ class TimedProgram:
     """
 
     def __init__(self, duration_s: float, num_devices: int, scaling: float, rates: tuple[float, ...] = ()) -> None:
-        """Runs `duration_s` on `num_devices` devices of speed 1."""
+        """Take the duration on `num_devices` devices of speed 1."""
         if not duration_s > 0:
             raise ConfigError(f"a job of {duration_s} s: expected more than 0")
         if rates and (len(rates) < num_devices or not all(0 < rate < math.inf for rate in rates)):
@@ -61,33 +61,33 @@ class TimedProgram:
         self.is_done = False
 
     def rate(self, shape: DeviceShape) -> float:
-        """Seconds of its work a second."""
+        """Return the seconds of its work done in a second."""
         num = shape.num_devices
         speedup = self._curve[min(num, len(self._curve)) - 1] if self._curve else (num / self._num) ** self._scaling
         return sum(shape.speeds) / len(shape.speeds) * float(speedup)
 
     def start(self, shape: DeviceShape) -> None:
-        """Takes the speed of these devices."""
+        """Take the speed of these devices."""
         self._rate = self.rate(shape)
 
     def until_change_s(self) -> float:
-        """Until it is done."""
+        """Return the seconds until it is done."""
         return (self._total - self._done) / self._rate
 
     def advance(self, seconds: float) -> None:
-        """Runs on."""
+        """Run on."""
         self._done = min(self._total, self._done + self._rate * seconds)
         self.is_done = self._total - self._done <= 1e-9 * self._total
 
     def report(self) -> ProgramReport:
-        """Seconds of work, on as many devices as the trace says."""
+        """Report seconds of work, on as many devices as the trace names."""
         rates = None if self._is_curve_reported else self._curve
         self._is_curve_reported = True
         return ProgramReport(self._done, self._total, self._rate, rates)
 
 
 class TypedProgram(TimedProgram):
-    """A program of so many steps, whose speed on each kind and number of devices a table tells (Gavel)."""
+    """A program of a number of steps, whose speed on each kind and number of devices is in a table (Gavel)."""
 
     def __init__(self, steps: float, name: str, rates: Mapping[tuple[str, int], float]) -> None:
         """`rates`: (kind, number of devices) → steps a second; kinds mixed in one job run at the slowest's speed."""
@@ -95,7 +95,7 @@ class TypedProgram(TimedProgram):
         self._name, self._rates = name, rates
 
     def rate(self, shape: DeviceShape) -> float:
-        """Steps a second.
+        """Return the steps a second.
 
         Raises:
             ConfigError: the table has no such kind or number of devices.
@@ -112,7 +112,7 @@ class TypedProgram(TimedProgram):
 
 
 def alone_s(program: SimulatedProgram, shape: DeviceShape) -> float:
-    """Seconds that a new program takes from its beginning to its end on such devices, undisturbed; uses it up."""
+    """Return the seconds a new program takes from start to end on such devices, undisturbed; uses it up."""
     program.start(shape)
     seconds = 0.0
     while not program.is_done:

@@ -47,7 +47,7 @@ class _RecordedJob:
 
 @dataclass(frozen=True)
 class QueueRecord:
-    """What a queue's log tells; times count from the first submission of `rows`."""
+    """A queue's log as a workload; times count from the first submission of `rows`."""
 
     rows: tuple[Row, ...]
     """In the order of submission."""
@@ -63,7 +63,7 @@ class QueueRecord:
 
 
 def record_of(log: Iterable[events.Event]) -> QueueRecord:
-    """Folds the log.
+    """Fold the log.
 
     Raises:
         QueueError: the events don't follow each other.
@@ -105,7 +105,7 @@ def _cut(reservations: dict[str, Reservation], name: str, time_s: float) -> None
 
 
 def read_log(path: Path) -> QueueRecord:
-    """The same from a file with one event a line, as `core.events.as_row` writes them.
+    """Read a file with one event a line, as `core.events.as_row` writes them, and fold it.
 
     Raises:
         ConfigError: the file is not such a log.
@@ -126,7 +126,7 @@ def read_log(path: Path) -> QueueRecord:
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
-    """Writes the simple table."""
+    """Write the table of jobs."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()

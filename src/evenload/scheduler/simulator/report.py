@@ -1,4 +1,4 @@
-"""What a simulation shows, as figures: completion times, use of the devices, restarts, fairness, costs."""
+"""Figures of a simulation: completion times, use of the devices, restarts, fairness, costs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SimulationReport:
 
 
 def report_of(outcome: SimulationOutcome, cluster: str = "") -> SimulationReport:
-    """The figures."""
+    """Compute the figures."""
     jobs = [job for job in outcome.jobs if job.state is JobState.SUCCEEDED]
     jcts = [job.jct_s for job in jobs]
     unfairness = [job.jct_s / job.fair_s for job in jobs if job.fair_s > 0]
@@ -79,12 +79,12 @@ def report_of(outcome: SimulationOutcome, cluster: str = "") -> SimulationReport
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 where there are none."""
+    """Return the mean; 0 for no values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Linear between the two nearest values, as numpy's; 0 where there are none."""
+    """Interpolate linearly between the two nearest values, as numpy does; 0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -95,12 +95,12 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 def as_row(report: SimulationReport) -> dict[str, Any]:
-    """Plain values for JSON."""
+    """Return plain values for JSON."""
     return asdict(report)
 
 
 def slowdowns(jobs: Sequence[JobOutcome], base: Sequence[JobOutcome]) -> list[float]:
-    """Each job's completion time over its own in another simulation of the same workload."""
+    """Return each job's completion time over its own in another simulation of the same workload."""
     before = {job.job: job.jct_s for job in base}
     return [job.jct_s / before[job.job] for job in jobs if before.get(job.job)]
 
@@ -124,7 +124,7 @@ _ONLY_WHERE_SET = ("cost", "energy_kwh")
 
 
 def table(reports: Sequence[SimulationReport]) -> str:
-    """For people: a row a simulation."""
+    """Format reports as text, one row each."""
     columns = [c for c in _COLUMNS if c[0] not in _ONLY_WHERE_SET or any(getattr(r, c[0]) for r in reports)]
     cells = [[title for _, title, _ in columns]]
     cells += [[form.format(getattr(report, name)) for name, _, form in columns] for report in reports]

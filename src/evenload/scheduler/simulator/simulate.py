@@ -1,4 +1,4 @@
-"""The simulation: a shell around the core, as the daemon is one, with a clock that jumps from event to event."""
+"""Run a simulation: a shell around the core, as the daemon is one, with a clock that jumps from event to event."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENDLESS_S = 20 * 365 * 86400.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything about a simulation that isn't the workload."""
+    """Everything about a simulation except the workload."""
 
     devices: tuple[Device, ...]
     settings: Settings = field(default_factory=Settings)
@@ -64,7 +64,7 @@ class Conditions:
 def simulate(
     arrivals: Sequence[JobArrival], conditions: Conditions, log: list[events.Event] | None = None
 ) -> SimulationOutcome:
-    """Runs a workload to its end; `log` collects the queue's events, as a daemon would record them.
+    """Run a workload to its end; `log` collects the queue's events, as a daemon would record them.
 
     Raises:
         ConfigError: a job can never run on these devices.
@@ -121,7 +121,6 @@ class _Simulation:
             self._push(arrival.time_s, "arrive", arrival.job)
 
     def run(self) -> SimulationOutcome:
-        """Until the last job has ended."""
         while self.heap:
             now_s = self.heap[0][0]
             is_due = False
@@ -156,7 +155,7 @@ class _Simulation:
         self.num_pushed += 1
 
     def _happen(self, kind: str, name: str, version: int, now_s: float) -> bool:
-        """One event; returns whether the queue is to decide now."""
+        """Handle one event; return whether the queue is to decide now."""
         if kind == "tick":
             self.next_tick_s = None
             return True
@@ -242,7 +241,7 @@ class _Simulation:
         self._push(now_s + delay_s, "begin", name, self.live[name].version)
 
     def _will_stop(self, name: str, now_s: float) -> None:
-        """The program saves what it has done by now, which is all of it."""
+        """Stop the program; it saves all it has done by now."""
         live = self.live[name]
         live.version += 1
         live.is_running = False
