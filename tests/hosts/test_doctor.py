@@ -27,11 +27,11 @@ def _serving(box, folder, *options):
 
 
 def _look(box, folder, host, *options, env=None):
-    """The exit code and the findings by name, as JSON tells them."""
+    """The exit code and the findings by name, from its JSON."""
     code, text = Typed(box, folder, "doctor", "--host", host, "--json", *options, env=env).end(60)
-    told = json.loads(text[text.index("{") :])
-    assert code == told["exit_code"]
-    return code, {finding["name"]: finding for finding in told["findings"]}
+    expected = json.loads(text[text.index("{") :])
+    assert code == expected["exit_code"]
+    return code, {finding["name"]: finding for finding in expected["findings"]}
 
 
 def _fit_and_unfit(boxes, folder):
@@ -45,7 +45,7 @@ def _fit_and_unfit(boxes, folder):
     asked = ("--script", "train.py", "--data", "data")
     with _serving(box1, folder / "box1", *asked) as server:
         fit = _look(box2, folder / "box2", "box1", *asked)
-        server.until("box2 (10.77.0.2) looks at this machine")
+        server.until("box2 (10.77.0.2) examines this machine")
         box1.limit(100)
         box2.limit(100)
         box2.set_mtu(1400)
@@ -70,19 +70,19 @@ def _lost(boxes, folder):
         return _look(boxes[1], folder / "box2", "box1")
 
 
-def _meeting_point(boxes, folder):
+def _coordinator(boxes, folder):
     """A run that waits for its machines answers too; and this machine has another torch."""
     site = folder / "site" / "torch-2.9.1.dist-info"
     site.mkdir(parents=True)
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.1\n")
     for box in boxes:
         write_script(folder / box.name, "pass")
-    point = type_run(boxes[0], folder / "box1", "--nodes", "2", "--host", "box1")
-    point.until("is the meeting point")
+    coordinator = type_run(boxes[0], folder / "box1", "--nodes", "2", "--host", "box1")
+    coordinator.until("is the coordinator")
     old = {"PYTHONPATH": str(site.parent)}
     found = _look(boxes[1], folder / "box2", "box1", "--script", "train.py", env=old)
-    point.process.send_signal(signal.SIGINT)
-    return found, point.end()
+    coordinator.process.send_signal(signal.SIGINT)
+    return found, coordinator.end()
 
 
 def _run_at_a_doctor(boxes, folder):
@@ -121,7 +121,7 @@ def looks(can_make_machines, tmp_path_factory):
         "fit": _fit_and_unfit,
         "apart": _apart,
         "lost": _lost,
-        "point": _meeting_point,
+        "coordinator": _coordinator,
         "run": _run_at_a_doctor,
         "bare": _bare,
     }
@@ -157,7 +157,7 @@ def test_a_name_that_nobody_has(looks):
     assert {finding["status"] for name, finding in found.items() if name != "name"} == {"skip"}
 
 
-def test_a_closed_port_and_a_firewall_are_told_apart(looks):
+def test_a_closed_port_and_a_firewall_are_distinguished(looks):
     _, (_, closed), _, (_, dropped) = looks["apart"]
     assert "nothing listens at that port" in closed["port"]["found"]
     assert closed["port"]["mend"].startswith("evenload doctor --serve --port 29501   # on box1")
@@ -180,18 +180,18 @@ def test_large_packets_and_picked_ports_that_are_lost(looks):
     assert found["other ports"]["status"] == "fail" and "ufw allow from 10.77.0.2" in found["other ports"]["mend"]
 
 
-def test_the_meeting_point_of_a_run_answers_and_other_versions_are_told(looks):
-    (code, found), (ended, screen) = looks["point"]
+def test_the_coordinator_of_a_run_answers_and_other_versions_are_told(looks):
+    (code, found), (ended, screen) = looks["coordinator"]
     assert code == 1 and found["versions"]["status"] == "fail" and "torch 2.9.1 here" in found["versions"]["found"]
     assert found["same code"]["status"] == "ok" and found["same data"]["status"] == "skip"
     assert found["clocks"]["status"] == "ok"
     assert ended == 130 and "Traceback" not in screen
 
 
-def test_a_run_and_a_doctor_tell_each_other_apart(looks):
-    (code, text), (other, told) = looks["run"]
+def test_a_run_and_a_doctor_recognize_each_other(looks):
+    (code, text), (other, expected) = looks["run"]
     assert code == 2 and "a doctor listens at port 29500 of box1, not a run" in text
-    assert other == 2 and "port 29500 can't be opened here" in told and "--port N" in told
+    assert other == 2 and "port 29500 can't be opened here" in expected and "--port N" in expected
 
 
 def test_it_works_without_any_package(looks):
@@ -202,23 +202,23 @@ def test_it_works_without_any_package(looks):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["--script", "train.py"], "--script train.py compares two machines"),
         (["--data", "x"], "--data x compares two machines"),
-        (["--host", "a:b"], "'b' is no port"),
+        (["--host", "a:b"], "'b' is not a port"),
         (["--host", "box1:0"], "a number from 1 to 65535"),
         (["--host", "box1:1", "--port", "2"], "name two ports"),
         (["--serve", "--json"], "--json has no effect with --serve"),
-        (["--serve", "--host", "192.0.2.7"], "that is no address of this machine"),
+        (["--serve", "--host", "192.0.2.7"], "this machine has no such address"),
         (["--serve", "--script", "none.py"], "--script none.py: it can't be read here"),
         (["--serve", "--data", "none"], "--data none: there is no such file or folder"),
         (["--host", "box1", "--backend", "gloo"], "--backend: without effect with --host"),
         (["--serve", "--full"], "--full: without effect with --serve"),
     ],
 )
-def test_wrong_uses_are_refused(tmp_path, capfd, monkeypatch, arguments, told):
+def test_wrong_uses_are_refused(tmp_path, capfd, monkeypatch, arguments, expected):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as leave:
         main(["doctor", *arguments])
-    assert leave.value.code == 2 and told in capfd.readouterr().err
+    assert leave.value.code == 2 and expected in capfd.readouterr().err

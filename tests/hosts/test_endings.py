@@ -1,4 +1,4 @@
-"""How a run on two machines ends: an error, a signal or a death on one is told on both, and nothing is left."""
+"""How a run on two machines ends: an error, a signal or a death on one is reported on both, and nothing is left."""
 
 import signal
 import time
@@ -20,11 +20,11 @@ def _wait_ready(folder, timeout_s=60):
     return [int(file.read_text()) for file in files]
 
 
-def _ends(typed, told, pids=()):
-    """How both ended: codes, screens, and the seconds from now until both were told why."""
+def _ends(typed, expected, pids=()):
+    """How both ended: codes, screens, and the seconds from now until both printed why."""
     began = time.monotonic()
     for one in typed:
-        one.until(told)
+        one.until(expected)
     seconds = time.monotonic() - began
     ends = [one.end(60) for one in typed]
     assert_gone(pids)
@@ -40,14 +40,14 @@ def loss_fn(batch):
     raise ValueError("a broken batch")
 if spec.rank == 0:
     raise PeerLostError("rank 1 is gone")
-Path("told").write_text(f"{spec.node_rank} of {spec.num_nodes}, local {spec.local_rank}, {spec.interface}")
+Path("assignment").write_text(f"{spec.node_rank} of {spec.num_nodes}, local {spec.local_rank}, {spec.interface}")
 time.sleep(0.7)
 worker.progress.step = 12
 loss_fn(None)
 """
     typed = on_both(boxes, folder, body)
     pids = _wait_ready(folder)
-    return _ends(typed, "a broken batch", pids), (folder / "box2" / "told").read_text()
+    return _ends(typed, "a broken batch", pids), (folder / "box2" / "assignment").read_text()
 
 
 def _ctrl_c(boxes, folder):
@@ -86,13 +86,13 @@ def ends(can_make_machines, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_an_error_on_one_machine_is_told_on_both_not_its_consequence_on_the_other(ends):
-    (codes, screens, seconds), told = ends["error"]
+def test_an_error_on_one_machine_is_reported_on_both_not_its_consequence_on_the_other(ends):
+    (codes, screens, seconds), expected = ends["error"]
     assert codes == [1, 1] and seconds < 10
     for text in screens:
         assert "rank 1 (cpu on box2) failed at step 12: ValueError: a broken batch\nTraceback" in text
         assert text.count("Traceback") == 1 and "in loss_fn" in text and "PeerLost" not in text
-    assert told == "1 of 2, local 0, eth0"
+    assert expected == "1 of 2, local 0, eth0"
 
 
 def test_ctrl_c_on_one_machine_ends_all(ends):
@@ -101,10 +101,8 @@ def test_ctrl_c_on_one_machine_ends_all(ends):
     assert "evenload: SIGINT on box2: the 2 ranks ended" in first and "evenload: SIGINT: the 2 ranks ended" in second
 
 
-@pytest.mark.parametrize(
-    ("box", "who"), [(0, "box1, the machine of the meeting point, is gone"), (1, "box2 (rank 1) is gone")]
-)
-def test_the_death_of_a_supervisor_ends_the_other_machine_with_a_clear_word(ends, box, who):
+@pytest.mark.parametrize(("box", "who"), [(0, "box1, the coordinator, is gone"), (1, "box2 (rank 1) is gone")])
+def test_the_death_of_a_supervisor_ends_the_other_machine_with_a_clear_message(ends, box, who):
     codes, (text,), seconds = ends[f"death_{box}"]
     assert codes == [1] and seconds < 10
     assert who in text and "Start the same command again on all machines" in text

@@ -1,5 +1,6 @@
-"""The parts of a meeting that are pure: what is read, compared, ordered, and said."""
+"""The parts of a rendezvous: options, comparison, order of ranks, connections, monitors, findings."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -10,46 +11,45 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.cli.nodes import Spelled, read_terms
-from evenload.doctor.checks import hosts_verdicts as verdicts
-from evenload.doctor.checks.hosts_verdicts import Facts
+from evenload.cli.nodes import NodeOptions, read_rendezvous_config
+from evenload.doctor.checks import hosts_findings
+from evenload.doctor.checks.hosts_findings import HostFacts
 from evenload.errors import ConfigError
-from evenload.rendezvous import host_info as cards
-from evenload.rendezvous import messages as wires
-from evenload.rendezvous import world as worlds
+from evenload.rendezvous import connection as connections
+from evenload.rendezvous import host_info, world
 from evenload.rendezvous.address import Route, chosen_interface, numeric
-from evenload.rendezvous.connect import Miss
-from evenload.rendezvous.host_info import Card, Seat, compare
-from evenload.rendezvous.messages import Wire
-from evenload.rendezvous.peer_monitor import Cause, Guest, GuestParty, PointParty
-from evenload.rendezvous.probe import Data, Measured, Sheet
+from evenload.rendezvous.connection import MAX_MESSAGE_BYTES, ConnectFailure, Connection
+from evenload.rendezvous.event_loop import EventLoopThread
+from evenload.rendezvous.host_info import DeviceSlot, HostInfo, compare
+from evenload.rendezvous.peer_monitor import CoordinatorMonitor, FailureCause, MemberMonitor, Peer
+from evenload.rendezvous.probe import DataSummary, HostMeasurement, HostReport
 from evenload.rendezvous.settings import Endpoint, parse_endpoint, parse_nodes
 from evenload.training.launch.environment import WorkerSpec
+from evenload.training.launch.several_machines import assign
 from evenload.training.launch.target import target_file
 
 
-def make(name="box1", address="10.0.0.1", seats=1, **changes):
+def make(name="box1", address="10.0.0.1", slots=1, **changes):
     values = {
         "host_name": name,
         "address": address,
         "interface": "eth0",
-        "machine": "m",
         "source": "s",
         "python": "3.11.7",
         "torch": "2.13.0+cpu",
         "script": "/home/u/train.py",
         "digest": "d",
-        "beside": {},
+        "siblings": {},
         "arguments": (),
         "paths": {},
         "settings": {},
         "nodes": "2",
-        "job": "",
+        "job_id": "",
         "node_rank": None,
-        "seats": tuple(Seat("cpu", "CPU", 1) for _ in range(seats)),
+        "slots": tuple(DeviceSlot("cpu", "CPU", 1) for _ in range(slots)),
         "backend": "gloo",
     }
-    return Card(**{**values, **changes})
+    return HostInfo(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def make(name="box1", address="10.0.0.1", seats=1, **changes):
         ("gpu_box.local", "gpu_box.local", 29500),
     ],
 )
-def test_endpoints_are_read_and_spelled(text, host, port):
+def test_endpoints_are_read_and_options(text, host, port):
     endpoint = parse_endpoint(text)
     assert endpoint == Endpoint(host, port)
     assert parse_endpoint(str(endpoint)) == endpoint
@@ -86,10 +86,10 @@ def test_other_numbers_of_machines_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("given_options", "told"),
+    ("given_options", "expected"),
     [
-        ({"nodes": "2"}, "say where the machines meet"),
-        ({"host": "box1"}, "say how many machines"),
+        ({"nodes": "2"}, "--host is missing"),
+        ({"host": "box1"}, "the number of machines is missing"),
         ({"nodes": "1", "host": "box1"}, "has no effect with --nodes 1"),
         ({"nodes": "2", "nnodes": "3", "host": "box1"}, "--nodes 2 and --nnodes 3"),
         ({"nodes": "2", "host": "box1", "rdzv_endpoint": "box2"}, "--host box1 and --rdzv-endpoint box2"),
@@ -100,242 +100,304 @@ def test_other_numbers_of_machines_are_refused(text):
         ({"nodes": "2", "host": "box1", "node_rank": -1}, "the ranks are 0 to 1"),
         ({"nodes": "2", "host": "box1", "wait_s": 0.0}, "--wait 0"),
         ({"nodes": "2", "host": "box1", "wait_s": float("nan")}, "--wait nan"),
-        ({"nodes": "2", "host": "box1", "standalone": True}, "--standalone says one machine"),
-        ({"nodes": "2", "host": "box1", "rdzv_backend": "etcd"}, "without etcd"),
+        ({"nodes": "2", "host": "box1", "standalone": True}, "--standalone means one machine"),
+        ({"nodes": "2", "host": "box1", "rdzv_backend": "etcd"}, "needs no backend such as etcd"),
         ({"wait_s": 3.0}, "--wait 3.0 has no effect on one machine"),
         ({"node_rank": 1}, "--node-rank 1 has no effect on one machine"),
         ({"max_restarts": 3}, "--max-restarts 3"),
     ],
 )
-def test_terms_that_contradict_or_do_nothing_are_refused(given_options, told):
-    with pytest.raises(ConfigError, match=told):
-        read_terms(Spelled(**given_options), None, ("train.py",))
+def test_options_that_contradict_or_do_nothing_are_refused(given_options, expected):
+    with pytest.raises(ConfigError, match=expected):
+        read_rendezvous_config(NodeOptions(**given_options), None, ("train.py",))
 
 
 def test_torchruns_spellings_are_ours():
-    ours = read_terms(Spelled(nodes="2", host="box1:29400"), None, ("train.py", "--lr", "1"))
+    ours = read_rendezvous_config(NodeOptions(nodes="2", host="box1:29400"), None, ("train.py", "--lr", "1"))
     assert ours is not None and ours.command == "evenload run --nodes 2 --host box1:29400 train.py --lr 1"
-    theirs = Spelled(nnodes="2:2", rdzv_endpoint="box1:29400", rdzv_backend="c10d", max_restarts=0)
-    static = Spelled(nnodes="2", master_addr="box1", master_port=29400)
-    for spelled, port in ((theirs, None), (static, None), (Spelled(nodes="2", host="box1"), 29400)):
-        assert read_terms(spelled, port, ("train.py", "--lr", "1")) == ours
-    assert read_terms(Spelled(nnodes="1", max_restarts=0, standalone=True), 7, ("train.py",)) is None
+    theirs = NodeOptions(nnodes="2:2", rdzv_endpoint="box1:29400", rdzv_backend="c10d", max_restarts=0)
+    static = NodeOptions(nnodes="2", master_addr="box1", master_port=29400)
+    for options, port in ((theirs, None), (static, None), (NodeOptions(nodes="2", host="box1"), 29400)):
+        assert read_rendezvous_config(options, port, ("train.py", "--lr", "1")) == ours
+    assert read_rendezvous_config(NodeOptions(nnodes="1", max_restarts=0, standalone=True), 7, ("train.py",)) is None
 
 
-def test_equal_machines_have_no_differences_and_cards_survive_the_way():
-    card = make(arguments=("--data", "/d"), paths={"/d": True}, settings={"balance": [1, 2]}, node_rank=1)
-    assert compare(card, card, 0.0) == cards.Differences()
-    assert cards.from_message(json.loads(json.dumps(cards.as_message(card)))) == card
+def test_equal_machines_have_no_differences_and_host_info_survives_sending():
+    info = make(arguments=("--data", "/d"), paths={"/d": True}, settings={"balance": [1, 2]}, node_rank=1)
+    assert compare(info, info, 0.0) == host_info.HostDifferences()
+    assert host_info.from_message(json.loads(json.dumps(host_info.as_message(info)))) == info
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda c: st.lists(c) | st.dictionaries(st.text(), c)))
-def test_what_is_no_card_is_refused_and_never_more_than_that(raw):
+def test_invalid_host_info_raises_nothing_but_value_error(raw):
     with pytest.raises(ValueError):
-        cards.from_message(raw)
+        host_info.from_message(raw)
 
 
 @pytest.mark.parametrize(
-    ("changes", "clock_s", "told"),
+    ("changes", "clock_offset_s", "expected"),
     [
-        ({"torch": "2.13.1"}, 0.0, "near enough"),
+        ({"torch": "2.13.1"}, 0.0, "these work together"),
         ({"source": "t"}, 0.0, "same version on box1"),
-        ({"beside": {"model.py": "2"}}, 0.0, "model.py beside the script is other code on box2"),
-        ({"paths": {"/d": False}}, 0.0, "/d is there on box1 (10.0.0.1), but not on box2"),
+        ({"siblings": {"model.py": "2"}}, 0.0, "model.py beside the script: the code on box2"),
+        ({"paths": {"/d": False}}, 0.0, "/d exists on box1 (10.0.0.1), but not on box2"),
         ({}, -2.5, "2.5 s behind"),
         ({}, 1.5, "1.5 s ahead of"),
         ({"settings": {"project_dir": "elsewhere", "log_every_s": 1.0}}, 0.5, ""),
     ],
 )
-def test_what_is_worth_a_line_keeps_nobody_from_training(changes, clock_s, told):
-    here = make(beside={"model.py": "1", "other.py": "1"}, paths={"/d": True})
+def test_notes_are_no_errors(changes, clock_offset_s, expected):
+    here = make(siblings={"model.py": "1", "other.py": "1"}, paths={"/d": True})
     there = make("box2", "10.0.0.2", **{"paths": {"/d": True}, **changes})
-    found = compare(here, there, clock_s)
-    assert not found.errors and len(found.notes) == bool(told) and all(told in note for note in found.notes)
+    found = compare(here, there, clock_offset_s)
+    assert not found.errors and len(found.notes) == bool(expected) and all(expected in note for note in found.notes)
 
 
 def test_ranks_follow_names_not_arrival_and_fixed_ones_hold():
-    point, a, b, c = make(), make("a", "10.0.0.2"), make("b", "10.0.0.3"), make("c", "10.0.0.4", node_rank=1)
-    assert worlds.order([point, b, a], 3) == worlds.order([point, b, a], 4) == (0, 2, 1)
-    assert worlds.order([point, b, c, a], 4) == (0, 2, 3, 1)
-    twin = dataclasses.replace(c, host_name="d")
+    first, a, b, c = make(), make("a", "10.0.0.2"), make("b", "10.0.0.3"), make("c", "10.0.0.4", node_rank=1)
+    assert world.order([first, b, a], 3) == world.order([first, b, a], 4) == (0, 2, 1)
+    assert world.order([first, b, c, a], 4) == (0, 2, 3, 1)
+    same_rank = dataclasses.replace(c, host_name="d")
     with pytest.raises(ConfigError, match=r"--node-rank 1 is given on c \(10.0.0.4\) and on d"):
-        worlds.order([point, c, twin], 3)
+        world.order([first, c, same_rank], 3)
     with pytest.raises(ConfigError, match="node 0 is box1"):
-        worlds.order([point, dataclasses.replace(c, node_rank=0)], 2)
+        world.order([first, dataclasses.replace(c, node_rank=0)], 2)
 
 
 def test_the_world_counts_ranks_and_shares_over_all_machines():
-    machines = [make(seats=2, backend="nccl"), make("box2", "10.0.0.2", seats=1, backend="nccl")]
-    world = worlds.build_world(machines, {"balance": [3, 2, 1]})
-    assert (world.world_size, world.backend, world.first_rank(1), world.ranks(0)) == (3, "nccl", 2, "ranks 0-1")
+    machines = [make(slots=2, backend="nccl"), make("box2", "10.0.0.2", slots=1, backend="nccl")]
+    built = world.build_world(machines, {"balance": [3, 2, 1]})
+    assert (built.world_size, built.backend, built.first_rank(1), built.describe_ranks(0)) == (
+        3,
+        "nccl",
+        2,
+        "ranks 0-1",
+    )
     with pytest.raises(ConfigError, match=r"2 shares for 3 ranks \(2 on box1, 1 on box2\)"):
-        worlds.build_world(machines, {"balance": (1, 2)})
-    assert worlds.build_world([machines[0], make("box2", backend="gloo")], {}).backend == "gloo"
+        world.build_world(machines, {"balance": (1, 2)})
+    assert world.build_world([machines[0], make("box2", backend="gloo")], {}).backend == "gloo"
     own = [WorkerSpec(device="cpu", device_names=("CPU",), throttle={"factor": 0.5})]
-    (joined,) = worlds.join_world(own, worlds.from_message(worlds.as_message(world)), 1, "10.0.0.1:5")
+    sent = json.loads(json.dumps(world.as_message(built)))
+    (joined,) = assign(own, world.from_message(sent).assignments(1, "10.0.0.1:5"))
     assert (joined.rank, joined.local_rank, joined.node_rank, joined.world_size, joined.num_nodes) == (2, 0, 1, 3, 2)
     assert joined.device_names == ("box1 CPU", "box1 CPU", "box2 CPU") and joined.interface == "eth0"
     assert joined.throttle == {"factor": 0.5} and joined.store == "10.0.0.1:5"
-    same = worlds.build_world([make(), make()], {})
+    same = world.build_world([make(), make()], {})
     assert [machine.name for machine in same.machines] == ["box1 (10.0.0.1) #1", "box1 (10.0.0.1) #2"]
 
 
-@pytest.fixture
-def pair():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
-    wires_made = Wire(ours), Wire(theirs)
-    yield wires_made
-    for wire in wires_made:
-        wire.close()
+@contextlib.asynccontextmanager
+async def _connected():
+    """Two ends of one connection; the first one's raw writer as well."""
+    accepted = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(
+        lambda *streams: accepted.set_result(streams), "127.0.0.1", 0, limit=MAX_MESSAGE_BYTES
+    )
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=MAX_MESSAGE_BYTES)
+    ends = Connection(reader, writer), Connection(*await accepted)
+    try:
+        yield *ends, writer
+    finally:
+        for end in ends:
+            end.close()
+        server.close()
 
 
-def test_messages_arrive_whole_in_order_and_the_last_words_before_the_end(pair):
-    ours, theirs = pair
-    for number in range(100):
-        ours.send("note", number=number, filler="x" * 2000)
-    ours.finish(0.1)
-    heard = []
-    while not theirs.lost:
-        heard += theirs.poll()
-    assert [message["number"] for message in heard] == list(range(100)) and "closed" in theirs.lost
+def test_messages_arrive_whole_in_order_and_the_last_one_before_the_end():
+    async def exchange():
+        async with _connected() as (ours, theirs, _):
+            for number in range(100):
+                ours.send("note", number=number, filler="x" * 2000)
+            _, received = await asyncio.gather(ours.finish(0.1), _all_of(theirs))
+            return received, theirs.lost
+
+    received, lost = asyncio.run(exchange())
+    assert [message["number"] for message in received] == list(range(100)) and "closed" in lost
+
+
+async def _all_of(connection):
+    return [message async for message in connection.messages()]
 
 
 @pytest.mark.parametrize(
     "data", [b"\n", b"[1]\n", b'{"kind": 1}\n', b"\xff\xfe\n", b"x" * (2 << 20), b"[" * 50_000 + b"\n"]
 )
-def test_nonsense_ends_a_wire_and_nothing_else(pair, data):
-    ours, theirs = pair
-    connection = ours._socket
-    connection.setblocking(True)
-    connection.settimeout(0.2)
-    with contextlib.suppress(OSError):
-        connection.sendall(data)
+def test_nonsense_ends_a_connection_and_nothing_else(data):
+    async def exchange():
+        async with _connected() as (_, theirs, writer), asyncio.timeout(5):
+            writer.write(data)
+            return await theirs.receive(), theirs.lost
+
+    assert asyncio.run(exchange()) == (None, "it sent something that is not a message of Evenload")
+
+
+def test_silence_is_noticed_and_heartbeats_break_it(monkeypatch):
+    monkeypatch.setattr(connections, "SILENCE_S", 0.4)
+    monkeypatch.setattr(connections, "HEARTBEAT_S", 0.05)
+
+    async def exchange():
+        async with _connected() as (ours, theirs, _), asyncio.timeout(5):
+            ours.start_heartbeats()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.8):
+                    await theirs.receive()
+            assert not theirs.lost
+            ours._heartbeats.cancel()
+            assert await theirs.receive() is None
+            return theirs.lost
+
+    assert "nothing was received" in asyncio.run(exchange())
+
+
+@pytest.fixture
+def monitors():
+    """A coordinator's and a member's monitor, connected; the member's clock is 100 s ahead."""
+    loops = EventLoopThread(), EventLoopThread()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+
+    async def open_connection(end):
+        return Connection(*await asyncio.open_connection(sock=end, limit=MAX_MESSAGE_BYTES))
+
+    async def coordinator():
+        peer = Peer(await open_connection(ours), "box2", "rank 1", clock_offset_s=100.0)
+        return CoordinatorMonitor(loops[0], [peer], lambda: asyncio.sleep(0))
+
+    async def member():
+        return MemberMonitor(loops[1], await open_connection(theirs), "box1")
+
+    made = loops[0].run(coordinator()), loops[1].run(member())
+    yield made
+    for monitor in made:
+        monitor.close()
+
+
+def _wait(condition):
     deadline = time.monotonic() + 5
-    while not theirs.lost and time.monotonic() < deadline:
-        assert theirs.poll() == []
-        with contextlib.suppress(OSError):
-            connection.sendall(b"")
-    assert theirs.lost == "what it says is none of ours"
-
-
-def test_silence_is_noticed_and_beats_break_it(pair, monkeypatch):
-    monkeypatch.setattr(wires, "SILENT_S", 0.4)
-    monkeypatch.setattr(wires, "BEAT_S", 0.05)
-    ours, theirs = pair
-    began = time.monotonic()
-    while time.monotonic() - began < 0.8:
-        ours.beat()
-        assert theirs.poll() == [] and not theirs.lost
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    while not theirs.lost:
-        theirs.poll()
-        assert time.monotonic() - began < 3
-    assert "nothing was heard" in theirs.lost
 
 
-def test_causes_are_ordered_by_the_meeting_points_clock(pair):
-    ours, theirs = pair
-    point = PointParty([Guest(ours, "box2", "rank 1", clock_s=100.0)], None, "busy")
-    guest = GuestParty(theirs, "box1")
-    guest.report(Cause("late by its own clock", time_s=1101.0))
-    deadline = time.monotonic() + 5
-    while not point.causes:
-        point.poll()
-        assert time.monotonic() < deadline
-    (cause,) = point.causes
+def test_causes_are_ordered_by_the_coordinators_clock(monitors):
+    coordinator, member = monitors
+    member.report_failure(FailureCause("late by its own clock", time_s=1101.0))
+    _wait(lambda: coordinator.causes)
+    (cause,) = coordinator.causes
     assert cause.time_s == 1001.0 and cause.text == "late by its own clock"
-    point.end(cause)
-    while guest.verdict is None:
-        guest.poll()
-        assert time.monotonic() < deadline
-    assert guest.verdict == cause and not guest.decides
+    coordinator.end_run(cause)
+    _wait(lambda: member.end_cause is not None)
+    assert member.end_cause == cause and not member.decides
+
+
+def test_an_error_of_any_length_is_sent(monitors):
+    coordinator, member = monitors
+    member.report_failure(FailureCause("x" * 3_000_000))
+    _wait(lambda: coordinator.causes)
+    assert coordinator.causes[0].text.startswith("xxx")
+
+
+def test_all_end_once_each_has_ended(monitors):
+    coordinator, member = monitors
+    coordinator.report_ended()
+    time.sleep(0.1)
+    assert not coordinator.all_ended and not member.all_ended
+    member.report_ended()
+    _wait(lambda: coordinator.all_ended and member.all_ended)
+    member.close()
+    assert not coordinator.causes and coordinator.end_cause is None
+
+
+def test_the_loss_of_either_side_is_a_cause_on_the_other(monitors):
+    coordinator, member = monitors
+    member._loop.run(_close(member._connection))
+    _wait(lambda: coordinator.causes and member.causes)
+    assert coordinator.causes[0].text.startswith("box2 (rank 1) is gone: it closed the connection.")
+    assert member.causes[0].text.startswith("box1, the coordinator, is gone:") and member.decides
+
+
+async def _close(connection):
+    connection.close()
 
 
 def _facts(**changes):
     address = numeric("10.0.0.1", 29500)
-    own = Sheet("box2", "0.1.0", "3.11.7", "2.13.0", script="train.py", digest="d")
-    theirs = Sheet("box1", "0.1.0", "3.11.9", "2.13.0", "eth0", 1500, "train.py", "d")
-    measured = Measured(theirs, 0.0002, 0.0, there=117e6, back=117e6)
-    for key in [key for key in changes if key in {f.name for f in dataclasses.fields(Measured)}]:
-        measured = dataclasses.replace(measured, **{key: changes.pop(key)})
-    for key in [key for key in changes if key.startswith("their_")]:
-        theirs = dataclasses.replace(measured.theirs, **{key.removeprefix("their_"): changes.pop(key)})
-        measured = dataclasses.replace(measured, theirs=theirs)
-    for key in [key for key in changes if key.startswith("own_")]:
-        own = dataclasses.replace(own, **{key.removeprefix("own_"): changes.pop(key)})
+    local = HostReport("box2", "0.1.0", "3.11.7", "2.13.0", script="train.py", digest="d")
+    remote = HostReport("box1", "0.1.0", "3.11.9", "2.13.0", "eth0", 1500, "train.py", "d")
+    measurement = HostMeasurement(remote, 0.0002, 0.0, sent_bytes_per_s=117e6, received_bytes_per_s=117e6)
+    for key in [key for key in changes if key in {f.name for f in dataclasses.fields(HostMeasurement)}]:
+        measurement = dataclasses.replace(measurement, **{key: changes.pop(key)})
+    for key in [key for key in changes if key.startswith("remote_")]:
+        remote = dataclasses.replace(measurement.remote, **{key.removeprefix("remote_"): changes.pop(key)})
+        measurement = dataclasses.replace(measurement, remote=remote)
+    for key in [key for key in changes if key.startswith("local_")]:
+        local = dataclasses.replace(local, **{key.removeprefix("local_"): changes.pop(key)})
     values = {
         "addresses": (address,),
         "route": Route("eth0", "10.0.0.2", 1500),
-        "own": own,
+        "local": local,
         "reached": address,
-        "measured": measured,
+        "measurement": measurement,
     }
-    return Facts(Endpoint("box1"), **{**values, **changes})
+    return HostFacts(Endpoint("box1"), **{**values, **changes})
 
 
-LOST = Miss("silent", 3.0)
-OFF = Miss("unreachable", 3.1, "no route")
+LOST = ConnectFailure("silent", 3.0)
+OFF = ConnectFailure("unreachable", 3.1, "no route")
 ADDRESS = numeric("10.0.0.1", 29500)
-FOLDER = Data("/d", "folder", 3, 10_000_000, "x", "ext4 /dev/sda1")
+FOLDER = DataSummary("/d", "folder", 3, 10_000_000, "x", "ext4 /dev/sda1")
 
 
 @pytest.mark.parametrize(
-    ("check", "changes", "status", "told"),
+    ("check", "changes", "status", "expected"),
     [
         ("interface", {"route": Route("wlan0", "10.0.0.2", 1500)}, "warn", "wireless"),
         ("interface", {"route": Route("docker0", "172.17.0.1", 1500)}, "warn", "containers"),
         ("interface", {"route": None}, "fail", "no interface"),
-        ("versions", {"their_evenload": "0.2.0"}, "fail", "evenload==0.1.0"),
-        ("versions", {"their_python": "3.12.1"}, "fail", "uv venv --python 3.11"),
-        ("versions", {"their_torch": "2.13.0+cu128"}, "warn", "2.13.0+cu128 there"),
-        ("versions", {"own_torch": ""}, "fail", "on this machine"),
-        ("clocks", {"clock_s": 5.0}, "warn", "5.0 s ahead"),
-        ("port", {"reached": None, "measured": None, "misses": ((ADDRESS, OFF),)}, "fail", "ping -c 3 10.0.0.1"),
-        ("other_ports", {"from_door": LOST}, "fail", "ufw allow from 10.0.0.1   # here"),
+        ("versions", {"remote_evenload": "0.2.0"}, "fail", "evenload==0.1.0"),
+        ("versions", {"remote_python": "3.12.1"}, "fail", "uv venv --python 3.11"),
+        ("versions", {"remote_torch": "2.13.0+cu128"}, "warn", "2.13.0+cu128 there"),
+        ("versions", {"local_torch": ""}, "fail", "on this machine"),
+        ("clocks", {"clock_offset_s": 5.0}, "warn", "5.0 s ahead"),
+        ("port", {"reached": None, "measurement": None, "failures": ((ADDRESS, OFF),)}, "fail", "ping -c 3 10.0.0.1"),
+        ("other_ports", {"inward_failure": LOST}, "fail", "ufw allow from 10.0.0.1   # here"),
         ("round_trip", {"round_trip_s": 0.02}, "warn", "20.00 ms"),
-        ("round_trip", {"broken": "it closed", "measured": None}, "fail", "it closed"),
-        ("bandwidth", {"back": 1.25e6}, "warn", "10 Mbit/s back; the gradients of ten million parameters"),
-        ("bandwidth", {"there": 1.25e9, "back": 1.25e9}, "ok", "10.00 Gbit/s there"),
-        ("code", {"own_script": "", "own_digest": ""}, "skip", "--script train.py"),
-        ("code", {"own_digest": ""}, "fail", "can't be read here"),
-        ("code", {"their_script": "", "their_digest": ""}, "skip", "doctor --serve --script train.py"),
-        ("data", {"own_data": FOLDER}, "skip", "doctor --serve --data /d"),
-        ("data", {"own_data": Data("/d", "missing")}, "fail", "on this machine"),
-        ("data", {"own_data": FOLDER, "their_data": Data("/d", "missing")}, "fail", "on the other machine"),
-        ("data", {"own_data": FOLDER, "their_data": FOLDER}, "ok", "each with its own copy"),
-        ("data", {"own_data": FOLDER, "their_data": dataclasses.replace(FOLDER, digest="y")}, "fail", "other names or contents"),
+        ("round_trip", {"interrupted": "it closed", "measurement": None}, "fail", "it closed"),
+        ("bandwidth", {"received_bytes_per_s": 1.25e6}, "warn", "10 Mbit/s back; the gradients of ten million parameters"),
+        ("bandwidth", {"sent_bytes_per_s": 1.25e9, "received_bytes_per_s": 1.25e9}, "ok", "10.00 Gbit/s there"),
+        ("code", {"local_script": "", "local_digest": ""}, "skip", "--script train.py"),
+        ("code", {"local_digest": ""}, "fail", "can't be read here"),
+        ("code", {"remote_script": "", "remote_digest": ""}, "skip", "doctor --serve --script train.py"),
+        ("data", {"local_data": FOLDER}, "skip", "doctor --serve --data /d"),
+        ("data", {"local_data": DataSummary("/d", "missing")}, "fail", "on this machine"),
+        ("data", {"local_data": FOLDER, "remote_data": DataSummary("/d", "missing")}, "fail", "on the other machine"),
+        ("data", {"local_data": FOLDER, "remote_data": FOLDER}, "ok", "each with its own copy"),
+        ("data", {"local_data": FOLDER, "remote_data": dataclasses.replace(FOLDER, digest="y")}, "fail", "different names"),
     ],
 )  # fmt: skip
-def test_verdicts(check, changes, status, told):
-    finding = getattr(verdicts, check)(_facts(**changes))
+def test_findings(check, changes, status, expected):
+    finding = getattr(hosts_findings, check)(_facts(**changes))
     assert finding.status == status, finding
-    assert told in finding.found + finding.fix
+    assert expected in finding.found + finding.fix
     assert finding.status not in ("warn", "fail") or (finding.fix and finding.expected)
 
 
-def test_what_comes_behind_a_message_stays(pair):
-    ours, theirs = pair
-    for kind in ("go", "end"):
-        ours.send(kind)
-    deadline = time.monotonic() + 5
-    while (first := theirs.take()) is None:
-        assert time.monotonic() < deadline
-    assert first["kind"] == "go" and [message["kind"] for message in theirs.poll()] in (["end"], [])
+def test_a_cancelled_receive_loses_no_message():
+    """As where the rendezvous hands a connection over to the monitor."""
 
+    async def exchange():
+        async with _connected() as (ours, theirs, _), asyncio.timeout(5):
+            task = asyncio.create_task(theirs.receive())
+            await asyncio.sleep(0.05)
+            ours.send("start")
+            task.cancel()
+            await asyncio.wait([task])
+            ours.send("end")
+            return task.cancelled(), [(await theirs.receive())["kind"] for _ in range(2)]
 
-def test_a_story_of_any_length_travels(pair):
-    ours, theirs = pair
-    guest = GuestParty(ours, "box1")
-    point = PointParty([Guest(theirs, "box2", "rank 1", clock_s=0.0)], None, "busy")
-    guest.report(Cause("x" * 3_000_000))
-    deadline = time.monotonic() + 5
-    while not point.causes:
-        point.poll()
-        assert time.monotonic() < deadline
-    assert point.causes[0].text.startswith("xxx") and not theirs.lost
+    assert asyncio.run(exchange()) == (True, ["start", "end"])
 
 
 def test_an_interface_that_the_user_fixed_for_gloo_holds(monkeypatch):

@@ -1,4 +1,4 @@
-"""What keeps machines from meeting is told on both sides, in time, with what to do."""
+"""Refused rendezvous: both sides print the reason, in time, with what to do."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ from evenload.rendezvous import settings
 from tests.hosts.side_by_side import SideBySide
 from tests.hosts.typed import on_both, type_run, write_script
 
-TOLD_S = 15.0
+REPORTED_S = 15.0
 NOTHING = "raise SystemExit('it ran')"
 WAIT = ("--wait", "4")
 """Shorter than by default, for the test's sake; see `test_the_default_limits_keep_the_promise`."""
@@ -31,20 +31,20 @@ def _ends(typed):
     return screens
 
 
-def _wrong_places(boxes, folder):
+def _wrong_hosts(boxes, folder):
     """A name that nobody has, a closed port, a port that a firewall drops, an address without a machine."""
     box1, box2 = boxes
     box1.drop_port(29502)
     write_script(folder / "box1", NOTHING)
-    point = type_run(box1, folder / "box1", "--nodes", "2", "--host", "box1:29502")
-    guests = []
+    coordinator = type_run(box1, folder / "box1", "--nodes", "2", "--host", "box1:29502")
+    members = []
     for number, host in enumerate(("box9", "box1:29501", "box1:29502", "10.77.0.9")):
         write_script(folder / str(number), NOTHING)
-        guests.append(type_run(box2, folder / str(number), "--nodes", "2", "--host", host, *WAIT))
-    screens = _ends(guests)
-    point.until("1 of 2 machines is here")
-    point.process.send_signal(signal.SIGINT)
-    return screens, point.end()
+        members.append(type_run(box2, folder / str(number), "--nodes", "2", "--host", host, *WAIT))
+    screens = _ends(members)
+    coordinator.until("1 of 2 machines is here")
+    coordinator.process.send_signal(signal.SIGINT)
+    return screens, coordinator.end()
 
 
 def _missing(boxes, folder):
@@ -112,8 +112,8 @@ def _large_packets(boxes, folder):
         box.set_mtu(9000)
     typed = on_both(boxes, folder, NOTHING, script=("train.py", "x" * 4000))
     for one in typed:
-        # What does not arrive can't be told to the other: each side finds out for itself.
-        one.until("large packets are lost on the way (MTU)", timeout_s=TOLD_S + 10)
+        # Each side must notice by itself, because no message arrives.
+        one.until("large packets are lost on the way (MTU)", timeout_s=REPORTED_S + 10)
     typed[0].process.send_signal(signal.SIGINT)
     return [one.end() for one in typed]
 
@@ -135,26 +135,26 @@ def _other_program(boxes, folder):
 
 
 def _ctrl_c(boxes, folder):
-    """A guest leaves, and comes again; then the meeting point itself is ended."""
+    """A member leaves and connects again; then the coordinator is stopped."""
     for box in boxes:
         write_script(folder / box.name, NOTHING)
     options = ("--nodes", "3", "--host", "box1")
-    point, guest = (type_run(box, folder / box.name, *options) for box in boxes)
-    point.until("box2 (10.77.0.2) is here")
-    guest.process.send_signal(signal.SIGINT)
-    left = guest.end()
-    point.until("box2 (10.77.0.2) left: it was ended there")
+    coordinator, member = (type_run(box, folder / box.name, *options) for box in boxes)
+    coordinator.until("box2 (10.77.0.2) is here")
+    member.process.send_signal(signal.SIGINT)
+    left = member.end()
+    coordinator.until("box2 (10.77.0.2) left: it was stopped there")
     again = type_run(boxes[1], folder / "box2", *options)
-    again.until("met box1")
-    point.process.send_signal(signal.SIGINT)
-    return left, point.end(), again.end()
+    again.until("connected to box1")
+    coordinator.process.send_signal(signal.SIGINT)
+    return left, coordinator.end(), again.end()
 
 
 @pytest.fixture(scope="module")
 def ends(can_make_machines, tmp_path_factory):
     scenarios = {
         "missing": (3, _missing),
-        "wrong_places": (2, _wrong_places),
+        "wrong_hosts": (2, _wrong_hosts),
         "large_packets": (2, _large_packets),
         "picked_ports": (2, _picked_ports),
         "other_program": (2, _other_program),
@@ -171,54 +171,54 @@ def ends(can_make_machines, tmp_path_factory):
 
 
 def test_the_default_limits_keep_the_promise():
-    """15 s from the command to the word: a second to start, the limit, a last try that began before it."""
-    assert settings.REACH_S <= 11
+    """15 s from the command to the message: a second to start, the limit, a last try that began before it."""
+    assert settings.CONNECT_WAIT_S <= 11
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "expected"),
     [
-        (0, ["--host box9: no machine is known here by that name", "/etc/hosts"]),
+        (0, ["--host box9: the name is unknown on this machine", "/etc/hosts"]),
         (1, ["nothing listens at that port", "on box1 type: evenload run --nodes 2 --host box1:29501 train.py"]),
-        (2, ["a firewall drops what is sent there", "sudo ufw allow 29502/tcp", "evenload doctor --host box1:29502"]),
+        (2, ["a firewall drops the packets", "sudo ufw allow 29502/tcp", "evenload doctor --host box1:29502"]),
         (3, ["no machine answers at that address", "this one has 10.77.0.2 (eth0)"]),
     ],
 )
-def test_a_wrong_place_is_told_with_what_to_do(ends, number, told):
-    screens, _ = ends["wrong_places"]
-    assert all(part in screens[number] for part in told), screens[number]
+def test_a_wrong_host_is_reported_with_what_to_do(ends, number, expected):
+    screens, _ = ends["wrong_hosts"]
+    assert all(part in screens[number] for part in expected), screens[number]
 
 
-def test_the_meeting_point_says_who_is_missing_and_what_to_type_there(ends):
-    _, (code, text) = ends["wrong_places"]
-    assert code == 130 and "if that was done, there: evenload doctor --host box1:29502" in text
+def test_the_coordinator_reports_who_is_missing_and_what_to_type_there(ends):
+    _, (code, text) = ends["wrong_hosts"]
+    assert code == 130 and "if that was done, type there: evenload doctor --host box1:29502" in text
     assert "type on each of the others: evenload run --nodes 2 --host box1:29502 train.py" in text
 
 
 def test_a_machine_that_does_not_come_is_named_missing_on_all(ends):
     for text in ends["missing"]:
         assert "2 of 3 machines are here: box1, box2 (10.77.0.2)" in text
-        assert "only 2 of 3 machines came within 6 s" in text
+        assert "only 2 of 3 machines connected within 6 s" in text
         assert "type on each of the others: evenload run --nodes 3 --host 10.77.0.1:29500" in text
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("torch", ["torch 2.9.1", "all machines need the same: on box2 (10.77.0.2): python -m pip install torch==2.1"]),
         ("evenload", ["has 0.0.9", f"evenload {evenload.__version__}", "python -m pip install evenload=="]),
         ("settings", ["seed is 1 on box1 (10.77.0.1) and not set on box2 (10.77.0.2)"]),
-        ("code", ["the script is not the same code", "scp 10.77.0.1:"]),
-        ("arguments", ["the script gets other arguments: none on box1 (10.77.0.1), --lr 1 on box2"]),
+        ("code", ["the script differs", "scp 10.77.0.1:"]),
+        ("arguments", ["the script's arguments differ: none on box1 (10.77.0.1), --lr 1 on box2"]),
         ("nodes", ["--nodes 2:3 on box1 (10.77.0.1), --nodes 2 on box2 (10.77.0.2)"]),
         ("shares", ["--balance 1,2,3: 3 shares for 2 ranks (1 on box1, 1 on box2)"]),
-        ("picked_ports", ["box1 does not reach box2 at 10.77.0.2: nothing answers", "sudo ufw allow from"]),
+        ("picked_ports", ["box1 can't reach box2 at 10.77.0.2: no answer", "sudo ufw allow from"]),
     ],
 )
-def test_what_differs_is_told_on_both(ends, name, told):
+def test_differences_are_reported_on_both(ends, name, expected):
     for text in ends[name]:
-        for part in told:
+        for part in expected:
             assert part.replace("torch 2.9.1", "has 2.9.1") in text, text
 
 
@@ -227,12 +227,12 @@ def test_packets_too_large_for_the_network_are_found_before_the_ranks_hang(ends)
     assert (code, other) == (130, 2) and "it ran" not in first + second
 
 
-def test_another_program_at_the_port_is_told(ends):
+def test_another_program_at_the_port_is_reported(ends):
     for text in ends["other_program"]:
-        assert "is no meeting point of Evenload" in text and "choose another port" in text
+        assert "the program that listens there is not Evenload" in text and "choose another port" in text
 
 
-def test_ctrl_c_at_the_meeting_ends_it_for_one_or_for_all(ends):
-    (left, _), (point, told), (again, text) = ends["ctrl_c"]
-    assert (left, point, again) == (130, 130, 2) and "left: it was ended there" in told
-    assert "the meeting was ended on box1" in text
+def test_ctrl_c_during_the_rendezvous_ends_it_for_one_or_for_all(ends):
+    (left, _), (coordinator, expected), (again, text) = ends["ctrl_c"]
+    assert (left, coordinator, again) == (130, 130, 2) and "left: it was stopped there" in expected
+    assert "the rendezvous was stopped on box1" in text

@@ -1,4 +1,4 @@
-"""What the command line says of several machines: our spellings and torchrun's, as one set of terms."""
+"""The options of `evenload run` for several machines, in our spelling and in torchrun's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from evenload.errors import ConfigError
-from evenload.rendezvous.settings import Endpoint, Terms, parse_endpoint, parse_nodes
+from evenload.rendezvous.settings import Endpoint, RendezvousConfig, parse_endpoint, parse_nodes
 
-_ONE = ("1", "1:1")
+_ONE_NODE = ("1", "1:1")
 
 
 @dataclass(frozen=True)
-class Spelled:
-    """The options as given; None where one isn't."""
+class NodeOptions:
+    """The options as given; None for one that is not given."""
 
     nodes: str | None = None
     host: str | None = None
@@ -30,67 +30,69 @@ class Spelled:
     standalone: bool = False
 
 
-def read_terms(given: Spelled, port: int | None, target: Sequence[str], options: Sequence[str] = ()) -> Terms | None:
-    """The terms of a run on several machines; None for this machine alone.
+def read_rendezvous_config(
+    given: NodeOptions, port: int | None, target: Sequence[str], options: Sequence[str] = ()
+) -> RendezvousConfig | None:
+    """Return the configuration of a run on several machines; None for a run on this machine alone.
 
     Args:
         given: the options.
-        port: ``--port``, which on several machines is the meeting point's.
+        port: ``--port``, which is the coordinator's.
         target: script and arguments, for the command to type elsewhere.
-        options: other options that belong into that command.
+        options: other options of that command.
 
     Raises:
         ConfigError: options contradict each other, are incomplete, or have no effect.
     """
     if given.max_restarts not in (None, 0):
         raise ConfigError(
-            f"--max-restarts {given.max_restarts}: ranks are not started again yet; leave it out, and start the same command "
-            f"again to resume from the newest checkpoint"
+            f"--max-restarts {given.max_restarts}: failed ranks are not restarted; leave it out, and start the same command "
+            "again to resume from the newest checkpoint"
         )
     if given.rdzv_backend not in (None, "c10d", "static"):
         raise ConfigError(
-            f"--rdzv-backend {given.rdzv_backend}: the machines meet by themselves, without etcd; leave it out"
+            f"--rdzv-backend {given.rdzv_backend}: the rendezvous needs no backend such as etcd; leave it out"
         )
     nodes = _one_of(("--nodes", given.nodes), ("--nnodes", given.nnodes))
-    place = _place(given, port)
-    if nodes is None or nodes[1] in _ONE:
-        _check_alone(given, nodes, place)
+    location = _location(given, port)
+    if nodes is None or nodes[1] in _ONE_NODE:
+        _check_one_node(given, nodes, location)
         return None
     least, most = parse_nodes(nodes[1], nodes[0])
     if given.standalone:
-        raise ConfigError(f"--standalone says one machine, {nodes[0]} {nodes[1]} several; leave one of them out")
-    if place is None:
+        raise ConfigError(f"--standalone means one machine, {nodes[0]} {nodes[1]} means several; leave one of them out")
+    if location is None:
         raise ConfigError(
-            f"{nodes[0]} {nodes[1]}: say where the machines meet, the same on all of them: --host NAME-OR-ADDRESS of one of them"
+            f"{nodes[0]} {nodes[1]}: --host is missing; give the name or address of one of the machines, the same on all"
         )
     _check_node_rank(given.node_rank, most)
     if given.wait_s is not None and not 0 < given.wait_s < float("inf"):
         raise ConfigError(f"--wait {given.wait_s:g}: expected seconds, more than 0")
-    terms = Terms(place[1], least, most, given.node_rank, given.wait_s, given.rdzv_id or "")
-    command = ["evenload", "run", "--nodes", terms.nodes, "--host", str(place[1]), *options, *target]
-    return replace(terms, command=shlex.join(command))
+    config = RendezvousConfig(location[1], least, most, given.node_rank, given.wait_s, given.rdzv_id or "")
+    command = ["evenload", "run", "--nodes", config.nodes, "--host", str(location[1]), *options, *target]
+    return replace(config, command=shlex.join(command))
 
 
-def _place(given: Spelled, port: int | None) -> tuple[str, Endpoint] | None:
-    """Where the machines meet, and the option that says so."""
+def _location(given: NodeOptions, port: int | None) -> tuple[str, Endpoint] | None:
+    """Return the option that names the coordinator, and its endpoint."""
     master = None
     if given.master_addr is not None:
         master = given.master_addr if given.master_port is None else _join(given.master_addr, given.master_port)
     elif given.master_port is not None and given.host is None and given.rdzv_endpoint is None:
-        raise ConfigError(f"--master-port {given.master_port} without --master-addr: say which machine")
-    said = _one_of(("--host", given.host), ("--rdzv-endpoint", given.rdzv_endpoint), ("--master-addr", master))
-    if said is None:
+        raise ConfigError(f"--master-port {given.master_port} without --master-addr: give the machine as well")
+    named = _one_of(("--host", given.host), ("--rdzv-endpoint", given.rdzv_endpoint), ("--master-addr", master))
+    if named is None:
         return None
-    endpoint = parse_endpoint(said[1], said[0])
+    endpoint = parse_endpoint(named[1], named[0])
     for option, number in (("--port", port), ("--master-port", given.master_port)):
         if number is None or number == endpoint.port:
             continue
         if number == 0:
             raise ConfigError(f"{option} 0: the other machines must know the port; give a number, or leave it out")
-        if str(parse_endpoint(said[1], said[0], default_port=number)) == str(endpoint):
-            raise ConfigError(f"{said[0]} {said[1]} and {option} {number} name two ports; leave one out")
+        if str(parse_endpoint(named[1], named[0], default_port=number)) == str(endpoint):
+            raise ConfigError(f"{named[0]} {named[1]} and {option} {number} name two ports; leave one out")
         endpoint = Endpoint(endpoint.host, number)
-    return said[0], endpoint
+    return named[0], endpoint
 
 
 def _join(host: str, port: int) -> str:
@@ -98,26 +100,25 @@ def _join(host: str, port: int) -> str:
 
 
 def _one_of(*options: tuple[str, str | None]) -> tuple[str, str] | None:
-    """The one that is given.
+    """Return the option that is given.
 
     Raises:
-        ConfigError: two of them say different things.
+        ConfigError: two are given, with different values.
     """
     given = [(option, value) for option, value in options if value is not None]
     if len({value for _, value in given}) > 1:
-        told = " and ".join(f"{option} {value}" for option, value in given)
-        raise ConfigError(f"{told} say the same thing differently; leave one out")
+        listed = " and ".join(f"{option} {value}" for option, value in given)
+        raise ConfigError(f"{listed} set the same thing to different values; leave one out")
     return given[0] if given else None
 
 
-def _check_alone(given: Spelled, nodes: tuple[str, str] | None, place: tuple[str, Endpoint] | None) -> None:
-    """One machine: what is only for several has no effect."""
-    if place is not None and nodes is None:
-        raise ConfigError(f"{place[0]} {place[1]}: say how many machines there are: --nodes 2")
-    if place is not None:
+def _check_one_node(given: NodeOptions, nodes: tuple[str, str] | None, location: tuple[str, Endpoint] | None) -> None:
+    if location is not None and nodes is None:
+        raise ConfigError(f"{location[0]} {location[1]}: the number of machines is missing: --nodes 2")
+    if location is not None:
         raise ConfigError(
-            f"{place[0]} {place[1]} has no effect with {nodes[0] if nodes else '--nodes'} 1: one machine needs no meeting "
-            "point (--port N fixes the port)"
+            f"{location[0]} {location[1]} has no effect with {nodes[0] if nodes else '--nodes'} 1: one machine needs no "
+            "rendezvous (--port N fixes the port)"
         )
     for option, value in (("--node-rank", given.node_rank), ("--wait", given.wait_s), ("--rdzv-id", given.rdzv_id)):
         if value is not None and not (option == "--node-rank" and value == 0):
@@ -129,6 +130,6 @@ def _check_alone(given: Spelled, nodes: tuple[str, str] | None, place: tuple[str
 def _check_node_rank(node_rank: int | None, most: int) -> None:
     if node_rank is not None and not 0 <= node_rank < most:
         raise ConfigError(
-            f"--node-rank {node_rank}: of {most} machines the ranks are 0 to {most - 1} (0 serves the meeting point); "
-            "without it the meeting point numbers them"
+            f"--node-rank {node_rank}: of {most} machines the ranks are 0 to {most - 1} (0 is the coordinator); without it the "
+            "coordinator numbers the machines"
         )

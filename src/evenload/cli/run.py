@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from evenload.cli.nodes import Spelled, read_terms
+from evenload.cli.nodes import NodeOptions, read_rendezvous_config
 from evenload.cli.settings import CONTEXT_SETTINGS as CONTEXT_SETTINGS
 from evenload.cli.settings import (
     LAUNCH_KEYS,
@@ -25,7 +25,7 @@ from evenload.cli.settings import (
 )
 from evenload.config import Config
 from evenload.records.loggers.catalogue import check_loggers
-from evenload.rendezvous.settings import Terms
+from evenload.rendezvous.settings import RendezvousConfig
 
 COMMAND_CLASS = ScriptCommand
 
@@ -83,7 +83,7 @@ def run(
     launch = {"devices": devices, "throttle": throttle, "port": port}
     values, sources = merge(launch, settings, config, nproc_per_node)
     target = ("-m", module, *(arguments or ())) if module is not None else tuple(arguments or ())
-    spelled = Spelled(
+    nodes_given = NodeOptions(
         nodes=nodes,
         host=host,
         node_rank=node_rank,
@@ -97,8 +97,10 @@ def run(
         max_restarts=max_restarts,
         standalone=standalone,
     )
-    terms = read_terms(spelled, values.get("port"), target, _common_options(values, sources, config))
-    raise typer.Exit(_launch(target, values, sources, terms))
+    rendezvous = read_rendezvous_config(
+        nodes_given, values.get("port"), target, _common_options(values, sources, config)
+    )
+    raise typer.Exit(_launch(target, values, sources, rendezvous))
 
 
 def _common_options(values: Mapping[str, Any], sources: Mapping[str, str], config: Path | None) -> list[str]:
@@ -108,7 +110,9 @@ def _common_options(values: Mapping[str, Any], sources: Mapping[str, str], confi
     return words if config is None else ["-c", str(config), *words]
 
 
-def _launch(target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping[str, str], terms: Terms | None) -> int:
+def _launch(
+    target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping[str, str], rendezvous: RendezvousConfig | None
+) -> int:
     from evenload.training.launch.devices import describe_workers
     from evenload.training.launch.supervisor import LaunchRequest, launch, plan
     from evenload.training.launch.throttle import parse_throttle
@@ -122,11 +126,11 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping
         devices=values.get("devices", "auto"),
         settings=settings,
         throttle=parse_throttle(values["throttle"]) if "throttle" in values else (),
-        port=values.get("port", 0) if terms is None else 0,
-        terms=terms,
+        port=values.get("port", 0) if rendezvous is None else 0,
+        rendezvous=rendezvous,
     )
     workers = plan(request)
-    if terms is None:  # otherwise printed after the rendezvous
+    if rendezvous is None:  # otherwise printed after the rendezvous
         for line in describe_workers(workers):
             print(f"evenload: {line}", flush=True)
     if settings.get("dry_run"):
@@ -137,6 +141,6 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping
         None,
         sys.stdout,
         log_every_s=settings.get("log_every_s", Config.log_every_s),
-        devices=workers[0].device_names if terms is None else (),
+        devices=workers[0].device_names if rendezvous is None else (),
     )
     return launch(replace(request, view=view), exits_afterwards=True)

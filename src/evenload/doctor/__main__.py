@@ -124,7 +124,7 @@ def _show_hosts(request: DoctorRequest) -> int:
     )
     if request.serve:
         return hosts.serve(request.host, request.port, request.script, request.data)
-    return hosts.look_at_host(request.host, request.port, request.script, request.data, json_=request.json)
+    return hosts.examine_host(request.host, request.port, request.script, request.data, json_=request.json)
 
 
 def _check(request: DoctorRequest) -> None:

@@ -1,10 +1,8 @@
-"""What machines are to each other: `evenload doctor --host` on one, `evenload doctor --serve` on the other.
-
-Standard library alone, as all of the doctor's parent.
-"""
+"""The doctor of two machines: `evenload doctor --host` on one, `evenload doctor --serve` on the other; standard library only."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 
@@ -14,72 +12,81 @@ from evenload.doctor.report import as_json, as_text
 from evenload.doctor.runner import run_checks
 from evenload.errors import ConfigError, LaunchError
 from evenload.rendezvous.address import is_own, listen_at, own_addresses, resolve
-from evenload.rendezvous.messages import Wire
-from evenload.rendezvous.probe import attend, make_sheet
+from evenload.rendezvous.connection import MAX_MESSAGE_BYTES, Connection, in_tasks
+from evenload.rendezvous.probe import HostReport, answer_doctor, make_host_report
 from evenload.rendezvous.settings import DEFAULT_PORT, Endpoint, parse_endpoint
 
 DEADLINE_S = 30.0
-"""For all checks together; a machine that answers is looked at in about 3 s."""
+"""For all checks together; a machine that answers takes about 3 s."""
 _HELLO_S = 2.0
 
 
-def look_at_host(host: str, port: int, script: str, data: str, *, json_: bool) -> int:
-    """Looks at another machine, prints the findings, and returns the exit code.
+def examine_host(host: str, port: int, script: str, data: str, *, json_: bool) -> int:
+    """Examine another machine, print the findings, and return the exit code.
 
     Raises:
-        ConfigError: HOST is none, or two ports are named.
+        ConfigError: HOST is invalid, or two ports are named.
     """
-    endpoint = _endpoint(host, port)
-    options = Options(host=str(endpoint), script=script, data=data)
+    options = Options(host=str(_endpoint(host, port)), script=script, data=data)
     findings = run_checks(options, deadline_s=DEADLINE_S, groups=HOSTS)
     print(as_json(findings) if json_ else as_text(findings))
     return exit_code(findings)
 
 
 def serve(host: str, port: int, script: str, data: str) -> int:
-    """Answers doctors of other machines until Ctrl-C; the exit code.
+    """Answer doctors of other machines until Ctrl-C; return the exit code.
 
     Raises:
-        ConfigError: HOST is no address of this machine, or the port can't be opened.
+        ConfigError: HOST is not an address of this machine, or the port can't be opened.
     """
     endpoint = _endpoint(host, port) if host else Endpoint("0.0.0.0", port or DEFAULT_PORT)
-    sheet = make_sheet("", script, data)
-    if script and not sheet.digest:
+    report = make_host_report("", script, data)
+    if script and not report.digest:
         raise ConfigError(f"--script {script}: it can't be read here")
-    if sheet.data is not None and sheet.data.kind == "missing":
+    if report.data is not None and report.data.kind == "missing":
         raise ConfigError(f"--data {data}: there is no such file or folder here")
     listener = _listen(endpoint, bool(host))
     number = listener.getsockname()[1]
-    places = ", ".join(own_addresses()) if not host else endpoint.host
-    print(f"evenload doctor: answering at port {number} of {places or 'this machine'}; Ctrl-C ends it", flush=True)
-    example = (own_addresses() or [socket.gethostname()])[0].partition(" ")[0] if not host else endpoint.host
+    listed = endpoint.host if host else ", ".join(own_addresses()) or "this machine"
+    print(f"evenload doctor: answering at port {number} of {listed}; Ctrl-C ends it", flush=True)
+    example = endpoint.host if host else (own_addresses() or [socket.gethostname()])[0].partition(" ")[0]
     print(f"evenload doctor: on the other machine type: evenload doctor --host {Endpoint(example, number)}", flush=True)
     try:
-        with listener:
-            while True:
-                connection, _ = listener.accept()
-                wire = Wire(connection)
-                message = wire.receive(_HELLO_S)
-                if message is None or message["kind"] != "hello":
-                    _say(f"{wire.peer.host} connected, but did not speak as Evenload does")
-                    wire.close()
-                elif message.get("what") != "doctor":
-                    # It may run elsewhere, too, so both sides are told.
-                    _say(f"{wire.peer.host} wants to train here, but this is the doctor; end it with Ctrl-C first")
-                    wire.send(
-                        "refuse",
-                        text=f"a doctor listens at port {number} of {socket.gethostname()}, not a run: end it there (Ctrl-C) "
-                        "and type the command of the run",
-                    )
-                    wire.finish(0.5)
-                else:
-                    attend(wire, sheet, message, _say)
+        asyncio.run(_answer(listener, report))
     except KeyboardInterrupt:
         print("evenload doctor: ended", flush=True)
-        return 0
+    return 0
 
 
-def _say(text: str) -> None:
+async def _answer(listener: socket.socket, report: HostReport) -> None:
+    number = listener.getsockname()[1]
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer)
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                message = await connection.receive()
+        except TimeoutError:
+            message = None
+        if message is None or message["kind"] != "hello":
+            _log(f"{connection.peer.host} connected, but it is not Evenload")
+        elif message.get("what") == "doctor":
+            await answer_doctor(connection, report, message, _log)
+        else:
+            # It may run elsewhere, so that both sides must print it.
+            _log(f"{connection.peer.host} wants to train here, but this is the doctor; end it with Ctrl-C first")
+            connection.send(
+                "refuse",
+                text=f"a doctor listens at port {number} of {socket.gethostname()}, not a run: end it there (Ctrl-C) and type "
+                "the command of the run",
+            )
+        await connection.finish(0.5)
+
+    async with await asyncio.start_server(in_tasks(handle), sock=listener, limit=MAX_MESSAGE_BYTES) as server:
+        await server.serve_forever()
+
+
+def _log(text: str) -> None:
     print(f"evenload doctor: {time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
@@ -100,8 +107,8 @@ def _listen(endpoint: Endpoint, is_named: bool) -> socket.socket:
         except LaunchError as error:
             raise ConfigError(str(error)) from None
         if not own:
-            here = ", ".join(own_addresses()) or "none that others reach"
-            raise ConfigError(f"--host {endpoint.host} --serve: that is no address of this machine; its own are {here}")
+            here = ", ".join(own_addresses()) or "none that others can reach"
+            raise ConfigError(f"--host {endpoint.host} --serve: this machine has no such address; its own are {here}")
         host = own[0].host
     try:
         return listen_at(host, endpoint.port)
@@ -112,7 +119,7 @@ def _listen(endpoint: Endpoint, is_named: bool) -> socket.socket:
 
 
 def check_options(*, host: str, serving: bool, script: str, data: str, json_: bool, alone: tuple[str, ...]) -> None:
-    """Options that contradict each other, or have no effect.
+    """Refuse options that contradict each other or have no effect.
 
     Args:
         host: ``--host``.
@@ -120,7 +127,7 @@ def check_options(*, host: str, serving: bool, script: str, data: str, json_: bo
         script: ``--script``.
         data: ``--data``.
         json_: ``--json``.
-        alone: given options that only mean something for this machine alone.
+        alone: the given options that have a meaning only for one machine.
 
     Raises:
         ConfigError: there are such.
@@ -132,7 +139,7 @@ def check_options(*, host: str, serving: bool, script: str, data: str, json_: bo
         return
     if alone:
         raise ConfigError(
-            f"{', '.join(alone)}: without effect with {'--serve' if serving else '--host'}, which looks at two machines; leave "
+            f"{', '.join(alone)}: without effect with {'--serve' if serving else '--host'}, which examines two machines; leave "
             "it out"
         )
     if serving and json_:

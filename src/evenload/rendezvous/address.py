@@ -1,4 +1,4 @@
-"""Addresses and interfaces: what a name stands for, whether it is this machine, and which way leads there."""
+"""Addresses and network interfaces: resolve names, recognize this machine's addresses, find the route to a host."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from evenload.errors import LaunchError
 from evenload.rendezvous.settings import Endpoint
 
 RESOLVE_S = 6.0
-"""A name server that is down is waited for half a minute by the system; we give up earlier."""
+"""The system itself waits half a minute for a name server that is down."""
 CONTAINER_BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "flannel")
-"""How interfaces begin that lead to containers of this machine, not to other machines."""
+"""Prefixes of interfaces that lead to containers of this machine, not to other machines."""
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 
 
 @dataclass(frozen=True)
 class Address:
-    """One numeric address with its port."""
+    """A numeric address with its port."""
 
     family: int
     sockaddr: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it never leaves this machine."""
+        """True if packets to it never leave this machine."""
         return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
 
     def __str__(self) -> str:
@@ -45,48 +45,48 @@ class Address:
 
 @dataclass(frozen=True)
 class Route:
-    """The way from this machine to an address."""
+    """The interface over which this machine reaches an address."""
 
     interface: str
-    """Empty where it can't be told."""
+    """Empty if unknown."""
     own_address: str
     mtu: int
-    """Largest packet in bytes; 0 where it can't be told."""
+    """Largest packet in bytes; 0 if unknown."""
 
 
 def resolve(endpoint: Endpoint, limit_s: float = RESOLVE_S) -> tuple[Address, ...]:
-    """The addresses a host stands for.
+    """Return the addresses of a host.
 
     Raises:
-        LaunchError: none is known, or the name server doesn't answer.
+        LaunchError: it has none, or the name server doesn't answer.
     """
     answers: list[Any] = []
 
-    def ask() -> None:
+    def look_up() -> None:
         try:
             answers.append(socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError) as error:
             answers.append(error)
 
-    # In a thread that may be left behind: the system's resolver takes no limit.
-    asking = threading.Thread(target=ask, name="evenload-resolve", daemon=True)
-    asking.start()
-    asking.join(limit_s)
+    # In a thread that may be left behind: the system's resolver has no time limit.
+    resolver = threading.Thread(target=look_up, name="evenload-resolve", daemon=True)
+    resolver.start()
+    resolver.join(limit_s)
     found = answers[0] if answers else TimeoutError(f"the name server did not answer within {limit_s:g} s")
     if isinstance(found, Exception):
-        told = getattr(found, "strerror", None) or str(found)
+        reason = getattr(found, "strerror", None) or str(found)
         raise LaunchError(
-            f"--host {endpoint.host}: no machine is known here by that name ({told}); write its address instead (`ip -br "
-            f"addr` lists them there), or make the name known here: echo 'ADDRESS {endpoint.host}' | sudo tee -a /etc/hosts"
+            f"--host {endpoint.host}: the name is unknown on this machine ({reason}); give the address instead (`ip -br "
+            f"addr` lists it on that machine), or add the name here: echo 'ADDRESS {endpoint.host}' | sudo tee -a /etc/hosts"
         )
     return tuple(dict.fromkeys(Address(family, sockaddr) for family, _, _, _, sockaddr in found))
 
 
 def numeric(host: str, port: int) -> Address:
-    """An address that is numeric already.
+    """Parse a numeric address.
 
     Raises:
-        OSError: it isn't.
+        OSError: it is not numeric.
     """
     family, _, _, _, sockaddr = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -95,7 +95,7 @@ def numeric(host: str, port: int) -> Address:
 
 
 def is_own(address: Address) -> bool:
-    """Whether an address is this machine's."""
+    """Return True if an address is this machine's."""
     if address.is_loopback:
         return True
     known = {own for interface in _interfaces() for own in interface.addresses}
@@ -103,7 +103,7 @@ def is_own(address: Address) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """The addresses by which others may reach this machine, with their interfaces: ``10.0.0.1 (eth0)``."""
+    """Return this machine's addresses that others may reach, with their interfaces: ``10.0.0.1 (eth0)``."""
     return [
         f"{address} ({interface.name})"
         for interface in _interfaces()
@@ -114,7 +114,7 @@ def own_addresses() -> list[str]:
 
 
 def route_to(address: Address) -> Route | None:
-    """The way to an address; None where there is none."""
+    """Return the route to an address; None if there is none."""
     try:
         with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
             probe.connect(address.sockaddr)  # sends nothing
@@ -125,27 +125,27 @@ def route_to(address: Address) -> Route | None:
 
 
 def route_of(own_address: str) -> Route:
-    """The interface that has one of this machine's addresses."""
+    """Return the interface that has one of this machine's addresses."""
     name = _interface_of(own_address)
     return Route(name, own_address, _mtu(name))
 
 
 def chosen_interface(own_address: str) -> str:
-    """The interface that gloo and NCCL will use: that of our own address, or the one that the user fixed for gloo."""
+    """Return the interface for gloo and NCCL: the one that the user set for gloo, else that of our own address."""
     fixed = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     return fixed or route_of(own_address).interface
 
 
-def gloo_address(interface: str, otherwise: str) -> str:
-    """The address that gloo takes on an interface: its first, IPv4 before IPv6."""
+def gloo_address(interface: str, default: str) -> str:
+    """Return the address that gloo takes on an interface: its first, IPv4 before IPv6."""
     for known in _interfaces():
         if known.name == interface and known.addresses:
             return known.addresses[0]
-    return otherwise
+    return default
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A listener at a numeric address; a port that a program has just left is no hindrance.
+    """Listen at a numeric address; a port that another program closed just before may be used.
 
     Raises:
         OSError: it can't be opened.
@@ -189,11 +189,11 @@ def _interface_of(own_address: str) -> str:
             return interface.name
     if ipaddress.ip_address(wanted).is_loopback:
         return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
-    return _ask_kernel(wanted)
+    return _interface_from_kernel(wanted)
 
 
-def _ask_kernel(wanted: str) -> str:
-    """The interface of an address, without psutil."""
+def _interface_from_kernel(wanted: str) -> str:
+    """Find the interface of an address without psutil."""
     for _, name in socket.if_nameindex():
         raw = _ioctl(_SIOCGIFADDR, name)
         if raw and socket.inet_ntoa(raw[20:24]) == wanted:
@@ -214,7 +214,6 @@ def _mtu(interface: str) -> int:
 
 
 def _ioctl(request: int, interface: str) -> bytes:
-    """What the kernel says of an interface; nothing where it can't be asked so."""
     try:
         import fcntl
 

@@ -1,356 +1,369 @@
-"""The meeting point: the machine whose address is HOST gathers the others, compares, and tells who is which rank."""
+"""The coordinator: the machine whose address is HOST accepts the members, compares them with itself, and numbers the ranks."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenload.errors import ConfigError, LaunchError
-from evenload.rendezvous import PROTOCOL
-from evenload.rendezvous import host_info as cards_of
-from evenload.rendezvous import world as worlds
+from evenload.rendezvous import PROTOCOL, host_info, world
 from evenload.rendezvous.address import chosen_interface, gloo_address
-from evenload.rendezvous.connect import Miss
-from evenload.rendezvous.host_info import Card
-from evenload.rendezvous.messages import Message, Wire, printable, wait_readable
-from evenload.rendezvous.peer_monitor import Guest, PointParty, tell_all
-from evenload.rendezvous.probe import Sheet, attend
-from evenload.rendezvous.reachability import Door, Doorplate, Round
-from evenload.rendezvous.settings import Terms
+from evenload.rendezvous.connection import MAX_MESSAGE_BYTES, Connection, Message, printable
+from evenload.rendezvous.host_info import HostInfo
+from evenload.rendezvous.peer_monitor import Peer
+from evenload.rendezvous.probe import answer_doctor, host_report_of
+from evenload.rendezvous.reachability import (
+    ProbeListener,
+    ProbeTarget,
+    failure_as_message,
+    failure_from_message,
+    probe_all,
+)
+from evenload.rendezvous.settings import RendezvousConfig
 from evenload.rendezvous.world import World
 from evenload.version import __version__
 
-WORD_S = 5.0
-"""How often it is said who is here and who is missing."""
+STATUS_S = 5.0
+"""Time between two messages about the machines that are here and those that are missing."""
 _HELLO_S = 5.0
-"""How long who has connected may take to say who it is."""
-_TICK_S = 0.05
 _REPORT_S = 8.0
-"""How long the machines may take to try each other."""
+"""Time in which the machines probe each other."""
 
 
-class _Visitor:
-    """Somebody who has connected."""
+@dataclass(eq=False)
+class _Member:
+    """A member that has introduced itself."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.wire = Wire(connection)
-        self.since_s = time.monotonic()
-        self.card: Card | None = None
-        self.plate: Doorplate | None = None
-        self.asked_clock_s = 0.0
-        """When its clock was asked for, by ours."""
-        self.clock_s = 0.0
-        """Its clock minus ours."""
-        self.present = False
-        self.misses: list[Any] | None = None
-        """What it reported of its tries, one entry a machine."""
+    connection: Connection
+    info: HostInfo
+    target: ProbeTarget
+    clock_offset_s: float = 0.0
+    """Its clock minus ours."""
+    failures: list[Any] | None = None
+    """The outcomes of its probes, by node rank; None until it has reported."""
 
 
-class MeetingPoint:
-    """One meeting, from the first visitor to the last word before the ranks start."""
+class Coordinator:
+    """Accepts members from `start` until `close`; `gather` waits for them and `assign` numbers them."""
 
     def __init__(
-        self,
-        terms: Terms,
-        card: Card,
-        sheet: Sheet,
-        listener: socket.socket,
-        asked: Callable[[], bool],
-        say: Callable[[str], None],
+        self, config: RendezvousConfig, info: HostInfo, listener: socket.socket, log: Callable[[str], None]
     ) -> None:
-        listener.setblocking(False)
-        self._terms = terms
-        self._card = card
-        self._sheet = sheet
+        self._config = config
+        self._info = info
         self._listener = listener
-        self._asked = asked
-        self._say = say
-        self._visitors: list[_Visitor] = []
-        self._began_s = time.monotonic()
+        self._log = log
+        self._server: asyncio.Server | None = None
+        self._handlers: dict[Connection, asyncio.Task[Any]] = {}
+        """The tasks that receive from members."""
+        self._doctors: set[asyncio.Task[Any]] = set()
+        self._members: list[_Member] = []
+        self._error: LaunchError | None = None
+        self._changed = asyncio.Event()
+        self._closed_reason = ""
+        """The text with which later connections are refused."""
 
-    def gather(self) -> bool:
-        """Waits until enough machines are here; False when the user asked to end.
+    async def start(self) -> None:
+        """Accept connections from now on."""
+        self._server = await asyncio.start_server(self._accept, sock=self._listener, limit=MAX_MESSAGE_BYTES)
+
+    async def gather(self) -> None:
+        """Wait until enough machines are here.
 
         Raises:
-            LaunchError: too few came in time, or one that can't take part. All who are here are told the same.
+            LaunchError: too few connected in time, or one of them can't take part.
         """
-        terms = self._terms
-        deadline = self._began_s + terms.gather_s
-        next_word_s = self._began_s + WORD_S
-        while len(self._present()) + 1 < terms.max_nodes:
-            self._tick()
-            now_s = time.monotonic()
-            if self._asked():
-                self._leave()
-                return False
-            if now_s >= deadline:
-                if len(self._present()) + 1 < terms.min_nodes:
-                    self._refuse_all(self._too_few())
-                break
-            if now_s >= next_word_s:
-                next_word_s += WORD_S
-                self._tell_waiting(deadline - now_s)
-        return True
+        config = self._config
+        left_s = config.gather_wait_s
+        while left_s > 0 and not await self._wait_until(self._is_full, min(STATUS_S, left_s)):
+            left_s -= STATUS_S
+            if left_s > 0:
+                self._send_status(left_s)
+        if len(self._members) + 1 < config.min_nodes:
+            names = self._names()
+            raise LaunchError(
+                f"only {len(names)} of {config.nodes} machines connected within {config.gather_wait_s:g} s: "
+                f"{', '.join(names)}; type on each of the others: {config.command} (--wait SECONDS waits longer). If that was "
+                f"done, type there: {self._doctor()}"
+            )
 
-    def introduce(self, settings: dict[str, Any], store_port: int) -> tuple[World, PointParty] | None:
-        """Lets all machines try each other, and tells them who is which rank; None when the user asked to end.
+    async def assign(self, settings: Mapping[str, Any], store_port: int) -> tuple[World, list[Peer]]:
+        """Let all machines probe each other, and send them their ranks.
 
         Args:
             settings: what the command line set.
             store_port: of the store that this machine will serve.
 
         Raises:
-            LaunchError: a machine does not reach another, or leaves meanwhile; all are told.
+            LaunchError: a machine can't reach another one, or disconnects meanwhile.
         """
-        guests = self._present()[: self._terms.max_nodes - 1]
-        self._card = self._with_address(guests)
-        cards = [self._card, *(visitor.card for visitor in guests if visitor.card is not None)]
+        members = self._members[: self._config.max_nodes - 1]
+        self._info = self._info_towards(members)
+        infos = [self._info, *(member.info for member in members)]
         try:
-            indices = worlds.order(cards, self._terms.max_nodes)
-            world = worlds.build_world([cards[index] for index in indices], settings)
+            indices = world.order(infos, self._config.max_nodes)
+            built = world.build_world([infos[index] for index in indices], settings)
         except ConfigError as error:
-            self._refuse_all(str(error))
-        by_node = [guests[index - 1] for index in indices[1:]]
-        if by_node and not self._try_each_other(by_node, world):
-            return None
-        for node_rank, visitor in enumerate(by_node, start=1):
-            visitor.wire.send("go", node_rank=node_rank, world=worlds.as_message(world), store_port=store_port)
-        names = ", ".join(machine.name for machine in world.machines)
-        party = PointParty(
-            [
-                Guest(visitor.wire, world.machines[node_rank].name, world.ranks(node_rank), visitor.clock_s)
-                for node_rank, visitor in enumerate(by_node, start=1)
-            ],
-            self._listener,
-            f"the run at {self._terms.endpoint} began at {time.strftime('%H:%M:%S')} with {names}, and nobody can join it "
-            "now; wait for its end, or choose another port",
+            raise LaunchError(str(error)) from None
+        members = [members[index - 1] for index in indices[1:]]
+        if members:
+            await self._check_reachability(members, built)
+        self._closed_reason = (
+            f"the run at {self._config.endpoint} began at {time.strftime('%H:%M:%S')} with "
+            f"{', '.join(machine.name for machine in built.machines)}, and no machine can join it now; wait for its end, or "
+            "choose another port"
         )
-        for visitor in self._visitors:
-            if visitor not in by_node:
-                visitor.wire.send("refuse", text="the run has begun")
-                visitor.wire.finish(0.2)
-        return world, party
+        kept = {member.connection for member in members}
+        others = [connection for connection in self._handlers if connection not in kept]
+        await self._stop_handlers()
+        for connection in others:
+            connection.send("refuse", text="the run has begun")
+        await asyncio.gather(*(connection.finish(0.2) for connection in others))
+        peers = []
+        for node_rank, member in enumerate(members, start=1):
+            member.connection.send("start", node_rank=node_rank, world=world.as_message(built), store_port=store_port)
+            name, ranks = built.machines[node_rank].name, built.describe_ranks(node_rank)
+            peers.append(Peer(member.connection, name, ranks, member.clock_offset_s))
+        return built, peers
 
-    def close(self) -> None:
-        """Closes everything, where the meeting comes to nothing."""
+    async def refuse_all(self, text: str) -> None:
+        """End the rendezvous with the same text on all machines."""
+        self._closed_reason = text
+        connections = list(self._handlers)
+        await self._stop_handlers()
+        for connection in connections:
+            connection.send("refuse", text=text)
+        await asyncio.gather(*(connection.finish() for connection in connections))
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the port."""
+        if self._server is not None:
+            self._server.close()
         self._listener.close()
-        for visitor in self._visitors:
-            visitor.wire.close()
 
-    # who comes
+    # connections
 
-    def _tick(self) -> None:
-        wait_readable([self._listener, *(visitor.wire for visitor in self._visitors)], _TICK_S)
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            self._visitors.append(_Visitor(connection))
-        for visitor in tuple(self._visitors):
-            for message in visitor.wire.poll():
-                if visitor not in self._visitors:
-                    break  # a doctor's talk goes on elsewhere
-                self._hear(visitor, message)
-            if visitor in self._visitors:
-                self._look_after(visitor)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer)
+        self._handlers[connection] = asyncio.create_task(self._handle(connection))
 
-    def _hear(self, visitor: _Visitor, message: Message) -> None:
-        match message["kind"]:
-            case "hello" if visitor.card is None:
-                self._welcome(visitor, message)
-            case "arrived" if visitor.card is not None and not visitor.present:
-                self._admit(visitor, visitor.card, message)
-            case "left" if visitor.card is not None:
-                self._drop(visitor)
-                self._say(f"{visitor.card.label} left: it was ended there")
-            case "reached" if visitor.present:
-                misses = message.get("misses")
-                visitor.misses = misses if isinstance(misses, list) else []
-
-    def _welcome(self, visitor: _Visitor, message: Message) -> None:
-        who = visitor.wire.peer.host
-        if message.get("what") == "doctor":
-            self._visitors.remove(visitor)
-            attend(visitor.wire, self._sheet, message)
-            return
-        theirs = printable(message.get("evenload"), 50)
-        if message.get("protocol") != PROTOCOL or theirs != __version__:
-            self._refuse_all(cards_of.version_difference(self._card.label, who, "evenload", (__version__, theirs)))
+    async def _handle(self, connection: Connection) -> None:
+        """Serve one connection: that of a member until its ranks are assigned, that of a doctor to its end."""
         try:
-            visitor.card = cards_of.from_message(message.get("card"))
-            visitor.plate = Doorplate(visitor.card.address, int(message["door"][0]), str(message["door"][1]))
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError):
-            self._visitors.remove(visitor)
-            visitor.wire.close()
-            self._say(f"{who} connected, but what it says is no introduction; it is not waited for")
+            await self._serve(connection)
+        except LaunchError as error:
+            self._error = error
+            self._changed.set()
+        else:
+            self._handlers.pop(connection, None)
+            await connection.finish(0.2)
+
+    async def _serve(self, connection: Connection) -> None:
+        member = None
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                hello = await connection.receive()
+                if hello is None or hello["kind"] != "hello":
+                    return
+                if self._closed_reason:
+                    connection.send("refuse", text=self._closed_reason)
+                elif hello.get("what") == "doctor":
+                    self._doctors.add(self._handlers.pop(connection))
+                else:
+                    member = await self._introduce(connection, hello)
+        except TimeoutError:
+            if not self._closed_reason:
+                text = (
+                    f"{connection.peer.host} connected, but its introduction did not arrive whole within {_HELLO_S:.0f} s: it "
+                    f"is another program, or large packets are lost on the way (MTU); type there: {self._doctor()}"
+                )
+                self._log(text)
+                connection.send("refuse", text=text)
             return
-        if visitor.card.job != self._card.job:
-            self._visitors.remove(visitor)
-            visitor.wire.send(
+        if member is not None:
+            self._admit(member)
+            await self._follow(member)
+        elif connection not in self._handlers:
+            await answer_doctor(connection, host_report_of(self._info), hello)
+
+    async def _introduce(self, connection: Connection, hello: Message) -> _Member | None:
+        host = connection.peer.host
+        version = printable(hello.get("evenload"), 50)
+        if hello.get("protocol") != PROTOCOL or version != __version__:
+            raise LaunchError(host_info.version_difference(self._info.label, host, "evenload", (__version__, version)))
+        try:
+            info = host_info.from_message(hello.get("info"))
+            target = ProbeTarget(info.address, int(hello["probe_port"]), str(hello["probe_token"]))
+        except (ValueError, KeyError, TypeError, OverflowError):
+            self._log(f"{host} connected, but its introduction is invalid; it is ignored")
+            return None
+        if info.job_id != self._info.job_id:
+            connection.send(
                 "refuse",
-                text=f"--rdzv-id {visitor.card.job or '(none)'}: at {self._terms.endpoint} another job meets "
-                f"(--rdzv-id {self._card.job or '(none)'}); give the same, or another port",
+                text=f"--rdzv-id {info.job_id or '(none)'}: the job at {self._config.endpoint} has another one "
+                f"(--rdzv-id {self._info.job_id or '(none)'}); give the same, or another port",
             )
-            visitor.wire.finish(0.2)
-            return
-        visitor.asked_clock_s = time.time()
-        visitor.wire.send("welcome", host_name=self._card.host_name)
-
-    def _admit(self, visitor: _Visitor, card: Card, message: Message) -> None:
-        """Compares a machine with this one, now that its clock is known too."""
+            return None
+        connection.start_heartbeats()
+        sent_s = time.time()
+        connection.send("welcome", host_name=self._info.host_name)
+        reply = await connection.receive()
+        if reply is None or reply["kind"] != "clock":
+            self._log_left(connection, info, is_stopped=reply is not None)
+            return None
+        member = _Member(connection, info, target)
         with suppress(KeyError, TypeError, ValueError):
-            visitor.clock_s = float(message["time_s"]) - (visitor.asked_clock_s + time.time()) / 2
-        own = self._with_address([visitor])
-        found = cards_of.compare(own, card, visitor.clock_s)
-        if found.errors:
-            self._refuse_all(found.errors[0], extra=found.errors[1:])
-        visitor.present = True
-        names = ", ".join(seat.name for seat in card.seats)
-        self._say(f"{card.label} is here over {card.interface or 'an unknown interface'}: {names}")
-        for note in found.notes:
-            self._say(f"note: {note}")
-            visitor.wire.send("note", text=f"note: {note}")
+            member.clock_offset_s = float(reply["time_s"]) - (sent_s + time.time()) / 2
+        return member
 
-    def _look_after(self, visitor: _Visitor) -> None:
-        """Lives it, and has it said who it is?"""
-        visitor.wire.beat()
-        if visitor.wire.lost:
-            self._drop(visitor)
-            if visitor.card is not None:
-                self._say(f"{visitor.card.label} left: {visitor.wire.lost}")
-        elif not visitor.present and time.monotonic() - visitor.since_s > _HELLO_S:
-            self._drop(visitor)
-            self._say(
-                f"{visitor.wire.peer.host} connected, but its introduction did not come whole within {_HELLO_S:.0f} s: "
-                "another program, or large packets are lost on the way (MTU); `evenload doctor --host "
-                f"{self._terms.endpoint}` there tells"
-            )
+    def _admit(self, member: _Member) -> None:
+        """Compare a machine with this one.
 
-    def _drop(self, visitor: _Visitor) -> None:
-        self._visitors.remove(visitor)
-        visitor.wire.close()
+        Raises:
+            LaunchError: they can't train together.
+        """
+        info = member.info
+        differences = host_info.compare(self._info_towards([member]), info, member.clock_offset_s)
+        if differences.errors:
+            raise LaunchError("\n  ".join(differences.errors))
+        devices = ", ".join(slot.name for slot in info.slots)
+        self._log(f"{info.label} is here over {info.interface or 'an unknown interface'}: {devices}")
+        for note in differences.notes:
+            self._log(f"note: {note}")
+            member.connection.send("note", text=f"note: {note}")
+        self._members.append(member)
+        self._changed.set()
 
-    def _present(self) -> list[_Visitor]:
-        return [visitor for visitor in self._visitors if visitor.present]
+    async def _follow(self, member: _Member) -> None:
+        """Receive from a member until it leaves, or its ranks are assigned."""
+        message = None
+        async for message in member.connection.messages():
+            if message["kind"] == "left":
+                break
+            if message["kind"] == "reachability":
+                failures = message.get("failures")
+                member.failures = failures if isinstance(failures, list) else []
+                self._changed.set()
+        self._members.remove(member)
+        self._changed.set()
+        self._log_left(member.connection, member.info, is_stopped=not member.connection.lost)
 
-    # all are here
+    def _log_left(self, connection: Connection, info: HostInfo, is_stopped: bool) -> None:
+        self._log(f"{info.label} left: {'it was stopped there' if is_stopped else connection.lost}")
 
-    def _with_address(self, guests: Sequence[_Visitor]) -> Card:
-        """Our card; the address that guests reached us at, where the meeting listens at all of them."""
-        if self._card.address or not guests:
-            return self._card
-        own = guests[0].wire.own_host
+    async def _stop_handlers(self) -> None:
+        tasks = tuple(self._handlers.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._handlers.clear()
+
+    async def _wait_until(self, is_over: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until a condition holds; False if it does not in time.
+
+        Raises:
+            LaunchError: meanwhile a machine connected that can't take part.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._error is None and not is_over():
+                    self._changed.clear()
+                    await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        return is_over()
+
+    # all machines are here
+
+    def _info_towards(self, members: Sequence[_Member]) -> HostInfo:
+        """Our facts; with the address at which members reached us, if we listen at all addresses."""
+        if self._info.address or not members:
+            return self._info
+        own = members[0].connection.own_host
         interface = chosen_interface(own)
-        return replace(self._card, address=gloo_address(interface, own), interface=interface)
+        return replace(self._info, address=gloo_address(interface, own), interface=interface)
 
-    def _try_each_other(self, guests: Sequence[_Visitor], world: World) -> bool:
-        """False when the user asked to end."""
+    async def _check_reachability(self, members: Sequence[_Member], built: World) -> None:
         try:
-            door = Door(self._card.address)
+            async with ProbeListener(self._info.address) as own_target:
+                own_failures = await self._probe_all(members, built, own_target)
         except OSError as error:
-            self._refuse_all(
-                f"no port can be opened at {self._card.address} on {self._card.host_name}: {error.strerror}"
-            )
-        try:
-            plates = [door.plate, *(visitor.plate for visitor in guests if visitor.plate is not None)]
-            for node_rank, visitor in enumerate(guests, start=1):
-                visitor.wire.send("roster", plates=[asdict(plate) for plate in plates], node_rank=node_rank)
-            own = Round(plates[1:])
-            deadline = time.monotonic() + _REPORT_S
-            while True:
-                # Own tries first: they must not wait for a quiet guest.
-                own_over = own.poll()
-                door.poll()
-                self._tick()
-                if self._asked():
-                    self._leave()
-                    return False
-                gone = [i for i, visitor in enumerate(guests, start=1) if visitor not in self._visitors]
-                if gone:
-                    self._refuse_all(f"{world.machines[gone[0]].name} left while the machines tried each other")
-                late = time.monotonic() >= deadline
-                if own_over and (late or all(visitor.misses is not None for visitor in guests)):
-                    break
-        finally:
-            door.close()
-        own_misses = [None, *(None if a.miss is None else asdict(a.miss) for a in own.attempts)]
-        reports = [own_misses, *(visitor.misses for visitor in guests)]
-        story = _judge_reach(world, reports)
-        if story:
-            self._refuse_all(story)
-        return True
+            raise LaunchError(
+                f"no port can be opened at {self._info.address} on {self._info.host_name}: {error.strerror}"
+            ) from None
+        reports = [own_failures, *(member.failures for member in members)]
+        if problem := _unreachable(built, reports):
+            raise LaunchError(problem)
 
-    # words
+    async def _probe_all(self, members: Sequence[_Member], built: World, own_target: ProbeTarget) -> list[Any]:
+        targets = [own_target, *(member.target for member in members)]
+        for node_rank, member in enumerate(members, start=1):
+            member.connection.send("targets", targets=[asdict(target) for target in targets], node_rank=node_rank)
 
-    def _tell_waiting(self, left_s: float) -> None:
-        terms = self._terms
-        here = [self._card.host_name, *(v.card.label for v in self._present() if v.card is not None)]
-        need = terms.nodes if terms.min_nodes == terms.max_nodes else f"{terms.min_nodes} to {terms.max_nodes}"
-        enough = len(here) >= terms.min_nodes
+        def is_over() -> bool:
+            return any(m not in self._members for m in members) or all(m.failures is not None for m in members)
+
+        failures, _ = await asyncio.gather(probe_all(targets[1:]), self._wait_until(is_over, _REPORT_S))
+        for node_rank, member in enumerate(members, start=1):
+            if member not in self._members:
+                raise LaunchError(f"{built.machines[node_rank].name} left while the machines probed each other")
+        return [None, *map(failure_as_message, failures)]
+
+    # texts
+
+    def _is_full(self) -> bool:
+        return len(self._members) + 1 >= self._config.max_nodes
+
+    def _names(self) -> list[str]:
+        return [self._info.host_name, *(member.info.label for member in self._members)]
+
+    def _send_status(self, left_s: float) -> None:
+        config, names = self._config, self._names()
+        need = config.nodes if config.min_nodes == config.max_nodes else f"{config.min_nodes} to {config.max_nodes}"
+        enough = len(names) >= config.min_nodes
         text = (
-            f"{len(here)} of {need} machines {'is' if len(here) == 1 else 'are'} here: {', '.join(here)}; "
-            + (f"the run begins in {left_s:.0f} s with who is here then. " if enough else "")
-            + f"type on each of the others: {terms.command}"
-            + ("" if enough else f" (waiting {left_s:.0f} s more; if that was done, there: {self._doctor()})")
+            f"{len(names)} of {need} machines {'is' if len(names) == 1 else 'are'} here: {', '.join(names)}; "
+            + (f"the run begins in {left_s:.0f} s with the machines that are here then. " if enough else "")
+            + f"type on each of the others: {config.command}"
+            + ("" if enough else f" (waiting {left_s:.0f} s more; if that was done, type there: {self._doctor()})")
         )
-        self._say(text)
-        for visitor in self._present():
-            visitor.wire.send("waiting", text=text)
-
-    def _too_few(self) -> str:
-        terms = self._terms
-        here = [self._card.host_name, *(v.card.label for v in self._present() if v.card is not None)]
-        return (
-            f"only {len(here)} of {terms.nodes} machines came within {terms.gather_s:g} s: {', '.join(here)}; type on each of "
-            f"the others: {terms.command} (--wait SECONDS waits longer). If that was done, there: {self._doctor()}"
-        )
+        self._log(text)
+        for member in self._members:
+            member.connection.send("status", text=text)
 
     def _doctor(self) -> str:
-        return f"evenload doctor --host {self._terms.endpoint}"
-
-    def _leave(self) -> None:
-        """The user ends it here: so do the others."""
-        text = f"the meeting was ended on {self._card.label}"
-        tell_all([visitor.wire for visitor in self._visitors], "refuse", text)
-        self.close()
-
-    def _refuse_all(self, text: str, extra: Sequence[str] = ()) -> Any:
-        """Ends the meeting with the same words on all sides."""
-        story = "\n  ".join([text, *extra])
-        tell_all([visitor.wire for visitor in self._visitors], "refuse", story)
-        self.close()
-        raise LaunchError(story)
+        return f"evenload doctor --host {self._config.endpoint}"
 
 
-def _judge_reach(world: World, reports: Sequence[Sequence[Any] | None]) -> str:
-    """What the machines' tries mean; empty where all reach all.
+def _unreachable(built: World, reports: Sequence[Sequence[Any] | None]) -> str:
+    """Return the error about machines that can't reach each other; empty if all can.
 
     Args:
-        world: the machines.
-        reports: by node rank, what each machine found of each: None, or why not; None for one that did not report.
+        built: the machines.
+        reports: by node rank, the outcomes of a machine's probes, by node rank; None if it did not report.
     """
-    stories = []
-    for node_rank, misses in enumerate(reports):
-        source = world.machines[node_rank]
-        if misses is None or len(misses) != len(world.machines):
-            stories.append(f"{source.name} did not tell which machines it reaches")
+    problems = []
+    for source, failures in zip(built.machines, reports, strict=True):
+        if failures is None or len(failures) != len(built.machines):
+            problems.append(f"{source.name} did not report which machines it can reach")
             continue
-        for other, raw in enumerate(misses):
-            if raw is None:
-                continue
-            target = world.machines[other]
-            try:
-                miss = Miss(raw["kind"], float(raw["seconds"]), printable(raw["told"], 200))
-            except (KeyError, TypeError, ValueError):
-                continue
-            stories.append(f"{source.name} does not reach {target.name} at {target.address}: {miss.describe()}")
-    if not stories:
+        for target, raw in zip(built.machines, failures, strict=True):
+            with suppress(ValueError):
+                if (failure := failure_from_message(raw)) is not None:
+                    problems.append(
+                        f"{source.name} can't reach {target.name} at {target.address}: {failure.describe()}"
+                    )
+    if not problems:
         return ""
     return (
-        "the machines reach the meeting point, but not each other at the ports that gloo and NCCL pick (any from 1024 up):\n  "
-        + "\n  ".join(stories)
+        "the machines reach the coordinator, but not each other at the ports that gloo and NCCL pick (any from 1024 up):\n  "
+        + "\n  ".join(problems)
         + "\n  open all ports between these machines, on each: sudo ufw allow from ADDRESS-OF-THE-OTHER, or sudo firewall-cmd "
-        "--zone=trusted --add-source=ADDRESS-OF-THE-OTHER; `evenload doctor --host` tells more"
+        "--zone=trusted --add-source=ADDRESS-OF-THE-OTHER; `evenload doctor --host` shows more"
     )

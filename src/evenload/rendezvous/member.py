@@ -1,218 +1,192 @@
-"""A machine that joins a meeting: reaches the point, introduces itself, tries the others, and learns who it is."""
+"""A member: connects to the coordinator, introduces itself, probes the other machines, and receives its node rank."""
 
 from __future__ import annotations
 
-import socket
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from evenload.errors import LaunchError
-from evenload.rendezvous import PROTOCOL
-from evenload.rendezvous import host_info as cards_of
-from evenload.rendezvous import world as worlds
+from evenload.rendezvous import PROTOCOL, host_info, world
 from evenload.rendezvous.address import Address, own_addresses
-from evenload.rendezvous.connect import ATTEMPT_S, Miss, dial
-from evenload.rendezvous.host_info import Card
-from evenload.rendezvous.messages import Message, Wire, printable, wait_readable
-from evenload.rendezvous.reachability import Door, Doorplate, Round
-from evenload.rendezvous.settings import Terms
+from evenload.rendezvous.connection import CONNECT_S, ConnectFailure, Connection, Message, connect, printable
+from evenload.rendezvous.host_info import HostInfo
+from evenload.rendezvous.reachability import ProbeListener, ProbeTarget, failure_as_message, probe_all
+from evenload.rendezvous.settings import RendezvousConfig
 from evenload.rendezvous.world import World
 from evenload.version import __version__
 
-_AGAIN_S = 0.5
-_WORD_S = 3.0
+_RETRY_S = 0.5
+_STATUS_S = 3.0
 _ANSWER_S = 5.0
-"""How long the meeting point may take to answer the introduction."""
-_TICK_S = 0.05
+"""Time in which the coordinator must answer the introduction."""
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """What the meeting point told at its end."""
+class MemberAssignment:
+    """The coordinator's last message of a rendezvous."""
 
     node_rank: int
     world: World
     store_port: int
-    point: str
-    """What the meeting point's machine is called."""
+    coordinator_name: str
 
 
-def reach(
-    terms: Terms, addresses: Sequence[Address], asked: Callable[[], bool], say: Callable[[str], None]
-) -> Wire | None:
-    """Connects to the meeting point, which may begin later than we do; None when the user asked to end.
+async def connect_to_coordinator(
+    config: RendezvousConfig, addresses: Sequence[Address], log: Callable[[str], None]
+) -> Connection:
+    """Connect to the coordinator, which may start later than this machine.
 
     Raises:
-        LaunchError: it can't be reached in time; the message tells a refusal, silence and a missing way apart.
+        LaunchError: it can't be reached in time; the message distinguishes a refusal, silence and a missing route.
     """
     began_s = time.monotonic()
-    deadline = began_s + terms.reach_s
-    next_word_s = began_s + _WORD_S
-    misses: dict[Address, Miss] = {}
+    deadline_s, next_status_s = began_s + config.connect_wait_s, began_s + _STATUS_S
+    failures: dict[Address, ConnectFailure] = {}
     while True:
         for address in addresses:
-            left_s = deadline - time.monotonic()
-            found = dial(address, max(0.1, min(ATTEMPT_S, left_s)), asked)
-            if isinstance(found, socket.socket):
-                return Wire(found)
-            misses[address] = found
-            if asked():
-                return None
-            now_s = time.monotonic()
-            if now_s >= next_word_s and now_s < deadline:
-                next_word_s = now_s + _WORD_S
-                say(f"{address}: {misses[address].describe()}; trying for {deadline - now_s:.0f} s more")
-        if time.monotonic() >= deadline:
-            _give_up(terms, misses)
-        pause_s = time.monotonic() + _AGAIN_S
-        while time.monotonic() < pause_s and not asked():
-            time.sleep(0.02)
+            found = await connect(address, max(0.1, min(CONNECT_S, deadline_s - time.monotonic())))
+            if isinstance(found, Connection):
+                return found
+            failures[address] = found
+            if next_status_s <= time.monotonic() < deadline_s:
+                next_status_s = time.monotonic() + _STATUS_S
+                log(f"{address}: {found.describe()}; trying for {deadline_s - time.monotonic():.0f} s more")
+        if time.monotonic() >= deadline_s:
+            _give_up(config, failures)
+        await asyncio.sleep(_RETRY_S)
 
 
-def _give_up(terms: Terms, misses: dict[Address, Miss]) -> NoReturn:
-    told = "; ".join(f"{address}: {miss.describe()}" for address, miss in misses.items())
-    kinds = {miss.kind for miss in misses.values()}
-    here = ", ".join(own_addresses()) or "none"
+def _give_up(config: RendezvousConfig, failures: dict[Address, ConnectFailure]) -> NoReturn:
+    endpoint = config.endpoint
+    seen = "; ".join(f"{address}: {failure.describe()}" for address, failure in failures.items())
+    kinds = {failure.kind for failure in failures.values()}
     advice = []
     if "refused" in kinds:
-        advice.append(f"on {terms.endpoint.host} type: {terms.command}")
+        advice.append(f"on {endpoint.host} type: {config.command}")
     if kinds & {"silent", "unreachable"}:
         advice.append(
-            f"on {terms.endpoint.host} let the port through: sudo ufw allow {terms.endpoint.port}/tcp, or sudo firewall-cmd "
-            f"--add-port={terms.endpoint.port}/tcp"
+            f"on {endpoint.host} open the port: sudo ufw allow {endpoint.port}/tcp, or sudo firewall-cmd "
+            f"--add-port={endpoint.port}/tcp"
         )
     advice.append(
         "HOST must be the name or address of one of the machines on which the command is typed (this one has "
-        f"{here}); from here `evenload doctor --host {terms.endpoint}` looks closer"
+        f"{', '.join(own_addresses()) or 'none'}); `evenload doctor --host {endpoint}` on this machine shows more"
     )
     raise LaunchError(
-        f"--host {terms.endpoint}: the meeting point was not reached within {terms.reach_s:g} s (--wait SECONDS tries "
-        f"longer): {told}.\n  " + "\n  ".join(advice)
+        f"--host {endpoint}: no connection to the coordinator within {config.connect_wait_s:g} s (--wait SECONDS tries "
+        f"longer): {seen}.\n  " + "\n  ".join(advice)
     )
 
 
-def join(
-    terms: Terms, wire: Wire, card: Card, asked: Callable[[], bool], say: Callable[[str], None]
-) -> Invitation | None:
-    """Takes part in the meeting until it is over; None when the user asked to end.
+async def join(
+    config: RendezvousConfig, connection: Connection, info: HostInfo, log: Callable[[str], None]
+) -> MemberAssignment:
+    """Take part in the rendezvous until the coordinator assigns the ranks; when cancelled, tell it and disconnect.
 
     Raises:
-        LaunchError: the meeting point refuses, or is gone; or what answers there is no meeting point.
+        LaunchError: the coordinator refuses or is lost, or another program answers in its place.
     """
     try:
-        door = Door(card.address)
+        async with ProbeListener(info.address) as target:
+            return await _Join(config, connection, info, log).run(target)
+    except asyncio.CancelledError:
+        connection.send("left")
+        await connection.finish()
+        raise
     except OSError as error:
         raise LaunchError(
-            f"no port can be opened at {card.address}, an address of this machine: {error.strerror}"
+            f"no port can be opened at {info.address}, an address of this machine: {error.strerror}"
         ) from None
-    visit = _Stay(terms, wire, card, door, say)
-    try:
-        return visit.run(asked)
-    finally:
-        door.close()
 
 
-class _Stay:
-    """One machine's stay at a meeting."""
+class _Join:
+    def __init__(
+        self, config: RendezvousConfig, connection: Connection, info: HostInfo, log: Callable[[str], None]
+    ) -> None:
+        self._endpoint = config.endpoint
+        self._connection = connection
+        self._info = info
+        self._log = log
+        self._coordinator_name = config.endpoint.host
+        self._probing: asyncio.Task[None] | None = None
 
-    def __init__(self, terms: Terms, wire: Wire, card: Card, door: Door, say: Callable[[str], None]) -> None:
-        self._terms = terms
-        self._wire = wire
-        self._card = card
-        self._door = door
-        self._say = say
-        self._point = terms.endpoint.host
-        self._welcomed = False
-        self._round: Round | None = None
-        self._node_rank = 0
-
-    def run(self, asked: Callable[[], bool]) -> Invitation | None:
-        """From the introduction to the last word."""
-        plate = self._door.plate
-        self._wire.send(
+    async def run(self, target: ProbeTarget) -> MemberAssignment:
+        """Exchange messages with the coordinator."""
+        self._connection.send(
             "hello",
             what="run",
             protocol=PROTOCOL,
             evenload=__version__,
-            card=cards_of.as_message(self._card),
-            door=[plate.port, plate.token],
+            info=host_info.as_message(self._info),
+            probe_port=target.port,
+            probe_token=target.token,
         )
-        began_s = time.monotonic()
-        while True:
-            if asked():
-                self._wire.send("left")
-                self._wire.finish()
-                return None
-            while (message := self._wire.take()) is not None:
-                invitation = self._take(message)
-                if invitation is not None:
-                    return invitation
-            self._check(began_s)
-            self._door.poll()
-            self._report_round()
-            self._wire.beat()
-            wait_readable([self._wire], _TICK_S)
+        self._connection.start_heartbeats()
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                message = await self._connection.receive()
+        except TimeoutError:
+            raise LaunchError(
+                f"--host {self._place()}: connected, but no answer came within {_ANSWER_S:.0f} s: another program listens "
+                "there (choose another port, the same on all machines), or large packets are lost on the way (MTU); "
+                f"`evenload doctor --host {self._endpoint}` shows which"
+            ) from None
+        if message is None:
+            raise LaunchError(
+                f"--host {self._place()}: the program that listens there is not Evenload ({self._connection.lost}); choose "
+                "another port, the same on all machines"
+            )
+        try:
+            while message is not None:
+                if message["kind"] == "start":
+                    return self._assignment(message)
+                self._handle(message)
+                message = await self._connection.receive()
+        finally:
+            if self._probing is not None:
+                self._probing.cancel()
+        raise LaunchError(
+            f"{self._coordinator_name}, the coordinator at {self._place()}, is gone: {self._connection.lost}; start again on "
+            "all machines"
+        )
 
-    def _take(self, message: Message) -> Invitation | None:
+    def _place(self) -> str:
+        return f"{self._endpoint} ({self._connection.peer})"
+
+    def _handle(self, message: Message) -> None:
         match message["kind"]:
             case "welcome":
-                self._welcomed = True
-                self._point = printable(message.get("host_name") or self._point, 200)
-                self._wire.send("arrived", time_s=time.time())
-                self._say(
-                    f"met {self._point} at {self._wire.peer}, over {self._card.interface or 'an unknown interface'} "
-                    f"({self._card.address}), which gloo and NCCL will use"
+                self._coordinator_name = printable(message.get("host_name") or self._coordinator_name, 200)
+                self._connection.send("clock", time_s=time.time())
+                interface = self._info.interface or "an unknown interface"
+                self._log(
+                    f"connected to {self._coordinator_name} at {self._connection.peer}, over {interface} "
+                    f"({self._info.address}), which gloo and NCCL will use"
                 )
-            case "waiting" | "note":
-                self._say(printable(message.get("text")))
+            case "status" | "note":
+                self._log(printable(message.get("text")))
             case "refuse":
-                self._wire.close()
+                self._connection.close()
                 raise LaunchError(printable(message.get("text")))
-            case "roster":
-                self._begin_round(message)
-            case "go":
-                return Invitation(
-                    int(message["node_rank"]),
-                    worlds.from_message(message["world"]),
-                    int(message["store_port"]),
-                    self._point,
-                )
-        return None
+            case "targets":
+                self._probing = asyncio.create_task(self._probe(message))
 
-    def _begin_round(self, message: Message) -> None:
-        self._node_rank = int(message["node_rank"])
-        plates = [Doorplate(**plate) for plate in message["plates"]]
-        self._round = Round([plate for index, plate in enumerate(plates) if index != self._node_rank])
+    async def _probe(self, message: Message) -> None:
+        node_rank = int(message["node_rank"])
+        targets = [ProbeTarget(**target) for target in message["targets"]]
+        failures: list[Any] = [
+            *map(failure_as_message, await probe_all(targets[:node_rank] + targets[node_rank + 1 :]))
+        ]
+        failures.insert(node_rank, None)
+        self._connection.send("reachability", failures=failures)
 
-    def _report_round(self) -> None:
-        if self._round is None or not self._round.poll():
-            return
-        misses: list[Any] = [None if a.miss is None else asdict(a.miss) for a in self._round.attempts]
-        misses.insert(self._node_rank, None)
-        self._wire.send("reached", misses=misses)
-        self._round = None
-
-    def _check(self, began_s: float) -> None:
-        """Is the other side there, and what it should be?
-
-        Raises:
-            LaunchError: no.
-        """
-        where = f"{self._terms.endpoint} ({self._wire.peer})"
-        if self._wire.lost and self._welcomed:
-            raise LaunchError(
-                f"{self._point}, which serves the meeting point {where}, is gone: {self._wire.lost}; start again on all machines"
-            )
-        if self._wire.lost:
-            raise LaunchError(
-                f"--host {where}: what listens there is no meeting point of Evenload ({self._wire.lost}); choose another "
-                "port, the same on all machines"
-            )
-        if not self._welcomed and time.monotonic() - began_s > _ANSWER_S:
-            raise LaunchError(
-                f"--host {where}: the connection is taken, but no answer came within {_ANSWER_S:.0f} s: another program "
-                "listens there (choose another port, the same on all machines), or large packets are lost on the way (MTU); "
-                f"`evenload doctor --host {self._terms.endpoint}` tells which"
-            )
+    def _assignment(self, message: Message) -> MemberAssignment:
+        return MemberAssignment(
+            int(message["node_rank"]),
+            world.from_message(message["world"]),
+            int(message["store_port"]),
+            self._coordinator_name,
+        )

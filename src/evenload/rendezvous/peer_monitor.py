@@ -1,312 +1,268 @@
-"""All machines of a run, seen from one supervisor while ranks train: who failed, who is gone, whether all are through.
+"""The other machines of a run while ranks train: which rank failed first, which machine is lost, whether all ranks ended.
 
-The meeting point decides what the cause of an end was, and tells it; the guests tell it what happens to them. A supervisor
-that is killed is seen at once, because the system closes its connection; a machine that goes down, or a network that is cut,
-after SILENT_S.
+The coordinator decides on the cause of an end and sends it to all; the members report what happens to their ranks. The death
+of a supervisor is seen at once, because the system closes its connection; a machine that goes down, or a network that is
+cut, after SILENCE_S. Messages are received in the thread of an event loop; the properties may be read at any time.
 """
 
 from __future__ import annotations
 
-import socket
+import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from evenload.rendezvous.messages import Wire, printable
-
-_HEAR_LATECOMER_S = 2.0
+from evenload.rendezvous.connection import Connection, Message, printable
+from evenload.rendezvous.event_loop import EventLoopThread
 
 
 @dataclass(frozen=True)
-class Cause:
-    """Why a run ended, as all its machines tell it."""
+class FailureCause:
+    """Why a run ended, in the words that all its machines print."""
 
     text: str
     exit_code: int = 1
     consequence: bool = False
-    """It only tells that another rank is gone; never the cause."""
+    """The failure is only that another rank is gone; never the cause of the end."""
     time_s: float = 0.0
-    """Since the epoch, by the clock of the meeting point."""
+    """Since the epoch, by the coordinator's clock."""
 
 
-class Party(Protocol):
-    """What a supervisor knows of the others."""
+class PeerMonitor(Protocol):
+    """A supervisor's view of the other machines."""
 
     @property
     def decides(self) -> bool:
-        """Whether this machine chooses among the causes."""
+        """True where this machine chooses among the causes."""
 
     @property
-    def verdict(self) -> Cause | None:
+    def end_cause(self) -> FailureCause | None:
         """Why the run ends, once that is decided."""
 
     @property
     def all_ended(self) -> bool:
-        """Whether all ranks of all machines are through."""
+        """True once all ranks of all machines have ended."""
 
     @property
-    def causes(self) -> Sequence[Cause]:
-        """What other machines told, or their absence tells."""
+    def causes(self) -> Sequence[FailureCause]:
+        """Failures that other machines reported, and machines that are lost."""
 
-    def poll(self) -> None:
-        """Hears the others and lets them hear from us; called many times a second."""
+    def report_failure(self, cause: FailureCause) -> None:
+        """Report the failure of a rank of this machine."""
 
-    def report(self, cause: Cause) -> None:
-        """Tells what happened to a rank of this machine."""
+    def report_ended(self) -> None:
+        """Report that the ranks of this machine have ended; a second call does nothing."""
 
-    def tell_ended(self) -> None:
-        """Tells that the ranks of this machine are through; a second call does nothing."""
-
-    def end(self, verdict: Cause) -> None:
-        """Ends the run on all machines, with these words."""
+    def end_run(self, cause: FailureCause) -> None:
+        """End the run on all machines, with this cause."""
 
     def close(self) -> None:
-        """Leaves; a second call does nothing."""
+        """Send the last messages and disconnect; a second call does nothing."""
 
 
-class Alone:
-    """One machine: there are no others."""
+class NoPeers:
+    """The monitor of a run on one machine."""
 
     decides = True
     all_ended = True
-    causes: Sequence[Cause] = ()
+    causes: Sequence[FailureCause] = ()
+    end_cause: FailureCause | None = None
 
-    def __init__(self) -> None:
-        self.verdict: Cause | None = None
+    def report_failure(self, cause: FailureCause) -> None:
+        """Do nothing."""
 
-    def poll(self) -> None:
-        """Nobody speaks."""
+    def report_ended(self) -> None:
+        """Do nothing."""
 
-    def report(self, cause: Cause) -> None:
-        """Nobody hears it."""
-
-    def tell_ended(self) -> None:
-        """Nobody waits for it."""
-
-    def end(self, verdict: Cause) -> None:
-        """It ends here alone."""
-        self.verdict = verdict
+    def end_run(self, cause: FailureCause) -> None:
+        """Remember the cause."""
+        self.end_cause = cause
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing."""
 
 
 @dataclass
-class Guest:
-    """Another machine, seen from the meeting point."""
+class Peer:
+    """A member, seen from the coordinator."""
 
-    wire: Wire
+    connection: Connection
     name: str
     ranks: str
     """Such as ``ranks 2-3``."""
-    clock_s: float
-    """Its clock minus ours."""
+    clock_offset_s: float
+    """Its clock minus the coordinator's."""
     ended: bool = False
-    gone: bool = False
 
 
-class PointParty:
-    """The side of the meeting point."""
+class _ConnectedMonitor:
+    """The part that coordinator and member share: a thread that receives messages, and its end."""
+
+    def __init__(self, loop: EventLoopThread) -> None:
+        self.end_cause: FailureCause | None = None
+        self.all_ended = False
+        self._loop = loop
+        self._causes: list[FailureCause] = []
+        self._receiving: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    @property
+    def causes(self) -> Sequence[FailureCause]:
+        """Failures that other machines reported, and machines that are lost."""
+        return tuple(self._causes)
+
+    def close(self) -> None:
+        """Send the last messages and disconnect; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._loop.run(self._finish())
+            self._loop.close()
+
+    async def _finish(self) -> None:
+        for task in self._receiving:
+            task.cancel()
+        await asyncio.gather(*self._receiving, return_exceptions=True)
+
+
+class CoordinatorMonitor(_ConnectedMonitor):
+    """The coordinator's monitor."""
 
     decides = True
 
-    def __init__(self, guests: Sequence[Guest], listener: socket.socket | None, busy: str) -> None:
-        """Args:
-        guests: the other machines.
-        listener: the meeting's port, at which who comes too late is told so.
-        busy: what they are told.
+    def __init__(self, loop: EventLoopThread, peers: Sequence[Peer], close_port: Callable[[], Awaitable[None]]) -> None:
+        """To be called in the thread of the loop.
+
+        Args:
+            loop: receives the messages; the monitor closes it.
+            peers: the members.
+            close_port: closes the rendezvous port, where later machines are refused.
         """
-        self.verdict: Cause | None = None
-        self._causes: list[Cause] = []
-        self._guests = tuple(guests)
-        self._listener = listener
-        self._busy = busy
-        self._latecomers: list[tuple[Wire, float]] = []
-        self._ended = self._done = self._closed = False
-
-    @property
-    def causes(self) -> Sequence[Cause]:
-        """What guests told, or their absence tells."""
-        return tuple(self._causes)
-
-    @property
-    def all_ended(self) -> bool:
-        """Whether our ranks and those of all guests are through; the guests are told then."""
-        over = self._ended and all(guest.ended for guest in self._guests)
-        if over and not self._done:
-            self._done = True
-            self._tell("done")
-        return over
-
-    def poll(self) -> None:
-        """Hears all guests."""
-        if self._closed:
-            return
-        for guest in self._guests:
-            if guest.gone:
-                continue
-            for message in guest.wire.poll():
-                self._take(guest, message)
-            guest.wire.beat()
-            if guest.wire.lost:
-                guest.gone = True
-                if not guest.ended:
-                    self._causes.append(_gone(f"{guest.name} ({guest.ranks})", guest.wire.lost))
-        self._turn_away()
-
-    def report(self, cause: Cause) -> None:
-        """Our own ranks' stories are known to us."""
-
-    def tell_ended(self) -> None:
-        """Our ranks are through."""
-        self._ended = True
-
-    def end(self, verdict: Cause) -> None:
-        """Tells all guests why the run ends."""
-        if self.verdict is None:
-            self.verdict = verdict
-            self._tell("end", cause=_as_message(verdict))
-
-    def close(self) -> None:
-        """Says the last words and closes the port."""
-        if self._closed:
-            return
-        if self.verdict is None and not self._done:
-            self.end(Cause("the supervisor at the meeting point ended without a cause that it knew"))
-        self._closed = True
-        if self._listener is not None:
-            self._listener.close()
-        for wire, _ in self._latecomers:
-            wire.close()
-        for guest in self._guests:
-            guest.wire.finish()
-
-    def _take(self, guest: Guest, message: dict[str, Any]) -> None:
-        kind = message["kind"]
-        if kind == "ended":
-            guest.ended = True
-        elif kind in ("failed", "asked"):
-            cause = _cause(message)
-            if cause is None:
-                return
-            cause = replace(cause, time_s=cause.time_s - guest.clock_s)
-            if kind == "failed":
-                self._causes.append(cause)
-            else:
-                self.end(cause)
-
-    def _tell(self, kind: str, **content: Any) -> None:
-        for guest in self._guests:
-            guest.wire.send(kind, **content)
-
-    def _turn_away(self) -> None:
-        """Tells who comes now that the run has begun."""
-        if self._listener is None:
-            return
-        with suppress(OSError):
-            caller, _ = self._listener.accept()
-            self._latecomers.append((Wire(caller), time.monotonic()))
-        waiting = []
-        for wire, since_s in self._latecomers:
-            # Heard first: closing over what was not read would take our words back.
-            if wire.poll():
-                wire.send("refuse", text=self._busy)
-                wire.finish(0.2)
-            elif wire.lost or time.monotonic() - since_s > _HEAR_LATECOMER_S:
-                wire.close()
-            else:
-                waiting.append((wire, since_s))
-        self._latecomers = waiting
-
-
-class GuestParty:
-    """The side of a guest."""
-
-    def __init__(self, wire: Wire, point: str) -> None:
-        """Args:
-        wire: to the meeting point.
-        point: what its machine is called.
-        """
-        self.verdict: Cause | None = None
-        self.all_ended = False
-        self._wire = wire
-        self._point = point
-        self._causes: list[Cause] = []
+        super().__init__(loop)
+        self._peers = tuple(peers)
+        self._close_port = close_port
         self._ended = False
+        self._receiving = [asyncio.create_task(self._receive(peer)) for peer in peers]
+
+    def report_failure(self, cause: FailureCause) -> None:
+        """Do nothing: the coordinator's supervisor knows its own failures."""
+
+    def report_ended(self) -> None:
+        """Record that the ranks of this machine have ended."""
+        self._ended = True
+        self._loop.call_soon(self._check_ended)
+
+    def end_run(self, cause: FailureCause) -> None:
+        """Send the cause to all members."""
+        self._loop.call_soon(self._end_run, cause)
+
+    async def _receive(self, peer: Peer) -> None:
+        async for message in peer.connection.messages():
+            if message["kind"] == "ended":
+                peer.ended = True
+                self._check_ended()
+            elif (cause := _cause_from_message(message)) is not None:
+                cause = replace(cause, time_s=cause.time_s - peer.clock_offset_s)
+                if message["kind"] == "failed":
+                    self._causes.append(cause)
+                elif message["kind"] == "stop":
+                    self._end_run(cause)
+        if not peer.ended:
+            self._causes.append(_lost(f"{peer.name} ({peer.ranks})", peer.connection.lost))
+
+    def _check_ended(self) -> None:
+        if self._ended and not self.all_ended and all(peer.ended for peer in self._peers):
+            self._send("done")
+            self.all_ended = True
+
+    def _end_run(self, cause: FailureCause) -> None:
+        if self.end_cause is None:
+            self.end_cause = cause
+            self._send("end", cause=_as_message(cause))
+
+    def _send(self, kind: str, **content: Any) -> None:
+        for peer in self._peers:
+            peer.connection.send(kind, **content)
+
+    async def _finish(self) -> None:
+        if not self.all_ended:
+            self._end_run(FailureCause("the coordinator's supervisor ended without a known cause"))
+        await super()._finish()
+        await self._close_port()
+        await asyncio.gather(*(peer.connection.finish() for peer in self._peers))
+
+
+class MemberMonitor(_ConnectedMonitor):
+    """A member's monitor."""
+
+    def __init__(self, loop: EventLoopThread, connection: Connection, coordinator_name: str) -> None:
+        """To be called in the thread of the loop.
+
+        Args:
+            loop: receives the messages; the monitor closes it.
+            connection: to the coordinator.
+            coordinator_name: of its machine.
+        """
+        super().__init__(loop)
+        self._connection = connection
+        self._coordinator_name = coordinator_name
+        self._reported_end = False
+        self._receiving = [asyncio.create_task(self._receive())]
 
     @property
     def decides(self) -> bool:
-        """Only when the meeting point is gone."""
+        """True only once the coordinator is lost."""
         return bool(self._causes)
 
-    @property
-    def causes(self) -> Sequence[Cause]:
-        """That the meeting point is gone, if it is."""
-        return tuple(self._causes)
+    def report_failure(self, cause: FailureCause) -> None:
+        """Report to the coordinator."""
+        self._send("failed", cause=_as_message(cause))
 
-    def poll(self) -> None:
-        """Hears the meeting point."""
-        if self._causes or self.all_ended or self.verdict is not None:
-            return
-        for message in self._wire.poll():
+    def report_ended(self) -> None:
+        """Report to the coordinator."""
+        if not self._reported_end:
+            self._reported_end = True
+            self._send("ended")
+
+    def end_run(self, cause: FailureCause) -> None:
+        """Ask the coordinator to end the run everywhere."""
+        if self.end_cause is None:
+            self.end_cause = cause
+            self._send("stop", cause=_as_message(cause))
+
+    async def _receive(self) -> None:
+        async for message in self._connection.messages():
             if message["kind"] == "done":
                 self.all_ended = True
-            elif message["kind"] == "end":
-                self.verdict = _cause(message)
-        self._wire.beat()
-        if self._wire.lost and not self.all_ended and self.verdict is None:
-            self._causes.append(_gone(f"{self._point}, the machine of the meeting point,", self._wire.lost))
+            elif message["kind"] == "end" and self.end_cause is None:
+                self.end_cause = _cause_from_message(message)
+        if not self.all_ended and self.end_cause is None:
+            self._causes.append(_lost(f"{self._coordinator_name}, the coordinator,", self._connection.lost))
 
-    def report(self, cause: Cause) -> None:
-        """Tells the meeting point."""
-        self._wire.send("failed", cause=_as_message(cause))
+    def _send(self, kind: str, **content: Any) -> None:
+        self._loop.call_soon(lambda: self._connection.send(kind, **content))
 
-    def tell_ended(self) -> None:
-        """Tells the meeting point."""
-        if not self._ended:
-            self._ended = True
-            self._wire.send("ended")
-
-    def end(self, verdict: Cause) -> None:
-        """Asks the meeting point to end the run everywhere."""
-        if self.verdict is None:
-            self.verdict = verdict
-            self._wire.send("asked", cause=_as_message(verdict))
-
-    def close(self) -> None:
-        """Says the last words."""
-        if self._wire.fileno() >= 0:
-            self._wire.finish(0.5)
+    async def _finish(self) -> None:
+        await super()._finish()
+        await self._connection.finish(0.5)
 
 
-def tell_all(guests: Sequence[Wire], kind: str, text: str, finish: Callable[[Wire], None] = Wire.finish) -> None:
-    """Says one thing to all, and closes."""
-    for wire in guests:
-        wire.send(kind, text=text)
-    for wire in guests:
-        finish(wire)
-
-
-def _gone(who: str, how: str) -> Cause:
-    return Cause(
-        f"{who} is gone: {how}. Its `evenload run` was killed, its machine went down, or the network broke. Start the same "
+def _lost(name: str, reason: str) -> FailureCause:
+    return FailureCause(
+        f"{name} is gone: {reason}. Its `evenload run` was killed, its machine went down, or the network broke. Start the same "
         "command again on all machines: the run goes on from its newest checkpoint",
         time_s=time.time(),
     )
 
 
-def _as_message(cause: Cause) -> dict[str, Any]:
+def _as_message(cause: FailureCause) -> dict[str, Any]:
     return asdict(replace(cause, text=printable(cause.text)))
 
 
-def _cause(message: dict[str, Any]) -> Cause | None:
-    raw = message.get("cause")
-    if not isinstance(raw, dict):
-        return None
+def _cause_from_message(message: Message) -> FailureCause | None:
     try:
-        return Cause(
+        raw = message["cause"]
+        return FailureCause(
             printable(raw["text"]), int(raw["exit_code"]) & 0xFF, bool(raw["consequence"]), float(raw["time_s"])
         )
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -1,170 +1,114 @@
-"""Who reaches whom: each machine tries each other one at a port of the kind that gloo and NCCL use.
+"""Probes of ports: each machine connects to every other one at a port of the kind that gloo and NCCL use.
 
-gloo and NCCL listen at ports that the system picks. A firewall that lets the meeting's port through and nothing else, an
-address that is only known at home, or packets that are too large for the network: each would make the ranks hang for minutes
-in their first collective. Here it is found within seconds, and named.
+gloo and NCCL listen at ports that the system picks. A firewall that lets only the coordinator's port through, an address that
+is valid on one machine only, or packets that are too large for the network would make the ranks hang for minutes in their
+first collective. The probes find that within seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from evenload.rendezvous.address import numeric
-from evenload.rendezvous.connect import Dial, Miss, MissKind
+from evenload.rendezvous.connection import ConnectFailure, FailureKind, in_tasks, open_stream, printable
 
-REACH_LIMIT_S = 5.0
+PROBE_S = 5.0
 _BULK_BYTES = 1 << 16
-"""More than any packet: what passes small and not large is found too."""
+"""More than any packet, so that a network that passes only small ones is found too."""
 
 
 @dataclass(frozen=True)
-class Doorplate:
-    """Where a machine can be tried, and what it then says."""
+class ProbeTarget:
+    """Address and token of a `ProbeListener`."""
 
     host: str
     port: int
     token: str
 
 
-class Door:
-    """A port that the system picked, at which this machine says its token to whoever comes."""
+class ProbeListener:
+    """Answers probes at a port that the system picked: sends a token, reads 64 KiB, confirms them."""
 
     def __init__(self, host: str) -> None:
-        """Raises OSError where the address is none of this machine's."""
-        address = numeric(host, 0)
-        self._listener = socket.socket(address.family, socket.SOCK_STREAM)
-        try:
-            self._listener.bind(address.sockaddr)
-            self._listener.listen(64)
-        except OSError:
-            self._listener.close()
-            raise
-        self._listener.setblocking(False)
-        self._callers: list[tuple[socket.socket, int]] = []
-        self.plate = Doorplate(host, int(self._listener.getsockname()[1]), secrets.token_hex(8))
+        self._host = host
+        self._token = secrets.token_hex(8)
 
-    def poll(self) -> None:
-        """Serves who has come; to be called often."""
-        while True:
-            try:
-                caller, _ = self._listener.accept()
-            except OSError:
-                break
-            caller.setblocking(False)
-            with suppress(OSError):
-                caller.send(self.plate.token.encode())
-            self._callers.append((caller, 0))
-        self._callers = [served for call in self._callers if (served := self._serve(*call)) is not None]
+    async def __aenter__(self) -> ProbeTarget:
+        """Listen at an address of this machine.
 
-    def close(self) -> None:
-        """Ends all of it; a second call does nothing."""
-        self._listener.close()
-        for caller, _ in self._callers:
-            caller.close()
-        self._callers.clear()
+        Raises:
+            OSError: it is not this machine's.
+        """
+        self._server = await asyncio.start_server(in_tasks(self._answer), self._host, 0)
+        return ProbeTarget(self._host, int(self._server.sockets[0].getsockname()[1]), self._token)
 
-    @staticmethod
-    def _serve(caller: socket.socket, count: int) -> tuple[socket.socket, int] | None:
-        """Reads on; at the end of the bulk it says so. None when the caller is gone."""
-        try:
-            while data := caller.recv(_BULK_BYTES):
-                count += len(data)
-                if count == _BULK_BYTES:
-                    caller.send(b".")
-        except BlockingIOError:
-            return caller, count
-        except OSError:
-            pass
-        caller.close()
-        return None
+    async def __aexit__(self, *_: object) -> None:
+        """Stop listening."""
+        self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(2 * PROBE_S):
+                writer.write(self._token.encode())
+                await reader.readexactly(_BULK_BYTES)
+                writer.write(b".")
+                await reader.read()
 
 
-class Attempt:
-    """One try at another machine's door; `miss` tells why it failed, and is None where it did not."""
-
-    def __init__(self, plate: Doorplate) -> None:
-        self.miss: Miss | None = None
-        self.seconds = 0.0
-        """What the connection took."""
-        self._plate = plate
-        self._began_s = time.monotonic()
-        self._heard = b""
-        self._unsent = _BULK_BYTES
-        self._over = False
-        self._socket: socket.socket | None = None
-        self._dial: Dial | None = None
-        try:
-            self._dial = Dial(numeric(plate.host, plate.port))
-        except OSError as error:
-            self._end("failed", error.strerror or str(error))
-
-    def poll(self) -> bool:
-        """Goes on as far as it can; whether it is over."""
-        if self._over or self._dial is None:
-            return True
-        if self._socket is None:
-            if not self._dial.poll():
-                return False
-            if self._dial.miss is not None:
-                self.miss, self._over = self._dial.miss, True
-                return True
-            self._socket = self._dial.take()
-            self.seconds = time.monotonic() - self._began_s
-        try:
-            self._exchange(self._socket)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._end("stranger")
-        return self._over
-
-    def give_up(self) -> None:
-        """Ends a try that takes too long."""
-        if self._over or self._dial is None:
-            return
-        if self._socket is None:
-            self.miss, self._over = self._dial.give_up(), True
-        elif not self._heard:
-            self._end("silent")
-        else:
-            self._end("stalled" if self._heard == self._plate.token.encode() else "stranger")
-
-    def _exchange(self, connection: socket.socket) -> None:
-        token = self._plate.token.encode()
-        while len(self._heard) < len(token):
-            data = connection.recv(len(token) - len(self._heard))
-            self._heard += data
-            if not data or not token.startswith(self._heard):
-                self._end("stranger")
-                return
-        while self._unsent:
-            self._unsent -= connection.send(bytes(self._unsent))
-        self._end(None if connection.recv(1) == b"." else "stranger")
-
-    def _end(self, kind: MissKind | None, told: str = "") -> None:
-        if kind is not None:
-            self.miss = Miss(kind, time.monotonic() - self._began_s, told)
-        self._over = True
-        if self._socket is not None:
-            self._socket.close()
+async def probe(target: ProbeTarget, limit_s: float = PROBE_S) -> ConnectFailure | None:
+    """Connect to another machine's listener and send it 64 KiB; None if all of it arrived, else why not."""
+    began_s = time.monotonic()
+    token, received = target.token.encode(), b""
+    kind: FailureKind = "other_program"
+    try:
+        address = numeric(target.host, target.port)
+    except OSError as error:
+        return ConnectFailure("failed", 0.0, error.strerror or str(error))
+    opened = await open_stream(address, limit_s)
+    if isinstance(opened, ConnectFailure):
+        return opened
+    reader, writer = opened
+    try:
+        with closing(writer):
+            async with asyncio.timeout(began_s + limit_s - time.monotonic()):
+                while len(received) < len(token):
+                    data = await reader.read(len(token) - len(received))
+                    received += data
+                    if not data or not token.startswith(received):
+                        return ConnectFailure("other_program", time.monotonic() - began_s)
+                writer.write(bytes(_BULK_BYTES))
+                if await reader.read(1) == b".":
+                    return None
+    except TimeoutError:
+        kind = "stalled" if received == token else "silent"
+    except OSError:
+        pass
+    return ConnectFailure(kind, time.monotonic() - began_s)
 
 
-class Round:
-    """This machine's tries at all others, side by side."""
+async def probe_all(targets: Sequence[ProbeTarget]) -> list[ConnectFailure | None]:
+    """Probe several machines at once."""
+    return await asyncio.gather(*map(probe, targets))
 
-    def __init__(self, plates: Sequence[Doorplate], limit_s: float = REACH_LIMIT_S) -> None:
-        self.attempts = tuple(Attempt(plate) for plate in plates)
-        self._deadline = time.monotonic() + limit_s
 
-    def poll(self) -> bool:
-        """Whether all tries are over."""
-        late = time.monotonic() >= self._deadline
-        for attempt in self.attempts:
-            if not attempt.poll() and late:
-                attempt.give_up()
-        return all(attempt.poll() for attempt in self.attempts)
+def failure_as_message(failure: ConnectFailure | None) -> dict[str, Any] | None:
+    """Return a probe's outcome in the form in which it is sent."""
+    return None if failure is None else asdict(failure)
+
+
+def failure_from_message(raw: Any) -> ConnectFailure | None:
+    """Read what `failure_as_message` made.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    try:
+        return raw and ConnectFailure(raw["kind"], float(raw["seconds"]), printable(raw["detail"], 200))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"invalid outcome of a probe: {error!r}") from None

@@ -1,4 +1,4 @@
-"""What a user says about several machines: how many, where they meet, how long to wait."""
+"""The options of a run on several machines: how many, where they meet, how long to wait."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from evenload.errors import ConfigError
 
 DEFAULT_PORT = 29500
-"""As torchrun's MASTER_PORT."""
-REACH_S = 10.0
-"""How long a machine tries to reach the meeting point, if nobody says how long to wait."""
-GATHER_S = 60.0
-"""How long the meeting point waits for machines to come, if nobody says."""
+"""The same as torchrun's MASTER_PORT."""
+CONNECT_WAIT_S = 10.0
+"""Default time in which a machine tries to connect to the coordinator."""
+GATHER_WAIT_S = 60.0
+"""Default time in which the coordinator waits for the other machines."""
 
 _NAME = re.compile(r"^[\w.-]+$")
 
@@ -30,7 +30,7 @@ class Endpoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether it can only mean the machine on which it is written."""
+        """True if it can only mean the machine on which it is written."""
         try:
             return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
         except ValueError:
@@ -38,39 +38,39 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What was asked of a run on several machines."""
+class RendezvousConfig:
+    """The options of a run on several machines."""
 
     endpoint: Endpoint
     min_nodes: int
     max_nodes: int
     node_rank: int | None = None
-    """As the user fixed it; None leaves it to the meeting point. 0 serves the meeting point."""
+    """As the user fixed it; None leaves it to the coordinator. 0 makes this machine the coordinator."""
     wait_s: float | None = None
-    """How long to wait for the other machines; None: REACH_S for the meeting point, GATHER_S for the others."""
-    job: str = ""
-    """A name that only machines of the same job give (torchrun's --rdzv-id)."""
+    """Time to wait for the other machines; None: CONNECT_WAIT_S for the coordinator, GATHER_WAIT_S for the members."""
+    job_id: str = ""
+    """A name that is the same on all machines of a job (torchrun's --rdzv-id)."""
     command: str = "evenload run"
-    """What to type on another machine."""
+    """The command to type on another machine."""
 
     @property
-    def reach_s(self) -> float:
-        """How long to try to reach the meeting point."""
-        return REACH_S if self.wait_s is None else self.wait_s
+    def connect_wait_s(self) -> float:
+        """Time in which to connect to the coordinator."""
+        return CONNECT_WAIT_S if self.wait_s is None else self.wait_s
 
     @property
-    def gather_s(self) -> float:
-        """How long the meeting point waits."""
-        return GATHER_S if self.wait_s is None else self.wait_s
+    def gather_wait_s(self) -> float:
+        """Time in which the coordinator waits for the other machines."""
+        return GATHER_WAIT_S if self.wait_s is None else self.wait_s
 
     @property
     def nodes(self) -> str:
-        """As ``--nodes`` gives it."""
+        """The value of ``--nodes``."""
         return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
 
 def parse_endpoint(text: str, option: str = "--host", default_port: int = DEFAULT_PORT) -> Endpoint:
-    """Reads ``box1``, ``box1:29500``, ``10.0.0.1:29500``, ``fd00::1`` or ``[fd00::1]:29500``.
+    """Parse ``box1``, ``box1:29500``, ``10.0.0.1:29500``, ``fd00::1`` or ``[fd00::1]:29500``.
 
     Raises:
         ConfigError: it is none of these.
@@ -85,27 +85,27 @@ def parse_endpoint(text: str, option: str = "--host", default_port: int = DEFAUL
     elif text.count(":") == 1:
         host, _, port = text.partition(":")
         if not port.isdecimal():
-            raise ConfigError(f"{option} {text}: {port!r} is no port; {expected}")
+            raise ConfigError(f"{option} {text}: {port!r} is not a port; {expected}")
     if ":" in host:
         try:
             ipaddress.IPv6Address(host.partition("%")[0])
         except ValueError:
-            raise ConfigError(f"{option} {text}: {host!r} is no IPv6 address; {expected}") from None
+            raise ConfigError(f"{option} {text}: {host!r} is not an IPv6 address; {expected}") from None
     elif not _NAME.match(host):
         raise ConfigError(f"{option} {text}: {expected}")
     number = int(port) if port else default_port
     if not 1 <= number <= 65535:
         raise ConfigError(
-            f"{option} {text}: the other machines must know the port, so it is a number from 1 to 65535, not {number}"
+            f"{option} {text}: the other machines must know the port, so it must be a number from 1 to 65535, not {number}"
         )
     return Endpoint(host, number)
 
 
 def parse_nodes(text: str, option: str = "--nodes") -> tuple[int, int]:
-    """Reads ``2`` or ``1:4`` (MIN:MAX).
+    """Parse ``2`` or ``1:4`` (MIN:MAX).
 
     Raises:
-        ConfigError: no numbers, or MIN above MAX.
+        ConfigError: it is not a number, or MIN is above MAX.
     """
     low, colon, high = text.partition(":")
     numbers = (low, high) if colon else (low, low)
@@ -115,5 +115,5 @@ def parse_nodes(text: str, option: str = "--nodes") -> tuple[int, int]:
         )
     least, most = (int(part) for part in numbers)
     if least > most:
-        raise ConfigError(f"{option} {text}: at least {least} and at most {most} machines can't be; write MIN:MAX")
+        raise ConfigError(f"{option} {text}: MIN is {least}, above MAX, {most}; write MIN:MAX")
     return least, most

@@ -1,128 +1,92 @@
-"""What another machine is to this one: asked once by all checks of `--host`, judged by hosts_verdicts.py."""
+"""The checks of another machine (`--host`): it is measured once, and each check judges a part (hosts_findings.py)."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
-from evenload.doctor.checks import hosts_verdicts as verdicts
-from evenload.doctor.checks.hosts_verdicts import Facts
+from evenload.doctor.checks import hosts_findings as findings
+from evenload.doctor.checks.hosts_findings import HostFacts
 from evenload.doctor.finding import Finding, Options
 from evenload.errors import LaunchError
 from evenload.rendezvous.address import Address, is_own, resolve, route_to
-from evenload.rendezvous.connect import Miss, dial
-from evenload.rendezvous.probe import call, examine, make_sheet
+from evenload.rendezvous.connection import ConnectFailure, connect
+from evenload.rendezvous.probe import call_host, make_host_report, measure_host
 from evenload.rendezvous.settings import parse_endpoint
 
 _OTHER_PORTS = (22, 1, 80)
-"""Where a machine that drops one port usually answers, if only by a refusal."""
+"""Ports at which a machine that drops packets to one port usually answers, if only by a refusal."""
 
 
-def name(options: Options) -> Finding:
-    """What the name stands for."""
-    return verdicts.name(_facts(options))
+def _check(judge: Callable[[HostFacts], Finding]) -> Callable[[Options], Finding]:
+    return lambda options: judge(_gather(options.host, options.script, options.data))
 
 
-def port(options: Options) -> Finding:
-    """Is the port reached, and who listens there?"""
-    return verdicts.port(_facts(options))
-
-
-def interface(options: Options) -> Finding:
-    """Which interface leads there."""
-    return verdicts.interface(_facts(options))
-
-
-def mtu(options: Options) -> Finding:
-    """Do large packets pass?"""
-    return verdicts.mtu(_facts(options))
-
-
-def other_ports(options: Options) -> Finding:
-    """Are ports that the system picks reached, both ways?"""
-    return verdicts.other_ports(_facts(options))
-
-
-def versions(options: Options) -> Finding:
-    """Do both have the same Evenload, Python and torch?"""
-    return verdicts.versions(_facts(options))
-
-
-def clocks(options: Options) -> Finding:
-    """Do both have the same time?"""
-    return verdicts.clocks(_facts(options))
-
-
-def code(options: Options) -> Finding:
-    """Do both have the same script?"""
-    return verdicts.code(_facts(options))
-
-
-def data(options: Options) -> Finding:
-    """Do both see the same data?"""
-    return verdicts.data(_facts(options))
-
-
-def round_trip(options: Options) -> Finding:
-    """How long a word takes there and back."""
-    return verdicts.round_trip(_facts(options))
-
-
-def bandwidth(options: Options) -> Finding:
-    """How much passes in a second, each way."""
-    return verdicts.bandwidth(_facts(options))
-
-
-def _facts(options: Options) -> Facts:
-    return _gather(options.host, options.script, options.data)
+name = _check(findings.name)
+port = _check(findings.port)
+interface = _check(findings.interface)
+mtu = _check(findings.mtu)
+other_ports = _check(findings.other_ports)
+versions = _check(findings.versions)
+clocks = _check(findings.clocks)
+code = _check(findings.code)
+data = _check(findings.data)
+round_trip = _check(findings.round_trip)
+bandwidth = _check(findings.bandwidth)
 
 
 @functools.cache
-def _gather(host: str, script: str, data_path: str) -> Facts:
-    """All facts, as far as one gets: checks of one child share them."""
+def _gather(host: str, script: str, data_path: str) -> HostFacts:
+    """Collect the facts once for all checks of one child process."""
     endpoint = parse_endpoint(host)
     try:
         addresses = resolve(endpoint)
     except LaunchError as error:
-        return Facts(endpoint, unresolved=str(error))
+        return HostFacts(endpoint, unresolved=str(error))
     is_self = any(is_own(address) for address in addresses)
-    facts = Facts(endpoint, addresses, is_self=is_self, route=route_to(addresses[0]))
-    own = make_sheet(facts.route.own_address if facts.route else "", script, data_path)
-    misses: list[tuple[Address, Miss]] = []
-    for address in addresses:
+    facts = HostFacts(endpoint, addresses, is_self=is_self, route=route_to(addresses[0]))
+    return asyncio.run(_measure(facts, script, data_path))
+
+
+async def _measure(facts: HostFacts, script: str, data_path: str) -> HostFacts:
+    local = make_host_report(facts.route.own_address if facts.route else "", script, data_path)
+    failures: list[tuple[Address, ConnectFailure]] = []
+    for address in facts.addresses:
         began_s = time.monotonic()
         try:
-            found = call(address, own)
+            found = await call_host(address, local)
         except LaunchError as error:
-            return replace(facts, stranger=f"{address}: {error}")
-        if isinstance(found, Miss):
-            misses.append((address, found))
+            return replace(facts, other_program=f"{address}: {error}")
+        if isinstance(found, ConnectFailure):
+            failures.append((address, found))
             continue
-        wire, welcome = found
-        connect_s = time.monotonic() - began_s
-        route = route_to(address)
-        own = make_sheet(wire.own_host, script, data_path)
-        reached = replace(facts, route=route, own=own, reached=address, connect_s=connect_s)
+        connection, welcome = found
+        reached = replace(
+            facts,
+            route=route_to(address),
+            local=make_host_report(connection.own_host, script, data_path),
+            reached=address,
+            connect_s=time.monotonic() - began_s,
+        )
         try:
-            return replace(reached, measured=examine(wire, welcome))
+            return replace(reached, measurement=await measure_host(connection, welcome))
         except LaunchError as error:
-            return replace(reached, broken=str(error))
-    return replace(facts, misses=tuple(misses), answers_at=_other_answer(misses))
+            return replace(reached, interrupted=str(error))
+    return replace(facts, failures=tuple(failures), answering_port=await _answering_port(failures))
 
 
-def _other_answer(misses: list[tuple[Address, Miss]]) -> int:
-    """A port at which a machine that is silent at ours answers, if only by a refusal; 0 where there is none.
-
-    It tells a firewall from a machine that is off.
-    """
-    for address, miss in misses:
-        if miss.kind != "silent":
+async def _answering_port(failures: list[tuple[Address, ConnectFailure]]) -> int:
+    """Return a port at which a silent machine answers; 0 if none. It tells a firewall from a machine that is off."""
+    for address, failure in failures:
+        if failure.kind != "silent":
             continue
         for number in _OTHER_PORTS:
             other = Address(address.family, (address.host, number, *address.sockaddr[2:]))
-            found = dial(other, 0.5)
-            if not isinstance(found, Miss):
+            found = await connect(other, 0.5)
+            if not isinstance(found, ConnectFailure):
                 found.close()
                 return number
             if found.kind == "refused":

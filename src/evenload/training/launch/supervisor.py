@@ -25,8 +25,8 @@ from typing import Any
 from evenload.config import COMMAND_LINE, SPAWN, resolve
 from evenload.errors import ConfigError, LaunchError
 from evenload.job import EXIT_CODE, grace_left_s
-from evenload.rendezvous.peer_monitor import Alone, Cause, Party
-from evenload.rendezvous.settings import Terms
+from evenload.rendezvous.peer_monitor import FailureCause, NoPeers, PeerMonitor
+from evenload.rendezvous.settings import RendezvousConfig
 from evenload.training.launch import stop_status
 from evenload.training.launch.devices import HostDevices, own_cores, parse_devices, plan_workers, read_host
 from evenload.training.launch.environment import WorkerSpec
@@ -51,7 +51,7 @@ _CAUSE_WAIT_S = 2.0
 """Time to wait for the rank that is the cause when others have only lost a peer."""
 _EARLIER_CAUSE_WAIT_S = 0.2
 """Time to wait for an earlier cause when one is known."""
-_VERDICT_WAIT_S = 4.0
+_END_CAUSE_WAIT_S = 4.0
 """Time to wait for the coordinator's decision on the cause."""
 _TERM_WAIT_S = 3.0
 """Time for a worker's clean-up before it is killed."""
@@ -71,7 +71,7 @@ class LaunchRequest:
     """Relative speeds, one for each rank of this machine; empty: full speed."""
     port: int = 0
     """TCP port of the store; 0 takes a free one."""
-    terms: Terms | None = None
+    rendezvous: RendezvousConfig | None = None
     """Rendezvous of several machines; None: this machine alone."""
     mode: str = "train"
     """`WorkerSpec.mode`."""
@@ -97,11 +97,13 @@ def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[Worke
     resolve({}, request.settings, SPAWN if request.call else COMMAND_LINE)
     host = host or read_host()
     # One share for each rank of all machines: counted at the rendezvous.
-    own_settings = {key: value for key, value in request.settings.items() if request.terms is None or key != "balance"}
+    own_settings = {
+        key: value for key, value in request.settings.items() if request.rendezvous is None or key != "balance"
+    }
     workers = plan_workers(
         parse_devices(request.devices, host), host, own_settings, mode=request.mode, options=request.options
     )
-    workers = as_one_worker(workers, request.settings, several_machines=request.terms is not None)
+    workers = as_one_worker(workers, request.settings, several_machines=request.rendezvous is not None)
     workers = tuple(replace(worker, settings=dict(request.settings)) for worker in workers)
     if request.call:
         workers = tuple(replace(worker, origin="spawn", call=request.call) for worker in workers)
@@ -176,10 +178,10 @@ class _Supervisor:
         self._workers: list[WorkerProcess] = []
         self._listener: socket.socket | None = None
         self._store: StoreServer | None = None
-        self._party: Party = Alone()
+        self._peers: PeerMonitor = NoPeers()
         self._machine = ""
         """Name of this machine among several."""
-        self._own_causes: dict[int, Cause] = {}
+        self._own_causes: dict[int, FailureCause] = {}
         self._throttle: ThrottleController | None = None
         self._view = request.view
         self._following = False
@@ -208,12 +210,12 @@ class _Supervisor:
             self._store = StoreServer(self._listener, specs[0].world_size)
         while self._is_running():
             if self._store is not None and self._store.error is not None:
-                self._party.end(Cause(f"the store can't be served: {self._store.error}"))
+                self._peers.end_run(FailureCause(f"the store can't be served: {self._store.error}"))
                 raise LaunchError(f"the store can't be served: {self._store.error}")
             self._tick()
         if self._must_end():
             return self._end_by_signal()
-        if self._party.verdict is not None or self._causes():
+        if self._peers.end_cause is not None or self._causes():
             return self._end_failed()
         self._close_output()
         if all(worker.code != EXIT_CODE for worker in self._workers):
@@ -246,7 +248,7 @@ class _Supervisor:
         self._close_output()
         for worker in self._workers:
             worker.close()
-        self._party.close()
+        self._peers.close()
         if self._store is not None:
             self._store.close()
         if self._listener is not None:
@@ -256,34 +258,35 @@ class _Supervisor:
 
     def _join_world(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         """Open the store's port, on several machines after the rendezvous, and return the workers with their global ranks."""
-        terms = self._request.terms
-        if terms is None:
+        config = self._request.rendezvous
+        if config is None:
             if len(specs) == 1:
                 return specs
             self._listener = listen(self._request.port)
             return [replace(spec, store=f"127.0.0.1:{self._listener.getsockname()[1]}") for spec in specs]
-        from evenload.rendezvous.rendezvous import Subject, meet
-        from evenload.rendezvous.world import join_world
+        from evenload.rendezvous.rendezvous import run_rendezvous
+        from evenload.training.launch.several_machines import assign, local_launch
 
-        subject = Subject(self._request.arguments, self._request.settings, specs)
-        meeting = meet(terms, subject, lambda: bool(self._stop_signals), _print)
-        if meeting is None:
+        launch = local_launch(self._request.arguments, self._request.settings, specs)
+        result = run_rendezvous(config, launch, lambda: bool(self._stop_signals), _print)
+        if result is None:
             return specs
-        self._party, self._listener = meeting.party, meeting.listener
-        self._machine = meeting.world.machines[meeting.node_rank].name
-        for line in meeting.world.describe():
+        self._peers, self._listener = result.monitor, result.listener
+        machines = result.world.machines
+        self._machine = machines[result.node_rank].name
+        for line in result.world.describe():
             _print(line)
-        if meeting.node_rank != 0:
-            _print(f"progress is shown on {meeting.world.machines[0].name}, which writes the run folder")
-        return join_world(specs, meeting.world, meeting.node_rank, meeting.store)
+        if result.node_rank != 0:
+            _print(f"progress is shown on {machines[0].name}, which writes the run folder")
+        return assign(specs, result.assignments())
 
     def _is_running(self) -> bool:
-        if self._must_end() or self._party.verdict is not None or self._causes():
+        if self._must_end() or self._peers.end_cause is not None or self._causes():
             return False
         if any(worker.poll() is None for worker in self._workers):
             return True
-        self._party.tell_ended()
-        return not self._party.all_ended
+        self._peers.report_ended()
+        return not self._peers.all_ended
 
     def _must_end(self) -> bool:
         """Return True when a signal ends the ranks; forward a first signal to ranks that can stop by themselves."""
@@ -309,7 +312,6 @@ class _Supervisor:
     def _tick(self) -> None:
         """Forward output, or wait for a moment, then poll everything else."""
         self._outputs.pump(_POLL_S)
-        self._party.poll()
         if self._throttle is not None:
             self._throttle.poll()
         if self._view is None:
@@ -319,18 +321,18 @@ class _Supervisor:
             self._view.follow(Path((self._folder / RUN_FOLDER_FILE).read_text().strip()))
         self._view.poll()
 
-    def _causes(self) -> list[Cause]:
+    def _causes(self) -> list[FailureCause]:
         """Return the known causes of a failure on all machines, the most likely first."""
         for worker in self._workers:
             rank = worker.spec.rank
             if rank in self._own_causes or (failure := self._failure(worker)) is None:
                 continue
             where = worker.spec.device + (f" on {self._machine}" if self._machine else "")
-            cause = Cause(failure.text(where), failure.exit_code, failure.consequence, failure.time_s)
+            cause = FailureCause(failure.text(where), failure.exit_code, failure.consequence, failure.time_s)
             self._own_causes[rank] = cause
-            self._party.report(cause)
+            self._peers.report_failure(cause)
         return sorted(
-            [*self._own_causes.values(), *self._party.causes], key=lambda cause: (cause.consequence, cause.time_s)
+            [*self._own_causes.values(), *self._peers.causes], key=lambda cause: (cause.consequence, cause.time_s)
         )
 
     def _failure(self, worker: WorkerProcess) -> FailureReport | None:
@@ -352,20 +354,22 @@ class _Supervisor:
     def _end_failed(self) -> int:
         """Wait for the earliest cause, end the other ranks, and report the cause once."""
         began, num_signals = time.monotonic(), len(self._stop_signals)
-        while len(self._stop_signals) == num_signals and self._party.verdict is None:
-            wait_s = _VERDICT_WAIT_S
-            if self._party.decides:
+        while len(self._stop_signals) == num_signals and self._peers.end_cause is None:
+            wait_s = _END_CAUSE_WAIT_S
+            if self._peers.decides:
                 wait_s = _CAUSE_WAIT_S if self._causes()[0].consequence else _EARLIER_CAUSE_WAIT_S
-            nobody_left = self._request.terms is None and all(worker.poll() is not None for worker in self._workers)
+            nobody_left = self._request.rendezvous is None and all(
+                worker.poll() is not None for worker in self._workers
+            )
             if time.monotonic() - began > wait_s or nobody_left:
                 break
             self._tick()
-        verdict = self._party.verdict or self._causes()[0]
-        self._party.end(verdict)
+        cause = self._peers.end_cause or self._causes()[0]
+        self._peers.end_run(cause)
         self._end_all()
         self._close_output()
-        self._report(verdict.text)
-        return verdict.exit_code
+        self._report(cause.text)
+        return cause.exit_code
 
     def _end_by_signal(self) -> int:
         number = self._stop_signals[0]
@@ -381,7 +385,7 @@ class _Supervisor:
             code, why = EXIT_CODE, " before the first step: nothing is lost"
         elif status is StopStatus.CAN_SAVE:
             why = " at once, by the second signal; the next start goes on from the newest checkpoint"
-        self._party.end(Cause(f"{name}{on}: {count} ended{why}", code, time_s=time.time()))
+        self._peers.end_run(FailureCause(f"{name}{on}: {count} ended{why}", code, time_s=time.time()))
         self._end_all()
         self._close_output()
         self._report(f"{name}: {count} ended{why}")
