@@ -115,7 +115,7 @@ def test_a_group_destroyed_before_the_run_is_closed(tmp_path: Path, saves: bool)
 
 
 def _by_hand(folder: str, ports: list[int], as_slurm: bool) -> list[int]:
-    """Two sittings of one process, each with what a person or srun would have set."""
+    """Two sessions of one process, each with what a person or srun would have set."""
     rank, sums = detect().rank, []
     del os.environ[WORKER_VARIABLE]
     for index, port in enumerate(ports):

@@ -130,7 +130,7 @@ def test_torchrun_variables_that_contradict(monkeypatch, variables, told):
         detect()
 
 
-def test_no_one_else_comes_to_the_meeting(tmp_path):
+def test_no_other_rank_joins_the_rendezvous(tmp_path):
     text = IMPORTS + "evenload.init(project_dir='run', timeout_s=2.0)"
     (tmp_path / "train.py").write_text(text)
     ended = command(

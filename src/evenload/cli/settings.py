@@ -16,7 +16,7 @@ from evenload.errors import ConfigError
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 LAUNCH_KEYS = ("devices", "throttle", "port")
-"""What a file may hold in addition to the settings."""
+"""Keys of a file in addition to the settings."""
 
 Script = Annotated[
     list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="Script to run, with its own arguments.")

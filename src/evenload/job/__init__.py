@@ -1,4 +1,4 @@
-"""How a program communicates with a queue: report progress, receive a stop request, exit with code 75.
+"""Protocol between a program and a queue: report progress, receive a stop request, exit with code 75.
 
 `client` holds the functions for programs, `protocol` the two files between a program and its runner.
 """

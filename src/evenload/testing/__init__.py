@@ -1,4 +1,4 @@
-"""For users' tests and ours: real ranks in real processes, and the faults that happen to them."""
+"""Tools for tests: real ranks in real processes, faults, and machines on a test network."""
 
 from evenload.testing.ranks import run_ranks
 

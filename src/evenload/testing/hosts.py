@@ -1,7 +1,7 @@
-"""Machines for tests: network namespaces of this one, joined by a switch, at a speed that the test chooses.
+"""Machines for tests: network namespaces of this machine, connected by a switch of a chosen speed.
 
-Each has its own interfaces, addresses, ports and host name; files, clock, cores and memory are shared. Root is needed, and
-Linux with `ip` and `tc` (the package iproute2).
+Each has its own interfaces, addresses, ports and host name; they share files, clock, cores and memory. Requires root and Linux
+with `ip` and `tc` (package iproute2).
 """
 
 from __future__ import annotations
@@ -27,55 +27,55 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Box:
-    """One machine: its network, its host name, its own ``/etc/hosts``."""
+    """One machine with its own network, host name and ``/etc/hosts``."""
 
     name: str
     address: str
-    """IPv4, on ``eth0``."""
+    """IPv4 address of ``eth0``."""
     address6: str
-    """IPv6, on ``eth0``."""
+    """IPv6 address of ``eth0``."""
     hosts_file: Path
-    """What stands for ``/etc/hosts``; what is started later sees what is written here."""
+    """Its ``/etc/hosts``, for processes that are started later."""
     namespace: str
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command on this machine, as `subprocess.Popen` does; its id is the command's own."""
+        """Start a command on this machine with `subprocess.Popen`; the process id is the command's."""
         inside = 'mount --bind "$1" /etc/hosts && echo "$2" > /proc/sys/kernel/hostname && shift 2 && exec "$@"'
         enter = [_tool("nsenter"), f"--net=/run/netns/{self.namespace}", _tool("unshare"), "--mount", "--uts"]
         shell = ["sh", "-c", inside, "sh", str(self.hosts_file), self.name]
         return subprocess.Popen([*enter, *shell, *command], **options)
 
     def limit(self, mbit_per_s: float) -> None:
-        """Holds what this machine sends at a speed, in Mbit/s."""
-        # Enough for 10 ms, and for a few of the large packets that the kernel hands over in one piece.
+        """Limit the sending speed of this machine, in Mbit/s."""
+        # Enough for 10 ms, and for a few of the kernel's large segments.
         burst = max(64_000, int(mbit_per_s * 1e6 / 8 * 0.01))
         _call("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", f"{mbit_per_s:g}mbit",
               "burst", f"{burst}b", "latency", "100ms")  # fmt: skip
 
     def set_mtu(self, num_bytes: int) -> None:
-        """The largest packet that this machine sends; the switch carries 1500 bytes and drops larger ones."""
-        # One packet at a time: the kernel would cut larger pieces behind the interface, where nothing is lost.
+        """Set the largest packet that this machine sends; the switch drops packets over 1500 bytes."""
+        # Without segmentation offload: the kernel would split segments behind the interface, where nothing is dropped.
         self._ip("link", "set", "eth0", "mtu", str(num_bytes), "gso_max_segs", "1")
 
     def drop_port(self, port: int) -> None:
-        """What is sent from a TCP port of this machine is lost without a word, as behind a firewall that drops."""
+        """Silently drop what this machine sends from a TCP port, like a firewall."""
         for family in ("-4", "-6"):
             self._ip(family, "rule", "add", "priority", "10", "ipproto", "tcp", "sport", str(port), "blackhole")
 
     def drop_picked_ports(self) -> None:
-        """Only named ports get an answer from this machine, as behind a firewall that lets those through and no others."""
-        picked = "32768-60999"  # as Linux picks them for who listens at no port in particular, and for who connects
+        """Drop connections between ports that the system assigned, like a firewall that admits only configured ports."""
+        picked = "32768-60999"  # assigned by Linux to clients and to listeners on port 0
         for family in ("-4", "-6"):
             self._ip(
                 family, "rule", "add", "priority", "10", "ipproto", "tcp", "sport", picked, "dport", picked, "blackhole"
             )
 
     def unplug(self) -> None:
-        """Takes the network away; `plug` brings it back."""
+        """Disconnect the network until `plug`."""
         self._ip("link", "set", "eth0", "down")
 
     def plug(self) -> None:
-        """Brings the network back."""
+        """Reconnect the network."""
         self._ip("link", "set", "eth0", "up")
 
     def _ip(self, *arguments: str) -> None:
@@ -83,18 +83,18 @@ class Box:
 
 
 def why_not() -> str:
-    """Why machines can't be made here; an empty text where they can."""
+    """Return why machines can't be created on this system; empty if they can."""
     missing = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
     if missing:
         return f"needs {', '.join(missing)} (packages iproute2, util-linux)"
     if os.geteuid() != 0:
-        return "needs root, to make network namespaces"
+        return "needs root to create network namespaces"
     name = f"evenload-{os.getpid()}-try"
     try:
         _call("ip", "netns", "add", name)
         _call("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
     except ConfigError as error:
-        return f"network namespaces can't be made here: {error}"
+        return f"network namespaces can't be created: {error}"
     finally:
         with contextlib.suppress(ConfigError):
             _call("ip", "netns", "del", name)
@@ -103,14 +103,14 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def machines(num_machines: int = 2, mbit_per_s: float | None = None) -> Iterator[tuple[Box, ...]]:
-    """Machines ``box1``, ``box2``, ... at one switch; whatever runs on them, and they themselves, are gone afterwards.
+    """Create machines ``box1``, ``box2``, ... on one switch, and remove them with everything that runs on them afterwards.
 
     Args:
-        num_machines: how many.
-        mbit_per_s: what each can send, in Mbit/s; None: as fast as this machine copies.
+        num_machines: number of machines.
+        mbit_per_s: sending speed of each, in Mbit/s; None: unlimited.
 
     Raises:
-        ConfigError: they can't be made here.
+        ConfigError: they can't be created.
     """
     _sweep()
     stem = f"evenload-{os.getpid()}-{next(_numbers)}"
@@ -151,7 +151,7 @@ def _connect(box: Box, number: int, switch: str) -> None:
 
 
 def _remove(name: str) -> None:
-    """Ends what runs in a namespace, and takes it away."""
+    """Kill the processes in a namespace and remove it."""
     with contextlib.suppress(ConfigError):
         for pid in _call("ip", "netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
@@ -161,7 +161,7 @@ def _remove(name: str) -> None:
 
 
 def _sweep() -> None:
-    """Takes away what a test left that was killed."""
+    """Remove namespaces of killed tests."""
     for line in _call("ip", "netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
         parts = name.split("-")
@@ -179,5 +179,5 @@ def _call(tool: str, *arguments: str) -> str:
 def _tool(name: str) -> str:
     found = shutil.which(name, path=_PATH)
     if found is None:
-        raise ConfigError(f"there is no {name} here (packages iproute2, util-linux)")
+        raise ConfigError(f"{name} is not installed (packages iproute2, util-linux)")
     return found

@@ -1,7 +1,7 @@
-"""Runs a function on several ranks, each a process of its own, as the launcher would start it.
+"""`run_ranks`: run a function on several ranks, each in a process of its own, as the launcher starts it.
 
-A process comes from a server that has imported torch already, so that it starts in milliseconds. It runs in a session
-of its own; whatever it started ends with it.
+The processes are forked from a server that has already imported torch, so they start in milliseconds. Each leads a session, with
+which everything it started ends.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, re
 from evenload.training.launch.failure import is_consequence
 from evenload.training.launch.throttle import ThrottleController
 
-Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 _PRELOAD = ["torch", "torch.distributed", "evenload.training.run"]
 _THROTTLE_POLL_S = 0.02
 _CAUSE_WAIT_S = 1.0
-"""After the first failure, how long ranks that fail in its wake may still tell theirs; the earliest is the cause."""
+"""Time after the first failure in which other ranks may report theirs; the earliest is the cause."""
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What one rank sends back."""
+class _RankResult:
+    """Value or error of one rank."""
 
     value: Any = None
     error: str = ""
@@ -52,25 +52,25 @@ class _Outcome:
 
 
 def run_ranks(
-    fn: Callable[..., Result], num_ranks: int, *args: Any, timeout_s: float = 60.0, **spec_overrides: Any
-) -> list[Result]:
-    """Calls ``fn(*args)`` on ``num_ranks`` CPU ranks at once and returns what each returned, by rank.
+    fn: Callable[..., Value], num_ranks: int, *args: Any, timeout_s: float = 60.0, **spec_overrides: Any
+) -> list[Value]:
+    """Call ``fn(*args)`` on ``num_ranks`` CPU ranks at once, and return their results by rank.
 
-    Each rank finds a worker's file named by `EVENLOAD_WORKER`, as under ``evenload run``; `evenload.init` and
-    `detect` see a job of ``num_ranks``. The calling process serves the store.
+    As under ``evenload run``, `EVENLOAD_WORKER` names each rank's worker file, so `evenload.init` and `detect` find a world of
+    ``num_ranks``. The calling process serves the store.
 
     Args:
         fn: a function at the top of a module, with picklable arguments and a picklable result.
-        num_ranks: how many processes.
-        *args: passed to every rank.
-        timeout_s: seconds until all ranks are killed; the error then shows where each one was.
-        **spec_overrides: fields of `WorkerSpec` to set otherwise, the same for all ranks, or a function of the rank;
-            ``settings={"precision": "bf16"}`` for example. ``throttle=[1, 0.5]`` slows the ranks as the launcher does;
-            they are then bound to cores of their own, where there are enough.
+        num_ranks: number of processes.
+        *args: arguments for every rank.
+        timeout_s: seconds until all ranks are killed; the error then shows the stack of each.
+        **spec_overrides: other values for fields of `WorkerSpec`, such as ``settings={"precision": "bf16"}``; the same for all
+            ranks, or a function of the rank. ``throttle=[1, 0.5]`` throttles the ranks as the launcher does; they are then bound
+            to separate cores if there are enough.
 
     Raises:
-        RankFailedError: a rank raised, died or took too long; it holds the traceback of the first that failed.
-        ConfigError: an unknown field, or a function that another process can't find.
+        RankFailedError: a rank raised, died or took too long; the message has the traceback of the first failure.
+        ConfigError: an unknown field, or a function that can't be pickled.
     """
     unknown = spec_overrides.keys() - {f.name for f in fields(WorkerSpec)}
     if unknown:
@@ -91,74 +91,74 @@ def run_ranks(
             for rank in range(num_ranks):
                 spec = _spec(rank, num_ranks, f"127.0.0.1:{store.port}", folder, spec_overrides)
                 ranks.start(spec, call)
-            outcomes = ranks.wait(timeout_s)
+            results = ranks.wait(timeout_s)
         finally:
             ranks.kill()
             if throttle is not None:
                 throttle.close()
-        return [outcome.value for outcome in outcomes]
+        return [result.value for result in results]
 
 
 class _Ranks:
-    """The processes of one call, from start to end."""
+    """The processes of one call."""
 
     def __init__(self, folder: Path, throttle: ThrottleController | None) -> None:
         self._folder = folder
         self._throttle = throttle
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
-        self._outcomes: dict[int, _Outcome] = {}
+        self._results: dict[int, _RankResult] = {}
 
     def start(self, spec: WorkerSpec, call: bytes) -> None:
-        """Writes the rank's file and starts its process."""
+        """Write the rank's file and start its process."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         path = self._folder / f"worker-{spec.rank}.json"
         write_spec(spec, path)
         environment = {**os.environ, WORKER_VARIABLE: str(path)}
-        ours, theirs = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
             target=_run_rank,
-            args=(theirs, call, environment, str(Path.cwd()), str(self._stacks(spec.rank))),
+            args=(sender, call, environment, str(Path.cwd()), str(self._stacks(spec.rank))),
             name=f"evenload-rank-{spec.rank}",
         )
-        self._pipes.append(ours)
+        self._pipes.append(receiver)
         process.start()
         self._processes.append(process)
         if self._throttle is not None and process.pid is not None:
             self._throttle.admit(spec.rank, process.pid)
-        theirs.close()
+        sender.close()
 
-    def wait(self, timeout_s: float) -> list[_Outcome]:
-        """What every rank returned.
+    def wait(self, timeout_s: float) -> list[_RankResult]:
+        """Return the result of every rank.
 
         Raises:
-            RankFailedError: one failed, or the time is over.
+            RankFailedError: a rank failed, or the time limit passed.
         """
         deadline = time.monotonic() + timeout_s
         failed = False
-        while len(self._outcomes) < len(self._pipes):
-            pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in self._outcomes}
+        while len(self._results) < len(self._pipes):
+            pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in self._results}
             left_s = max(0.0, deadline - time.monotonic())
             ready = wait(list(pending), left_s if self._throttle is None else min(left_s, _THROTTLE_POLL_S))
             if self._throttle is not None:
                 self._throttle.poll()
             for pipe in ready:
                 rank = pending[pipe]  # type: ignore[index]
-                self._outcomes[rank] = self._receive(rank)
-                if self._outcomes[rank].error and not failed:
+                self._results[rank] = self._receive(rank)
+                if self._results[rank].error and not failed:
                     failed = True
                     deadline = min(deadline, time.monotonic() + _CAUSE_WAIT_S)
             if not ready and time.monotonic() >= deadline:
                 break
         if failed:
             self._raise_first()
-        if len(self._outcomes) < len(self._pipes):
+        if len(self._results) < len(self._pipes):
             self._raise_timeout(timeout_s)
-        return [self._outcomes[rank] for rank in range(len(self._pipes))]
+        return [self._results[rank] for rank in range(len(self._pipes))]
 
     def kill(self) -> None:
-        """Ends all processes and what they started."""
+        """Kill all processes and everything they started."""
         for process in self._processes:
             _kill_session(process)
         for process in self._processes:
@@ -167,25 +167,25 @@ class _Ranks:
         for pipe in self._pipes:
             pipe.close()
 
-    def _receive(self, rank: int) -> _Outcome:
+    def _receive(self, rank: int) -> _RankResult:
         try:
-            outcome: _Outcome = pickle.loads(self._pipes[rank].recv_bytes())
-            return outcome
+            result: _RankResult = pickle.loads(self._pipes[rank].recv_bytes())
+            return result
         except EOFError:
             process = self._processes[rank]
             process.join(5.0)
             code = process.exitcode
             how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-            return _Outcome(error=f"the process ended with {how} before it returned", time_s=time.time())
+            return _RankResult(error=f"the process ended with {how} before it returned", time_s=time.time())
 
     def _raise_first(self) -> None:
-        failures = {rank: outcome for rank, outcome in self._outcomes.items() if outcome.error}
+        failures = {rank: result for rank, result in self._results.items() if result.error}
         rank = min(failures, key=lambda rank: (failures[rank].consequence, failures[rank].time_s))
         first = failures[rank]
         raise RankFailedError(f"rank {rank} of {len(self._pipes)} failed: {first.error}\n{first.traceback}".rstrip())
 
     def _raise_timeout(self, timeout_s: float) -> None:
-        late = [rank for rank in range(len(self._pipes)) if rank not in self._outcomes]
+        late = [rank for rank in range(len(self._pipes)) if rank not in self._results]
         for rank in late:
             pid = self._processes[rank].pid
             if pid is not None and self._stacks(rank).exists():
@@ -221,7 +221,7 @@ def _spec(rank: int, num_ranks: int, store: str, folder: str, overrides: dict[st
 
 
 def _make_throttle(folder: Path, num_ranks: int, overrides: dict[str, Any]) -> ThrottleController | None:
-    """Takes a list of speeds out of the overrides and puts in what the ranks need to know."""
+    """Create the throttle for a list of speeds, and replace the list by the ranks' own values."""
     factors = overrides.get("throttle")
     if not isinstance(factors, list | tuple):
         return None
@@ -234,15 +234,15 @@ def _make_throttle(folder: Path, num_ranks: int, overrides: dict[str, Any]) -> T
 
 
 def _run_rank(pipe: Connection, call: bytes, environment: dict[str, str], folder: str, stacks: str) -> None:
-    """The life of one rank: runs in the child, and never returns."""
+    """Run one rank in the child; never return."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    # The rank's own children, a loader's workers above all, start as they do under the launcher. Inherited, the way in which
-    # this process started would make each of them import torch anew: seconds.
+    # The rank's children, such as a loader's workers, start as under the launcher. With this process's start method each of
+    # them would import torch again, which takes seconds.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    # Kept open by the dump itself: it must work while this process hangs.
+    # The dump must work while this process hangs, so it keeps the file open.
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     spec = read_spec(Path(environment[WORKER_VARIABLE]))
     if spec.cores:
@@ -250,10 +250,10 @@ def _run_rank(pipe: Connection, call: bytes, environment: dict[str, str], folder
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
     try:
-        message = pickle.dumps(_Outcome(value=_call(call)))
+        message = pickle.dumps(_RankResult(value=_call(call)))
     except BaseException as error:
         message = pickle.dumps(
-            _Outcome(
+            _RankResult(
                 error=f"{type(error).__name__}: {error}",
                 traceback="".join(traceback.format_exception(error)),
                 consequence=is_consequence(error),
@@ -263,7 +263,7 @@ def _run_rank(pipe: Connection, call: bytes, environment: dict[str, str], folder
     pipe.send_bytes(message)
     sys.stdout.flush()
     sys.stderr.flush()
-    # A process that used gloo may die in its destructors, after its work.
+    # A process that used gloo may crash in its destructors.
     os._exit(0)
 
 
