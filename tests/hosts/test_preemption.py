@@ -35,6 +35,6 @@ def test_a_request_on_one_machine_stops_both(boxes: Any, tmp_path: Path) -> None
     newest = files.newest(tmp_path / "box1" / "run")
     assert newest is not None and files.step_of(newest) == len(done)
     assert f"stopped at step {len(done)}, saved in" in first_text
-    assert "(another rank was asked); start the same command again on all machines" in first_text
+    assert "(requested on another rank); start the same command again on all machines" in first_text
     assert "SIGINT: saving and stopping after this step" in second_text
     assert "all ranks saved and stopped; start the same command again on all machines" in second_text

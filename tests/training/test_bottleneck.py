@@ -48,7 +48,7 @@ def test_the_rank_that_waits_is_told_once_and_again_when_it_is_over() -> None:
     ((step, kind, message),) = told(watch, [slow(step, 0.01, 0.3) for step in range(30, 60)])
     assert kind == "data_bound" and 30 <= step < 42
     assert re.match(
-        r"data-bound: \d\d % of rank 1's step goes by waiting for samples \(2 loader workers \(prefetch 2\)\)", message
+        r"data-bound: \d\d % of rank 1's step is spent waiting for samples \(2 loader workers \(prefetch 2\)\)", message
     )
     assert "--num-workers auto" in message
     ((step, kind, message),) = told(watch, [slow(step, 0.0, 0.0) for step in range(60, 90)])

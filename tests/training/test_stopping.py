@@ -282,7 +282,10 @@ def test_without_resume_a_queue_is_told_why_it_goes_on(tmp_path: Path, queue: Ru
     request_stop(queue, "the day is over")
     assert run_ranks(_without_checkpoints, 2, str(tmp_path / "run"), -1, False) == [(0, [0, 1, 2, 3, 4, 5])] * 2
     events = (tmp_path / "run" / "events.jsonl").read_text()
-    assert events.count("asked to stop (the day is over), but there is nothing to go on with: call run.resume") == 1
+    assert (
+        events.count("a stop was requested (the day is over), but there is no state to resume from: call run.resume")
+        == 1
+    )
 
 
 def _fresh(folder: str) -> list[int]:

@@ -68,7 +68,7 @@ def test_an_unknown_interval(init, every):
 
 
 def test_resume_before_prepare(init):
-    with _raises(ConfigError, "run.resume before run.prepare(model, loader): prepare first"):
+    with _raises(ConfigError, "run.resume was called before run.prepare(model, loader): prepare first"):
         init().resume(model=nn.Linear(4, 1))
 
 
@@ -83,7 +83,7 @@ def test_resume_in_the_loop(init):
     job = Job(init())
     for step in job.loader:
         job.step(step)
-        with _raises(StepError, "run.resume after the loop has begun; call it once, before the loop"):
+        with _raises(StepError, "run.resume was called after the loop began; call it once, before the loop"):
             job.run.resume(model=job.model)
         break
 
@@ -104,7 +104,7 @@ def test_state_that_cannot_be_registered(init, state, told):
 def test_a_loader_prepared_after_resume(init):
     job = Job(init())
     job.run.resume(model=job.model)
-    with _raises(ConfigError, "run.prepare got a loader after run.resume"):
+    with _raises(ConfigError, "run.prepare received a loader after run.resume"):
         Job(job.run, model=job.bare)
 
 
@@ -262,5 +262,7 @@ def test_a_scheduler_that_resume_was_not_given_is_a_loud_line(tmp_path):
     )
     ended = evenload_run(tmp_path, text, "-d", "cpu")
     assert ended.code == 0
-    told = "NOT IN CHECKPOINTS: StepLR is alive but was not given to run.resume; after a resume it would start anew"
+    told = (
+        "NOT IN CHECKPOINTS: StepLR exists but was not passed to run.resume; after a resume it would start from scratch"
+    )
     assert ended.stdout.count(told) == 1

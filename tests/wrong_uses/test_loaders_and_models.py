@@ -75,7 +75,7 @@ def test_what_prepare_does_not_take(init, value, told):
 
 
 def test_nothing_to_prepare(init):
-    with pytest.raises(ConfigError, match=r"run.prepare got nothing; write: model, loader = run.prepare"):
+    with pytest.raises(ConfigError, match=r"run.prepare received nothing; write: model, loader = run.prepare"):
         init().prepare()
 
 
@@ -99,7 +99,7 @@ def test_a_loader_prepared_twice(init):
 
 def test_a_prepared_loader_given_to_batches(init):
     job = Job(init())
-    with pytest.raises(ConfigError, match=r"run.batches got a loader that was given to run.prepare"):
+    with pytest.raises(ConfigError, match=r"run.batches received a loader from run.prepare"):
         job.run.batches(job.loader)
 
 

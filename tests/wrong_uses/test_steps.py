@@ -305,7 +305,7 @@ def _checkpoints_alone(run):
         (_nan_on_one_rank, "NonFiniteError: the loss of rank 1 was NaN or infinite in 3 steps in a row"),
         (_nan_on_all_ranks, "NonFiniteError: the loss of rank 0, 1 was NaN or infinite in 3 steps in a row"),
         (_weight_on_one_rank, "StepError: loss_fn returned a weight on ranks 1 only; return one always or never"),
-        (_other_metrics, "StepError: loss_fn returned other metrics on other ranks (here: from"),
+        (_other_metrics, "StepError: loss_fn returned different metrics on different ranks (here: from"),
         (_break, "rank 0 is in step.backward at epoch 0, step 2; rank 1 calls run.reduce"),
         (_break_after, "rank 0 is in step.backward at epoch 0, step 3; rank 1 is in step.backward at epoch 1, step 0"),
         (_break_with_batch_norm, "rank 0 is in step.backward at epoch 0, step 2; rank 1 has ended its script"),
@@ -378,7 +378,7 @@ def test_an_optimizer_of_parameters_that_nobody_sums(tmp_path):
 def test_a_parameter_unfrozen_on_one_rank_only(tmp_path):
     for line in told_by_ranks(_unfrozen_on_one_rank, tmp_path):
         assert "DesyncError: the ranks train different numbers of parameters in step 4: [1, 2]" in line
-        assert "freeze and unfreeze on all ranks alike" in line
+        assert "freeze and unfreeze the same parameters on all ranks" in line
 
 
 @pytest.mark.parametrize("body", [_unfrozen_later, _replaced_later])

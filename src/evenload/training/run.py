@@ -1,4 +1,4 @@
-"""`init` and `Run`: what a script speaks to. Wiring only; no file imports this one or takes a Run."""
+"""`init` and `Run`, the interface of a training script. Wiring only; no file imports this one or takes a Run."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def init(
     log_every_s: float | None = None,
     timeout_s: float | None = None,
 ) -> Run:
-    """Joins the job that this process was started for: by ``evenload run``, `evenload.spawn`, torchrun, srun, plain python.
+    """Join the job that this process was started for: by ``evenload run``, `evenload.spawn`, torchrun, srun, plain python.
 
-    The settings are those of `evenload.Config`; what is not given here may come from the command line, and the same key
-    given differently in both places is an error.
+    The settings are those of `evenload.Config`. A setting left out here may come from the command line; different values
+    in both places are an error.
 
     Raises:
-        ConfigError: a wrong setting, or a run that is open already.
+        ConfigError: invalid setting, or a run is open already.
         LaunchError: the other ranks can't be reached.
     """
     global _open
@@ -75,7 +75,7 @@ def init(
 
 
 class Run:
-    """One training job on this rank. Made by `init`."""
+    """One training job on this rank, returned by `init`."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -88,19 +88,19 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes; inside loss_fn under strategy ``dp`` where this replica does."""
+        """Device of this rank; inside loss_fn under strategy ``dp`` of this replica."""
         thread = current_replica()
         return self._context.device if thread is None else thread.device
 
     @property
     def rank(self) -> int:
-        """This rank's index now; 0 to world_size - 1. Inside loss_fn under strategy ``dp`` the replica's."""
+        """Index of this rank, 0 to world_size - 1; inside loss_fn under strategy ``dp`` of this replica."""
         thread = current_replica()
         return self._context.groups.rank if thread is None else thread.index
 
     @property
     def world_size(self) -> int:
-        """Ranks that take part now; inside loss_fn under strategy ``dp`` replicas."""
+        """Number of ranks; inside loss_fn under strategy ``dp`` of replicas."""
         return self._context.groups.world_size if current_replica() is None else self._context.num_sharing
 
     @property
@@ -109,37 +109,37 @@ class Run:
         return self.rank == 0
 
     def prepare(self, *objects: Any) -> Any:
-        """Takes models and training DataLoaders; gives them back in the same order.
+        """Prepare models and training DataLoaders, and return them in the same order.
 
-        A model is the same object, moved to the device. A loader becomes one that yields steps, its batch_size the global
-        batch. Optimizers and schedulers stay the user's own and are not given here.
+        A model stays the same object, moved to the device. A loader becomes one that yields steps; its batch_size is the
+        global batch. Optimizers and schedulers stay the user's own and are not passed here.
 
         Raises:
-            ConfigError: something that can't be prepared, with the reason.
+            ConfigError: an object can't be prepared, with the reason.
         """
         if not objects:
-            raise ConfigError("run.prepare got nothing; write: model, loader = run.prepare(model, loader)")
+            raise ConfigError("run.prepare received nothing; write: model, loader = run.prepare(model, loader)")
         prepared = [self._session.prepare(value) for value in objects]
         self._session.attach()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def resume(self, **state: Any) -> bool:
-        """Registers what a checkpoint holds and loads the newest one, if there is one. Call it once, before the loop.
+        """Register the state of checkpoints and load the newest checkpoint, if any. Call it once, before the loop.
 
         Args:
-            **state: by name, anything with `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages. The
-                cursor, the epoch and randomness are always included.
+            **state: named objects with `state_dict` and `load_state_dict`: model, optimizer, scheduler, averages. The cursor,
+                the epoch and randomness are always included.
 
         Returns:
             Whether a checkpoint was loaded.
 
         Raises:
-            CheckpointError: the checkpoint doesn't fit what is registered.
+            CheckpointError: the checkpoint doesn't match the registered state.
         """
         return self._session.resume(state)
 
     def checkpoint(self, every: str | int | None = None) -> bool:
-        """Writes a checkpoint at the end of the loop body; loads on any other set of devices.
+        """Write a checkpoint at the end of the loop body; it can be loaded on any set of devices.
 
         Args:
             every: ``"10min"``, ``"90s"``, ``"500steps"`` or a number of steps; None for now.
@@ -150,34 +150,34 @@ class Run:
         return self._saver.checkpoint(every)
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
-        """Writes a model's weights for use elsewhere: ``.safetensors``, or else torch.save's format. Rank 0 writes.
+        """Write a model's weights for use elsewhere, as ``.safetensors`` or in torch.save's format. Rank 0 writes.
 
         Raises:
-            ConfigError: several models are prepared and none is named, or a package is missing.
+            ConfigError: several models are prepared and `model` is None, or a package is missing.
         """
         chosen = pick_model(model, self._models)
         if self.is_main and self._context.spec.mode != "verify":
             write_weights(path, chosen)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """This rank's batches of a plain loader: over all ranks every sample once, none twice, equally many batches each.
+        """Iterate over this rank's batches of a plain loader: every sample once over all ranks, equally many batches each.
 
-        Sum over the samples and call `reduce`: means of batches of different sizes are no mean.
+        Sum over the samples and call `reduce`; a mean of means of unequal batches would be wrong.
         """
         return self._session.evaluate(loader, evaluation_batches)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Writes numbers to the run's records and loggers, at the current step. Every rank may call it."""
+        """Write numbers to the run's records and loggers, at the current step. Every rank may call it."""
         self._session.log(metrics)
 
     def any(self, flag: Any) -> bool:
-        """Whether the flag is true on any rank; the way to leave a loop together."""
+        """Return whether the flag is true on any rank; the way to leave a loop together."""
         return collect.any_flag(flag, self._context.control)
 
     def reduce(self, value: Any, op: str = "sum", group: dist.ProcessGroup | None = None) -> Any:
-        """A number, a tensor, or a dict or list of them, over all ranks: ``sum``, ``mean``, ``min`` or ``max``.
+        """Reduce a number, a tensor, or a dict or list of them over all ranks: ``sum``, ``mean``, ``min`` or ``max``.
 
-        With a `group` (see `group`) over its ranks alone; a rank outside gets its own value back.
+        With a `group` (see `group`), over its ranks only; a rank outside receives its own value.
         """
         if group is None:
             return collect.reduce_value(value, op, self._context.groups, self._context.control)
@@ -185,25 +185,25 @@ class Run:
         return value if subset is None else collect.reduce_value(value, op, subset, Control(subset))
 
     def group(self, ranks: Sequence[int] | str) -> dist.ProcessGroup:
-        """A process group of some ranks, for collectives of the user's own. All ranks call it, with the same ranks.
+        """Return a process group of some ranks for the user's own collectives. All ranks call it with the same ranks.
 
-        The same ranks give the same group again. It works in a world of one too, and ends with `close`. A rank outside gets
-        torch's ``GroupMember.NON_GROUP_MEMBER``, with which a collective does nothing.
+        The same ranks return the same group. It works with a single rank too, and ends with `close`. A rank outside
+        receives torch's ``GroupMember.NON_GROUP_MEMBER``, with which a collective does nothing.
 
         Args:
-            ranks: different ranks, in any order; or ``"cuda"`` or ``"cpu"`` for those that compute there, or ``"node"`` for
-                those of this machine (on each machine its own).
+            ranks: distinct ranks in any order; or ``"cuda"`` or ``"cpu"`` for the ranks that compute there; or ``"node"`` for
+                the ranks of this machine (each machine has its own group).
 
         Raises:
-            ConfigError: a rank that is not there, or none.
-            DesyncError: the ranks ask for different groups; all of them are told who asks for what.
+            ConfigError: an unknown rank, or none.
+            DesyncError: the ranks request different groups; the message lists all requests.
         """
         location = RankLocation(self._context.device.type, self._context.spec.node_rank)
         return user_group(ranks, location, self._context.groups, self._context.control)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """The body runs on rank 0 first, then on one rank of each other machine, then on all others: a download, a cache."""
+        """Run the body on rank 0 first, then on one rank of each other machine, then on all others (a download, a cache)."""
         turn = 0 if self.is_main else 1 if self._context.spec.local_rank == 0 else 2
         for _ in range(turn):
             self._context.control.barrier(Operation.BARRIER)
@@ -212,7 +212,7 @@ class Run:
             self._context.control.barrier(Operation.BARRIER)
 
     def close(self) -> None:
-        """Ends the run: last checkpoint, records, workers, groups. Called by itself when the script ends."""
+        """End the run: last checkpoint, records, workers, groups. Called automatically when the script ends."""
         global _open
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""Opens a job on this rank: the spec and the settings become groups, an engine, records. Wiring without behaviour."""
+"""Open a job on this rank: make groups, an engine and records from the spec and the settings. Wiring only."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ from evenload.training.step.step import StepLoop
 from evenload.training.step.threaded_executor import open_threaded_executor
 
 _FRESH_FOR = "fresh_for_job"
-"""In the run folder: the queue's job that began anew there."""
+"""File in the run folder that names the queue's job whose ``--fresh`` was applied there."""
 
 
 def open_context(script: dict[str, Any]) -> TrainingContext:
-    """Joins the job that this process was started for.
+    """Join the job that this process was started for.
 
     Args:
-        script: what the script gave to `evenload.init`.
+        script: arguments of `evenload.init`.
 
     Raises:
         ConfigError: settings are wrong or contradict each other.
-        LaunchError: the other ranks don't come.
+        LaunchError: the other ranks do not arrive.
     """
     spec = adopt_group() if dist.is_initialized() else detect()
     config = resolve(script, spec.settings, SPAWN if spec.origin == "spawn" else COMMAND_LINE)
     if "batch_lr" in config.sources and config.batch_max is None:
         raise ConfigError(
-            f"{config.sources['batch_lr']} has no effect: it says how the learning rate follows a batch that grows; set "
+            f"{config.sources['batch_lr']} has no effect: it sets how the learning rate follows a growing batch; set "
             "batch_max too, or leave it out"
         )
-    places = _replica_devices(config, spec)
-    _check_balance(config, len(places) or spec.world_size)
+    replicas = _replica_devices(config, spec)
+    _check_balance(config, len(replicas) or spec.world_size)
     if "project_dir" not in config.sources:
         config = replace(config, project_dir=f"runs/{_run_name()}")
-    if len(places) > 1:
-        spec = replace(spec, device=places[0].device, device_names=tuple(place.name for place in places))
+    if len(replicas) > 1:
+        spec = replace(spec, device=replicas[0].device, device_names=tuple(replica.name for replica in replicas))
     device = _device(spec)
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
@@ -100,7 +100,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     if writes:
         records.settings(as_table(config))
         if spec.launch_dir:
-            _tell_launcher(Path(spec.launch_dir), folder)
+            _report_folder(Path(spec.launch_dir), folder)
     clock = StepClock(device)
     recorder = StepRecorder(records, writes)
     precision = Precision(config.precision, device)
@@ -108,10 +108,10 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     strategy: Strategy = ReplicaStrategy(grad_norms)
     statistics = Statistics(groups, clock)
     executor: Executor | None = None
-    if len(places) > 1:
-        strategy, statistics, executor = open_threaded_executor(places, spec, precision, clock, config.seed)
-    elif places:
-        recorder.event("replicas", _one_device(places[0].device))
+    if len(replicas) > 1:
+        strategy, statistics, executor = open_threaded_executor(replicas, spec, precision, clock, config.seed)
+    elif replicas:
+        recorder.event("replicas", _one_device(replicas[0].device))
     engine = Engine(
         rank=spec.rank,
         device=device,
@@ -134,7 +134,6 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
 
 
 def _replica_devices(config: Config, spec: WorkerSpec) -> tuple[ReplicaDevice, ...]:
-    """Under strategy ``dp`` where this process's replicas compute; otherwise nothing."""
     if config.strategy != STRATEGY:
         return ()
     return replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
@@ -143,12 +142,12 @@ def _replica_devices(config: Config, spec: WorkerSpec) -> tuple[ReplicaDevice, .
 def _one_device(device: str) -> str:
     return (
         f"strategy dp: there is one device ({device}), so there is one replica; `evenload run -d cpu:2 --strategy dp` makes "
-        "several on the CPU, -d 0,cpu one more beside a GPU"
+        "two on the CPU, -d 0,cpu one on a GPU and one on the CPU"
     )
 
 
 def _run_name() -> str:
-    """The script's name; a notebook has none, and its `sys.argv[0]` is the kernel's."""
+    # A notebook has no file, and its sys.argv[0] is the kernel's.
     script = sys.argv[0] if hasattr(sys.modules["__main__"], "__file__") else ""
     return Path(script).stem or "interactive"
 
@@ -163,7 +162,7 @@ def _device(spec: WorkerSpec) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(
-                f"device {device} was asked for; torch sees {torch.cuda.device_count()} GPUs. `evenload doctor` tells why"
+                f"device {device} was asked for; torch sees {torch.cuda.device_count()} GPUs. `evenload doctor` explains why"
             )
         torch.cuda.set_device(device)
     return device
@@ -172,12 +171,12 @@ def _device(spec: WorkerSpec) -> torch.device:
 def _backend(spec: WorkerSpec, device: torch.device) -> str:
     if spec.backend != "auto":
         return spec.backend
-    # Whether each rank has a GPU of its own is seen where they meet (groups.py).
+    # `Groups` checks whether each rank has a GPU of its own.
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _gpu(device: torch.device) -> str:
-    """What tells this GPU from all others, on whatever machine, and however it is numbered in this process."""
+    """Return an identifier of this GPU that is unique over all machines."""
     if device.type != "cuda":
         return ""
     known = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -188,23 +187,18 @@ def _check_balance(config: Config, world_size: int) -> None:
     if isinstance(config.balance, tuple) and len(config.balance) != world_size:
         raise ConfigError(
             f"{config.sources['balance']}: {len(config.balance)} shares, but there are {world_size} ranks; give one share "
-            "for each"
+            "per rank"
         )
 
 
-def _tell_launcher(launch_dir: Path, folder: Path) -> None:
-    """The launcher's view follows the run folder from now on."""
+def _report_folder(launch_dir: Path, folder: Path) -> None:
     partial = launch_dir / f".{RUN_FOLDER_FILE}.partial"
     partial.write_text(str(folder))
     partial.replace(launch_dir / RUN_FOLDER_FILE)
 
 
 def _check_same_settings(config: Config, control: Control) -> None:
-    """Compares what the ranks set; what concerns rank 0 alone may differ (a folder named after the time of day).
-
-    Raises:
-        ConfigError: on all ranks, if one has another setting; ``seed=rank`` would give each rank its own order of samples.
-    """
+    """Raise ConfigError on all ranks if a setting differs; ``seed=rank`` would give each rank its own order of samples."""
     keys = [name for name, setting in SETTINGS.items() if not setting.rank_0_only]
     rows = control.exchange(Operation.INIT, [float(zlib.crc32(repr(getattr(config, key)).encode())) for key in keys])
     for rank, row in enumerate(rows):
@@ -216,7 +210,7 @@ def _check_same_settings(config: Config, control: Control) -> None:
 
 
 def _fresh_is_done(folder: Path) -> bool:
-    """Whether an earlier attempt of this queue's job began anew here: ``--fresh`` in its command means the job, once."""
+    """Return whether an earlier attempt of this queue's job applied ``--fresh``, which holds once per job."""
     now = attempt()
     if now is None or now[1] == 1:
         return False
@@ -242,4 +236,4 @@ def _move_aside(folder: Path) -> None:
         aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}-{index}")
         index += 1
     shutil.move(folder, aside)
-    print(f"evenload: --fresh: what {folder.name} held is now in {aside.name}", flush=True)
+    print(f"evenload: --fresh: moved the contents of {folder.name} to {aside.name}", flush=True)

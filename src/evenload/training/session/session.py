@@ -1,4 +1,4 @@
-"""One session of a run, from `init` to the end of the script: what is prepared, what is looked at once, how it ends."""
+"""One session of a run, from `init` to the end of the script: preparation, checks at the first step, the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from evenload.training.verify.verifier import Verifier
 
 
 class Session(StepListener):
-    """What happens around the steps of one job in this process."""
+    """Everything around the steps of one job in this process."""
 
     def __init__(
         self, context: TrainingContext, saver: Saver, models: list[nn.Module], loaders: list[StepLoader]
@@ -55,7 +55,7 @@ class Session(StepListener):
         )
 
     def prepare(self, value: Any) -> Any:
-        """Prepares one object; see `Run.prepare`."""
+        """Prepare one object; see `Run.prepare`."""
         if isinstance(value, nn.Module):
             if not any(value is model for model in self._models):
                 self._models.append(prepare.prepare_model(self._context, value))
@@ -63,7 +63,7 @@ class Session(StepListener):
         if isinstance(value, DataLoader):
             if self._saver.resumed:
                 raise ConfigError(
-                    "run.prepare got a loader after run.resume, which restores the loaders' place; prepare first"
+                    "run.prepare received a loader after run.resume, which restores the loaders' position; prepare it first"
                 )
             source = None if self._verifier is None else self._verifier.plan_source()
             loader = prepare.prepare_loader(self._context, value, len(self._loaders), source)
@@ -73,7 +73,7 @@ class Session(StepListener):
         return prepare.refuse(value)
 
     def attach(self) -> None:
-        """After a call of prepare: all models' gradients are the job's."""
+        """Attach the models to the engine after a call of prepare."""
         if len(self._models) != self._attached:
             prepare.attach_models(self._context, self._models)
             self._attached = len(self._models)
@@ -82,10 +82,10 @@ class Session(StepListener):
         """See `Run.resume`."""
         if not self._loaders:
             raise ConfigError(
-                "run.resume before run.prepare(model, loader): prepare first, then resume restores the loader's place"
+                "run.resume was called before run.prepare(model, loader): prepare first; resume restores the loader's position"
             )
         if self._has_begun:
-            raise StepError("run.resume after the loop has begun; call it once, before the loop")
+            raise StepError("run.resume was called after the loop began; call it once, before the loop")
         loaded = self._saver.resume(dict(state))
         self._stopper.listen()
         return loaded
@@ -94,7 +94,7 @@ class Session(StepListener):
         """See `Run.batches`."""
         if isinstance(loader, StepLoader):
             raise ConfigError(
-                "run.batches got a loader that was given to run.prepare, which is for training; give it a plain one"
+                "run.batches received a loader from run.prepare, which is for training; pass a plain DataLoader"
             )
         context = self._context
         world_size = context.groups.world_size
@@ -130,9 +130,9 @@ class Session(StepListener):
         self._context.recorder.log(metrics, index)
 
     def close(self) -> None:
-        """Ends the session; what needs the other ranks only where this one ended well."""
+        """End the session; call the other ranks only if this one ended without an error."""
         context = self._context
-        # Whoever left a step by an error has no place where the others would meet it.
+        # A rank that left a step by an error does not reach the exchange where the others would wait.
         well = _ended_well(context.loop.stopped) and not (context.loop.failed and context.groups.world_size > 1)
         try:
             if well:
@@ -184,8 +184,8 @@ class Session(StepListener):
         if forgotten:
             self._context.recorder.event(
                 "unregistered",
-                f"NOT IN CHECKPOINTS: {', '.join(forgotten)} is alive but was not given to run.resume; after a resume it would "
-                "start anew",
+                f"NOT IN CHECKPOINTS: {', '.join(forgotten)} exists but was not passed to run.resume; after a resume it would "
+                "start from scratch",
             )
 
     def _print_dry_run(self, step: Step) -> None:
@@ -209,11 +209,7 @@ class Session(StepListener):
 
 
 def _ended_well(stopped: bool) -> bool:
-    """Whether the script ended without an error, or goes on after a close of its own.
-
-    Args:
-        stopped: all ranks agreed to stop; their exit code is no error then.
-    """
+    """Return whether the script ended without an error, or called close itself; `stopped` makes EXIT_CODE no error."""
     if worker.progress.exit_code is not None:
         return worker.progress.exit_code == 0 or (stopped and worker.progress.exit_code == EXIT_CODE)
     error = sys.exception()

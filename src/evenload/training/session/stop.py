@@ -1,11 +1,11 @@
-"""A request to stop, while training: heard by all ranks in one step, obeyed at its end, left with exit code 75.
+"""Stop a training run on request: all ranks receive it in one step, save at its end and exit with code 75.
 
-    asked (a signal, the queue's stop file) -> the row of the next backward -> all ranks know -> the loop body ends
+    request (a signal, the queue's stop file) -> the row of the next backward -> all ranks know -> the loop body ends
     -> checkpoint -> "stopped at step 412, ..." -> SystemExit(75) out of ``for step in loader``
 
-Nothing is exchanged for it beyond the row that each backward exchanges anyway (report.py). Signals are caught from
-`run.resume` on, which says what there is to save; until then, and in scripts that never call it, they do what they do
-without Evenload. The same boundary tells the queue how far the run is.
+The request travels in the row that each backward exchanges anyway (report.py). Signals are caught from `run.resume` on,
+which registers the state to save; before that, and in scripts without it, they act as without Evenload. Progress is
+reported to the queue at the same boundary.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
 _LARGE_PART = 0.5
-"""A save that takes more of the grace than this is told: the next one may not fit."""
+"""A save that takes a larger part of the grace than this is reported: the next one may not fit."""
 
 
 class Stopper(StepListener):
-    """Looks, between two steps, whether the run is to stop; tells the queue how far it is."""
+    """Stops the run between two steps if that is requested, and reports progress to the queue."""
 
     def __init__(self, context: TrainingContext, saver: Saver) -> None:
         self._context = context
@@ -49,25 +49,25 @@ class Stopper(StepListener):
         self._caught = contextlib.ExitStack()
         self._is_main = context.groups.rank == 0
         self._saves = False
-        self._told_why_not = False
+        self._reported_why_not = False
         self._num_samples = 0
-        # The modes that measure have nothing to go on with.
+        # The other modes have no state to resume from.
         self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
         if self._acts:
-            stop_requested()  # a queue's variable that names no terms is told at init, not in the first step
+            stop_requested()  # a wrong variable of the queue is an error at init, not in the first step
 
     def listen(self) -> None:
-        """The script has said what a checkpoint holds: from now on it can be stopped and gone on with.
+        """Catch signals from now on: the state to save is registered.
 
         Raises:
-            SystemExit: with code 75: it was asked to stop before it had begun.
+            SystemExit: with code 75, if a stop was requested before the first step.
         """
         if not self._acts:
             return
         context = self._context
         numbers = _free_signals()
         if numbers:
-            self._caught.enter_context(listening(numbers, stays=self._repeated(), is_end=self._end_if_told))
+            self._caught.enter_context(listening(numbers, stays=self._repeated(), is_end=self._end_if_ordered))
         self._saves = signal.SIGTERM in numbers
         if self._saves:
             stop_status.write(context.spec.launch_dir, context.spec.rank, StopStatus.CAN_SAVE)
@@ -76,12 +76,12 @@ class Stopper(StepListener):
             self._leave(f"stopped before step {context.loop.steps_done + 1} ({_reason()}); {go_on_text(self._go_on())}")
 
     def begin(self) -> None:
-        """The first step of this session begins."""
+        """Report at the first step of this session whether a stop saves anything."""
         if self._acts and not self._saves:
             stop_status.write(self._context.spec.launch_dir, self._context.spec.rank, StopStatus.CANNOT_SAVE)
 
     def close(self, well: bool) -> None:
-        """The run ends; signals do again what they did before."""
+        """End the run and restore the signal handlers."""
         if not self._acts:
             return
         if well and self._is_main and not self._context.loop.stopped:
@@ -93,7 +93,7 @@ class Stopper(StepListener):
             StopStatus.EXITING if is_leaving else StopStatus.CLOSED,
         )
         self._caught.close()
-        if is_leaving and self._saves:  # the work is done: who asks for its end now is too late
+        if is_leaving and self._saves:  # the work is done: a request to stop comes too late
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def on_boundary(self, step: Step) -> None:
@@ -108,55 +108,54 @@ class Stopper(StepListener):
             return
         if self._saver.resumed:
             self._stop()
-        elif not self._told_why_not:
-            self._told_why_not = True
+        elif not self._reported_why_not:
+            self._reported_why_not = True
             self._context.recorder.event(
                 "not_stoppable",
-                f"asked to stop ({_reason()}), but there is nothing to go on with: call run.resume(model=model, "
-                "optimizer=optimizer, ...) before the loop, which says what to save",
+                f"a stop was requested ({_reason()}), but there is no state to resume from: call run.resume(model=model, "
+                "optimizer=optimizer, ...) before the loop to register it",
                 step=loop.steps_done,
             )
 
     def _stop(self) -> None:
-        """Saves and ends the script, on all ranks alike."""
         left_s = grace_left_s()
         if left_s is not None and self._saver.took_s > left_s:
-            self._tell(
+            self._record(
                 f"the last checkpoint took {self._saver.took_s:.1f} s, and {left_s:.1f} s of the grace are left: this one may "
-                "not be done when the queue kills the context, which then goes on from the last; give it a longer --grace"
+                "not finish before the queue kills the job, which would resume from the last one; give it a longer --grace"
             )
         took_s = self._saver.save()
         after_s = grace_left_s()
         if left_s is not None and after_s is not None and took_s > _LARGE_PART * left_s:
-            self._tell(
+            self._record(
                 f"the save took {took_s:.1f} s, with {after_s:.1f} s of the grace left: give the job a longer --grace"
             )
         self._leave(stopped_text(self._context.loop.steps_done, None, took_s, _reason(), self._go_on()))
 
     def _repeated(self) -> tuple[int, ...]:
-        """The signals that come to this rank from several sides: by the second one its launcher ends it, not it itself."""
+        # These reach the rank from several sides; the launcher, not a second signal, ends it.
         if self._context.spec.launch_dir:
             return (signal.SIGTERM, signal.SIGINT)
         return (signal.SIGTERM,) if self._context.spec.origin in ("torchrun", "slurm") else ()
 
-    def _end_if_told(self, number: int, frame: FrameType | None) -> None:
+    def _end_if_ordered(self, number: int, frame: FrameType | None) -> None:
         if self._context.spec.launch_dir and stop_status.is_aborted(self._context.spec.launch_dir):
             worker.leave_on_signal(number, frame)
 
     def _leave(self, text: str) -> None:
         self._context.loop.stop()
-        self._tell(text, "stopped")
+        self._record(text, "stopped")
         if self._is_main:
             self._report("stopped")
         raise SystemExit(EXIT_CODE)
 
-    def _tell(self, text: str, kind: str = "stopping") -> None:
+    def _record(self, text: str, kind: str = "stopping") -> None:
         self._context.recorder.event(kind, text, step=self._context.loop.steps_done)
 
     def _report(self, state: str) -> None:
         step, num_samples = self._context.loop.steps_done, self._num_samples
         if self._saver.adaptive_batch is not None:
-            # Steps of a grown batch are fewer and longer: counted as such they would look like a slower job.
+            # Steps of a grown batch are fewer and longer; counted as such the job would look slower.
             step, num_samples = self._saver.adaptive_batch.growth.progress()
         report(step, None, samples_per_step=num_samples, state=state)
 
@@ -170,11 +169,11 @@ class Stopper(StepListener):
 
 
 def _reason() -> str:
-    return stop_reason() or "another rank was asked"
+    return stop_reason() or "requested on another rank"
 
 
 def _free_signals() -> list[int]:
-    """The signals that this thread may catch, and that the script doesn't handle itself."""
+    """Return the signals that this thread may catch and the script does not handle itself."""
     if threading.current_thread() is not threading.main_thread():
         return []
     usual: tuple[Callable[..., Any] | signal.Handlers, ...] = (

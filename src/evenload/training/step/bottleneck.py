@@ -1,7 +1,4 @@
-"""What the ranks tell of how they read, and when it is worth a sentence: rank 0's look at the last steps.
-
-Steps in, sentences out; no clock and no I/O.
-"""
+"""Detect on rank 0 that ranks wait for samples, and describe it in events. No clock and no I/O."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from evenload.training.data.tuning import SKIPPED_STEPS, ReadSettings, SettingsO
 
 WINDOW_STEPS = 10
 LEAST_STEPS = 8
-"""Steps to look at before anything is said."""
+"""Steps needed before the first event."""
 _EVERY_STEPS = 4
-"""How often it is looked at: it takes rank 0 some 0.1 ms."""
+"""Steps between two checks: a check takes rank 0 about 0.1 ms."""
 LEAST_DATA_S = 0.002
-"""Waiting of less than this in a step is not spoken of, however short the step is."""
+"""Shorter waits in a step are ignored, however short the step is."""
 
 
 @dataclass(frozen=True)
@@ -36,35 +33,33 @@ class LoadingEvent:
 
 @dataclass
 class _Reader:
-    """One rank's loader, as far as it is known."""
-
     reading: ReadSettings
     waited: deque[float] = field(default_factory=lambda: deque(maxlen=50))
-    """Part of each step that went by waiting for samples, since the last change."""
+    """Fraction of each step spent waiting for samples, since the last change."""
     sample_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
-    """Seconds of the same steps, for a sample of the global batch: what the search makes small."""
-    before: list[tuple[ReadSettings, float, float]] = field(default_factory=list)
-    """What was tried before, how much it waited then, and the seconds for a sample."""
-    spoken_of: set[ReadSettings] = field(default_factory=set)
-    """Settings of a search that an event has told; several loaders may take turns."""
+    """Seconds per sample of the global batch in the same steps: what the search minimises."""
+    tried: list[tuple[ReadSettings, float, float]] = field(default_factory=list)
+    """Settings tried before, with their fraction of waiting and seconds per sample."""
+    reported: set[ReadSettings] = field(default_factory=set)
+    """Settings that an event has reported; several loaders may alternate."""
 
 
 class Bottleneck:
-    """Watches where the ranks wait for samples."""
+    """Watches the last steps for ranks that wait for samples."""
 
     def __init__(self) -> None:
         self._window: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
         self._readers: list[_Reader] = []
         self._reported: set[int] = set()
-        """Ranks that are told to wait, until it is over; where all do, now one is the busiest and now another."""
+        """Ranks reported as waiting, until that is over; if all wait, the busiest rank alternates."""
         self._num_steps = 0
 
     def take(self, record: StepRecord, readings: Sequence[ReadSettings]) -> list[LoadingEvent]:
-        """Looks at one committed step of training.
+        """Take one committed step of training and return the events to record.
 
         Args:
             record: the step.
-            readings: how each rank read its samples in it.
+            readings: each rank's reading of its samples in it.
         """
         if len(readings) != len(self._readers):
             # The first step of a session, or of another set of ranks: workers start in it.
@@ -74,7 +69,7 @@ class Bottleneck:
             return []
         events: list[LoadingEvent] = []
         for rank, (reader, reading) in enumerate(zip(self._readers, readings, strict=True)):
-            # Replicas of one process read together: the first tells it.
+            # Replicas of one process read together: the first one's event is enough.
             together = rank > 0 and record.ranks[rank].data_s == record.ranks[0].data_s and reading == readings[0]
             if reading != reader.reading:
                 changed = _change(rank, reader, reading)
@@ -82,7 +77,7 @@ class Bottleneck:
             reader.waited.append(record.ranks[rank].data_s / record.seconds if record.seconds > 0 else 0.0)
             reader.sample_s.append(record.seconds / max(1, record.num_samples))
         if any(reading.origin is SettingsOrigin.TRIAL for reading in readings):
-            self._window.clear()  # a search goes on: what it tries is not what the run is like
+            self._window.clear()  # a search is running: its trials are not typical of the run
             return events
         self._window.append(record)
         self._num_steps += 1
@@ -106,12 +101,12 @@ class Bottleneck:
             return events
         self._reported.add(verdict.rank)
         reading = self._readers[verdict.rank].reading
-        message = f"{format_bottleneck(verdict)} goes by waiting for samples ({reading}); {_advice(reading)}"
+        message = f"{format_bottleneck(verdict)} is spent waiting for samples ({reading}); {_advice(reading)}"
         fields = {"rank": verdict.rank, "fraction": verdict.fraction, "num_workers": reading.num_workers}
         return [*events, LoadingEvent("data_bound", message, fields)]
 
     def _is_steady(self, rank: int) -> bool:
-        """Whether it is so in most steps; one in which workers start, or a cache is filled, says nothing."""
+        # The median ignores single steps in which workers start or a cache fills.
         waited_s = median(step.ranks[rank].data_s for step in self._window)
         return waited_s >= LEAST_DATA_S and self._usual(rank) >= DATA_BOUND
 
@@ -120,29 +115,28 @@ class Bottleneck:
 
 
 def _change(rank: int, reader: _Reader, reading: ReadSettings) -> list[LoadingEvent]:
-    """A rank reads otherwise from this step on, or has ended its search."""
     before, reader.reading = reader.reading, reading
     if reading.origin is SettingsOrigin.USER:
         return []
     if (reading.num_workers, reading.prefetch) != (before.num_workers, before.prefetch):
         if reader.waited:
-            reader.before.append((before, _usual(reader.waited), _usual(reader.sample_s)))
+            reader.tried.append((before, _usual(reader.waited), _usual(reader.sample_s)))
         reader.waited.clear()
         reader.sample_s.clear()
-    if reading in reader.spoken_of:
+    if reading in reader.reported:
         return []
-    reader.spoken_of.add(reading)
+    reader.reported.add(reading)
     message = ""
     if reading.origin is SettingsOrigin.CHOSEN:
-        tried = {str(one): (waited, sample_s) for one, waited, sample_s in reader.before}
+        tried = {str(one): (waited, sample_s) for one, waited, sample_s in reader.tried}
         if reader.waited:
             tried[str(reading)] = _usual(reader.waited), _usual(reader.sample_s)
         measured = "; ".join(
-            f"{_speed(sample_s)} with {name} (it waited {format_percent(waited)} of a step)"
+            f"{_speed(sample_s)} with {name} (waiting {format_percent(waited)} of a step)"
             for name, (waited, sample_s) in tried.items()
         )
-        message = f"rank {rank} reads with {reading}, as measured, all ranks searching together: {measured}"
-        reader.before = []
+        message = f"rank {rank} reads with {reading}, as measured, with all ranks searching together: {measured}"
+        reader.tried = []
     fields = {
         "rank": rank,
         "num_workers": reading.num_workers,
@@ -154,7 +148,7 @@ def _change(rank: int, reader: _Reader, reading: ReadSettings) -> list[LoadingEv
 
 
 def _usual(waited: Sequence[float]) -> float:
-    """The mean without the steps in which workers started, where there are others."""
+    # Without the steps in which workers started, if there are others.
     return mean(list(waited)[SKIPPED_STEPS:] or waited)
 
 
@@ -164,5 +158,7 @@ def _speed(sample_s: float) -> str:
 
 def _advice(reading: ReadSettings) -> str:
     if reading.origin is SettingsOrigin.CHOSEN:
-        return "other numbers of loader workers were tried and brought no more: read less, nearer, or cheaper there"
-    return "try --num-workers auto, which measures how many loader workers it takes, or a faster place for the data"
+        return "other numbers of loader workers were tried and were no faster: read less, from closer, or at less cost"
+    return (
+        "try --num-workers auto, which measures how many loader workers are needed, or move the data to faster storage"
+    )

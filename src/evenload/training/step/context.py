@@ -21,7 +21,7 @@ from evenload.training.step.step import StepLoop
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """The parts of one training job on one rank, as `Run` uses them."""
+    """Parts of one training job on one rank; `Run` and the session pass them on."""
 
     spec: WorkerSpec
     config: Config
@@ -37,13 +37,13 @@ class TrainingContext:
 
     @property
     def num_sharing(self) -> int:
-        """Who shares a step: the ranks, or the replicas of this process."""
+        """Number of ranks, or of replicas of this process, that share a step."""
         strategy = self.engine.strategy
         return len(strategy.threads) if isinstance(strategy, ThreadedStrategy) else self.groups.world_size
 
 
 def device_names(context: TrainingContext) -> list[str]:
-    """What a person calls the device of each rank."""
+    """Return a name for the device of each rank."""
     if context.spec.device_names:
         return list(context.spec.device_names)
     return [

@@ -1,10 +1,9 @@
-"""Runs `step.backward`: attempts until one is good on all ranks.
+"""Run `step.backward`: attempts until one succeeds on all ranks.
 
     begin -> the executor computes each micro-batch (loss_fn, backward) and exchanges reports -> finish the reduction
 
-An attempt is done again, on all ranks alike, when memory ran out somewhere (with smaller micro-batches) or a gradient came
-after its bucket had left. Buffers, randomness and gradients are put back before that. Who computes is an executor's matter: this
-rank beside others (attempt.py), or the replicas of this process (replicas.py).
+All ranks repeat an attempt when memory ran out somewhere (with smaller micro-batches) or a gradient came after its bucket
+had left. Buffers, randomness and gradients are restored first. See executor.py and threaded_executor.py for the executors.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, Rank
 from evenload.training.step.stats import StepRecorder, StepStats
 
 MAX_SKIPPED_STEPS = 3
-"""So many steps in a row may be skipped for a non-finite gradient that no loss scale explains."""
+"""Steps in a row that may be skipped for a non-finite gradient that no loss scale explains."""
 MAX_ATTEMPTS = 40
 
 
 class Engine:
-    """Does the backwards of one job on this rank; knows nothing of loops and epochs."""
+    """Runs the backwards of one job on this rank; knows nothing of loops and epochs."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class Engine:
         self.elapsed_s = 0.0
         """Seconds since the start of the run on rank 0's clock, as of the last exchange: equal on all ranks."""
         self.context = StepContext(
-            rank, device, seed, strategy, statistics, precision, LabelWatch().look, grad_norms=grad_norms
+            rank, device, seed, strategy, statistics, precision, LabelWatch().check, grad_norms=grad_norms
         )
         self.consistency = Consistency(check_every, control, recorder.event)
         self._executor = executor or RankExecutor(self.context, strategy, control, clock, throttle, self.consistency)
@@ -88,7 +87,7 @@ class Engine:
         self._skipped: dict[int, int] = {}
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        """Takes the models whose gradients are the job's."""
+        """Take the models whose gradients are the job's."""
         self.models = list(models)
         has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self.statistics.in_use = has_statistics and self.statistics.world_size > 1
@@ -98,21 +97,21 @@ class Engine:
         self.consistency.attach(models)
 
     def state_dict(self) -> tuple[Mapping[int, float], Mapping[int, Any]]:
-        """What earlier steps left for the next, equal on all ranks: N of each call, and what the strategy learnt."""
+        """Return what earlier steps left for the next, equal on all ranks: N of each call, and the strategy's state."""
         return dict(self._units), self.strategy.state_dict()
 
     def load_state_dict(self, state: tuple[Mapping[int, float], Mapping[int, Any]]) -> None:
-        """Puts back what `state_dict` returned, after steps that ranks did alone."""
+        """Restore what `state_dict` returned, after steps of each rank alone."""
         self._units = dict(state[0])
         self.strategy.load_state_dict(state[1])
 
     def backward(
         self, batch: GlobalBatch, planner: Planner, stats: StepStats, loss_fn: LossFn, *, stepped: bool = False
     ) -> torch.Tensor:
-        """One backward of a step; see `Step.backward`. `stepped`: an optimizer stepped since the last one."""
+        """Run one backward of a step; see `Step.backward`. `stepped`: an optimizer stepped since the last one."""
         if not self.models:
             raise StepError(
-                "step.backward before run.prepare(model, ...): there is no model whose gradients it could sum"
+                "step.backward was called before run.prepare(model, ...): there is no model whose gradients it could sum"
             )
         if stats.calls == 0:
             self._check_leftovers()
@@ -134,7 +133,7 @@ class Engine:
         return loss
 
     def slow_down(self, since_s: float) -> None:
-        """Where this rank is slowed: computes on for what it computed since then, by `time.perf_counter`."""
+        """Compute on if this rank is throttled; see `executor.pay`."""
         slow_down(self.throttle, self.device, since_s)
 
     def _attempts(self, batch: GlobalBatch, planner: Planner, stats: StepStats, loss_fn: LossFn) -> torch.Tensor:
@@ -143,7 +142,7 @@ class Engine:
             self._buffers.save()
             self.strategy.begin(stats.calls, expect=expect)
             if self.context.grad_norms is not None:
-                # Of a step with several backwards, the first tells.
+                # Only the first of several backwards is measured.
                 self.context.grad_norms.begin(stats.calls == 0 and batch.global_step % MEASURE_EVERY == 0)
             result = self._executor.attempt(
                 BackwardAttempt(batch, planner, stats, loss_fn, self._units.get(stats.calls))
@@ -155,10 +154,9 @@ class Engine:
                 return self._finish(batch, stats, result)
             self._rollback(batch, planner, stats, reports)
             expect = expect and not any(report.status == LATE_GRADIENT for report in reports)
-        raise StepError(f"step {batch.global_step} was not done after {MAX_ATTEMPTS} attempts")
+        raise StepError(f"step {batch.global_step} still failed after {MAX_ATTEMPTS} attempts")
 
     def _receive(self, batch: GlobalBatch, planner: Planner, stats: StepStats, reports: Sequence[RankReport]) -> None:
-        """What all told, whatever became of the attempt."""
         stats.add(reports)
         self.elapsed_s = reports[0].elapsed_s
         if reports[0].has_decision:
@@ -170,12 +168,12 @@ class Engine:
             raise
 
     def _rollback(self, batch: GlobalBatch, planner: Planner, stats: StepStats, reports: Sequence[RankReport]) -> None:
-        """All ranks alike: everything as it was before the attempt, and a plan that fits."""
+        # All ranks do the same here.
         self.strategy.rollback()
         self._buffers.restore()
         stats.redone = True
         failed = [report.status == OUT_OF_MEMORY for report in reports]
-        if len(failed) < planner.world_size:  # this rank runs alone, in a window
+        if len(failed) < planner.world_size:  # this rank runs alone, in a measurement
             failed = [failed[0] and rank == self.context.rank for rank in range(planner.world_size)]
         if any(failed):
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -186,7 +184,7 @@ class Engine:
             self.recorder.event(
                 "memory",
                 f"rank {ranks} ran out of memory in step {batch.global_step}: micro-batches {before} → "
-                f"{batch.plan.num_micro}; the step is done again",
+                f"{batch.plan.num_micro}; the step is repeated",
                 step=batch.global_step,
                 num_micro=batch.plan.num_micro,
             )
@@ -198,7 +196,7 @@ class Engine:
         if len(set(num_trainable)) > 1:
             raise DesyncError(
                 f"the ranks train different numbers of parameters in step {batch.global_step}: {num_trainable}; freeze and "
-                "unfreeze on all ranks alike"
+                "unfreeze the same parameters on all ranks"
             )
         weighted = [report.weighted for report in reports]
         if any(weighted) and not all(weighted):
@@ -233,11 +231,11 @@ class Engine:
         return torch.tensor(loss, dtype=result.dtype)
 
     def _skip(self, batch: GlobalBatch, stats: StepStats, reports: Sequence[RankReport]) -> None:
-        """None of its gradients is left, so a plain optimizer.step() changes nothing, on all ranks alike."""
+        # No gradient is left, so a plain optimizer.step() changes nothing, on all ranks.
         self.strategy.clear()
         stats.skipped = True
-        culprits = [not math.isfinite(report.loss_sum) for report in reports]
-        what = f"the loss of rank {_where(culprits)}" if any(culprits) else "the gradient"
+        not_finite = [not math.isfinite(report.loss_sum) for report in reports]
+        what = f"the loss of rank {_where(not_finite)}" if any(not_finite) else "the gradient"
         if not self.precision.scaled or self.precision.exhausted:
             self._skipped[stats.calls] = self._skipped.get(stats.calls, 0) + 1
         in_a_row = self._skipped.get(stats.calls, 0)
@@ -254,18 +252,18 @@ class Engine:
             )
 
     def _check_leftovers(self) -> None:
-        # With several models (a GAN) the gradients of one may wait for its own zero_grad; they are added as in one process.
+        # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
         names = self.strategy.leftovers() if len(self.models) == 1 else []
         if names:
             raise StepError(
                 f"gradients are already present before the step's first backward (of {len(names)} parameters, the first is "
-                f"{names[0]}): they would be added to this step's. Call optimizer.zero_grad() after optimizer.step(), at "
+                f"{names[0]}): they would add to this step's. Call optimizer.zero_grad() after optimizer.step(), at "
                 "the end of the loop body"
             )
 
 
 def _total(values: Iterable[float]) -> float:
-    """The exact sum; where it has none (inf - inf, or beyond the largest float) what floats give."""
+    """Return the exact sum; where there is none (inf - inf, overflow), the sum of floats."""
     terms = list(values)
     try:
         return math.fsum(terms)

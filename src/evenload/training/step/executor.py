@@ -1,4 +1,4 @@
-"""One attempt of a backward: what the engine asks for, what comes back, and how a rank among others does it."""
+"""`Executor`: computes one attempt of a backward. `RankExecutor` does it for one rank among others."""
 
 from __future__ import annotations
 
@@ -32,53 +32,53 @@ from evenload.training.step.stats import StepStats
 
 @dataclass(frozen=True)
 class BackwardAttempt:
-    """What is to be computed."""
+    """A backward to compute."""
 
     batch: GlobalBatch
     planner: Planner
     stats: StepStats
     loss_fn: LossFn
     last_units: float | None
-    """N of the same call in the last step, where there was one."""
+    """N of the same call in the last step, if there was one."""
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """What all who share the step told; the same on all ranks."""
+    """Reports of all who share the step; the same on all ranks."""
 
     reports: list[RankReport]
     nominal: float
-    """The divisor that the backwards ran with."""
+    """Divisor of the backwards."""
     dtype: torch.dtype
-    """Of the loss."""
+    """Dtype of the loss."""
 
 
 class Executor(Protocol):
-    """Who computes an attempt: this rank beside others, or the replicas of this process (replicas.py)."""
+    """Computes an attempt: this rank among others, or the replicas of this process (threaded_executor.py)."""
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        """Takes the models of the job."""
+        """Take the models of the job."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes that take part."""
+        """Number of processes that take part."""
 
     def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
-        """Computes all of the global batch, each its part, and tells what came of it."""
+        """Compute the global batch, everyone its part, and return all reports."""
 
 
 class LabelWatch:
-    """Warns once where labels are ignored but no weight says so; looks at the first micro-batches only."""
+    """Warns once if labels are ignored but loss_fn returns no weight; checks the first micro-batches only."""
 
     def __init__(self) -> None:
         self._left = 3
         self._lock = threading.Lock()
 
-    def look(self, data: Any) -> None:
-        """Told the batch of a micro-batch whose loss came without weight."""
+    def check(self, data: Any) -> None:
+        """Check the data of a micro-batch whose loss came without weight."""
         if not self._left:
             return
-        with self._lock:  # replicas look side by side
+        with self._lock:  # replicas check concurrently
             if not self._left:
                 return
             self._left -= 1
@@ -86,14 +86,14 @@ class LabelWatch:
                 return
             self._left = 0
         warnings.warn(
-            "the batch's labels hold -100, but loss_fn returned no weight: its mean over tokens is then not the global "
+            "the batch's labels contain -100, but loss_fn returned no weight, so its mean over tokens is not the global "
             "batch's. Return (loss, evenload.count_tokens(batch['labels'])) instead",
             stacklevel=2,
         )
 
 
 class RankExecutor:
-    """One rank: computes its part of the batch, and exchanges one row of numbers with the others."""
+    """Computes one rank's part of the batch and exchanges one row of numbers with the other ranks."""
 
     def __init__(
         self,
@@ -114,18 +114,18 @@ class RankExecutor:
         self._has_statistics = False
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        """Takes the models of the job."""
+        """Take the models of the job."""
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self._context = replace(self._context, other_gpus=randomness.other_gpus(models, self._context.device))
 
     @property
     def num_ranks(self) -> int:
-        """Processes that take part."""
+        """Number of processes that take part."""
         return self._context.statistics.world_size
 
     def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
-        """Computes this rank's part and tells the others; what a device can fail with becomes a status that all hear."""
-        if self._meets_in_forward:
+        """Compute this rank's part and exchange reports; a failure of a device becomes a status that all ranks receive."""
+        if self._exchanges_in_forward:
             # A rank that does something else would leave the others inside a collective of the forward.
             with self._clock.segment("wait"):
                 self._control.exchange(Operation.BEGIN)
@@ -134,7 +134,7 @@ class RankExecutor:
         return AttemptResult(self._exchange(attempt, sums, status), sums.nominal, sums.dtype)
 
     @property
-    def _meets_in_forward(self) -> bool:
+    def _exchanges_in_forward(self) -> bool:
         return self._has_statistics and self._context.statistics.world_size > 1
 
     def _compute(self, attempt: BackwardAttempt, sums: Sums) -> int:
@@ -146,10 +146,10 @@ class RankExecutor:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if self._meets_in_forward:
+            if self._exchanges_in_forward:
                 raise StepError(
                     f"rank {self._context.rank} ran out of memory in a model whose BatchNorm takes its statistics over all "
-                    "ranks, where a step can't be done again by one rank alone; set --micro-batch (or "
+                    "ranks, so one rank alone can't repeat the step; set --micro-batch (or "
                     "init(micro_batch=...)) lower"
                 ) from error
             return OUT_OF_MEMORY
@@ -186,27 +186,27 @@ class RankExecutor:
 
 
 def slow_down(throttle: ComputeThrottle, device: torch.device, since_s: float) -> None:
-    """Where a rank is slowed: computes on for what it computed since then, by `time.perf_counter`."""
+    """Compute on, if this rank is throttled, for what it computed since `since_s` (`time.perf_counter`)."""
     if not throttle.active:
         return
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what was only queued so far has not cost its time yet
+        torch.cuda.synchronize(device)  # queued kernels have not taken their time yet
     throttle.slow_down(time.perf_counter() - since_s)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device ran out of memory."""
+    """Return whether a device ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory held so far: of the GPU, or of this process."""
+    """Return the peak memory so far: of the GPU, or of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has made so far."""
+    """Return the number of graphs that torch.compile has made so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

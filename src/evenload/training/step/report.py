@@ -1,4 +1,4 @@
-"""What each rank tells the others once per `backward`: one row of numbers in the one exchange of a step."""
+"""One rank's report on a `backward`: a row of numbers in the step's only exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenload.training.comm.clock import SEGMENTS, Segment
 from evenload.training.comm.control import CAPACITY
 
 OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED = 0, 1, 2, 3
-"""What came of an attempt on one rank; `UNWANTED`: it was broken off, or used randomness it shared, for another's sake."""
+"""Status of an attempt on one rank; `UNWANTED`: it was interrupted for another replica, or used shared randomness."""
 _FIXED = 12
 _TIMES_END = _FIXED + len(SEGMENTS)
 MAX_METRICS = CAPACITY - _TIMES_END
@@ -29,14 +29,14 @@ class RankReport:
     """Sum of weight x mean loss over this rank's micro-batches."""
     touched_key: float
     has_decision: bool
-    """Rank 0 has a decision to tell."""
+    """Whether rank 0 has a decision to send."""
     elapsed_s: float
-    """Since the start of the run; rank 0's counts."""
+    """Since the start of the run; rank 0's is used."""
     memory_bytes: float
     state_key: float
-    """Checksum of the parameters and buffers (consistency.py); 0 in a step that compares none."""
+    """Checksum of the parameters and buffers (consistency.py); 0 in a step without one."""
     reading: float
-    """How this rank reads its samples, as one number (data/tuning.py)."""
+    """Code of how this rank reads its samples (data/tuning.py)."""
     stop_requested: bool
     """Whether this rank received a request to stop (stop.py)."""
     seconds: Mapping[Segment, float]
@@ -47,15 +47,15 @@ class RankReport:
     """The squared norm of this rank's own gradient, in the units of its backwards; None in a step that measures none."""
 
     def row(self) -> list[float]:
-        """As numbers; always the same length, since a rank that failed early does not know the metrics.
+        """Return the report as numbers, always equally many: a rank that failed early does not know the metrics.
 
         Raises:
             StepError: more metrics than a row holds.
         """
         names = sorted(self.metrics)
-        room = MAX_METRICS - (self.squared_norm is not None)
-        if len(names) > room:
-            raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {room} are averaged")
+        limit = MAX_METRICS - (self.squared_norm is not None)
+        if len(names) > limit:
+            raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {limit} are averaged")
         values = [
             float(self.status),
             float(self.weighted),
@@ -79,14 +79,14 @@ class RankReport:
 
 
 def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured: bool = False) -> list[RankReport]:
-    """All ranks' rows as reports; `names` are this rank's own metrics, sorted; `measured`: with norms.
+    """Read all ranks' rows; `names` are this rank's own metrics, sorted; `measured` rows hold norms.
 
     Raises:
-        StepError: ranks that succeeded returned other metrics than this one.
+        StepError: ranks that succeeded returned different metrics.
     """
     good = [row for row in rows if row[0] == OK]
     if len(good) == len(rows) and len({row[8] for row in good}) > 1:
-        raise StepError(f"loss_fn returned other metrics on other ranks (here: {', '.join(names) or 'none'})")
+        raise StepError(f"loss_fn returned different metrics on different ranks (here: {', '.join(names) or 'none'})")
     return [
         RankReport(
             status=int(row[0]),

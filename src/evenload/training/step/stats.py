@@ -1,4 +1,4 @@
-"""What a step did, added up over its backwards, and written to the run's records by rank 0."""
+"""`StepStats`, summed over the backwards of a step, and `StepRecorder`, which writes them to the run's records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evenload.training.step.report import RankReport
 
 
 class StepStats:
-    """One step so far: its backwards, loss, metrics, and what each rank spent."""
+    """One step so far: its backwards, loss, metrics, and the times of each rank."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -26,20 +26,20 @@ class StepStats:
         self.metrics: dict[str, float] = {}
         self.skipped = False
         self.norms: Norms | None = None
-        """Of the first backward's gradients, in a step that is measured for `batch_max`."""
+        """Norms of the first backward's gradients, in a step that is measured for `batch_max`."""
         self.redone = False
         self.compiled = False
         self.stop_requested = False
         """Whether a rank had received a request to stop before one of the backwards; the same on all ranks."""
         self.begun_s = time.perf_counter()
         self.body_since_s = self.begun_s
-        """When the user's frame went on after the last backward."""
+        """When the user's code continued after the last backward."""
         self._times: list[dict[Segment, float]] = []
         self._memory: list[int] = []
         self._readings: list[float] = []
 
     def add(self, reports: Sequence[RankReport]) -> None:
-        """Adds what each rank reported and spent since its last report."""
+        """Add the reports of all ranks on one backward."""
         if not self._times:
             self._times = [dict(report.seconds) for report in reports]
         else:
@@ -51,11 +51,11 @@ class StepStats:
         self.stop_requested = self.stop_requested or any(report.stop_requested for report in reports)
 
     def own_seconds(self) -> list[float]:
-        """Of each rank: what it computed, without waiting."""
+        """Return the seconds that each rank computed, without waiting."""
         return [times["compute"] + times["optimizer"] for times in self._times]
 
     def cost(self, num_samples: int) -> StepCost:
-        """What the step cost, with the samples of its global batch."""
+        """Return the cost of the step for the loader's tuning."""
         first = self._times[0]
         return StepCost(
             seconds=sum(seconds for name, seconds in first.items() if name != "other"),
@@ -66,16 +66,16 @@ class StepStats:
         )
 
     def readings(self) -> list[ReadSettings]:
-        """How each rank read its samples."""
+        """Return how each rank read its samples."""
         return [decode_settings(code) for code in self._readings]
 
     @property
     def unusual(self) -> bool:
-        """Whether the times say nothing about usual steps: done again, or compiled somewhere."""
+        """Whether the times are not those of a usual step: it was repeated, or a rank compiled."""
         return self.redone or not self._times or any(times["compile"] > 0 for times in self._times)
 
     def rank_times(self) -> tuple[RankTimes, ...]:
-        """As the records hold them."""
+        """Return the times as the records hold them."""
         return tuple(
             RankTimes(**{f"{name}_s": seconds for name, seconds in times.items()}, memory_bytes=memory)
             for times, memory in zip(self._times, self._memory, strict=True)
@@ -83,7 +83,7 @@ class StepStats:
 
 
 class StepRecorder:
-    """Writes steps and events through the recorder; on ranks that write nothing it costs nothing."""
+    """Writes steps and events through the recorder, on the rank that writes; does nothing on the others."""
 
     def __init__(self, recorder: Recorder, writes: bool) -> None:
         self._recorder = recorder
@@ -92,12 +92,12 @@ class StepRecorder:
         self._bottleneck = Bottleneck()
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
-        """One event; every rank may call it, rank 0 writes it."""
+        """Record an event; every rank may call it, rank 0 writes it."""
         if self._writes:
             self._recorder.event(kind, message, step=step, **fields)
 
     def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
-        """A committed step."""
+        """Record a committed step."""
         now = time.perf_counter()
         since = stats.begun_s if self._last_s is None else self._last_s
         self._last_s = now
@@ -110,7 +110,7 @@ class StepRecorder:
             epoch_step=plan.step,
             num_samples=plan.num_samples,
             loss=stats.loss,
-            # A rank alone (measure.py) knows of no other.
+            # A rank alone (measure.py) has the times of no other.
             shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),
             num_micro=plan.num_micro,
             seconds=max(0.0, now - since - ranks[0].other_s),
@@ -123,7 +123,7 @@ class StepRecorder:
             self._recorder.event(event.kind, event.message, step=index, **event.fields)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """The user's own numbers."""
+        """Record the user's own numbers."""
         if self._writes:
             self._recorder.log(metrics, step)
 

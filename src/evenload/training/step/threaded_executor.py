@@ -170,7 +170,7 @@ class ThreadedExecutor:
                 strategy,
                 statistics,
                 own_precision,
-                watch.look,
+                watch.check,
                 computes_idle=False,
                 reseed=functools.partial(seed_replica, thread),
                 check=threads.check,
