@@ -98,8 +98,8 @@ def test_a_search_is_told_by_its_end_with_what_was_measured() -> None:
     found += told(watch, [slow(step, 0.0, 0.02) for step in range(24, 40)], [ReadSettings(), chosen])
     assert [(kind, bool(message)) for _, kind, message in found] == [("workers", False), ("workers", True)]
     assert found[1][2] == (
-        "rank 1 reads with 4 loader workers (prefetch 2), as measured, all ranks searching together: 512.0 samples/s with no "
-        "loader workers (it waited 60 % of a step); 512.0 samples/s with 4 loader workers (prefetch 2) (it waited 4 % of a step)"
+        "rank 1 reads with 4 loader workers (prefetch 2), as measured, with all ranks searching together: 512.0 samples/s with "
+        "no loader workers (waiting 60 % of a step); 512.0 samples/s with 4 loader workers (prefetch 2) (waiting 4 % of a step)"
     )
 
 
