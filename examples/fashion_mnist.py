@@ -1,6 +1,6 @@
-"""Fashion-MNIST as tensors: from a folder, from Debian's package, or downloaded once; numpy and the standard library alone.
+"""Fashion-MNIST as tensors: from a folder, from Debian's package, or downloaded once; with numpy and the standard library.
 
-70,000 grey images of 28 x 28 pixels in 10 classes, by Zalando Research, under the MIT licence.
+70,000 grayscale images of 28 x 28 pixels in 10 classes, by Zalando Research, under the MIT license.
 """
 
 import gzip
@@ -13,9 +13,9 @@ import torch
 
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package puts the files."""
+"""Files of Debian's package."""
 DOWNLOADED = Path("data/fashion-mnist")
-"""Where a download goes, below the folder that the script is started in."""
+"""Downloaded files, in the working directory."""
 ADDRESSES = (
     "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion",
     "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
@@ -30,12 +30,12 @@ SHA256 = {
 
 
 def find(folder: str | Path | None = None) -> Path:
-    """The folder that holds the files: the given one, else Debian's, else the downloaded ones (downloaded now, if need be).
+    """Return the folder of the files: the given one, Debian's, or the download, which is made if necessary.
 
     On several ranks, call it within `run.main_first()`.
 
     Raises:
-        SystemExit: it is nowhere, and can't be downloaded; says how to get it.
+        SystemExit: the files are missing and cannot be downloaded; the message says how to get them.
     """
     if folder is not None:
         missing = [name for name in SHA256 if _path(Path(folder), name) is None]
@@ -59,7 +59,7 @@ def find(folder: str | Path | None = None) -> Path:
 
 
 def load(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and labels of a part.
+    """Load the images and labels of a part.
 
     Args:
         folder: what `find` gave.
@@ -71,26 +71,26 @@ def load(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
     images = read_idx(_path(folder, f"{part}-images-idx3-ubyte"))
     labels = read_idx(_path(folder, f"{part}-labels-idx1-ubyte"))
     if len(images) != len(labels):
-        raise SystemExit(f"{folder} holds {len(images)} {part} images, but {len(labels)} labels")
+        raise SystemExit(f"{folder} has {len(images)} {part} images, but {len(labels)} labels")
     return images, labels.long()
 
 
 def read_idx(path: Path) -> torch.Tensor:
-    """Reads a file in the idx format: two zeros, the type (8: bytes), the number of dimensions, their sizes, the values."""
+    """Read an idx file: two zeros, the type (8: bytes), the number of dimensions, their sizes, the values."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         data = file.read()
     if data[:3] != b"\0\0\x08":
-        raise SystemExit(f"{path} is no idx file of bytes: it begins with {data[:4].hex(' ')} instead of 00 00 08")
+        raise SystemExit(f"{path} is not an idx file of bytes: it starts with {data[:4].hex(' ')} instead of 00 00 08")
     num_dims = data[3]
     shape = np.frombuffer(data, dtype=">u4", count=num_dims, offset=4).tolist()
     values = np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * num_dims)
     if values.size != np.prod(shape):
-        raise SystemExit(f"{path} is cut off or damaged: it says {shape}, but holds {values.size} values")
+        raise SystemExit(f"{path} is truncated or damaged: its header says {shape}, but it has {values.size} values")
     return torch.from_numpy(values.reshape(shape).copy())
 
 
 def download(folder: Path) -> None:
-    """Downloads the four files, checked; each appears when it is complete."""
+    """Download and verify the four files; each appears when it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, sha256 in SHA256.items():
         if _path(folder, name) is not None:
@@ -110,13 +110,13 @@ def _fetch(name: str, sha256: str) -> bytes:
             if hashlib.sha256(gzip.decompress(packed)).hexdigest() == sha256:
                 return packed
             problems.append(f"{address}/{name}: another file than expected")
-        except (OSError, EOFError) as error:  # no network, no such address, no gzip
+        except (OSError, EOFError) as error:  # no network, a wrong address, not gzip
             problems.append(f"{address}/{name}: {error}")
     raise OSError("; ".join(problems))
 
 
 def _path(folder: Path, name: str) -> Path | None:
-    """The file, packed or not."""
+    """Return the content of the file, compressed or not."""
     return next((path for path in (folder / f"{name}.gz", folder / name) if path.is_file()), None)
 
 

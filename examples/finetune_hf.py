@@ -1,12 +1,12 @@
-"""A Hugging Face model learns the functions of Python's standard library: sequences of all lengths, weighted by tokens.
+"""Fine-tune a Hugging Face model on the functions of Python's standard library: sequences of any length, weighted by tokens.
 
     python examples/finetune_hf.py                               # one device; a small Llama, built from a config
-    evenload run examples/finetune_hf.py                         # every device here
-    evenload run examples/finetune_hf.py --model gpt2 --lr 5e-5  # a model of the hub, or of a folder of yours
+    evenload run examples/finetune_hf.py                         # all devices of this machine
+    evenload run examples/finetune_hf.py --model gpt2 --lr 5e-5  # a model from the hub or a folder
 
-A model's own loss is a mean over the tokens it predicts, and a rank with long functions has more of them: loss_fn says how
-many, so the mean is that of the global batch. Afterwards the model is the plain one it was: generate and save_pretrained work.
-Without --model nothing is downloaded: the tokens are bytes.
+The loss of the model is a mean over its predicted tokens, and a rank with long functions has more of them. loss_fn returns
+their number, so that the mean is taken over the global batch. Afterwards the model is a plain one: generate and save_pretrained
+work. Without --model nothing is downloaded: the tokens are bytes.
 """
 
 import argparse
@@ -21,22 +21,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Lla
 import evenload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", help="a folder or a name on the hub to begin with; else a small Llama from a config")
-parser.add_argument("--width", type=int, default=128, help="of the small Llama")
-parser.add_argument("--depth", type=int, default=4, help="of the small Llama")
-parser.add_argument("--context", type=int, default=256, help="most tokens of a function; the rest of it is cut off")
+parser.add_argument("--model", help="folder or hub name of the initial model; a small Llama from a config by default")
+parser.add_argument("--width", type=int, default=128, help="width of the small Llama")
+parser.add_argument("--depth", type=int, default=4, help="depth of the small Llama")
+parser.add_argument("--context", type=int, default=256, help="maximum tokens of a function; longer ones are truncated")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--steps", type=int, help="most optimizer steps in an epoch; all functions if nobody says")
+parser.add_argument("--steps", type=int, help="maximum optimizer steps in an epoch; all functions by default")
 parser.add_argument("--batch-size", type=int, default=16, help="functions in a step, over all devices")
 parser.add_argument("--lr", type=float, default=4e-3)
-parser.add_argument("--seed", type=int, help="of the weights and the order; 0 if nobody says")
-parser.add_argument("--project-dir", help="the run folder; runs/finetune_hf if nobody says")
-parser.add_argument("--save", default="runs/finetune_hf/model", help="where to save the model")
+parser.add_argument("--seed", type=int, help="seed of the weights and the order; 0 by default")
+parser.add_argument("--project-dir", help="the run folder; runs/finetune_hf by default")
+parser.add_argument("--save", default="runs/finetune_hf/model", help="folder to save the model to")
 args = parser.parse_args()
 
 
 def functions() -> list[str]:
-    """The functions at the top of the standard library's modules, as text."""
+    """Return the top-level functions of the standard library's modules as text."""
     found = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         pieces = re.split(r"^(?=\S)", file.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE)
@@ -45,7 +45,7 @@ def functions() -> list[str]:
 
 
 def collate(texts: list[str]) -> dict[str, torch.Tensor]:
-    """Tokens (n, longest) and labels; the padding is no label."""
+    """Return tokens (n, longest) and labels, without labels for the padding."""
     batch = tokenizer(texts, padding=True, truncation=True, max_length=args.context, return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
@@ -54,7 +54,7 @@ def collate(texts: list[str]) -> dict[str, torch.Tensor]:
 run = evenload.init(project_dir=args.project_dir, seed=args.seed)
 
 if args.model is None:
-    tokenizer = ByT5Tokenizer(extra_ids=0)  # a token for each byte; no file needed
+    tokenizer = ByT5Tokenizer(extra_ids=0)  # one token per byte; needs no file
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=args.width,
@@ -69,7 +69,7 @@ if args.model is None:
     )
     model = LlamaForCausalLM(config)
 else:
-    with run.main_first():  # rank 0 downloads, the others find it
+    with run.main_first():  # rank 0 downloads first
         tokenizer, model = AutoTokenizer.from_pretrained(args.model), AutoModelForCausalLM.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 

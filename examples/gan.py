@@ -1,9 +1,9 @@
-"""A small GAN draws digits: two models, two optimizers, and three passes in each step.
+"""Train a small GAN to draw digits: two models, two optimizers, and three passes per step.
 
     python examples/gan.py                                       # one device
-    evenload run -d cpu:2 examples/gan.py                        # two ranks on this CPU
+    evenload run -d cpu:2 examples/gan.py                        # two CPU ranks
 
-The images are the 1,797 of 8 x 8 pixels that come with scikit-learn. What was learnt is drawn at the end, as text.
+The data are the 1,797 images of 8 x 8 pixels bundled with scikit-learn. At the end the script prints samples as text.
 """
 
 import argparse
@@ -19,17 +19,17 @@ import evenload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=60)
-parser.add_argument("--steps", type=int, help="optimizer steps in an epoch; all images if nobody says")
+parser.add_argument("--steps", type=int, help="optimizer steps in an epoch; all images by default")
 parser.add_argument("--batch-size", type=int, default=64, help="images in a step, over all devices")
-parser.add_argument("--noise", type=int, default=16, help="numbers that the generator starts from")
+parser.add_argument("--noise", type=int, default=16, help="size of the generator's input")
 parser.add_argument("--lr", type=float, default=1e-3)
-parser.add_argument("--seed", type=int, help="of the weights and the order; 0 if nobody says")
-parser.add_argument("--project-dir", help="the run folder; runs/gan if nobody says")
+parser.add_argument("--seed", type=int, help="seed of the weights and the order; 0 by default")
+parser.add_argument("--project-dir", help="the run folder; runs/gan by default")
 args = parser.parse_args()
 
 
 class WithNoise(Dataset):
-    """Each image with noise of its own.
+    """Images, each with its own noise.
 
     Drawn here, the noise belongs to the sample (seed, epoch and position), whichever rank computes it: the training is the
     same on any number of devices. Drawn in loss_fn it would belong to the rank: as good, but not the same.
@@ -46,7 +46,7 @@ class WithNoise(Dataset):
 
 
 def draw(images: torch.Tensor) -> str:
-    """Images of 64 numbers from -1 to 1, side by side, as text."""
+    """Format images of 64 numbers from -1 to 1 side by side as text."""
     shades = " .:-=+*#%@"
     rows = ((images.clamp(-1, 1) + 1) / 2 * 9).round().int().view(-1, 8, 8)
     return "\n".join("   ".join("".join(2 * shades[p] for p in row) for row in rows[:, y].tolist()) for y in range(8))
@@ -61,7 +61,7 @@ loader = DataLoader(WithNoise(images[:used], args.noise), batch_size=args.batch_
 generator = nn.Sequential(nn.Linear(args.noise, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
 generator.extend([nn.Linear(128, 64), nn.Tanh()])  # pixels from -1 to 1
 discriminator = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 64), nn.LeakyReLU(0.2))
-discriminator.append(nn.Linear(64, 1))  # the logit of: this image is real
+discriminator.append(nn.Linear(64, 1))  # the logit that the image is real
 generator, discriminator, loader = run.prepare(generator, discriminator, loader)
 optimizer_g = torch.optim.Adam(generator.parameters(), lr=args.lr, betas=(0.5, 0.999))
 optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=args.lr, betas=(0.5, 0.999))
@@ -69,14 +69,14 @@ run.resume(generator=generator, discriminator=discriminator, optimizer_g=optimiz
 
 
 def taken_for(images: torch.Tensor, real: float) -> torch.Tensor:
-    """How far the discriminator is from taking the images for real (1) or not (0)."""
+    """Return the discriminator's loss for images that are real (1) or not (0)."""
     logits = discriminator(images)
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, real))
 
 
 def on_real(batch: list[torch.Tensor]) -> torch.Tensor:
     image, _ = batch
-    return taken_for(image, 0.9)  # a little less than sure, or the generator learns nothing more
+    return taken_for(image, 0.9)  # one-sided label smoothing, so that the generator keeps learning
 
 
 def on_fake(batch: list[torch.Tensor]) -> torch.Tensor:
@@ -92,12 +92,12 @@ def fooling(batch: list[torch.Tensor]) -> torch.Tensor:
 for epoch in range(loader.epoch, args.epochs):
     losses = []
     for step in loader:
-        optimizer_d.zero_grad()  # also of what flowed through it to the generator in the step before
-        loss_d = step.backward(on_real) + step.backward(on_fake)  # two passes, whose gradients add up
+        optimizer_d.zero_grad()  # includes gradients from the generator's pass in the previous step
+        loss_d = step.backward(on_real) + step.backward(on_fake)  # two passes; their gradients add up
         optimizer_d.step()
 
         optimizer_g.zero_grad()
-        loss_g = step.backward(fooling)  # against the discriminator as it is now
+        loss_g = step.backward(fooling)  # against the updated discriminator
         optimizer_g.step()
 
         run.log({"loss_d": loss_d, "loss_g": loss_g})

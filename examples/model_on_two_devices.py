@@ -1,12 +1,12 @@
-"""A model too big for one device, cut over two of one process: digits, read by a deep stack of blocks.
+"""Train a model that is too large for one device, split over two: a deep stack of blocks that classifies digits.
 
-    python examples/model_on_two_devices.py                          # two GPUs, or a GPU and the CPU, or the CPU twice
+    python examples/model_on_two_devices.py                          # two GPUs, or one GPU and the CPU, or the CPU twice
     python examples/model_on_two_devices.py --devices cuda:0,cpu
-    evenload run -d 0+1 examples/model_on_two_devices.py             # the same, under the launcher
-    evenload run -d 0+1,2+3 examples/model_on_two_devices.py         # two ranks, each with a cut model
-    evenload run -d cpu+cpu,cpu+cpu examples/model_on_two_devices.py # to try that on a CPU
+    evenload run -d 0+1 examples/model_on_two_devices.py             # the same with the launcher
+    evenload run -d 0+1,2+3 examples/model_on_two_devices.py         # two ranks, each with a split model
+    evenload run -d cpu+cpu,cpu+cpu examples/model_on_two_devices.py # the same on a CPU
 
-One line is added to a script for one device: model = evenload.place(model, ...). The loop and the losses stay as they are.
+It adds one line to a script for one device: model = evenload.place(model, ...). The loop and the losses do not change.
 """
 
 import argparse
@@ -24,21 +24,21 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument(
     "--devices",
     default=None if num_gpus > 1 else "cuda:0,cpu" if num_gpus else "cpu,cpu",
-    help="over which the model is cut; if nobody says, those that -d gave this rank, else what is here",
+    help="devices of the model; by default those of -d, or the available ones",
 )
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--steps", type=int, help="of an epoch; all if nobody says")
+parser.add_argument("--steps", type=int, help="optimizer steps in an epoch; all by default")
 parser.add_argument("--batch-size", type=int, default=64, help="images in a step, over all ranks")
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--depth", type=int, default=12)
 parser.add_argument("--lr", type=float, default=1e-3)
-parser.add_argument("--seed", type=int, help="of the weights and the order; 0 if nobody says")
-parser.add_argument("--project-dir", help="the run folder; runs/model_on_two_devices if nobody says")
+parser.add_argument("--seed", type=int, help="seed of the weights and the order; 0 by default")
+parser.add_argument("--project-dir", help="the run folder; runs/model_on_two_devices by default")
 args = parser.parse_args()
 
 
 class Block(nn.Module):
-    """A perceptron on the normalised stream, added to it."""
+    """A residual MLP block with pre-normalization."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Reader(nn.Module):
-    """Images of 8 x 8 in, one of ten digits out. Nothing in here knows of devices."""
+    """A classifier of 8 x 8 images into ten digits, written without devices."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ train_set, val_set = (TensorDataset(images[rows], digits[rows]) for rows in (tra
 
 model = Reader(args.width, args.depth)
 devices = args.devices.split(",") if args.devices else None
-model = evenload.place(model, devices, example=images[: args.batch_size])  # before prepare; prints who has what
+model = evenload.place(model, devices, example=images[: args.batch_size])  # before prepare; prints the split
 loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
 model, loader = run.prepare(model, loader)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -87,7 +87,7 @@ run.resume(model=model, optimizer=optimizer)
 
 def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
     x, y = batch
-    return F.cross_entropy(model(x), y)  # what the model returns is where x and y are
+    return F.cross_entropy(model(x), y)  # the output is on the device of x and y
 
 
 for epoch in range(loader.epoch, args.epochs):

@@ -1,11 +1,11 @@
-"""A small GPT learns to write Python: byte by byte, from the standard library's own source.
+"""Train a small GPT on the bytes of Python's standard library.
 
     python examples/train_gpt.py                                              # one device
-    evenload run examples/train_gpt.py                                        # every device here
-    evenload run -d cpu:2 --throttle 1,0.5 examples/train_gpt.py --steps 50   # two unequal ones, to try it out
+    evenload run examples/train_gpt.py                                        # all devices of this machine
+    evenload run -d cpu:2 --throttle 1,0.5 examples/train_gpt.py --steps 50   # two unequal ranks
     torchrun --nproc-per-node 2 examples/train_gpt.py
 
-The batch size is the global one, and so is everything that depends on it: the losses of these four agree up to rounding.
+The batch size is global, and so is everything that depends on it: the losses of these four runs agree up to rounding.
 """
 
 import argparse
@@ -20,21 +20,21 @@ from torch.utils.data import DataLoader, Dataset
 import evenload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--epochs", type=int, default=1, help="times through the same crops")
+parser.add_argument("--epochs", type=int, default=1, help="passes over the same crops")
 parser.add_argument("--steps", type=int, default=200, help="optimizer steps in an epoch")
 parser.add_argument("--batch-size", type=int, default=90, help="crops in a step, over all devices")
 parser.add_argument("--context", type=int, default=128, help="bytes in a crop")
 parser.add_argument("--width", type=int, default=192)
 parser.add_argument("--depth", type=int, default=4)
 parser.add_argument("--lr", type=float, default=3e-3)
-parser.add_argument("--seed", type=int, help="of the weights and the order; 0 if nobody says")
-parser.add_argument("--project-dir", help="the run folder; runs/train_gpt if nobody says")
-parser.add_argument("--sample-bytes", type=int, default=400, help="how much to write at the end")
+parser.add_argument("--seed", type=int, help="seed of the weights and the order; 0 by default")
+parser.add_argument("--project-dir", help="the run folder; runs/train_gpt by default")
+parser.add_argument("--sample-bytes", type=int, default=400, help="bytes to generate at the end")
 args = parser.parse_args()
 
 
 class Crops(Dataset):
-    """`size` pieces of a text, spread over it; one byte longer than the context, so that each byte has a next one."""
+    """`size` crops of a text, one byte longer than the context so that each byte has a next one."""
 
     def __init__(self, text: torch.Tensor, size: int, context: int) -> None:
         self.text, self.size, self.context = text, size, context
@@ -43,13 +43,13 @@ class Crops(Dataset):
         return self.size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = index * 104_729 % (len(self.text) - self.context)  # a prime: neighbours lie far apart, few twice
+        start = index * 104_729 % (len(self.text) - self.context)  # a prime spreads the crops, few of them equal
         piece = self.text[start : start + self.context + 1].long()
         return piece[:-1], piece[1:]
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each on the normalised stream and added to it."""
+    """A residual block of attention and MLP with pre-normalization."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A GPT that predicts the next byte."""
 
     def __init__(self, width: int, depth: int, context: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def write(model: GPT, prompt: bytes, num_bytes: int, context: int, device: torch.device) -> str:
-    """Lets the model go on from a prompt."""
+    """Generate bytes after a prompt."""
     text = torch.tensor([list(prompt)], device=device)
     for _ in range(num_bytes):
         logits = model(text[:, -context:])[:, -1] / 0.7
@@ -129,7 +129,7 @@ with torch.no_grad():
     for x, y in run.batches(DataLoader(val_set, batch_size=args.batch_size)):
         total_loss += F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").item()
         num_bytes += y.numel()
-total_loss, num_bytes = run.reduce((total_loss, num_bytes))  # every crop once, on any number of devices
+total_loss, num_bytes = run.reduce((total_loss, num_bytes))  # every crop exactly once, on any number of devices
 if run.is_main:
     print(f"validation loss {total_loss / num_bytes:.6f} nats a byte, over {num_bytes:,} bytes")
     print(write(model, b"def ", args.sample_bytes, args.context, run.device))

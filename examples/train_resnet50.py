@@ -1,11 +1,11 @@
-"""ResNet-50 learns 10 classes: Fashion-MNIST, or your own images in a folder for each class.
+"""Train ResNet-50 on Fashion-MNIST or on your own images, with one folder per class.
 
     python examples/train_resnet50.py --steps 100                                # one device
-    evenload run examples/train_resnet50.py                                      # every device here
+    evenload run examples/train_resnet50.py                                      # all devices of this machine
     evenload run examples/train_resnet50.py --images photos --size 224 --weights resnet50.pth
 
---weights takes a state_dict with torchvision's names (or `torchvision`, to have it download its own); a last layer for other
-classes is left out. BatchNorm takes its statistics over all devices, so the split changes nothing.
+--weights takes a state_dict with torchvision's names, or `torchvision` to download its weights; a last layer for other classes
+is skipped. BatchNorm computes its statistics over all devices, so the split does not change the result.
 """
 
 import argparse
@@ -21,24 +21,24 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 import evenload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--images", type=Path, help="a folder with a sub-folder for each class; else Fashion-MNIST")
-parser.add_argument("--data", help="the folder of Fashion-MNIST's files; looked for if nobody says")
-parser.add_argument("--weights", help="a file with a state_dict to begin with, or torchvision")
-parser.add_argument("--size", type=int, default=64, help="pixels of a side; 224 is what most weights were trained with")
+parser.add_argument("--images", type=Path, help="a folder with one subfolder per class; Fashion-MNIST by default")
+parser.add_argument("--data", help="folder of the Fashion-MNIST files; searched for by default")
+parser.add_argument("--weights", help="file with an initial state_dict, or torchvision")
+parser.add_argument("--size", type=int, default=64, help="image size in pixels; most weights were trained with 224")
 parser.add_argument("--width", type=int, default=64, help="channels of the first layer; 64 is ResNet-50")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--steps", type=int, help="optimizer steps in an epoch; all images if nobody says")
+parser.add_argument("--steps", type=int, help="optimizer steps in an epoch; all images by default")
 parser.add_argument("--batch-size", type=int, default=64, help="images in a step, over all devices")
-parser.add_argument("--workers", type=int, default=0, help="processes that read images, for each device")
-parser.add_argument("--every", type=int, default=100, help="steps that the printed loss is the mean of")
-parser.add_argument("--seed", type=int, help="of the weights and the order; 0 if nobody says")
-parser.add_argument("--project-dir", help="the run folder; runs/train_resnet50 if nobody says")
-parser.add_argument("--export", type=Path, help="where to write the weights at the end")
+parser.add_argument("--workers", type=int, default=0, help="loader workers per device")
+parser.add_argument("--every", type=int, default=100, help="print the mean loss after this many steps")
+parser.add_argument("--seed", type=int, help="seed of the weights and the order; 0 by default")
+parser.add_argument("--project-dir", help="the run folder; runs/train_resnet50 by default")
+parser.add_argument("--export", type=Path, help="file to write the weights to at the end")
 args = parser.parse_args()
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, added to what came in: narrow, look around, widen."""
+    """A residual bottleneck of three convolutions."""
 
     def __init__(self, num_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """He et al. 2015, with the stride in the 3 x 3 convolution. Its parts are named as torchvision names them."""
+    """He et al. 2015, with the stride in the 3 x 3 convolution and torchvision's parameter names."""
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class ResNet50(nn.Module):
 
 
 def normalise(image: torch.Tensor) -> torch.Tensor:
-    """Bytes (3, size, size) as most pretrained weights know them: ImageNet's mean and deviation taken out."""
+    """Normalize bytes (3, size, size) with the mean and deviation of ImageNet, as most pretrained weights expect."""
     mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
     return (image / 255 - mean) / std
 
 
 class FashionMNIST(Dataset):
-    """Grey images of 28 x 28 as colour images of another size."""
+    """Grayscale images of 28 x 28 as color images of another size."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.images, self.labels = fashion_mnist.load(folder, "train")
@@ -107,7 +107,7 @@ class FashionMNIST(Dataset):
 
 
 class ImageFolder(Dataset):
-    """The images in a folder's sub-folders; each sub-folder is a class. Cut to a square, as large as fits."""
+    """Images in the subfolders of a folder, one class each, center-cropped to a square."""
 
     def __init__(self, folder: Path, size: int) -> None:
         try:
@@ -124,7 +124,7 @@ class ImageFolder(Dataset):
             if path.suffix.lower() in endings
         ]
         if not self.files:
-            raise SystemExit(f"--images {folder}: found no images in sub-folders ({len(self.classes)} sub-folders)")
+            raise SystemExit(f"--images {folder}: found no images in its {len(self.classes)} subfolders")
 
     def __len__(self) -> int:
         return len(self.files)
@@ -137,7 +137,7 @@ class ImageFolder(Dataset):
 
 
 def pretrained(weights: str) -> dict[str, torch.Tensor]:
-    """A state_dict from a file, or torchvision's own."""
+    """Load a state_dict from a file or from torchvision."""
     if weights != "torchvision":
         return torch.load(weights, map_location="cpu", weights_only=True)
     try:
@@ -150,17 +150,19 @@ def pretrained(weights: str) -> dict[str, torch.Tensor]:
 
 
 def begin_with(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Takes over the weights; the last layer only where it is for as many classes."""
+    """Load the weights, without the last layer if its number of classes differs."""
     own, last = model.state_dict(), ("fc.weight", "fc.bias")
     fitting = {name: w for name, w in weights.items() if name not in last or w.shape == own[name].shape}
     missing, unknown = model.load_state_dict(fitting, strict=False)
     if unknown or set(missing) - set(last):
-        raise SystemExit(f"--weights {args.weights} is no ResNet-50's: it lacks {missing[:3]} and has {unknown[:3]}")
+        raise SystemExit(
+            f"--weights {args.weights} does not fit ResNet-50: missing {missing[:3]}, unexpected {unknown[:3]}"
+        )
 
 
 run = evenload.init(project_dir=args.project_dir, seed=args.seed)
 
-with run.main_first():  # what must be downloaded, rank 0 downloads for all
+with run.main_first():  # rank 0 downloads first
     if args.images:
         dataset = ImageFolder(args.images, args.size)
     else:
@@ -190,7 +192,7 @@ for epoch in range(loader.epoch, args.epochs):
         optimizer.zero_grad()
         run.log({"loss": loss})
         run.checkpoint(every="10min")
-        losses.append(loss.item())  # of the global batch already: nothing to sum over the ranks
+        losses.append(loss.item())  # already of the global batch
         if len(losses) == args.every:
             if run.is_main:
                 index = step.index % len(loader) + 1

@@ -1,8 +1,8 @@
-"""The training of by_hand_plain.py with Evenload: the sums, the parts and the order are its business.
+"""The training of by_hand_plain.py with Evenload, which handles sums, parts and order.
 
     evenload run -d cpu:2 examples/classic/by_hand_evenload.py
 
-by_hand.diff shows what changes, and why the weights are equal is told in README.md.
+by_hand.diff shows the changes; README.md explains why the weights are equal.
 """
 
 import torch
@@ -19,7 +19,7 @@ if args.double:
 run = evenload.init(seed=args.seed)
 
 train_set = spirals(1437, seed=1)
-# The order is the plain script's, to compare the two; shuffle=True is all it takes otherwise.
+# The order is that of the plain script, to compare the two; usually shuffle=True suffices.
 order = torch.Generator().manual_seed(args.seed)
 loader = DataLoader(train_set, batch_size=args.batch_size, sampler=RandomSampler(train_set, generator=order))
 model, loader = run.prepare(Net(), loader)

@@ -1,9 +1,9 @@
-"""The training of data_parallel_plain.py with Evenload: a process for each device, parts by their speed, CPUs too.
+"""The training of data_parallel_plain.py with Evenload: one process per device, shares by speed, also on CPUs.
 
     python examples/classic/data_parallel_evenload.py
     evenload run -d cpu:2 examples/classic/data_parallel_evenload.py
 
-data_parallel.diff shows what changes, and why the weights are equal is told in README.md.
+data_parallel.diff shows the changes; README.md explains why the weights are equal.
 """
 
 import torch
@@ -20,7 +20,7 @@ if args.double:
 run = evenload.init(seed=args.seed)
 
 train_set, test_set = spirals(1437, seed=1), spirals(299, seed=2)
-# The batch is the global one. The order is the plain script's, to compare the two; shuffle=True is all it takes otherwise.
+# The batch size is global. The order is that of the plain script; usually shuffle=True suffices.
 order = torch.Generator().manual_seed(args.seed)
 loader = DataLoader(train_set, batch_size=args.batch_size, sampler=RandomSampler(train_set, generator=order))
 model, loader = run.prepare(Net(), loader)
@@ -38,7 +38,7 @@ for epoch in range(args.epochs):
         loss = step.backward(loss_fn)
         optimizer.step()
         optimizer.zero_grad()
-        # Usual mistake: the mean of the batches' means, in which the last batch (29 samples) counts as much as the others.
+        # Usual mistake: the mean of the batch means, in which the last batch (29 samples) counts as much as the others.
         total_loss += loss.item() * step.num_samples
     if run.is_main:
         print(f"epoch {epoch}: loss {total_loss / len(train_set):.6f}")

@@ -1,8 +1,8 @@
-"""nn.DataParallel, with the usual mistakes corrected: one process, a thread for each GPU, equal parts of each batch.
+"""nn.DataParallel with the usual mistakes fixed: one process, one thread per GPU, equal parts of each batch.
 
     python examples/classic/data_parallel_plain.py
 
-A mistake that is usual is named in a comment, at the line that mends it.
+Comments name each usual mistake at the line that fixes it.
 """
 
 import torch
@@ -15,18 +15,18 @@ args = options(__doc__)
 if args.double:
     torch.set_default_dtype(torch.float64)
 
-# Usual mistake: to believe it runs on several devices. Without a GPU, DataParallel is silent and uses one.
+# Usual mistake: to assume several devices. Without a GPU, DataParallel silently uses one.
 num_gpus = torch.cuda.device_count()
 device = torch.device("cuda:0" if num_gpus else "cpu")
 print(f"computes on {num_gpus} GPUs" if num_gpus else "computes on the CPU: nn.DataParallel spreads over GPUs only")
 
 torch.manual_seed(args.seed)
 train_set, test_set = spirals(1437, seed=1), spirals(299, seed=2)
-# The batch is the global one: each of 4 GPUs gets 16 of 64. Usual mistake: 16 here, so that each gets 4. The order has a
-# generator of its own, or whatever else draws numbers would change it.
+# The batch size is global: each of 4 GPUs gets 16 of 64. Usual mistake: 16 here, so that each gets 4. The order has a separate
+# generator, so that no other random draw changes it.
 order = torch.Generator().manual_seed(args.seed)
 loader = DataLoader(train_set, batch_size=args.batch_size, sampler=RandomSampler(train_set, generator=order))
-model = Net().to(device)  # on the first GPU, from where each step copies it to the others
+model = Net().to(device)  # on the first GPU; each step copies it to the others
 parallel = nn.DataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
 
@@ -34,13 +34,13 @@ for epoch in range(args.epochs):
     total_loss = 0.0
     for x, y in loader:
         x, y = x.to(device), y.to(device)
-        # The loss is taken of the gathered outputs. Usual mistake: a loss inside the model, whose mean over the GPUs is not the
-        # mean over the samples when the last batch can't be cut in equal parts.
+        # The loss of the gathered outputs. Usual mistake: a loss inside the model, whose mean over the GPUs is not the mean over
+        # the samples if the last batch cannot be split equally.
         loss = F.cross_entropy(parallel(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        # Usual mistake: the mean of the batches' means, in which the last batch (29 samples) counts as much as the others.
+        # Usual mistake: the mean of the batch means, in which the last batch (29 samples) counts as much as the others.
         total_loss += loss.item() * len(y)
     print(f"epoch {epoch}: loss {total_loss / len(train_set):.6f}")
 
@@ -51,5 +51,5 @@ with torch.no_grad():
         num_right += (parallel(x.to(device)).argmax(1).cpu() == y).sum().item()
 print(f"{num_right} of {len(test_set)} right")
 
-# Usual mistake: parallel.state_dict(), whose names begin with "module." and fit no bare model.
+# Usual mistake: parallel.state_dict(), whose names start with "module." and do not fit the plain model.
 torch.save(model.state_dict(), args.save)

@@ -1,8 +1,8 @@
-"""The training of ddp_spawn_plain.py with evenload.spawn: every GPU here, else two ranks on the CPU.
+"""The training of ddp_spawn_plain.py with evenload.spawn: all GPUs of this machine, else two CPU ranks.
 
     python examples/classic/ddp_spawn_evenload.py
 
-ddp_spawn.diff shows what changes, and why the weights are equal is told in README.md.
+ddp_spawn.diff shows the changes; README.md explains why the weights are equal.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def train(args: argparse.Namespace) -> None:
     run = evenload.init(seed=args.seed)
 
     train_set, test_set = spirals(1437, seed=1), spirals(299, seed=2)
-    # The order is the plain script's, to compare the two; shuffle=True is all it takes otherwise.
+    # The order is that of the plain script, to compare the two; usually shuffle=True suffices.
     order = torch.Generator().manual_seed(args.seed)
     loader = DataLoader(train_set, batch_size=args.batch_size, sampler=RandomSampler(train_set, generator=order))
     model, loader = run.prepare(Net(), loader)

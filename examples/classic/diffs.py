@@ -1,8 +1,8 @@
-"""Draws the diffs from each plain script to its Evenload form anew; a test keeps them true.
+"""Regenerate the diffs from each plain script to its Evenload form; a test compares them.
 
     python examples/classic/diffs.py
 
-Run it after a change of one of them.
+Run it after changing a script.
 """
 
 import difflib
@@ -12,12 +12,12 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def names() -> list[str]:
-    """The scripts that stand here twice."""
+    """Return the names of the scripts with two forms."""
     return sorted(path.name.removesuffix("_plain.py") for path in FOLDER.glob("*_plain.py"))
 
 
 def diff(name: str) -> str:
-    """From NAME_plain.py to NAME_evenload.py."""
+    """Return the diff from NAME_plain.py to NAME_evenload.py."""
     before, after = FOLDER / f"{name}_plain.py", FOLDER / f"{name}_evenload.py"
     old, new = (path.read_text().splitlines(keepends=True) for path in (before, after))
     return "".join(difflib.unified_diff(old, new, before.name, after.name))

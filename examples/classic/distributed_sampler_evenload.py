@@ -1,8 +1,8 @@
-"""The training of distributed_sampler_plain.py with Evenload: no sample left out or used twice, on any number of ranks.
+"""The training of distributed_sampler_plain.py with Evenload: every sample exactly once, on any number of ranks.
 
     evenload run -d cpu:2 examples/classic/distributed_sampler_evenload.py
 
-distributed_sampler.diff shows what changes, and why the weights are equal is told in README.md.
+distributed_sampler.diff shows the changes; README.md explains why the weights are equal.
 """
 
 import torch
@@ -20,7 +20,7 @@ run = evenload.init(seed=args.seed)
 
 
 class SameOrder(Sampler):
-    """The order that DistributedSampler draws, to compare the two scripts; shuffle=True is all it takes otherwise."""
+    """The order of DistributedSampler, to compare the two scripts; usually shuffle=True suffices."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples, self.seed, self.epoch = num_samples, seed, 0

@@ -1,8 +1,8 @@
-"""DistributedSampler under torchrun, with the usual mistakes corrected.
+"""DistributedSampler with torchrun, with the usual mistakes fixed.
 
     torchrun --nproc-per-node 2 examples/classic/distributed_sampler_plain.py
 
-A mistake that is usual is named in a comment, at the line that mends it.
+Comments name each usual mistake at the line that fixes it.
 """
 
 import os
@@ -19,22 +19,22 @@ if args.double:
     torch.set_default_dtype(torch.float64)
 
 if torch.cuda.is_available():
-    # Usual mistake: RANK, which on the second machine is no index of a GPU there.
+    # Usual mistake: RANK, which is not a GPU index on the second machine.
     device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
     torch.cuda.set_device(device)
 else:
     device, backend = torch.device("cpu"), "gloo"
-dist.init_process_group(backend)  # torchrun's variables say who and where
+dist.init_process_group(backend)  # reads torchrun's variables
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
 torch.manual_seed(args.seed)
 train_set, test_set = spirals(1500, seed=1), spirals(299, seed=2)
 # Usual mistake: the global batch here. DataLoader's batch_size is that of one rank, so 2 ranks would train with 128.
 if args.batch_size % world_size:
-    raise SystemExit(f"a global batch of {args.batch_size} can't be cut in {world_size} equal parts")
-# drop_last=True: all ranks have equally many samples in each step, the last one too, so DDP's mean over ranks is the mean over
-# samples. The price: up to world_size - 1 samples are left out, others in each epoch. Usual mistake: drop_last=False, which
-# makes it even by using samples twice.
+    raise SystemExit(f"a global batch of {args.batch_size} cannot be split into {world_size} equal parts")
+# drop_last=True: all ranks have equally many samples in each step, including the last, so DDP's mean over ranks is the mean
+# over samples. The price: up to world_size - 1 samples per epoch are left out. Usual mistake: drop_last=False, which uses
+# samples twice instead.
 sampler = DistributedSampler(train_set, shuffle=True, seed=args.seed, drop_last=True)
 loader = DataLoader(train_set, batch_size=args.batch_size // world_size, sampler=sampler)
 model = Net().to(device)
@@ -42,7 +42,7 @@ parallel = DistributedDataParallel(model, device_ids=[device.index] if device.ty
 optimizer = torch.optim.SGD(parallel.parameters(), lr=args.lr, momentum=0.9)
 
 for epoch in range(args.epochs):
-    sampler.set_epoch(epoch)  # usual mistake: left out, and every epoch has the same order
+    sampler.set_epoch(epoch)  # usual mistake: left out, so that every epoch has the same order
     total_loss = torch.zeros((), device=device)
     for x, y in loader:
         x, y = x.to(device), y.to(device)

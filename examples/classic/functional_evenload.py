@@ -1,8 +1,8 @@
-"""The training of functional_plain.py with evenload.data_parallel: on unequal devices, and on CPUs too.
+"""The training of functional_plain.py with evenload.data_parallel: also on unequal devices and on CPUs.
 
     python examples/classic/functional_evenload.py
 
-functional.diff shows what changes, and why the weights are equal is told in README.md.
+functional.diff shows the changes; README.md explains why the weights are equal.
 """
 
 import torch
@@ -21,7 +21,7 @@ device = torch.device("cuda:0" if num_gpus else "cpu")
 devices = list(range(num_gpus)) or [
     "cpu",
     "cpu",
-]  # also a mix, such as [0, 1, "cpu"]: each gets what its speed is worth
+]  # also a mix, such as [0, 1, "cpu"]: shares follow the speeds
 
 torch.manual_seed(args.seed)
 train_set = spirals(1437, seed=1)
@@ -35,7 +35,7 @@ for epoch in range(args.epochs):
     for x, y in loader:
         x, y = x.to(device), y.to(device)
         output = evenload.data_parallel(model, x, devices=devices)
-        loss = F.cross_entropy(output, y)  # of the gathered outputs: a mean over all samples, however they were cut
+        loss = F.cross_entropy(output, y)  # of the gathered outputs: a mean over all samples, however they were split
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

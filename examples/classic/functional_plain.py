@@ -1,8 +1,8 @@
-"""data_parallel(), the function behind nn.DataParallel, with the usual mistakes corrected.
+"""data_parallel(), the function behind nn.DataParallel, with the usual mistakes fixed.
 
     python examples/classic/functional_plain.py
 
-A mistake that is usual is named in a comment, at the line that mends it.
+Comments name each usual mistake at the line that fixes it.
 """
 
 import torch
@@ -29,9 +29,9 @@ for epoch in range(args.epochs):
     total_loss = 0.0
     for x, y in loader:
         x, y = x.to(device), y.to(device)
-        # Usual mistake: to call it on any machine. Where there is no GPU it raises, or it computes on one device.
+        # Usual mistake: to call it on any machine. Without a GPU it raises, or computes on one device.
         output = data_parallel(model, x, device_ids=list(range(num_gpus))) if num_gpus else model(x)
-        loss = F.cross_entropy(output, y)  # of the gathered outputs: a mean over all samples, however they were cut
+        loss = F.cross_entropy(output, y)  # of the gathered outputs: a mean over all samples, however they were split
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The data, the model and the options of all scripts in this folder: no part of what they show."""
+"""Data, model and options of all scripts in this folder."""
 
 import argparse
 import math
@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 
 def options(description: str | None) -> argparse.Namespace:
-    """The command line; ``--double`` computes in float64, so that two scripts can be compared to the last digits."""
+    """Parse the command line; ``--double`` computes in float64, to compare two scripts to the last digits."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64, help="samples in a step, over all devices")
@@ -21,7 +21,7 @@ def options(description: str | None) -> argparse.Namespace:
 
 
 def spirals(num_samples: int, seed: int) -> TensorDataset:
-    """Points of the plane on three arms of a spiral, and the arm that each is on."""
+    """Return points on three arms of a spiral, and the arm of each."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(3, (num_samples,), generator=generator)
     radius = torch.rand(num_samples, generator=generator)

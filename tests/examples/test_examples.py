@@ -95,13 +95,13 @@ def test_resnet50_begins_with_the_weights_of_another_and_reads_image_folders(tmp
     torch.save({"other": torch.zeros(1)}, tmp_path / "wrong.pt")
     arguments = ("--images", "others", *small, "--weights", "wrong.pt", "--project-dir", "runs/wrong")
     (told,) = run_on_ranks(EXAMPLES / "train_resnet50.py", tmp_path, *arguments, num_ranks=1)
-    assert told.startswith("left: --weights wrong.pt is no ResNet-50's: it lacks ['conv1.weight'")
+    assert told.startswith("left: --weights wrong.pt does not fit ResNet-50: missing ['conv1.weight'")
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--images", "nowhere"), "left: --images nowhere: found no images in sub-folders (0 sub-folders)"),
+        (("--images", "nowhere"), "left: --images nowhere: found no images in its 0 subfolders"),
         (("--data", "nowhere"), "left: nowhere lacks train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k"),
     ],
 )

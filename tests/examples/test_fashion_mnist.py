@@ -88,14 +88,14 @@ def test_damaged_files(fashion_mnist: ModuleType, clothes: Path) -> None:
     images, labels = clothes / "t10k-images-idx3-ubyte", clothes / "t10k-labels-idx1-ubyte"
     whole = images.read_bytes()
     images.write_bytes(whole[:-5])
-    with pytest.raises(SystemExit, match=rf"damaged: it says \[{NUM_TEST}, 28, 28\], but holds 25867 values"):
+    with pytest.raises(SystemExit, match=rf"damaged: its header says \[{NUM_TEST}, 28, 28\], but it has 25867 values"):
         fashion_mnist.load(clothes, "t10k")
     images.write_bytes(b"<html>no such file</html>")
-    with pytest.raises(SystemExit, match="is no idx file of bytes: it begins with 3c 68 74 6d"):
+    with pytest.raises(SystemExit, match="is not an idx file of bytes: it starts with 3c 68 74 6d"):
         fashion_mnist.load(clothes, "t10k")
     images.write_bytes(whole)
     labels.write_bytes((clothes / "train-labels-idx1-ubyte").read_bytes())
-    with pytest.raises(SystemExit, match=f"holds {NUM_TEST} t10k images, but {NUM_TRAIN} labels"):
+    with pytest.raises(SystemExit, match=f"has {NUM_TEST} t10k images, but {NUM_TRAIN} labels"):
         fashion_mnist.load(clothes, "t10k")
     labels.unlink()
     with pytest.raises(SystemExit, match="lacks t10k-labels-idx1-ubyte"):
