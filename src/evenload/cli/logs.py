@@ -43,7 +43,7 @@ def logs(
     try:
         if follow:
             _follow(path, folder, job, lines, out)
-        elif not _print(path, lines, out):
+        elif not _print(path, out, lines=lines):
             reason = f": {_state_text(folder, job)}" if name == "local" else ""
             print(f"evenload: job {job} has no output yet{reason}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -71,14 +71,17 @@ def _open(path: Path) -> Any:
         raise QueueError(f"the output in {path} can't be read: {error.strerror}") from error
 
 
-def _print(path: Path, lines: int | None, out: Any) -> int:
-    """Print the file; return the position reached."""
+def _print(path: Path, out: Any, *, start: int = 0, lines: int | None = None) -> int:
+    """Print the file from position `start`, or its last lines; return the position reached."""
     file = _open(path)
     if file is None:
-        return 0
+        return start
     with file:
         if lines is not None:
-            file.seek(_start_of_last(file, lines))
+            start = _start_of_last(file, lines)
+        elif file.seek(0, os.SEEK_END) < start:  # the file was truncated
+            start = 0
+        file.seek(start)
         for block in iter(lambda: file.read(_BLOCK_BYTES), b""):
             out.write(block)
         out.flush()
@@ -102,11 +105,11 @@ def _start_of_last(file: Any, lines: int) -> int:
 
 def _follow(path: Path, folder: Path, job: str, lines: int | None, out: Any) -> None:
     """Print the log, then new output until the job has ended."""
-    seen = _print(path, lines, out)
+    seen = _print(path, out, lines=lines)
     if not seen:
         print(f"evenload: job {job} has no output yet: {_state_text(folder, job)}", file=sys.stderr, flush=True)
     for has_ended in _has_ended_polls(folder, job):
-        seen = _print_from(path, seen, out)
+        seen = _print(path, out, start=seen)
         if has_ended:
             return
 
@@ -125,17 +128,3 @@ def _has_ended_polls(folder: Path, job: str) -> Iterator[bool]:
                 return
         yield False
         time.sleep(_POLL_S)
-
-
-def _print_from(path: Path, seen: int, out: Any) -> int:
-    file = _open(path)
-    if file is None:
-        return seen
-    with file:
-        if file.seek(0, os.SEEK_END) < seen:  # the file was truncated
-            seen = 0
-        file.seek(seen)
-        for block in iter(lambda: file.read(_BLOCK_BYTES), b""):
-            out.write(block)
-        out.flush()
-        return int(file.tell())

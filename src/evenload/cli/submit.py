@@ -111,7 +111,8 @@ def submit(
     json: Annotated[bool, typer.Option("--json", help="Print the jobs' ids as JSON.")] = False,
 ) -> None:
     """Submit a command or a job file; print its job number and how to watch it."""
-    path, command = _split(list(arguments or ()))
+    command = list(arguments or ())
+    path = Path(command.pop(0)) if command and command[0].endswith(".toml") else None
     given: dict[str, tuple[Any, str]] = {}
     for key in KEYS:
         value = context.params.get("link" if key == "links" else key)
@@ -151,10 +152,11 @@ def submit(
 
 
 def _print_dry_run(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
-    decision = f"{'yes' if submitted.takes_snapshot else 'no'} ({submitted.snapshot_reason})"
-    if submitted.job.backend != "local":
+    checked = submitted.checked
+    decision = f"{'yes' if checked.takes_snapshot else 'no'} ({checked.snapshot_reason})"
+    if checked.job.backend != "local":
         print(submitted.request, end="")
-        if submitted.takes_snapshot:
+        if checked.takes_snapshot:
             print(f"evenload: snapshot: {decision}", file=sys.stderr)
         return
     if as_json:
@@ -162,20 +164,20 @@ def _print_dry_run(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
         return
     import tomli_w
 
-    num = len(submitted.job.array)
+    num = len(checked.job.array)
     notes = [
         f"queue: {queue}",
         f"jobs: {num}, an array" if num else "jobs: 1",
         f"snapshot: {decision}",
-        f"variables from this shell: {', '.join(submitted.inherited) or 'none'}",
+        f"variables from this shell: {', '.join(checked.environment) or 'none'}",
         *submitted.warnings,
     ]
-    print("".join(f"# {note}\n" for note in notes) + tomli_w.dumps(as_table(submitted.job)), end="")
+    print("".join(f"# {note}\n" for note in notes) + tomli_w.dumps(as_table(checked.job)), end="")
 
 
 def _print_submitted(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
     """Print the job's number, its position in the queue, and how to watch it."""
-    job, ids, snapshot = submitted.job, submitted.ids, submitted.snapshot
+    job, ids, snapshot = submitted.checked.job, submitted.ids, submitted.snapshot
     if as_json:
         values: dict[str, Any] = {"backend": job.backend, "job": ids[0]}
         if job.backend == "local":
@@ -192,7 +194,7 @@ def _print_submitted(submitted: SubmittedJob, queue: Path, as_json: bool) -> Non
     if snapshot is not None:
         print(_snapshot_line(snapshot))
     elif job.backend == "local" and job.snapshot is None:
-        print(f"no snapshot: {submitted.snapshot_reason}; edits made before the job starts will affect it")
+        print(f"no snapshot: {submitted.checked.snapshot_reason}; edits made before the job starts will affect it")
     if job.backend == "local":
         option = "" if queue == folder_of(None) else f" --queue {shlex.quote(str(queue))}"
         print(f"watch: evenload ps{option} · evenload logs{option} -f {first} · evenload cancel{option} {first}")
@@ -246,12 +248,6 @@ def _exit_code_of(status: JobStatus) -> int:
     _, found, code = status.reason.partition("exit code ")
     digits = code.split(" ")[0].rstrip(".,;:)")
     return int(digits) if found and digits.isdecimal() and 0 < int(digits) < 256 else 1
-
-
-def _split(words: list[str]) -> tuple[Path | None, list[str]]:
-    if words and words[0].endswith(".toml"):
-        return Path(words[0]), words[1:]
-    return None, words
 
 
 def _longer(command: Any, more: list[str]) -> list[str]:

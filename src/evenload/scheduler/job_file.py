@@ -52,7 +52,7 @@ class JobFile:
     steps: int | None = None
     """Total number of steps."""
     saves: bool | None = None
-    """Whether it saves and stops on request; None: detected by its first report (`evenload.job`, `evenload run`)."""
+    """True if it saves and stops on request; None: detected by its first report (`evenload.job`, `evenload run`)."""
     after: tuple[After, ...] = ()
     array: tuple[int, ...] = ()
     array_limit: int | None = None

@@ -213,7 +213,7 @@ def clean(
 
 
 def _is_over(tree_file: Path, have_ended: Callable[[Path, Sequence[str]], bool], now_s: float) -> bool:
-    """Whether its jobs have ended. A snapshot without jobs belongs to a submission that failed or is under way."""
+    """Return True if its jobs have ended. A snapshot without jobs belongs to a submission that failed or is under way."""
     try:
         noted = json.loads(tree_file.with_suffix(".jobs").read_text())
         return have_ended(Path(noted["queue"]), noted["jobs"])

@@ -129,7 +129,7 @@ def test_a_job_that_fails(backend: SlurmBackend, tmp_path: Path) -> None:
     job = submit(backend, write_job(tmp_path, [sys.executable, "-c", "import sys; sys.exit(5)"]))
     described = wait_for(backend, job, JobState.FAILED)
     assert described.reason == "exit code 5"
-    with pytest.raises(QueueError, match="Slurm refuses the job: sbatch: error: invalid partition specified: nowhere"):
+    with pytest.raises(QueueError, match="Slurm rejected the job: sbatch: error: invalid partition specified: nowhere"):
         submit(backend, tmp_path / "job.toml", partition="nowhere")
 
 
@@ -140,7 +140,7 @@ def test_what_may_not_go_on(backend: SlurmBackend, slurm: SlurmCluster, tmp_path
     assert slurm.tool("scontrol", "requeue", deaf) == ""
     path = write_counting(tmp_path, 100_000, 0.05, time='":3h"', grace='"1s"')
     request = backend.build_request(read_job(path, "slurm"))
-    late = backend.submit(dataclasses.replace(request, text=request.text.replace("--limit=10800", "--limit=4")))
+    (late,) = backend.submit(dataclasses.replace(request, text=request.text.replace("--limit=10800", "--limit=4")))
     assert wait_for(backend, late, JobState.FAILED).reason == "the hard limit of 4 s is used up"
     saved = json.loads((tmp_path / "out" / "state.json").read_text())["step"]
     assert saved == len(steps_done(tmp_path / "out")) > 0
@@ -167,4 +167,4 @@ def test_what_slurm_has_forgotten(backend: SlurmBackend, tmp_path: Path, monkeyp
     assert one(backend, job).state is JobState.SUCCEEDED
     record = tmp_path / "state" / job / "record.json"
     record.write_text(record.read_text().replace("SUCCEEDED", "RUNNING"))
-    assert "Slurm doesn't know it any more and keeps no accounting" in one(backend, job).reason
+    assert "Slurm no longer knows the job and keeps no accounting" in one(backend, job).reason

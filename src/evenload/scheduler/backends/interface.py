@@ -43,7 +43,7 @@ class JobStatus:
     native: str
     """The state as the backend names it."""
     reason: str = ""
-    """Why the job waits, or how it ended."""
+    """Reason for waiting, or for the end."""
     hosts: tuple[str, ...] = ()
     attempt: int = 0
     """Number of times the job was started; 0 if unknown."""
@@ -59,13 +59,18 @@ class JobStatus:
         return self.state in ENDED
 
 
+def is_element_of(name: str, job: str) -> bool:
+    """Return True if `name` is the job, or an element `JOB_INDEX` of the array."""
+    return job in (name, name.partition("_")[0])
+
+
 class SchedulerBackend(ABC):
     """A scheduler that runs jobs."""
 
     name: str
     """The value of `--backend`."""
     lays_out_snapshots = False
-    """Whether the backend lays out a job's snapshot itself when the job starts."""
+    """True if the backend lays out a job's snapshot itself when the job starts."""
 
     def check(self, job: JobFile, *, is_dry_run: bool) -> tuple[JobFile, tuple[str, ...]]:
         """Check the job against what the running scheduler has.

@@ -31,7 +31,7 @@ class CheckedJob:
     """Variables taken from the shell."""
     takes_snapshot: bool
     snapshot_reason: str
-    """Why there is a snapshot, or none."""
+    """Reason for this decision."""
 
     def resolved(self) -> JobFile:
         """Return the job with the shell's variables in its environment; those set in the job take precedence."""

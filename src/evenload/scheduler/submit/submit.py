@@ -14,7 +14,7 @@ from evenload.scheduler.backends import BackendRequest
 from evenload.scheduler.backends.local import snapshot_folder
 from evenload.scheduler.job_file import JobFile
 from evenload.scheduler.snapshots import TreeSnapshot
-from evenload.scheduler.submit.check import check_job
+from evenload.scheduler.submit.check import CheckedJob, check_job
 
 SNAPSHOT_MAX_AGE_S = 7 * 86400.0
 """Snapshots of ended jobs are removed this long after their last use, by the next submission."""
@@ -24,14 +24,9 @@ SNAPSHOT_MAX_AGE_S = 7 * 86400.0
 class SubmittedJob:
     """A job that was submitted, or would be in a dry run."""
 
-    job: JobFile
-    """As requested; its folder is absolute."""
+    checked: CheckedJob
     request: BackendRequest
-    """What was sent, or would be."""
-    inherited: tuple[str, ...]
-    """Names of the variables taken from the shell."""
-    takes_snapshot: bool
-    snapshot_reason: str
+    """The request that was sent, or would be."""
     ids: tuple[str, ...] = ()
     """Empty in a dry run."""
     snapshot: TreeSnapshot | None = None
@@ -58,9 +53,8 @@ def submit(
     backend = backends.get(job.backend, queue)
     final, warnings = backend.check(checked.resolved(), is_dry_run=is_dry_run)
     request = backend.build_request(final)  # raises for what is not supported, before anything is copied
-    inherited, decision = tuple(checked.environment), (checked.takes_snapshot, checked.snapshot_reason)
     if is_dry_run:
-        return SubmittedJob(checked.job, request, inherited, *decision, warnings=warnings)
+        return SubmittedJob(checked, request, warnings=warnings)
     store = snapshot_folder(queue if job.backend == "local" else None)
     snapshot = None
     if checked.takes_snapshot:
@@ -74,7 +68,7 @@ def submit(
     if job.backend == "local":
         with contextlib.suppress(EvenloadError, OSError):  # the next submission tries again
             snapshots.clean(store, jobs_have_ended(queue), older_than_s=SNAPSHOT_MAX_AGE_S, now_s=time.time())
-    return SubmittedJob(checked.job, request, inherited, *decision, ids, snapshot, warnings)
+    return SubmittedJob(checked, request, ids, snapshot, warnings)
 
 
 def jobs_have_ended(queue: Path) -> Callable[[Path, Sequence[str]], bool]:

@@ -58,9 +58,9 @@ class GangUpdate:
     report: ProgressReport | None = None
     outcome: AttemptOutcome | None = None
     lost: str = ""
-    """Why its processes are gone, if it is not the program's fault."""
+    """Reason why its processes are gone, if it is not the program's fault."""
     blocked: str = ""
-    """Why Ray does not provide the devices."""
+    """Reason why Ray does not provide the devices."""
 
 
 def log_file(root: Path, job: str, node_rank: int = 0) -> Path:

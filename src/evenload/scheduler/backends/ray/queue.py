@@ -13,7 +13,7 @@ from typing import Any
 
 from evenload.errors import QueueError
 from evenload.job.protocol import ProgressReport
-from evenload.scheduler.backends.interface import JobStatus
+from evenload.scheduler.backends.interface import JobStatus, is_element_of
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.queue_state import QueueState
@@ -95,9 +95,9 @@ class RayQueue:
         Raises:
             QueueError: the job is unknown, has ended, or is another user's.
         """
-        names = [name for name in self.queue_state.jobs if _is_of(name, job)]
+        names = [name for name in self.queue_state.jobs if is_element_of(name, job)]
         if not names:
-            ended = [line for line in self._reader.jobs() if _is_of(line.id, job)]
+            ended = [line for line in self._reader.jobs() if is_element_of(line.id, job)]
             raise QueueError(f"job {job} has ended: {ended[0].state}" if ended else f"no job {job} in this queue")
         running = []
         for name in names:
@@ -148,14 +148,14 @@ class RayQueue:
         """Return the status of jobs, array elements one by one; of all jobs if `ids` is empty."""
         self.commit()
         waits = plan(self.queue_state.snapshot(), self._clock(), explain=True).waits
-        names = [line.id for line in self._reader.jobs() if not ids or any(_is_of(line.id, job) for job in ids)]
+        names = [line.id for line in self._reader.jobs() if not ids or any(is_element_of(line.id, job) for job in ids)]
         jobs = [self.queue_state.jobs.get(name) or self._reader.job(name) for name in names]
         return [_status_of(job, waits.get(job.id, ""), self.queue_state) for job in jobs if job is not None]
 
     def _expanded(self, afters: Iterable[After]) -> Iterable[After]:
         """Replace an array by all of its elements."""
         for after in afters:
-            names = [line.id for line in self._reader.jobs() if _is_of(line.id, after.job)]
+            names = [line.id for line in self._reader.jobs() if is_element_of(line.id, after.job)]
             yield from [After(name, after.condition) for name in names] or [after]
 
     def _import_log(self, log: Path) -> None:
@@ -183,7 +183,3 @@ def _status_of(job: Job, wait_reason: str, queue_state: QueueState) -> JobStatus
         total=None if job.total is None else int(job.total),
         extra={"user": job.spec.user, "name": job.spec.name},
     )
-
-
-def _is_of(name: str, job: str) -> bool:
-    return name == job or name.partition("_")[0] == job

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from evenload.errors import QueueError
-from evenload.scheduler.backends.interface import BackendRequest, JobStatus, SchedulerBackend
+from evenload.scheduler.backends.interface import BackendRequest, JobStatus, SchedulerBackend, is_element_of
 from evenload.scheduler.backends.slurm.record import CANCELLED, NOW, SlurmRecord, last_report, read_record
 from evenload.scheduler.backends.slurm.script import root_of, script
 from evenload.scheduler.core.states import ENDED, JobState
@@ -25,34 +25,19 @@ from evenload.scheduler.job_file import JobFile
 _TIMEOUT_S = 60.0
 _ID = re.compile(r"\d+(_\d+)?")
 
-_S = JobState
 STATES = {
-    "PENDING": _S.PENDING,
-    "REQUEUED": _S.PENDING,
-    "REQUEUE_FED": _S.PENDING,
-    "REQUEUE_HOLD": _S.PENDING,
-    "RESV_DEL_HOLD": _S.PENDING,
-    "SPECIAL_EXIT": _S.PENDING,
-    "PREEMPTED": _S.PENDING,
-    "CONFIGURING": _S.STARTING,
-    "RUNNING": _S.RUNNING,
-    "COMPLETING": _S.RUNNING,
-    "STAGE_OUT": _S.RUNNING,
-    "STOPPED": _S.RUNNING,
-    "SUSPENDED": _S.RUNNING,
-    "RESIZING": _S.RESIZING,
-    "SIGNALING": _S.PREEMPTING,
-    "COMPLETED": _S.SUCCEEDED,
-    "CANCELLED": _S.CANCELLED,
-    "REVOKED": _S.CANCELLED,
-    "BOOT_FAIL": _S.FAILED,
-    "DEADLINE": _S.FAILED,
-    "FAILED": _S.FAILED,
-    "LAUNCH_FAILED": _S.FAILED,
-    "NODE_FAIL": _S.FAILED,
-    "OUT_OF_MEMORY": _S.FAILED,
-    "RECONFIG_FAIL": _S.FAILED,
-    "TIMEOUT": _S.FAILED,
+    word: state
+    for state, words in {
+        JobState.PENDING: "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT PREEMPTED",
+        JobState.STARTING: "CONFIGURING",
+        JobState.RUNNING: "RUNNING COMPLETING STAGE_OUT STOPPED SUSPENDED",
+        JobState.RESIZING: "RESIZING",
+        JobState.PREEMPTING: "SIGNALING",
+        JobState.SUCCEEDED: "COMPLETED",
+        JobState.CANCELLED: "CANCELLED REVOKED",
+        JobState.FAILED: "BOOT_FAIL DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY RECONFIG_FAIL TIMEOUT",
+    }.items()
+    for word in words.split()
 }
 """Slurm's state → ours. A SUSPENDED job keeps its nodes, so it is not waiting; a COMPLETING one is still running."""
 
@@ -98,14 +83,14 @@ class SlurmBackend(SchedulerBackend):
         ids = [_checked(job) for job in ids]
         found = {native.id: native for native in _in_queue(ids)}
         records = {element: record for job in ids for element, record in self._records(job).items()}
-        lost = [job for job in ids if not any(_is_of(element, job) for element in found)]
+        lost = [job for job in ids if not any(is_element_of(element, job) for element in found)]
         lost += [e for e, r in records.items() if e not in found and r.state not in ENDED and e not in lost]
         if lost:
             found = {native.id: native for native in _in_accounts(lost)} | found
         for element, record in records.items():
             if element not in found:
                 found[element] = _as_left(element, record)
-        wanted = {element: native for job in ids for element, native in found.items() if _is_of(element, job)}
+        wanted = {element: native for job in ids for element, native in found.items() if is_element_of(element, job)}
         in_order = sorted(wanted.items(), key=lambda pair: [int(part) for part in pair[0].split("_")])
         return tuple(self._with_record(native, records.get(element)) for element, native in in_order)
 
@@ -190,14 +175,8 @@ def _in_queue(ids: Sequence[str]) -> list[JobStatus]:
 def _in_accounts(ids: Iterable[str]) -> list[JobStatus]:
     """Status from Slurm's accounting; empty if there is none."""
     try:
-        done = _tool(
-            "sacct",
-            "--allocations",
-            "--noheader",
-            "--parsable2",
-            f"--jobs={','.join(ids)}",
-            "--format=JobID,State,NodeList",
-        )
+        columns = "--format=JobID,State,NodeList"
+        done = _tool("sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", columns)
     except QueueError:
         return []
     rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
@@ -217,10 +196,6 @@ def _as_left(job: str, record: SlurmRecord) -> JobStatus:
         return JobStatus(job, record.state, "", record.reason)
     reason = f"Slurm no longer knows the job and keeps no accounting; its last recorded state is {record.state}"
     return JobStatus(job, JobState.FAILED, "", reason)
-
-
-def _is_of(element: str, job: str) -> bool:
-    return element == job or element.partition("_")[0] == job
 
 
 def _checked(job: str) -> str:
