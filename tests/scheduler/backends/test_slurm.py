@@ -144,7 +144,7 @@ def test_what_may_not_go_on(backend: SlurmBackend, slurm: SlurmCluster, tmp_path
     assert wait_for(backend, late, JobState.FAILED).reason == "the hard limit of 4 s is used up"
     saved = json.loads((tmp_path / "out" / "state.json").read_text())["step"]
     assert saved == len(steps_done(tmp_path / "out")) > 0
-    assert "requeue = true allows that" in wait_for(backend, deaf, JobState.FAILED).reason
+    assert "from the beginning, which requires requeue = true" in wait_for(backend, deaf, JobState.FAILED).reason
 
 
 def test_once_a_node_and_once_a_device(backend: SlurmBackend, tmp_path: Path) -> None:

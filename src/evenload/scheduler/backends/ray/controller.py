@@ -24,7 +24,6 @@ from evenload.scheduler.backends.ray.gang import GROUPS, GangProgram, GangUpdate
 from evenload.scheduler.backends.ray.queue import RayQueue
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import JobState, Verb
-from evenload.scheduler.core.values import settings_from
 from evenload.scheduler.job_file import job_from
 
 NAME, NAMESPACE = "queue", "evenload"
@@ -81,15 +80,6 @@ class RayQueueActor:
         if not self.describe([job]):
             raise QueueError(f"no job {job} in this queue")
         return str(log_file(self._root, job))
-
-    def set_settings(self, values: Mapping[str, Any]) -> None:
-        """Change the queue's settings; see `Settings`."""
-
-        def change() -> None:
-            self._queue.record(events.SettingsSet(time.time(), settings_from(values)))
-            self._queue.commit()
-
-        self._in_thread(change)
 
     def _in_thread(self, work: Callable[[], _T]) -> _T:
         return self._thread.submit(work).result()

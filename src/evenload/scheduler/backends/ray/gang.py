@@ -45,9 +45,11 @@ class GangProgram:
         """Return the program of one node."""
         command, variables = command_on_node(self.command, node)
         folder = self.root / self.job / f"{self.attempt}-{node.node_rank}"
-        terms = RunnerContract(self.job, self.attempt, str(folder / "report.json"), str(folder / "stop"), self.grace_s)
+        contract = RunnerContract(
+            self.job, self.attempt, str(folder / "report.json"), str(folder / "stop"), self.grace_s
+        )
         log = log_file(self.root, self.job, node.node_rank)
-        return NodeTask(terms, command, self.folder, {**self.environment, **variables}, str(log), self.goes_on)
+        return NodeTask(contract, command, self.folder, {**self.environment, **variables}, str(log), self.goes_on)
 
 
 @dataclass(frozen=True, slots=True)

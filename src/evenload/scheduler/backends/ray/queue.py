@@ -18,7 +18,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import HOLDING, JobState
-from evenload.scheduler.core.values import After, Device, Job, Settings
+from evenload.scheduler.core.values import After, Device, Job
 from evenload.scheduler.job_file import JobFile, as_table, job_from, to_spec
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import QueueStore
@@ -44,11 +44,6 @@ class RayQueue:
     def queue_state(self) -> QueueState:
         """The present state, including what is not yet committed."""
         return self._store.queue_state
-
-    @property
-    def settings(self) -> Settings:
-        """The settings it decides by."""
-        return self.queue_state.settings
 
     def record(self, event: events.Event, extra: Mapping[str, Any] | None = None) -> None:
         """Apply an event."""

@@ -23,7 +23,7 @@ from evenload.job.protocol import ProgressReport, RunnerContract, read_report, w
 class NodeTask:
     """The program of one node of a job."""
 
-    terms: RunnerContract
+    contract: RunnerContract
     command: tuple[str, ...]
     folder: str
     environment: Mapping[str, str]
@@ -52,11 +52,11 @@ class NodeRunner:
     def start(self, task: NodeTask) -> None:
         """Start the program."""
         self._task = task
-        folder = Path(task.terms.report_file).parent
+        folder = Path(task.contract.report_file).parent
         folder.mkdir(parents=True, exist_ok=True)
-        terms_file = folder / "terms.json"
-        write_contract(terms_file, task.terms)
-        words = [sys.executable, "-m", "evenload.scheduler.backends.attempt", f"--terms={terms_file}"]
+        contract_file = folder / "terms.json"
+        write_contract(contract_file, task.contract)
+        words = [sys.executable, "-m", "evenload.scheduler.backends.attempt", f"--terms={contract_file}"]
         words += [f"--folder={task.folder}", *(["--goes-on"] if task.goes_on else []), "--", *task.command]
         Path(task.log).parent.mkdir(parents=True, exist_ok=True)
         with Path(task.log).open("ab") as log:
@@ -74,7 +74,7 @@ class NodeRunner:
             return None, None
         report = None
         with contextlib.suppress(QueueError):
-            report = read_report(self._task.terms)
+            report = read_report(self._task.contract)
         return self._process.poll(), report
 
     def stop(self, reason: str) -> None:

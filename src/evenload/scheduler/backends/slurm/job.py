@@ -28,9 +28,9 @@ from evenload.scheduler.backends.slurm.record import (
     CANCELLED,
     NOW,
     SlurmRecord,
+    contract_of,
     element_id,
     read_record,
-    terms_of,
     write_record,
 )
 from evenload.scheduler.core.states import JobState, Verb
@@ -92,12 +92,12 @@ class SlurmJob:
                 self._record, reason="Slurm restarted the job from the beginning, which requires requeue = true"
             )
             return self._end(JobState.FAILED, EXIT_CODE)
-        terms = terms_of(self._folder, self._id, self._record.attempt, self._given.grace)
-        terms_file = self._folder / f"terms-{self._record.attempt}.json"
-        write_contract(terms_file, terms)
+        contract = contract_of(self._folder, self._id, self._record.attempt, self._given.grace)
+        contract_file = self._folder / f"terms-{self._record.attempt}.json"
+        write_contract(contract_file, contract)
         attempt = BackendAttempt(
-            terms,
-            terms_file,
+            contract,
+            contract_file,
             self._command(),
             goes_on=self._can_resume(self._record),
             send=self._send_to_steps,

@@ -68,7 +68,7 @@ def read_record(folder: Path) -> SlurmRecord | None:
         return None
 
 
-def terms_of(folder: Path, job: str, attempt: int, grace_s: float) -> RunnerContract:
+def contract_of(folder: Path, job: str, attempt: int, grace_s: float) -> RunnerContract:
     """Return the contract of an attempt. Each attempt has its own files, so that stale ones are not read."""
     return RunnerContract(
         job=job,
@@ -83,7 +83,7 @@ def last_report(folder: Path, job: str, attempt: int) -> ProgressReport | None:
     """Return the program's last report, from this attempt or one of the two before."""
     for number in range(attempt, max(0, attempt - 3), -1):
         try:
-            report = read_report(terms_of(folder, job, number, 0.0))
+            report = read_report(contract_of(folder, job, number, 0.0))
         except QueueError:
             continue
         if report is not None:
