@@ -9,6 +9,7 @@ Note [Equally many batches]
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import weakref
@@ -19,21 +20,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenload.balance.split import slice_sizes
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError
 from evenload.training.data import checks, order
 from evenload.training.data.batches import move
 from evenload.training.data.loader import GlobalLoader
-from evenload.training.data.reading import (
-    ReadTask,
-    TaskDataset,
-    ignore_worker_warnings,
-    inner_loader,
-    pass_through,
-    read_settings,
-    seed_workers,
-    shut_down_workers,
-)
-from evenload.training.data.stream import StreamBatch, StreamReader
+from evenload.training.data.prefetch import Prefetcher
+from evenload.training.data.reading import ReadTask, read_settings
+from evenload.training.data.stream import StreamBatch, StreamReader, check_same_stream
 
 _persistent_readers: weakref.WeakKeyDictionary[DataLoader[Any], Any] = weakref.WeakKeyDictionary()
 """Readers with persistent workers. They end with the user's loader, which they do not reference."""
@@ -80,11 +73,12 @@ def evaluation_batches(
     if len(weights) != world_size or not all(0 <= weight < math.inf for weight in weights):
         raise ConfigError(f"weights={list(weights)}: expected {world_size} speeds, finite and at least 0")
     pin = bool(user_loader.pin_memory) and device.type == "cuda"
-    if checks.is_stream(user_loader):
-        batches = _stream_batches(user_loader, rank, list(weights), agree, seed, epoch, keyed_rng, pin)
+    reader = _reader_of(user_loader, seed, rank, keyed_rng, pin)
+    if isinstance(reader, StreamReader):
+        batches = _stream_batches(reader, rank, weights, agree, epoch)
     else:
-        batches = _map_batches(user_loader, rank, list(weights), agree, seed, epoch, keyed_rng, pin)
-    return _moved(batches, device)
+        batches = _map_batches(reader, user_loader, rank, weights, agree, seed, epoch)
+    return (move(batch, device) for batch in batches)
 
 
 def close_persistent_workers() -> None:
@@ -134,87 +128,52 @@ def _part(low: int, high: int, weights: Sequence[float], rank: int) -> tuple[int
     return first, first + parts[rank]
 
 
-def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    for batch in batches:
-        yield move(batch, device)
-
-
-class _MapReader:
-    """A reader of a list of tasks, through the workers of the user's loader."""
-
-    def __init__(self, loader: DataLoader[Any], seed: int, keyed: bool, pin: bool) -> None:
-        self.tasks: list[ReadTask] = []
-        self._generator = loader.generator
-        self._persistent = loader.persistent_workers
-        reader = TaskDataset(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed)
-        self._inner = inner_loader(
-            loader, reader, read_settings(loader, pinned=pin), batch_sampler=self, collate_fn=pass_through
-        )
-        self._iterator: Any = None
-
-    def __iter__(self) -> Iterator[ReadTask]:
-        return iter(self.tasks)
-
-    def read(self, *seed_parts: int) -> Iterator[Any]:
-        """Yield the collated samples of each task, in order."""
-        seed_workers(self._inner, self._generator, *seed_parts)
-        try:
-            with ignore_worker_warnings():
-                self._iterator = iter(self._inner)
-            yield from self._iterator
-        finally:
-            if not self._persistent:
-                self.close()
-
-    def close(self) -> None:
-        """Shut down the workers."""
-        iterator, self._iterator = self._iterator, None
-        self._inner._iterator = None
-        shut_down_workers(iterator)
+def _reader_of(loader: DataLoader[Any], seed: int, rank: int, keyed: bool, pin: bool) -> Prefetcher | StreamReader:
+    reader = _persistent_readers.get(loader)
+    if reader is None:
+        if checks.is_stream(loader):
+            reader = StreamReader(loader, seed=seed, keyed=keyed, pin=pin)
+        else:
+            # A copy of the loader: the prefetcher references it, and must not keep the user's alive.
+            reading = read_settings(loader, pinned=pin)
+            reader = Prefetcher(copy.copy(loader), seed=seed, rank=rank, keyed=keyed, reading=reading)
+        if loader.persistent_workers:
+            _persistent_readers[loader] = reader
+    return reader
 
 
 def _map_batches(
+    reader: Prefetcher,
     loader: DataLoader[Any],
     rank: int,
-    weights: list[float],
+    weights: Sequence[float],
     agree: order.BroadcastIntegers,
     seed: int,
     epoch: int,
-    keyed: bool,
-    pin: bool,
 ) -> Iterator[Any]:
     drawn = order.draw_order(loader, seed=seed, epoch=epoch, rank=rank, agree=agree)
-    reader = _persistent_readers.get(loader) or _MapReader(loader, seed, keyed, pin)
-    if loader.persistent_workers:
-        _persistent_readers[loader] = reader
     spans = (_part(low, high, weights, rank) for low, high in cut_rounds(drawn.bounds, len(weights)))
-    reader.tasks = [ReadTask(epoch, low, tuple(drawn.keys(low, high))) for low, high in spans if low < high]
-    yield from reader.read(seed, epoch, rank)
+    tasks = [ReadTask(epoch, low, tuple(drawn.keys(low, high))) for low, high in spans if low < high]
+    try:
+        reader.read_ahead(epoch, lambda: iter(tasks))
+        yield from map(reader.get, tasks)
+    finally:
+        reader.pause()
 
 
 def _stream_batches(
-    loader: DataLoader[Any],
-    rank: int,
-    weights: list[float],
-    agree: order.BroadcastIntegers,
-    seed: int,
-    epoch: int,
-    keyed: bool,
-    pin: bool,
+    reader: StreamReader, rank: int, weights: Sequence[float], agree: order.BroadcastIntegers, epoch: int
 ) -> Iterator[Any]:
-    reader = _persistent_readers.get(loader) or StreamReader(loader, seed=seed, keyed=keyed, pin=pin)
-    if loader.persistent_workers:
-        _persistent_readers[loader] = reader
     try:
         reader.begin(epoch)
         position = 0
         for batch in _stream_rounds(reader, len(weights)):
-            _check_same(agree, rank, len(batch))
+            check_same_stream(agree, rank, len(batch), "evaluation")
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)
             if low < high:
                 yield reader.collate(batch.samples(low, high), low)
-        _check_same(agree, rank, 0)
+        check_same_stream(agree, rank, 0, "evaluation")
     finally:
         reader.pause()
 
@@ -234,12 +193,3 @@ def _stream_rounds(reader: StreamReader, world_size: int) -> Iterator[StreamBatc
             held = batch
     if held is not None:
         yield held
-
-
-def _check_same(agree: order.BroadcastIntegers, rank: int, num_samples: int) -> None:
-    (first,) = agree([num_samples] if rank == 0 else None)
-    if first != num_samples:
-        raise DataError(
-            f"rank {rank} read {num_samples} samples of the evaluation stream where rank 0 read {first}; an iterable "
-            f"dataset must yield the same samples on every rank: don't shard it by rank"
-        )

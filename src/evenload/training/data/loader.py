@@ -20,7 +20,7 @@ from evenload.training.data.cursor import Cursor
 from evenload.training.data.global_batch import GlobalBatch, spans_of
 from evenload.training.data.prefetch import Prefetcher
 from evenload.training.data.reading import ReadTask, read_settings
-from evenload.training.data.stream import StreamReader
+from evenload.training.data.stream import StreamReader, check_same_stream
 from evenload.training.data.tuning import PINNING_PAYS, ReadSettings, StepCost, WorkerTuner
 
 
@@ -303,7 +303,7 @@ class GlobalLoader:
                 with self._clock.segment("data"):
                     samples = reader.next_batch(position)
                 with self._clock.segment("wait"):
-                    self._check_same_stream(len(samples), step)
+                    check_same_stream(self._planner.agree, self._planner.rank, len(samples), f"step {step}")
                 if not len(samples):
                     break
 
@@ -332,16 +332,6 @@ class GlobalLoader:
             on_replan=on_replan,
             reading=self._reader.reading,
         )
-
-    def _check_same_stream(self, num_samples: int, step: int) -> None:
-        """Prevent a hang: a rank whose stream ends early would leave the others in a collective."""
-        (first,) = self._planner.agree([num_samples] if self._planner.rank == 0 else None)
-        if first != num_samples:
-            raise DataError(
-                f"step {step}: rank {self._planner.rank} read {num_samples} samples where rank 0 read {first}; an "
-                f"iterable dataset must yield the same samples on every rank: don't shard it by rank (Evenload takes "
-                f"each rank's part), and draw its randomness from the global generators"
-            )
 
     def _check_resumed(self, drawn: order.SampleOrder) -> None:
         now = self._cursor

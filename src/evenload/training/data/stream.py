@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from evenload.errors import DataError
 from evenload.training.data import randomness
 from evenload.training.data.batches import pin as pin_batch
+from evenload.training.data.order import BroadcastIntegers
 from evenload.training.data.reading import (
     ignore_worker_warnings,
     inner_loader,
@@ -153,6 +154,17 @@ class StreamReader:
         while batch := list(itertools.islice(samples, self._size)):
             if len(batch) == self._size or not self._drop_last:
                 yield batch
+
+
+def check_same_stream(agree: BroadcastIntegers, rank: int, num_samples: int, where: str) -> None:
+    """Raise DataError on a rank whose batch has another length than rank 0's, which would end in a hang."""
+    (first,) = agree([num_samples] if rank == 0 else None)
+    if first != num_samples:
+        raise DataError(
+            f"{where}: rank {rank} read {num_samples} samples where rank 0 read {first}; an iterable dataset must yield the "
+            "same samples on every rank: don't shard it by rank (Evenload takes each rank's part), and draw its randomness "
+            "from the global generators"
+        )
 
 
 class _SeededStream(IterableDataset[Any]):
