@@ -32,7 +32,7 @@ class Parts:
         return len(self.batches)
 
 
-def train(rank: int, world_size: int, meeting: str, args: argparse.Namespace) -> None:
+def train(rank: int, world_size: int, rendezvous: str, args: argparse.Namespace) -> None:
     if args.double:
         torch.set_default_dtype(torch.float64)
     if torch.cuda.is_available():
@@ -42,7 +42,7 @@ def train(rank: int, world_size: int, meeting: str, args: argparse.Namespace) ->
         device, backend = torch.device("cpu"), "gloo"
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))  # usual mistake: each rank uses all cores
     # Usual mistake: a fixed port such as 12355, which collides with a second job on this machine. A temporary file does not.
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
 
     # The same seed everywhere: the same order of samples, and the same model (DDP broadcasts rank 0's in any case). Seed what
     # should differ between ranks (dropout) again after it: torch.manual_seed(args.seed + 1 + rank).
@@ -101,4 +101,4 @@ if __name__ == "__main__":  # usual mistake: left out, so that each spawned proc
     args = options(__doc__)
     world_size = torch.cuda.device_count() or 2
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, args=(world_size, f"{folder}/meeting", args), nprocs=world_size)
+        mp.spawn(train, args=(world_size, f"{folder}/rendezvous", args), nprocs=world_size)

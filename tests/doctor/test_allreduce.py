@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenload import hardware
-from evenload.doctor.checks.allreduce import RankResult, allreduce, evaluate_allreduce
+from evenload.doctor.checks.allreduce import AllReduceResult, allreduce, evaluate_allreduce
 from evenload.doctor.finding import Options
 from tests.doctor.conftest import environment, in_child
 
@@ -30,13 +30,15 @@ def test_a_rank_that_never_comes_is_not_waited_for() -> None:
     assert finding["status"] == "fail"
 
 
-def test_verdicts() -> None:
-    assert evaluate_allreduce("gloo", 2, 5, [RankResult(0, 0.1), RankResult(1, 0.2)]).found.endswith("4 MB in 200.0 ms")
-    silent = evaluate_allreduce("nccl", 3, 5, [RankResult(1, 0.1)])
+def test_findings() -> None:
+    assert evaluate_allreduce("gloo", 2, 5, [AllReduceResult(0, 0.1), AllReduceResult(1, 0.2)]).found.endswith(
+        "4 MB in 200.0 ms"
+    )
+    silent = evaluate_allreduce("nccl", 3, 5, [AllReduceResult(1, 0.1)])
     assert (silent.status, silent.found) == ("fail", "over nccl rank 0, 2 did not end within 5 s")
     assert silent.fix.startswith("NCCL_P2P_DISABLE=1 ")
     wrong = evaluate_allreduce(
-        "gloo", 2, 5, [RankResult(0, 0.1), RankResult(1, 0.1, "sums to 1 ... 3, the true sum is 3")]
+        "gloo", 2, 5, [AllReduceResult(0, 0.1), AllReduceResult(1, 0.1, "sums to 1 ... 3, the true sum is 3")]
     )
     assert (wrong.status, "rank 1" in wrong.found) == ("fail", True)
 

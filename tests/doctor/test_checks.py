@@ -99,7 +99,7 @@ def test_small_disks_for_real(options: str, fill: str, check: str, status: str, 
     assert found in finding.found
 
 
-def test_shared_memory_verdicts() -> None:
+def test_shared_memory_sizes() -> None:
     def judge(total: int, free: int, is_container: bool = False) -> Finding:
         return storage.evaluate_shared_memory(total, free, is_container=is_container)
 
@@ -154,7 +154,7 @@ def test_cores_under_a_quota(tmp_path: Path) -> None:
     assert in_child("cpu:cores", root=str(tmp_path)).status == "ok"
 
 
-def test_cores_verdicts() -> None:
+def test_cores_findings() -> None:
     few = cpu.evaluate_cores((0, 1), num_cores=16, quota=None, num_gpus=2, model="X")
     assert (few.status, few.fix) == ("warn", "taskset -c 0-15 evenload run train.py")
     all_used = cpu.evaluate_cores((0, 1, 2, 3), num_cores=4, quota=None, num_gpus=4, model="X")

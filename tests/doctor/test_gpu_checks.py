@@ -1,4 +1,4 @@
-"""Wheel, driver, libraries and memory of GPUs: the verdicts, on facts no single machine has."""
+"""Wheel, driver, libraries and memory of GPUs: findings for facts that no single machine has."""
 
 from __future__ import annotations
 

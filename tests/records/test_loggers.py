@@ -123,7 +123,7 @@ def test_a_broken_package_is_named_too(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("loggers", "options", "told"),
+    ("loggers", "options", "reported"),
     [
         (("nope",), {}, "unknown logger 'nope'; expected tensorboard, wandb, mlflow"),
         (("wandb", "wandb"), {}, "the logger wandb is listed twice"),
@@ -319,7 +319,7 @@ def test_a_place_that_never_works_is_given_up_at_the_end_and_filled_by_show(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["--to", "nope"], "unknown logger 'nope'"),
         (["--to", "tensorboard", "--live"], "three ways to show a run"),

@@ -125,7 +125,7 @@ def test_log_of_a_tensor_of_many_elements_says_so(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_a_second_sitting_appends_and_the_steps_done_again_replace_the_lost_ones(tmp_path: Path) -> None:
+def test_a_second_session_appends_and_the_steps_done_again_replace_the_lost_ones(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     for index in range(6):
         recorder.step(make_step(index))
@@ -166,15 +166,15 @@ def test_a_torn_last_line_is_ended_on_reopen_and_skipped(tmp_path: Path, cut: in
     path = tmp_path / "steps.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
     assert [step.step for step in read_steps(tmp_path)] == [0]
-    follower = RecordTail(tmp_path)
-    follower.poll()
+    tail = RecordTail(tmp_path)
+    tail.poll()
     recorder = Recorder(tmp_path)
     recorder.step(make_step(1, loss=7.0))
     recorder.close()
     steps = read_steps(tmp_path)
     assert [step.step for step in steps] == [0, 1]
     # With only the newline missing the line was whole, and is told after the reopening.
-    followed = [record for record in follower.poll() if isinstance(record, StepRecord)]
+    followed = [record for record in tail.poll() if isinstance(record, StepRecord)]
     assert [step.loss for step in followed][-1] == steps[1].loss == 7.0
     assert len(followed) == (2 if cut == 1 else 1)
 

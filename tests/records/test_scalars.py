@@ -41,7 +41,7 @@ def test_a_place_that_has_more_than_was_believed_gets_the_rest() -> None:
     assert steps_of([make_step(index) for index in range(6)], LoggerPosition(newest=3))[0] == [(4, False), (5, False)]
 
 
-def test_metrics_of_a_step_that_was_never_committed_wait_for_the_next_sitting() -> None:
+def test_metrics_of_a_step_that_was_never_committed_wait_for_the_next_session() -> None:
     records: list[Record] = [make_step(0), LateMetrics(1, {"loss": 3.0})]
     given, position = steps_of(records)
     assert (given, position.newest) == ([(0, False)], 0)
@@ -54,7 +54,7 @@ def test_metrics_of_a_step_that_was_never_committed_wait_for_the_next_sitting() 
     cuts=st.lists(st.integers(1, 4), min_size=1, max_size=30),
 )
 def test_however_it_is_cut_each_step_comes_once(sessions: list[tuple[int, int]], cuts: list[int]) -> None:
-    """Sittings go back by some steps and do some; a logger that replaces ends with the last of each, one that doesn't has
+    """Sessions go back by some steps and do some; a logger that replaces ends with the last of each, one that doesn't has
     each once."""
     records: list[Record] = []
     done = 0

@@ -50,7 +50,7 @@ def test_the_live_area_word_for_word() -> None:
     ]
 
 
-def test_the_verdict_stands_in_the_line_and_in_the_area() -> None:
+def test_the_bottleneck_stands_in_the_line_and_in_the_area() -> None:
     ranks = (RankTimes(compute_s=0.2, wait_s=0.3), RankTimes(data_s=0.205, compute_s=0.2, wait_s=0.095))
     window = [make_step(index, ranks=ranks) for index in range(4)]
     text = " ".join(draw(window, make_facts(), 100)).replace("\N{NO-BREAK SPACE}", " ")
@@ -108,7 +108,7 @@ def test_the_pipe_word_for_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_an_earlier_sitting_is_not_shown_again(tmp_path: Path) -> None:
+def test_an_earlier_session_is_not_shown_again(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.event("x", "from before")
     recorder.step(make_step(0))

@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def test_the_story_word_for_word(folder: Path) -> None:
+def test_the_summary_word_for_word(folder: Path) -> None:
     text = format_run_summary(summarize_run(folder)).replace(str(folder), "runs/gpt")
     assert [line.rstrip() for line in text.splitlines()] == [
         "runs/gpt: 40 steps, 10,084 samples, epoch 0, 0:26 in steps",
@@ -170,7 +170,7 @@ def test_show_takes_the_run_and_the_folder_above(folder: Path) -> None:
     assert "no step was committed yet" in result.stdout
 
 
-def test_show_live_of_an_ended_run_shows_its_newest_sitting_and_ends(folder: Path) -> None:
+def test_show_live_of_an_ended_run_shows_its_newest_session_and_ends(folder: Path) -> None:
     result = CliRunner().invoke(app, [str(folder), "--live"])
     assert result.exit_code == 0
     first, *_, last = result.stdout.splitlines()

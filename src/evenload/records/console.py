@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from evenload.records.summary import Bottleneck, RankSummary, WindowSummary, summarize_steps
+from evenload.records.summary import RankSummary, StepBottleneck, WindowSummary, summarize_steps
 from evenload.records.values import Event, LateMetrics, Record, StepRecord
 
 MAX_RANKS_SHOWN = 8
@@ -144,7 +144,7 @@ def format_busy(summary: WindowSummary) -> str:
     return f"busy {format_percent(summary.busy)}"
 
 
-def format_bottleneck(bottleneck: Bottleneck | None) -> str:
+def format_bottleneck(bottleneck: StepBottleneck | None) -> str:
     """Format ``data-bound: 41 % of rank 1's step``; empty for None."""
     if bottleneck is None:
         return ""

@@ -29,7 +29,7 @@ class RankSummary:
 
 
 @dataclass(frozen=True)
-class Bottleneck:
+class StepBottleneck:
     """The main reason other than compute that limits the steps."""
 
     kind: Literal["data", "communication"]
@@ -54,7 +54,7 @@ class WindowSummary:
     efficiency: float | None
     """Throughput / Σ solo speeds; None if the solo speeds are unknown."""
     ranks: tuple[RankSummary, ...]
-    bottleneck: Bottleneck | None = None
+    bottleneck: StepBottleneck | None = None
     """None if compute limits the steps, as it should."""
 
 
@@ -100,14 +100,14 @@ def summarize_steps(steps: Sequence[StepRecord], solo_per_s: Sequence[float] = (
     )
 
 
-def _find_bottleneck(ranks: Sequence[RankSummary]) -> Bottleneck | None:
+def _find_bottleneck(ranks: Sequence[RankSummary]) -> StepBottleneck | None:
     # The busiest rank decides: a delay of it shows up on the other ranks as time in collectives.
     if not ranks:
         return None
     rank = max(range(len(ranks)), key=lambda index: ranks[index].busy)
     if ranks[rank].data >= DATA_BOUND:
-        return Bottleneck("data", rank, ranks[rank].data)
+        return StepBottleneck("data", rank, ranks[rank].data)
     least = min(range(len(ranks)), key=lambda index: ranks[index].wait)
     if ranks[least].wait >= COMMUNICATION_BOUND:
-        return Bottleneck("communication", least, ranks[least].wait)
+        return StepBottleneck("communication", least, ranks[least].wait)
     return None

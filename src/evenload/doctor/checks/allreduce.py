@@ -19,7 +19,7 @@ EXPORT_DEBUG = {"nccl": "NCCL_DEBUG=INFO", "gloo": "TORCH_DISTRIBUTED_DEBUG=DETA
 
 
 @dataclass(frozen=True)
-class RankResult:
+class AllReduceResult:
     """Result of one rank."""
 
     rank: int
@@ -49,7 +49,7 @@ def allreduce(options: Options) -> Finding:
 
 
 def evaluate_allreduce(
-    backend: str, num_ranks: int, limit_s: float, results: list[RankResult], num_floats: int = NUM_FLOATS
+    backend: str, num_ranks: int, limit_s: float, results: list[AllReduceResult], num_floats: int = NUM_FLOATS
 ) -> Finding:
     """Evaluate the results of the ranks; a rank without a result did not end in time."""
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
@@ -70,7 +70,7 @@ def evaluate_allreduce(
     return ok(f"{ranks} over {backend}: {4 * num_floats / 1e6:g} MB in {slowest_s * 1e3:.1f} ms", expected)
 
 
-def run_ranks(backend: str, num_ranks: int, limit_s: float, num_floats: int = NUM_FLOATS) -> list[RankResult]:
+def run_ranks(backend: str, num_ranks: int, limit_s: float, num_floats: int = NUM_FLOATS) -> list[AllReduceResult]:
     """Fork the ranks and collect their results; ranks still running after ``limit_s`` are killed.
 
     Forking saves the import of torch in each rank. It is safe because this process has not initialized CUDA.
@@ -100,7 +100,7 @@ def run_ranks(backend: str, num_ranks: int, limit_s: float, num_floats: int = NU
                     try:
                         results.append(reader.recv())
                     except EOFError:
-                        results.append(RankResult(rank, 0.0, "its process died without an error message"))
+                        results.append(AllReduceResult(rank, 0.0, "its process died without an error message"))
                 if any(result.error for result in results):
                     break  # the others would wait for it
         finally:
@@ -141,10 +141,10 @@ def _rank(
             low, high = numbers.min().item(), numbers.max().item()
         true_sum = num_ranks * (num_ranks + 1) / 2
         wrong = f"the sum is {low:g} ... {high:g} instead of {true_sum:g}" if not low == high == true_sum else ""
-        writer.send(RankResult(rank, seconds, wrong))
+        writer.send(AllReduceResult(rank, seconds, wrong))
         dist.barrier()  # a rank must not exit while another reads from it
     except Exception as error:
-        writer.send(RankResult(rank, 0.0, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+        writer.send(AllReduceResult(rank, 0.0, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     finally:
         writer.close()
         os._exit(0)  # a normal exit may be aborted by the threads of gloo

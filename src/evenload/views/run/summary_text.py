@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenload.records.console import format_bottleneck, format_busy, format_number, format_percent, format_seconds
-from evenload.records.summary import Bottleneck
+from evenload.records.summary import StepBottleneck
 from evenload.views.run.summary import RunSummary, SharesSpan
 
 MAX_SPANS = 24
@@ -84,7 +84,7 @@ def _efficiency(summary: RunSummary) -> str:
     )
 
 
-def _bottlenecks(whole: Bottleneck | None, late: Bottleneck | None) -> str:
+def _bottlenecks(whole: StepBottleneck | None, late: StepBottleneck | None) -> str:
     if whole is None:
         return f"compute; in the last tenth {format_bottleneck(late)}"
     return f"{format_bottleneck(whole)}; in the last tenth {format_bottleneck(late) or 'compute'}"

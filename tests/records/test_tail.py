@@ -26,7 +26,7 @@ from tests.records.make import make_step
 recorder = Recorder(Path(sys.argv[1]))
 for index in range(5):
     recorder.step(make_step(index))
-    recorder.event("told", f"after {index}")
+    recorder.event("reported", f"after {index}")
 print("written", flush=True)
 sys.stdin.read()
 """
@@ -38,8 +38,8 @@ def step_numbers(records: list) -> list[int]:
 
 def test_another_process_is_followed_at_once_and_past_its_death(tmp_path: Path) -> None:
     folder = tmp_path / "later" / "run"
-    follower = RecordTail(folder)
-    assert follower.poll() == []
+    tail = RecordTail(folder)
+    assert tail.poll() == []
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(folder)],
         cwd=ROOT,
@@ -51,32 +51,32 @@ def test_another_process_is_followed_at_once_and_past_its_death(tmp_path: Path) 
         assert writer.stdout is not None
         assert writer.stdout.readline() == "written\n"
         # The writer lives and has flushed nothing: what it wrote is there.
-        records = follower.poll()
+        records = tail.poll()
         assert step_numbers(records) == [0, 1, 2, 3, 4]
-        told = [record.message for record in records if isinstance(record, Event) and record.kind == "told"]
+        told = [record.message for record in records if isinstance(record, Event) and record.kind == "reported"]
         assert told == [f"after {index}" for index in range(5)]
-        assert follower.poll() == []
+        assert tail.poll() == []
         writer.send_signal(signal.SIGKILL)
         writer.wait(10)
         with Path(folder / "steps.jsonl").open("ab") as file:
             file.write(lines.step_line(make_step(5), {})[:30])
-        assert follower.poll() == []
+        assert tail.poll() == []
         recorder = Recorder(folder)
         recorder.step(make_step(5))
         recorder.close()
-        assert step_numbers(follower.poll()) == [5]
+        assert step_numbers(tail.poll()) == [5]
     finally:
         writer.kill()
         writer.communicate(timeout=10)
 
 
 def test_a_line_is_read_when_its_newline_is_there(tmp_path: Path) -> None:
-    follower = RecordTail(tmp_path)
+    tail = RecordTail(tmp_path)
     line = lines.step_line(make_step(0), {})
     for size in range(0, len(line), 40):
         with Path(tmp_path / "steps.jsonl").open("ab") as file:
             file.write(line[size : size + 40])
-        assert step_numbers(follower.poll()) == ([0] if size + 40 >= len(line) else [])
+        assert step_numbers(tail.poll()) == ([0] if size + 40 >= len(line) else [])
 
 
 def test_a_folder_moved_aside_and_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
@@ -85,15 +85,15 @@ def test_a_folder_moved_aside_and_begun_anew_is_read_from_its_beginning(tmp_path
     for index in range(3):
         recorder.step(make_step(index))
     recorder.close()
-    follower = RecordTail(folder)
-    assert step_numbers(follower.poll()) == [0, 1, 2]
+    tail = RecordTail(folder)
+    assert step_numbers(tail.poll()) == [0, 1, 2]
     folder.rename(tmp_path / "aside")
-    assert follower.poll() == []
+    assert tail.poll() == []
     recorder = Recorder(folder)
     for index in range(5):
         recorder.step(make_step(index))
     recorder.close()
-    assert step_numbers(follower.poll()) == [0, 1, 2, 3, 4]
+    assert step_numbers(tail.poll()) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 7, 400, 1000])
@@ -103,9 +103,9 @@ def test_since_leaves_out_what_is_older(tmp_path: Path, num_steps: int, num_new:
     for index in range(num_steps + num_new):
         recorder.step(make_step(index))
     recorder.close()
-    follower = RecordTail(tmp_path, since_s=START_S + 0.5 * (num_steps + 1))
-    assert step_numbers(follower.poll()) == list(range(num_steps, num_steps + num_new))
-    assert follower.poll() == []
+    tail = RecordTail(tmp_path, since_s=START_S + 0.5 * (num_steps + 1))
+    assert step_numbers(tail.poll()) == list(range(num_steps, num_steps + num_new))
+    assert tail.poll() == []
 
 
 def test_since_does_not_read_through_an_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
