@@ -98,6 +98,29 @@ def parse_bytes(text: Any, where: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
+def parse_device(entry: Any, where: str, expected: str) -> torch.device:
+    """Return a GPU with its index, or the CPU.
+
+    Raises:
+        ConfigError: Any other device, or a GPU that torch doesn't see; `where` and `expected` are part of the message.
+    """
+    try:
+        if not isinstance(entry, str | torch.device):
+            raise TypeError
+        device = torch.device(entry)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"{where}: {entry!r} is not a device; {expected}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ConfigError(f"{where}: {device} is neither a GPU (cuda:0) nor the CPU (cpu); {expected}")
+    count = torch.cuda.device_count()
+    index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
+    if index >= count:
+        raise ConfigError(f"{where}: there is no cuda:{index}; torch sees {count} GPUs; run `evenload doctor`")
+    return torch.device("cuda", index)
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return a text such as ``1.2 GiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -108,7 +131,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def _own_devices(spec: WorkerSpec) -> list[torch.device]:
     if len(spec.devices) > 1:
-        return [_device(name, "the command line's -d") for name in spec.devices]
+        return [parse_device(name, "the command line's -d", _EXPECTED) for name in spec.devices]
     if spec.origin == "alone" and torch.cuda.device_count() > 1:
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     here = spec.device if spec.device != "auto" else ("cuda:0" if torch.cuda.device_count() else "cpu")
@@ -133,26 +156,8 @@ def _entry(entry: Any, devices: Any) -> tuple[torch.device, int | None]:
         if len(entry) != 2:
             raise ConfigError(f"{where}: {entry!r} is not a pair (device, limit); {_EXPECTED}")
         limit = None if entry[1] is None else parse_bytes(entry[1], where)
-        return _device(entry[0], where), limit
-    return _device(entry, where), None
-
-
-def _device(entry: Any, where: str) -> torch.device:
-    try:
-        if not isinstance(entry, str | torch.device):
-            raise TypeError(f"{entry!r} is not a device")
-        device = torch.device(entry)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}; {_EXPECTED}") from None
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ConfigError(f"{where}: {device} is neither a GPU (cuda:0) nor the CPU (cpu); {_EXPECTED}")
-    count = torch.cuda.device_count()
-    index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
-    if index >= count:
-        raise ConfigError(f"{where}: there is no cuda:{index}; torch sees {count} GPUs; run `evenload doctor`")
-    return torch.device("cuda", index)
+        return parse_device(entry[0], where, _EXPECTED), limit
+    return parse_device(entry, where, _EXPECTED), None
 
 
 def _check_against(chosen: Sequence[tuple[torch.device, int | None]], devices: Any, spec: WorkerSpec) -> None:

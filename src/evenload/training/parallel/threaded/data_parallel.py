@@ -29,6 +29,7 @@ from evenload.errors import ConfigError
 from evenload.training.compute import batchnorm
 from evenload.training.launch.devices import parse_devices, read_host
 from evenload.training.launch.replicas import plan_replicas
+from evenload.training.parallel.model_split.devices import parse_device
 from evenload.training.parallel.threaded.device_speeds import DeviceSpeeds, timed
 from evenload.training.parallel.threaded.dispatch import check_replicable, dispatched
 from evenload.training.parallel.threaded.generators import ReplicaGenerators, seed_replica
@@ -125,45 +126,22 @@ def _threads_for(key: tuple[str, ...]) -> ReplicaThreads:
 
 def _device_key(devices: Devices | None) -> tuple[str, ...]:
     """Return the checked devices as ``cuda:N`` and ``cpu``."""
+    where = f"{_WHAT}(devices={devices!r})"
+    expected = "expected a list of devices, such as ['cuda:0', 0, 'cpu']"
     if devices is None or isinstance(devices, str):
-        places = parse_devices(devices or "auto", read_host())
-        if any(place.devices for place in places):
-            raise ConfigError(
-                f"{_WHAT}(devices={devices!r}): each replica has one device; list them separately, such as 0,1"
-            )
-        key = tuple(place.device for place in places)
+        found = parse_devices(devices or "auto", read_host())
+        if any(one.devices for one in found):
+            raise ConfigError(f"{where}: each replica has one device; list them separately, such as 0,1")
+        entries: list[Any] = [one.device for one in found]
     else:
         try:
-            key = tuple(_device_name(device) for device in devices)
+            entries = list(devices)
         except TypeError:
-            raise ConfigError(
-                f"{_WHAT}(devices={devices!r}): expected a list of devices, such as ['cuda:0', 'cpu']"
-            ) from None
-    if not key:
-        raise ConfigError(f"{_WHAT}(devices={devices!r}): expected at least one device")
-    for name in key:
-        if name != "cpu" and int(name.partition(":")[2]) >= torch.cuda.device_count():
-            raise ConfigError(
-                f"{_WHAT}(devices={devices!r}): there is no {name} here; torch sees {torch.cuda.device_count()} GPUs"
-            )
-    return key
-
-
-def _device_name(device: Any) -> str:
-    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-        raise ConfigError(f"{_WHAT}: {device!r} is not a device; expected one such as 'cuda:0', 0 or 'cpu'")
-    try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"{_WHAT}: {device!r} is not a device; expected one such as 'cuda:0', 0 or 'cpu'") from error
-    if found.type == "cpu":
-        return "cpu"
-    if found.type != "cuda":
-        raise ConfigError(f"{_WHAT}: {device!r} is a {found.type} device; expected cuda or cpu")
-    index: int | None = getattr(found, "index", None)
-    if index is None:
-        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    return f"cuda:{index}"
+            raise ConfigError(f"{where}: {expected}") from None
+    if not entries:
+        raise ConfigError(f"{where}: expected at least one device")
+    names = [f"cuda:{entry}" if type(entry) is int else entry for entry in entries]
+    return tuple(str(parse_device(name, where, expected)) for name in names)
 
 
 # -- what is computed ---------------------------------------------------------------------------------------------------
