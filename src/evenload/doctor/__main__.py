@@ -19,30 +19,21 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """The options of either command line."""
+    """The options of either command line; `main` describes them."""
 
     port: int = 0
     backend: str = "auto"
     folder: str = "runs"
     only: tuple[str, ...] = ()
-    """Names of checks; empty for all."""
     full: bool = False
-    """Also measure devices and links."""
     json: bool = False
     issue: bool = False
-    """Print the block for a bug report."""
     with_names: bool = False
-    """Keep names and addresses in that block."""
     list: bool = False
-    """Only list the checks."""
     host: str = ""
-    """Another machine to check, ``HOST[:PORT]``."""
     serve: bool = False
-    """Respond to the doctor on other machines."""
     script: str = ""
-    """A script to compare between the machines."""
     data: str = ""
-    """A data path to compare between the machines."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

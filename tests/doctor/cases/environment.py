@@ -316,15 +316,15 @@ def ranks_apart(machine: Machine) -> Finding:
 def copies_that_never_arrive(machine: Machine) -> Finding:
     import torch
 
-    from evenload.doctor.checks.peer_copies import copy_between, evaluate_copies
+    from evenload.doctor.checks.peer_copies import compare_copies
 
     stale = torch.zeros(4_000_000, dtype=torch.int32)
-    return evaluate_copies(copy_between([torch.device("cpu")] * 2, lambda numbers, device: stale))
+    return compare_copies([torch.device("cpu")] * 2, lambda numbers, device: stale)
 
 
 @unwell("peer copies", "fail", "cpu to cpu: 1 of 4,000,000 values differ", "NCCL_P2P_DISABLE")
 def one_wrong_value(machine: Machine) -> Finding:
-    from evenload.doctor.checks.peer_copies import copy_between, evaluate_copies
+    from evenload.doctor.checks.peer_copies import compare_copies
 
     cpu = _cpu()
 
@@ -333,14 +333,14 @@ def one_wrong_value(machine: Machine) -> Finding:
         numbers[1234] += 1
         return numbers
 
-    return evaluate_copies(copy_between([cpu, cpu], spoil))
+    return compare_copies([cpu, cpu], spoil)
 
 
 @well("peer copies")
 def copies_that_arrive(machine: Machine) -> Finding:
-    from evenload.doctor.checks.peer_copies import copy_between, evaluate_copies
+    from evenload.doctor.checks.peer_copies import compare_copies
 
-    return evaluate_copies(copy_between([_cpu()] * 3, lambda numbers, device: numbers.to(device).clone()))
+    return compare_copies([_cpu()] * 3, lambda numbers, device: numbers.to(device).clone())
 
 
 def _cpu() -> torch.device:

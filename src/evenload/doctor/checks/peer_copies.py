@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evenload import hardware
@@ -23,17 +22,6 @@ DISABLE_P2P = (
 )
 
 
-@dataclass(frozen=True)
-class CopyResult:
-    """Result of the copies between all pairs of devices."""
-
-    num_pairs: int
-    num_done: int
-    """Pairs copied within the time limit."""
-    wrong: tuple[str, ...]
-    """A sentence for each pair with wrong values."""
-
-
 def peer_copies(options: Options) -> Finding:
     """Copy numbers between all pairs of GPUs, both ways, and compare the results on the host."""
     began = time.monotonic()
@@ -49,17 +37,17 @@ def peer_copies(options: Options) -> Finding:
     devices = [torch.device("cuda", index) for index in range(num_gpus)]
     end = began + options.limit_s - 1.0
     try:
-        return evaluate_copies(copy_between(devices, lambda numbers, device: numbers.to(device), end_s=end))
+        return compare_copies(devices, lambda numbers, device: numbers.to(device), end_s=end)
     except RuntimeError as error:  # CUDA's errors
         found = f"copies between GPUs raised: {str(error).splitlines()[0]}"
         return fail(found, "every value is copied correctly", DISABLE_P2P)
 
 
-def copy_between(
+def compare_copies(
     devices: Sequence[torch.device],
     copy: Callable[[torch.Tensor, torch.device], torch.Tensor],
     end_s: float = float("inf"),
-) -> CopyResult:
+) -> Finding:
     """Copy known numbers from each device to every other one, and compare them on the host.
 
     Args:
@@ -69,7 +57,7 @@ def copy_between(
     """
     import torch
 
-    wrong: dict[str, None] = {}
+    wrong = []
     pairs = [(source, target) for source in range(len(devices)) for target in range(len(devices)) if source != target]
     num_done = 0
     for source, target in pairs:
@@ -77,21 +65,16 @@ def copy_between(
             break
         for round_index in range(NUM_ROUNDS):
             numbers = torch.arange(NUM_VALUES, dtype=torch.int32) * (7 + round_index) + 31 * source + target
-            arrived = copy(numbers.to(devices[source]), devices[target]).cpu()
-            num_differing = int((arrived != numbers).sum())
+            received = copy(numbers.to(devices[source]), devices[target]).cpu()
+            num_differing = int((received != numbers).sum())
             if num_differing:
-                text = f"{devices[source]} to {devices[target]}: {num_differing:,} of {NUM_VALUES:,} values differ"
-                wrong.setdefault(text)
+                names = f"{devices[source]} to {devices[target]}"
+                wrong.append(f"{names}: {num_differing:,} of {NUM_VALUES:,} values differ")
                 break
         num_done += 1
-    return CopyResult(len(pairs), num_done, tuple(wrong))
-
-
-def evaluate_copies(copies: CopyResult) -> Finding:
-    """Evaluate the copies; a single wrong value makes training on these GPUs useless."""
-    expected = f"correct values for all {copies.num_pairs} pairs of GPUs"
-    if copies.wrong:
-        return fail("; ".join(copies.wrong), expected, DISABLE_P2P)
+    expected = f"correct values for all {len(pairs)} pairs of GPUs"
+    if wrong:
+        return fail("; ".join(dict.fromkeys(wrong)), expected, DISABLE_P2P)
     megabytes = 4 * NUM_VALUES // 10**6
-    done = f"{copies.num_done} of {copies.num_pairs} pairs"
-    return ok(f"{done} copied {NUM_ROUNDS} x {megabytes} MB: all values are correct", expected)
+    found = f"{num_done} of {len(pairs)} pairs copied {NUM_ROUNDS} x {megabytes} MB: all values are correct"
+    return ok(found, expected)
