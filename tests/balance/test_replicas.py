@@ -137,7 +137,7 @@ def test_contention_is_what_replicas_wait_off_the_processor() -> None:
     assert found.side_by_side_s == pytest.approx(0.048) and found.separate_s == pytest.approx(0.032)
     assert found.waiting_s == pytest.approx((0.016, 0.016)) and found.alone_s == pytest.approx((0.032, 0.032))
     assert found.gain == pytest.approx(1.5)
-    # Slower on the processor itself (memory, caches, a shared core): processes of their own would be slowed alike.
+    # Slower on the processor itself (memory, caches, a shared core): processes of their own would be slowed as much.
     same = Machine([0.001, 0.001], slowed=lambda active: 1.5, off_cpu=False)
     same.run(60)
     assert same.found[0].gain == pytest.approx(1.0)

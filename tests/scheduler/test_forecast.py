@@ -53,7 +53,7 @@ def test_now_means_now_and_a_victim_stands_in_line_again() -> None:
     assert told["long"].end_s == pytest.approx(160.0 + 9980.0)
     queue.now_s = 70.0
     told = look(queue)
-    assert told["short"].start_s == 70.0 and "asked to stop" in told["short"].reason
+    assert told["short"].start_s == 70.0 and "that are to stop" in told["short"].reason
     assert told["long"].reason == "a job that goes first needs its devices"
 
 

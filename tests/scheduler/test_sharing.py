@@ -144,16 +144,16 @@ def test_who_can_not_be_stopped_is_not() -> None:
 
 def test_who_needs_the_whole_device_has_all_of_them_stopped() -> None:
     queue = queue_of(1)
-    guests = [small(queue, priority=-1) for _ in range(3)]
+    followers = [small(queue, priority=-1) for _ in range(3)]
     queue.settle()
     queue.now_s += 1000
     boss = queue.submit()
     commands = queue.decide()
-    assert {c.job for c in commands if is_preemption(c)} == set(guests)
-    queue.yielded(guests[0])
-    queue.yielded(guests[1])
+    assert {c.job for c in commands if is_preemption(c)} == set(followers)
+    queue.yielded(followers[0])
+    queue.yielded(followers[1])
     assert queue.decide() == ()  # not before the last has left
-    queue.yielded(guests[2])
+    queue.yielded(followers[2])
     assert [c.job for c in queue.decide()] == [boss]
 
 

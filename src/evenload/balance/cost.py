@@ -30,7 +30,7 @@ _LEAST_SLOPE = 0.02
 _GUESS_ERROR = 0.5
 _KNOWN_SLOPE = 0.6
 _WANDER = 0.04
-"""How far a speed may have moved since another share ran, as a part: shares close together tell no shape."""
+"""Relative change of a speed that is possible since another share ran: shares close together don't separate a from c."""
 _TELLING_SPREAD = 1.02
 """Samples per micro-batch must differ by this factor to say anything about a and c."""
 
@@ -70,7 +70,7 @@ class Fit:
     noise: float
     """Scatter of one step's seconds, spikes aside, as a part of them (one standard deviation)."""
     is_telling: bool
-    """Whether a and c are told apart, by these points or by those that made the shape."""
+    """True if a and c are separated, by these samples or by those behind the prior."""
 
     def predict_error(self, num_samples: int, num_micro: int) -> float:
         """Return the standard error of the predicted seconds, as a part of them."""

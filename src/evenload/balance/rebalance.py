@@ -71,7 +71,7 @@ class Decision:
     rank: int | None
     """The rank it is about, None where it is about all."""
     factor: float | None
-    """How many times slower or faster the rank became, at least 1; None where it didn't change."""
+    """Factor by which the rank became slower or faster, at least 1; None if it didn't change."""
     reason: str
     """A sentence for people."""
     before_s: float

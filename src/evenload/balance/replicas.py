@@ -47,7 +47,7 @@ class ReplicaObservation:
     own_s: tuple[float, ...]
     """Own seconds of forward and backward, without waiting in BatchNorm or for a turn."""
     cpu_s: tuple[float, ...]
-    """How long the replica's thread was on a processor meanwhile, or ready for one that somebody else had."""
+    """Seconds in which the replica's thread was on a processor, or ready for one."""
     together_s: float
     """From the first beginning to the last end, the sums of gradients included."""
     in_turns: bool
@@ -57,7 +57,7 @@ class ReplicaObservation:
 
 @dataclass(frozen=True)
 class Contention:
-    """What the replicas of one process cost one another."""
+    """Mutual slow-down of the replicas of one process."""
 
     side_by_side_s: float
     """Own seconds of the slowest replica, side by side."""
@@ -66,7 +66,7 @@ class Contention:
     waiting_s: tuple[float, ...]
     """Of each: how much longer than in turns it was blocked. It waited for the interpreter."""
     separate_s: float
-    """What the slowest would need without that waiting."""
+    """Seconds that the slowest would need without that waiting."""
 
     @property
     def gain(self) -> float:

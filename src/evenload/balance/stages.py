@@ -92,7 +92,7 @@ def cut_chain(
     Returns:
         None where no cut keeps to the limits.
     """
-    chain = _LayerChain(layers, links, output_bytes)
+    chain = _CutSolver(layers, links, output_bytes)
     best = chain.fastest(limits_bytes)
     if best is None:
         return None
@@ -115,7 +115,7 @@ def _peak(cut: Cut, limits_bytes: Sequence[int]) -> float:
     return max((used / limit for used, limit in pairs if used), default=0.0)
 
 
-class _LayerChain:
+class _CutSolver:
     """One chain on its devices; sums that every solve needs, added up once."""
 
     def __init__(self, layers: Sequence[LayerCost], links: Sequence[Sequence[LinkSpeed]], output_bytes: int) -> None:

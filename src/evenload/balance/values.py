@@ -13,7 +13,7 @@ class ComputeDevice:
     """A device that a rank computes on, as measured or read, never as advertised."""
 
     name: str
-    """What a person calls it: ``NVIDIA GeForce RTX 3090`` or ``CPU (cores 0-1)``."""
+    """Readable name: ``NVIDIA GeForce RTX 3090`` or ``CPU (cores 0-1)``."""
     kind: str
     """``"cuda"`` or ``"cpu"``."""
     index: int

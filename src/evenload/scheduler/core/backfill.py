@@ -23,7 +23,7 @@ Release = tuple[float, Sequence[int]]
 
 @dataclass
 class BackfillWindow:
-    """What is reserved for the first job in line."""
+    """The reservation of the first job in line."""
 
     job: Job
     pools: frozenset[int]

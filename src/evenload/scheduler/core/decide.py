@@ -27,10 +27,10 @@ from evenload.scheduler.core.eligibility import (
     is_bound,
     is_overdue,
     is_young,
-    limits_of,
 )
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, Placed, StopRequested
+from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
 from evenload.scheduler.core.refusal import most_together
@@ -55,7 +55,7 @@ class Plan:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Of elastic jobs: how many devices each should have, as far as the policy says."""
     preempts: bool = False
-    """Whether those behind in the order may be displaced."""
+    """True if jobs further back in the order may be displaced."""
 
 
 def decide(snapshot: QueueSnapshot, now_s: float) -> tuple[Command, ...]:
@@ -107,43 +107,50 @@ class _Planning:
         self.availability = Availability(
             snapshot.layout, self.choices.pool_of, self.settings.packing, eligibility.free, eligibility.coming
         )
-        self.limits = limits_of(snapshot)
-        self.used: dict[str, list[int]] = {}
-        self.in_array: dict[str, int] = {}
+        followers = sharing.followers if sharing is not None else ()
+        self.limits = LimitUse(snapshot, eligibility.pending, (*eligibility.holders, *followers))
+        self.decision: PolicyDecision
+        self.candidates: PreemptionCandidates | None = None
+        self.sizing: Resizing | None = None
         self.window: BackfillWindow | None = None
         self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
         self.is_anyone_waiting = False
         self.commands: list[Command] = list(eligibility.commands)
         self._everything: Availability | None = None
         self._fixed: set[str] = set()
-        self._count_use()
 
     def run(self) -> Plan:
         bound, young = self._bound_and_young()
         keeping = frozenset(bound | young)
-        decision = policy_named(self.settings.policy)(self._view(keeping))
-        order = self._arranged(decision)
-        sizing = None
-        if decision.sizes is not None:
-            sizing = Resizing(
+        self.decision = policy_named(self.settings.policy)(self._inputs(keeping))
+        order = self._arranged()
+        if self.decision.sizes is not None:
+            self.sizing = Resizing(
                 self.snapshot,
                 self.eligibility,
                 self.availability,
                 self.choices,
-                decision,
+                self.decision,
                 keeping,
-                self._most_within_limits,
+                self.limits.most,
                 now_s=self.now_s,
             )
-            sizing.shrink()
-        candidates = self._candidates(order, bound, young, sizing) if decision.preempts else None
-        self._give_out(order, decision, candidates, sizing)
-        if sizing is None:
+            self.sizing.shrink()
+        if self.decision.preempts:
+            self._find_candidates(order, bound, young)
+        self._give_out(order)
+        if self.sizing is None:
             self._widen()
-        self._command(candidates, sizing)
+        self._command()
         if not self.explain:
             return Plan(tuple(self.commands))
-        return Plan(tuple(self.commands), self.eligibility.waits, tuple(order), decision.sizes or {}, decision.preempts)
+        return Plan(
+            tuple(self.commands),
+            self.eligibility.waits,
+            tuple(order),
+            self.decision.sizes or {},
+            self.decision.preempts,
+        )
 
     def _bound_and_young(self) -> tuple[set[str], set[str]]:
         """Return running jobs that no job may displace, and those that only a higher class may."""
@@ -157,7 +164,7 @@ class _Planning:
                 young.add(job.id)
         return bound, young
 
-    def _view(self, keeping: frozenset[str]) -> PolicyInput:
+    def _inputs(self, keeping: frozenset[str]) -> PolicyInput:
         eligibility, layout = self.eligibility, self.snapshot.layout
         num_held = sum([len(job.devices) for job in eligibility.running])
         return PolicyInput(
@@ -172,15 +179,15 @@ class _Planning:
             device_cost=layout.mean_cost(self.settings),
         )
 
-    def _arranged(self, decision: PolicyDecision) -> list[Job]:
+    def _arranged(self) -> list[Job]:
         """Put the starving before all others, and those over their soft limit behind."""
-        if not decision.preempts:
-            return list(decision.order)
+        if not self.decision.preempts:
+            return list(self.decision.order)
         oldest_s, has_limits = self.now_s - self.settings.starve_after_s, self.eligibility.has_soft_limits
         if self.snapshot.jobs[0].submitted_s >= oldest_s and not has_limits:
-            return list(decision.order)
+            return list(self.decision.order)
         first, middle, last = [], [], []
-        for job in decision.order:
+        for job in self.decision.order:
             if has_limits and is_overdue(job, self.now_s):
                 last.append(job)
             elif job.submitted_s < oldest_s and is_starving(job, self.now_s, self.settings):
@@ -190,26 +197,20 @@ class _Planning:
         first.sort(key=lambda job: job.submitted_s)
         return [*first, *middle, *last]
 
-    def _candidates(
-        self, order: list[Job], bound: set[str], young: set[str], sizing: Resizing | None
-    ) -> PreemptionCandidates:
+    def _find_candidates(self, order: list[Job], bound: set[str], young: set[str]) -> None:
         closed, slots, devices = self.snapshot.closed, self.eligibility.slots, self.snapshot.layout.devices
-        fixed, runs, candidates = bound if sizing is None else bound | sizing.changed, JobState.RUNNING, []
+        fixed = bound if self.sizing is None else bound | self.sizing.changed
+        runs, found = JobState.RUNNING, []
         for job in order:
             if job.state is runs and (name := job.id) not in fixed:
                 usable = [s for s in slots[name] if devices[s].id not in closed] if closed else slots[name]
-                candidates.append(PreemptionCandidate(job, usable, name in young))
+                found.append(PreemptionCandidate(job, usable, name in young))
         self._fixed = fixed
-        return PreemptionCandidates(candidates, self.choices.pool_of, self.snapshot.layout.host_of)
+        self.candidates = PreemptionCandidates(found, self.choices.pool_of, self.snapshot.layout.host_of)
 
-    def _give_out(
-        self,
-        order: list[Job],
-        decision: PolicyDecision,
-        candidates: PreemptionCandidates | None,
-        sizing: Resizing | None,
-    ) -> None:
-        sizes, fixed = decision.sizes, self._fixed
+    def _give_out(self, order: list[Job]) -> None:
+        candidates, sizing = self.candidates, self.sizing
+        sizes, fixed = self.decision.sizes, self._fixed
         gone = candidates.displaced() if candidates is not None else frozenset()
         for job in order:
             if job.state is JobState.RUNNING:
@@ -218,7 +219,7 @@ class _Planning:
                     if sizing is not None and self.window is None:
                         sizing.grow(job)
                 continue
-            if self.sharing is not None and self._join(job, decision, candidates, sizing):
+            if self.sharing is not None and self._join(job):
                 continue
             is_all_gone = self.availability.is_empty and (candidates is None or candidates.is_empty)
             if is_all_gone and (self.sharing is None or self.window is not None):  # who joins may not delay the first
@@ -232,32 +233,30 @@ class _Planning:
                 if size == 0 and not is_starving(job, self.now_s, self.settings):
                     self._wait(job, "the devices help other jobs more")
                     continue
-                num = max(num, self._most_within_limits(job.spec.user, size))
+                num = max(num, self.limits.most(job.spec.user, size))
             if not self._within_limits(job):
                 continue
-            if not self._start(job, num, decision, candidates) and not self._may_pass(job, decision, candidates):
+            if not self._start(job, num) and not self._may_pass(job):
                 break
 
-    def _join(
-        self, job: Job, decision: PolicyDecision, candidates: PreemptionCandidates | None, sizing: Resizing | None
-    ) -> bool:
+    def _join(self, job: Job) -> bool:
         """Start a small job on a device that others share (`core.sharing`); False if there is none."""
         if self.sharing is None or not job.spec.share_device or not self._within_limits(job):
             return False
-        changed: set[str] = sizing.changed if sizing is not None else set()
-        pools, until_s = self.choices.of(job).pools, self._gone_s(job, decision)
-        if not self.sharing.join(job, pools, until_s, self.window, candidates, changed):
+        changed: set[str] = self.sizing.changed if self.sizing is not None else set()
+        pools, until_s = self.choices.of(job).pools, self._gone_s(job)
+        if not self.sharing.join(job, pools, until_s, self.window, self.candidates, changed):
             return False
-        self._note_use(job, 1)
+        self.limits.add(job, 1)
         return True
 
-    def _start(self, job: Job, num: int, decision: PolicyDecision, candidates: PreemptionCandidates | None) -> bool:
+    def _start(self, job: Job, num: int) -> bool:
         """Start the job, or let it wait for devices that are coming; False if there is no place for it."""
         choice, availability, window = self.choices.of(job), self.availability, self.window
         least = job.spec.needs.min_devices
         ends_s = 0.0
         if window is not None:
-            ends_s = self._gone_s(job, decision)
+            ends_s = self._gone_s(job)
             if ends_s > window.start_s and num == least and availability.now.is_hopeless(choice, num):
                 return False  # it may have nothing but what is free, and that is not enough: most who wait
             if window.is_hopeless(choice, least, ends_s):
@@ -273,7 +272,7 @@ class _Planning:
                 availability.give_back(slots)
                 self._wait(job, f"would delay job {window.job.id}, which is first in line")
                 return True
-            self._note_use(job, num)
+            self.limits.add(job, num)
             self.starts[job.id] = (job, slots)
             if self.sharing is not None and job.spec.share_device:
                 self.sharing.give(job, slots[0])
@@ -283,20 +282,17 @@ class _Planning:
         if availability.is_anything_coming and availability.claim(choice, num) is not None:
             self._wait(job, "waits for devices of jobs that are stopping")
             return True
-        if (
-            candidates is not None
-            and not candidates.is_empty
-            and candidates.preempt_for(job, choice, least, availability)
-        ):
+        candidates = self.candidates
+        if candidates and not candidates.is_empty and candidates.preempt_for(job, choice, least, availability):
             availability.claim(choice, least)
-            self._wait(job, "waits for devices of jobs that are asked to stop for it")
+            self._wait(job, "waits for devices of jobs that are to stop for it")
             return True
         return False
 
-    def _may_pass(self, job: Job, decision: PolicyDecision, candidates: PreemptionCandidates | None) -> bool:
+    def _may_pass(self, job: Job) -> bool:
         """Reserve devices for a job that can't start; False if no later job may pass it."""
         self.is_anyone_waiting = True
-        if not decision.reserves or self.window is not None:
+        if not self.decision.reserves or self.window is not None:
             if self.explain:
                 self._wait(job, "no devices that it can use are free")
             return True
@@ -313,14 +309,14 @@ class _Planning:
             choice,
             least,
             self.availability.soon.free(),
-            self._releases(candidates.behind() if candidates is not None else set(), decision),
+            self._releases(self.candidates.behind() if self.candidates is not None else set()),
             self.choices.pool_of,
             self.snapshot.layout.host_of,
             self.now_s,
         )
         return True
 
-    def _releases(self, behind: set[str], decision: PolicyDecision) -> list[Release]:
+    def _releases(self, behind: set[str]) -> list[Release]:
         releases: list[Release] = []
         now_s, slots_of = self.now_s, self.eligibility.slots
         min_run_s = self.settings.min_run_s
@@ -336,15 +332,15 @@ class _Planning:
                 time_s = max(time_s, longer_s.get(job.id, 0.0))
             releases.append((time_s, slots_of[job.id]))
         for job, slots in self.starts.values():
-            releases.append((max(self._gone_s(job, decision), longer_s.get(job.id, 0.0)), slots))
+            releases.append((max(self._gone_s(job), longer_s.get(job.id, 0.0)), slots))
         return releases
 
-    def _gone_s(self, job: Job, decision: PolicyDecision) -> float:
+    def _gone_s(self, job: Job) -> float:
         """Return when a job that starts now has ended or can be preempted by the first in line."""
         spec, now_s, window = job.spec, self.now_s, self.window
         gone_s = end_s(job, now_s)
         may_be_bound = job.preempted_s or not self.settings.max_preemptions_per_hour
-        if decision.preempts and spec.preemptible and not (may_be_bound and is_bound(job, self.settings, now_s)):
+        if self.decision.preempts and spec.preemptible and not (may_be_bound and is_bound(job, self.settings, now_s)):
             until_s = now_s if window and spec.priority < window.job.spec.priority else now_s + self.settings.min_run_s
             return gone_s if gone_s < until_s else until_s
         if window is not None and window.start_s == math.inf:
@@ -361,42 +357,10 @@ class _Planning:
         return self._everything.now.largest(self.choices.of(job)) >= num
 
     def _within_limits(self, job: Job) -> bool:
-        limits = self.limits.get(job.spec.user)
-        if limits is not None:
-            max_devices, max_running = limits
-            devices, running = self.used.get(job.spec.user, (0, 0))
-            if max_running is not None and running >= max_running:
-                self._wait(job, f"{job.spec.user} has {running} jobs running and may have {max_running}")
-                return False
-            if max_devices is not None and devices + job.spec.needs.min_devices > max_devices:
-                self._wait(job, f"{job.spec.user} has {devices} devices and may have {max_devices}")
-                return False
-        if job.spec.array_limit is not None:
-            running = self.in_array.get(job.spec.array, 0)
-            if running >= job.spec.array_limit:
-                self._wait(job, f"{running} of array {job.spec.array} run, and {job.spec.array_limit} may")
-                return False
-        return True
-
-    def _most_within_limits(self, user: str, num: int) -> int:
-        limits = self.limits.get(user)
-        if limits is None or limits[0] is None:
-            return num
-        return max(0, min(num, limits[0] - self.used.get(user, [0, 0])[0]))
-
-    def _count_use(self) -> None:
-        if not self.limits and not any(job.spec.array for job in self.eligibility.pending):
-            return
-        for job in (*self.eligibility.holders, *(self.sharing.followers if self.sharing is not None else ())):
-            self._note_use(job, len({*job.devices, *job.target}) if job.target else len(job.devices))
-
-    def _note_use(self, job: Job, num: int) -> None:
-        if self.limits:
-            used = self.used.setdefault(job.spec.user, [0, 0])
-            used[0] += num
-            used[1] += 1
-        if job.spec.array:
-            self.in_array[job.spec.array] = self.in_array.get(job.spec.array, 0) + 1
+        reason = self.limits.reached(job)
+        if reason:
+            self._wait(job, reason)
+        return not reason
 
     def _widen(self) -> None:
         """Give jobs that start now and can use more what no other job wants."""
@@ -404,7 +368,7 @@ class _Planning:
             return
         for job, slots in list(self.starts.values()):
             more = min(job.spec.needs.max_devices - len(slots), self.availability.now.num_free)
-            more = self._most_within_limits(job.spec.user, more)
+            more = self.limits.most(job.spec.user, more)
             if more <= 0:
                 continue
             choice = self.choices.of(job)
@@ -414,21 +378,19 @@ class _Planning:
             if wider is None:
                 self.availability.unlend(slots)
                 continue
-            if self.limits:
-                self.used[job.spec.user][0] += len(wider) - len(slots)
+            self.limits.add_devices(job.spec.user, len(wider) - len(slots))
             self.starts[job.id] = (job, wider)
 
-    def _command(self, candidates: PreemptionCandidates | None, sizing: Resizing | None) -> None:
+    def _command(self) -> None:
         devices = self.snapshot.layout.devices
-        if candidates is not None and candidates.displaced():
-            gone = candidates.displaced()
+        if self.candidates is not None and (gone := self.candidates.displaced()):
             for job in self.eligibility.running:
                 if job.id in gone:
                     self.commands.append(
                         StopRequested(self.now_s, job.id, reason="a job that goes first needs its devices")
                     )
-        if sizing is not None:
-            self.commands += sizing.commands
+        if self.sizing is not None:
+            self.commands += self.sizing.commands
         for job, slots in self.starts.values():
             self.commands.append(
                 Placed(self.now_s, job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1)

@@ -6,7 +6,7 @@ Here also stands which pools of devices a job may use at all, reservations inclu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from evenload.scheduler.core.events import Cancelled, Command, StopRequested
@@ -31,14 +31,14 @@ class Eligibility:
     slots: dict[str, list[int]] = field(default_factory=dict)
     """Job → indices of its devices, of those in `holders`."""
     commands: list[Command] = field(default_factory=list)
-    """What must be done whatever the policy says."""
+    """Commands that are due whatever the policy decides."""
     free: list[int] = field(default_factory=list)
     coming: list[int] = field(default_factory=list)
     """Devices of jobs that are saving, and will not keep them."""
     has_soft_limits: bool = False
-    """Whether any job has one."""
+    """True if any job has one."""
     waits: dict[str, str] = field(default_factory=dict)
-    """Why a job can't start, of those that are not in `pending`."""
+    """Job → reason why it can't start, of those that are not in `pending`."""
 
 
 def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
@@ -236,12 +236,3 @@ def _zones(
             zones.append((layout.pool_of[slot], of_slot))
         pool_of[slot] = numbers[key]
     return pool_of, zones
-
-
-def limits_of(snapshot: QueueSnapshot) -> Mapping[str, tuple[int | None, int | None]]:
-    """Return user → most devices at once, most running jobs."""
-    return {
-        name: (user.limits.max_devices, user.limits.max_running)
-        for name, user in snapshot.users.items()
-        if user.limits.max_devices is not None or user.limits.max_running is not None
-    }

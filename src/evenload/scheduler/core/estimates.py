@@ -8,7 +8,7 @@ from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 
 PRIOR_S = 600.0
-"""What a job of which nothing is known is taken to need before it has run at all."""
+"""Assumed duration of a job of which nothing is known, before it has run at all."""
 
 
 def work_left(job: Job, now_s: float) -> float | None:

@@ -252,7 +252,7 @@ Event = (
 
 
 Command = Placed | ResizeRequested | StopRequested | Cancelled
-"""What `decide` returns: events that a shell records first and then carries out."""
+"""The events that `decide` returns: a shell records each and then carries it out."""
 
 
 def stored_kind(kind: type[Any]) -> str:

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evenload.scheduler.core.decide import Plan, plan
-from evenload.scheduler.core.eligibility import PoolChoices, is_bound, is_young, limits_of
+from evenload.scheduler.core.eligibility import PoolChoices, is_bound, is_young
 from evenload.scheduler.core.estimates import left_s, restart_s
 from evenload.scheduler.core.events import Placed, ResizeRequested, StopRequested
+from evenload.scheduler.core.limits import limits_of
 from evenload.scheduler.core.sharing import shared_devices
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
@@ -29,7 +30,7 @@ class Forecast:
     """The forecast of one job."""
 
     reason: str
-    """Why it is in its state, for people; empty for a job that just runs."""
+    """Reason for its state, for people; empty for a job that simply runs."""
     start_s: float | None = None
     """When it will get devices, of a job that has none; None where it has some, or nobody knows."""
     end_s: float | None = None

@@ -40,7 +40,7 @@ class Layout:
     host_size: int
     """Devices of the largest host."""
     makeups: tuple[tuple[tuple[int, int], ...], ...]
-    """What hosts consist of, as (pool, number) pairs; each once, however many hosts are alike."""
+    """Contents of hosts as (pool, number) pairs; equal hosts once."""
     pool_sizes: tuple[int, ...]
 
     def mean_cost(self, settings: Settings) -> float:

@@ -1,4 +1,4 @@
-"""Which jobs hold which device: one, or several if all of them may share it. `QueueState` keeps the mapping."""
+"""The jobs that hold each device: one, or several if all of them may share it. `QueueState` keeps the mapping."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class PolicyInput:
     keeping: frozenset[str]
     """Running jobs whose devices can't be taken from them now (not preemptible, young, preempted too often lately)."""
     device_cost: float = 0.0
-    """What a device costs, in parts of a device's speed, as the settings weigh money and energy; a mean."""
+    """Mean cost of a device in parts of a device's speed, as the settings weigh money and energy."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class PolicyDecision:
     order: Sequence[Job]
     """All jobs of the view, the most deserving first; higher classes stand before lower ones."""
     preempts: bool
-    """Whether a pending job may displace running ones that stand behind it."""
+    """True if a pending job may displace running ones behind it."""
     reserves: bool = True
-    """Whether the first job that can't start keeps later ones from delaying it; otherwise they just go on."""
+    """True if later jobs may not delay the first that can't start."""
     sizes: Mapping[str, int] | None = None
     """For elastic policies: how many devices each job should have, 0 for none. None: those that run keep what they
     have, others start with what they ask for at least, and more where nobody else wants it."""

@@ -29,7 +29,7 @@ class QueueState:
         self.jobs: dict[str, Job] = {}
         """All that have not ended, in the order of submission."""
         self.outcomes: dict[str, JobState] = {}
-        """How those that have ended did."""
+        """Final states of jobs that have ended."""
         self.devices: dict[str, Device] = {}
         self.closed: dict[str, str] = {}
         self.users: dict[str, User] = {}

@@ -68,7 +68,7 @@ def shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> fro
 
 
 @dataclass
-class _Place:
+class _SharedDevice:
     """A device held by jobs that share it, or by one that would."""
 
     slot: int
@@ -90,7 +90,7 @@ class Sharing:
         self._snapshot, self._settings, self._now_s, self._pool_of = snapshot, snapshot.settings, now_s, pool_of
         self.followers: list[Job] = []
         """Jobs that hold devices and are not in the eligibility."""
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _SharedDevice] = {}
         self._joinable: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """(Pool, number of jobs) → (room, device) of devices that may be joined, the least room first."""
         self._joins: list[tuple[Job, int]] = []
@@ -106,7 +106,7 @@ class Sharing:
             staying = [job for job in jobs if job.id not in leaving and job.state is not JobState.PREEMPTING]
             self._relieve(slot, staying, eligibility)
             lead = max(staying, key=self._firmness) if staying else jobs[0]
-            place = self._places[slot] = _Place(slot, jobs, lead, [job for job in staying if job is not lead])
+            place = self._places[slot] = _SharedDevice(slot, jobs, lead, [job for job in staying if job is not lead])
             self.followers += [job for job in jobs if job is not lead]
             if len(staying) == len(jobs) and self._snapshot.layout.devices[slot].id not in self._snapshot.closed:
                 self._open(place)
@@ -144,7 +144,7 @@ class Sharing:
             eligibility.running = [job for job in eligibility.running if job is not one]
             staying.remove(one)
 
-    def _open(self, place: _Place) -> None:
+    def _open(self, place: _SharedDevice) -> None:
         memory_bytes = self._snapshot.layout.devices[place.slot].memory_bytes
         place.free_bytes = free_bytes(place.jobs, memory_bytes, self._settings)
         if place.free_bytes is not None:
@@ -155,7 +155,7 @@ class Sharing:
 
     def give(self, job: Job, slot: int) -> None:
         """Record that the plan starts a job alone on a device; others may join it."""
-        place = self._places[slot] = _Place(slot, [replace(job, state=JobState.STARTING)], job)
+        place = self._places[slot] = _SharedDevice(slot, [replace(job, state=JobState.STARTING)], job)
         self._open(place)
 
     def join(
@@ -196,12 +196,12 @@ class Sharing:
             return True
         return False
 
-    def _fitting(self, job: Job, pools: Collection[int]) -> list[_Place]:
+    def _fitting(self, job: Job, pools: Collection[int]) -> list[_SharedDevice]:
         """Return devices with space for a job, those with the fewest jobs first, then those that it fills best."""
         need = expected_bytes(job)
         if need is None:
             return []
-        found: list[_Place] = []
+        found: list[_SharedDevice] = []
         for num in range(1, self._settings.max_sharers):
             lines = [line for pool in pools if (line := self._joinable.get((pool, num)))]
             fitting = [entry for line in lines for entry in line[bisect_left(line, (need, -1)) :][:_MOST_ASKED]]
@@ -209,7 +209,7 @@ class Sharing:
         return found
 
     def _delays(
-        self, place: _Place, until_s: float, window: BackfillWindow, candidates: PreemptionCandidates | None
+        self, place: _SharedDevice, until_s: float, window: BackfillWindow, candidates: PreemptionCandidates | None
     ) -> bool:
         if window.admit((place.slot,), until_s):
             return False

@@ -22,4 +22,4 @@ class QueueSnapshot:
     reservations: tuple[Reservation, ...]
     settings: Settings
     shares: bool = False
-    """Whether any of the jobs may share a device."""
+    """True if any of the jobs may share a device."""

@@ -81,7 +81,7 @@ TABLE: dict[tuple[JobState, Verb], JobState] = {
         )
     },
 }
-"""What each verb leads to; what isn't here can't happen."""
+"""(State, verb) → next state; other verbs can't happen."""
 
 HOLDING = frozenset((_S.STARTING, _S.RUNNING, _S.RESIZING, _S.PREEMPTING))
 """A job holds devices in exactly these states."""

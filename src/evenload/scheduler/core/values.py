@@ -25,7 +25,7 @@ class Device:
     id: str
     host: str
     kind: str = "gpu"
-    """What people ask for by name: ``"a100"``, ``"rtx3090"``, ``"cpu"``."""
+    """Name in requests: ``"a100"``, ``"rtx3090"``, ``"cpu"``."""
     memory_bytes: int = 0
     speed: float = 1.0
     """Relative to the other kinds here, as measured; 1 where nothing is known."""
@@ -91,7 +91,7 @@ def _same(needs: Needs) -> Needs:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What the queue was asked for. The program itself is known to the shell alone."""
+    """Requirements of a job. The program itself is known to the shell alone."""
 
     user: str
     needs: Needs = field(default_factory=Needs)
@@ -100,15 +100,15 @@ class JobSpec:
     """Classes: a higher one goes first whatever the policy's order within a class. Below 0: takes idle devices only, and
     gives them back at once."""
     preemptible: bool = True
-    """Whether it can save, stop, and go on later."""
+    """True if it can save, stop, and continue later."""
     estimate_s: float | None = None
-    """How long it will run on `min_devices` devices, as its owner or earlier runs say."""
+    """Duration on `min_devices` devices, estimated by its owner or from earlier runs."""
     total: float | None = None
     """All of its work, in its own units, where it is known before it runs."""
     rates: tuple[float, ...] = ()
     """Work a second on 1, 2, … devices, where earlier runs tell it."""
     restart_s: float | None = None
-    """What a stop and resume costs it, where measured."""
+    """Measured cost of a stop and resume."""
     soft_limit_s: float | None = None
     """After running so long it goes on only where nobody else wants the devices."""
     hard_limit_s: float | None = None
@@ -124,7 +124,7 @@ class JobSpec:
     share_device: bool = False
     """It may share its one device with others that may (`core.sharing`)."""
     peak_bytes: int = 0
-    """What jobs like it took of their device's memory at most; 0 where none was measured."""
+    """Peak device memory of jobs like it; 0 if none was measured."""
 
     def __post_init__(self) -> None:
         if not self.user:
@@ -163,20 +163,20 @@ class Job:
     since_s: float = 0.0
     """When it came into this state."""
     attempt: int = 0
-    """How often devices were given to it: the fencing number of what runs now."""
+    """Number of times it got devices: the fencing number of the present attempt."""
     devices: tuple[str, ...] = ()
-    """What it holds."""
+    """The devices it holds."""
     target: tuple[str, ...] = ()
     """While RESIZING: what it will hold next. Devices in both are kept; nobody else gets either."""
     first_began_s: float | None = None
     attempt_began_s: float = 0.0
     """When the present devices were given to it."""
     held_s: float = 0.0
-    """How long it held devices, up to `accounted_s`."""
+    """Time in which it held devices, up to `accounted_s`."""
     service_device_s: float = 0.0
     """The same times the number of devices."""
     waited_s: float = 0.0
-    """How long it could have run but waited for devices, up to `accounted_s`."""
+    """Time in which it could have run but waited for devices, up to `accounted_s`."""
     accounted_s: float = 0.0
     preempted_s: tuple[float, ...] = ()
     """When it was last preempted or resized against its will, as far as the bound of an hour needs it."""
@@ -194,17 +194,17 @@ class Job:
     rates: tuple[float, ...] = ()
     """Work a second on 1, 2, … devices: measured, or predicted from what was. Its length is the most it can use well."""
     peak_bytes: int = 0
-    """What it took of its device's memory at most, all attempts; 0 where not yet measured."""
+    """Peak device memory over all attempts; 0 if not yet measured."""
     is_held: bool = False
     """Its owner holds it back."""
     unmet: tuple[str, ...] = ()
     """Jobs it still waits for."""
     doomed: str = ""
-    """Why it can never start; empty where it can."""
+    """Reason why it can never start; empty if it can."""
     ending: JobState | None = None
     """While PREEMPTING: how it ends when it is gone, None where it goes on later."""
     reason: str = ""
-    """Why it is in this state, for people."""
+    """Reason for its state, for people."""
 
     @property
     def num_devices(self) -> int:
@@ -312,17 +312,17 @@ class Settings:
     half_life_s: float = field(default=7 * 86400.0, metadata=_MAY_BE_INFINITE)
     """Use of devices counts half after so long."""
     restart_s: float = 30.0
-    """What a stop and resume is taken to cost where a job's own was not measured."""
+    """Assumed cost of a stop and resume where a job's own was not measured."""
     horizon_s: float = field(default=200.0, metadata=_MAY_BE_INFINITE)
     """A change of devices must pay within so long."""
     las_thresholds_device_s: tuple[float, ...] = field(default=(16 * 3600.0,), metadata=_MAY_BE_INFINITE)
     """Where the queues of `las` end, in device-seconds of attained service."""
     backfill: bool = True
-    """Whether later jobs may use what the first in line can't use yet, without delaying it."""
+    """True if later jobs may use what the first in line can't use yet, without delaying it."""
     packing: str = "pack"
     """``pack``: few hosts, and small jobs where others are already; ``spread``: the emptiest hosts first."""
     price_weight: float = 0.0
-    """How many parts of a device's speed one unit of money an hour is worth; 0 for not at all."""
+    """Parts of a device's speed that one unit of money an hour is worth; 0 for none."""
     energy_weight: float = 0.0
     """The same for one kilowatt."""
     max_lost: int = 5

@@ -13,7 +13,7 @@ all alike, which is the most work done a second; q → ∞ by the number of thos
 is left is only guessed from what was done, the order means less, and q is smaller.
 
 Pollux (Qiao et al., OSDI 2021) makes a power mean of all speed-ups greatest, which treats a job of a minute and one of ten
-hours alike.
+hours equally.
 
 Sizes are powers of two: a change is then never a small one, and jobs fit into hosts without leaving gaps.
 """

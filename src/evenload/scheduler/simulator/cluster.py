@@ -91,7 +91,7 @@ class DeviceShape:
     """The devices of one job, as far as its speed depends on them."""
 
     per_host: tuple[int, ...]
-    """How many in each host, in the order of the hosts."""
+    """Number in each host, in the order of the hosts."""
     kinds: tuple[str, ...]
     """Of each device."""
     speeds: tuple[float, ...]

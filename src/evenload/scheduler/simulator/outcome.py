@@ -24,7 +24,7 @@ class JobOutcome:
     cost: float
     energy_kwh: float
     fair_s: float = 0.0
-    """How long it would have taken on an equal part of the cluster (`fairness`); 0 before that is worked out."""
+    """Completion time on an equal part of the cluster (`fairness`); 0 before it is computed."""
 
     @property
     def jct_s(self) -> float:

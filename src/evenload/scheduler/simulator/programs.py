@@ -13,7 +13,7 @@ from evenload.scheduler.simulator.cluster import DeviceShape
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What a job reports to the queue."""
+    """Report of a job to the queue."""
 
     done: float
     total: float

@@ -35,7 +35,7 @@ Row = dict[str, str]
 
 @dataclass
 class _RecordedJob:
-    """What the record tells of one job so far."""
+    """The record of one job so far."""
 
     job: Job
     work_s: float = 0.0

@@ -38,9 +38,9 @@ class Conditions:
     at_events: bool = True
     """It also decides whenever a job arrives or ends."""
     save_s: float = 0.0
-    """How long a job holds its devices after it was asked to stop."""
+    """Time for which a job holds its devices after a stop request."""
     remaining: str = "known"
-    """What the queue knows of the work a job has left: ``known``, ``unknown``, or ``noisy``: times a factor that each job
+    """The queue's knowledge of the work a job has left: ``known``, ``unknown``, or ``noisy``: times a factor that each job
     keeps, log-normal with `noise`."""
     noise: float = 1.0
     """Standard deviation of the factor's logarithm."""
@@ -79,7 +79,7 @@ class _RunningProgram:
 
     program: SimulatedProgram
     factor: float
-    """What its remaining work is multiplied with before the queue hears of it."""
+    """Factor on the remaining work that the queue sees."""
     at_s: float = 0.0
     """Up to when the program has run."""
     version: int = 0
