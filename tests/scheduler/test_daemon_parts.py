@@ -45,10 +45,10 @@ def _report(state: str, step: int = 9) -> ProgressReport:
         (RunnerResult(1, -signal.SIGTERM, requested="stop"), None, "Yielded", "without saving"),
         (RunnerResult(1, 143, requested="stop"), None, "Yielded", "without saving"),
         (RunnerResult(1, -signal.SIGKILL, requested="stop", was_killed=True), _report("running"), "Yielded", "grace"),
-        (RunnerResult(1, 1, requested="stop"), _report("running"), "failed", "asked to stop"),
+        (RunnerResult(1, 1, requested="stop"), _report("running"), "failed", "requested to stop"),
         (RunnerResult(1, 75), _report("stopped"), "Yielded", "saved at step 9"),
-        (RunnerResult(1, 75), _report("stopped", 4), "failed", "came no further"),
-        (RunnerResult(1, 75), None, "failed", "came no further"),
+        (RunnerResult(1, 75), _report("stopped", 4), "failed", "no progress"),
+        (RunnerResult(1, 75), None, "failed", "no progress"),
     ],
 )
 def test_what_an_end_means(result: RunnerResult, told: ProgressReport | None, kind: str, reason: str) -> None:

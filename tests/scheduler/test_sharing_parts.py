@@ -133,11 +133,11 @@ def test_jobs_that_are_alike_know_each_others_peaks(tmp_path: Path) -> None:
         assert memory_history.learn(ended, store.queue_state.jobs, 10.0) == [], "it is known already"
         store.commit()
         for known in (memory_history, MemoryHistory(reader)):  # of a daemon that began later too
-            assert known.known(spec(share_device=True), program["command"]).peak_bytes == 3 * GIB
-            assert known.known(spec(share_device=True, peak_bytes=1), program["command"]).peak_bytes == 1
-            assert known.known(spec(share_device=True), ["train"]).peak_bytes == 0
-            assert known.known(spec(share_device=True, user="bob"), program["command"]).peak_bytes == 0
-            assert known.known(spec(), program["command"]).peak_bytes == 0
+            assert known.with_known_peak(spec(share_device=True), program["command"]).peak_bytes == 3 * GIB
+            assert known.with_known_peak(spec(share_device=True, peak_bytes=1), program["command"]).peak_bytes == 1
+            assert known.with_known_peak(spec(share_device=True), ["train"]).peak_bytes == 0
+            assert known.with_known_peak(spec(share_device=True, user="bob"), program["command"]).peak_bytes == 0
+            assert known.with_known_peak(spec(), program["command"]).peak_bytes == 0
 
 
 def test_one_that_still_runs_tells_only_where_nothing_else_is_known(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_one_that_still_runs_tells_only_where_nothing_else_is_known(tmp_path: Pa
         store.commit()
         memory_history = MemoryHistory(reader)
         assert [event.job for event in memory_history.learn(running, store.queue_state.jobs, 90.0)] == ["same"]
-        assert memory_history.known(spec(share_device=True), ["train"]).peak_bytes == 3 * GIB
-        assert memory_history.known(spec(share_device=True, memory_bytes=GIB), ["train"]).peak_bytes == 0
+        assert memory_history.with_known_peak(spec(share_device=True), ["train"]).peak_bytes == 3 * GIB
+        assert memory_history.with_known_peak(spec(share_device=True, memory_bytes=GIB), ["train"]).peak_bytes == 0
 
 
 def test_elements_of_an_array_are_alike_whatever_their_commands(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_one_row_an_attempt(store: QueueStore) -> None:
 def test_a_runner_whose_attempt_is_over_is_refused(store: QueueStore) -> None:
     stale = start(store, "j0", "gpu0.0")
     store.record(events.Lost(3.0, "j0", "the host didn't answer"))
-    with pytest.raises(StaleError, match=r"attempt 1 of job j0 .* has no say any more: none is under way"):
+    with pytest.raises(StaleError, match=r"attempt 1 of job j0 .* is over: none is under way"):
         store.record(events.Ended(4.0, "j0", True), fence=stale)
     fresh = start(store, "j0", "gpu0.1", time_s=5.0)
     for entry in (events.Ended(6.0, "j0", True), RunnerStarted(6.0, "j0", 1, {}), events.Reported(6.0, "j0", 1.0)):

@@ -34,7 +34,7 @@ def test_a_device_is_free_when_nobody_and_nothing_is_on_it() -> None:
     assert closed_reason(DeviceUse(), GIB // 2) == ""
     assert closed_reason(DeviceUse(used_bytes=GIB // 4), GIB // 2) == ""
     assert "process 7 of ann (python x.py)" in closed_reason(DeviceUse((external,), GIB), GIB // 2)
-    assert "can't be seen" in closed_reason(DeviceUse((DeviceProcess(7, "", "", None),), 9 * GIB), GIB // 2)
+    assert "can't be read" in closed_reason(DeviceUse((DeviceProcess(7, "", "", None),), 9 * GIB), GIB // 2)
     assert "5.0 GiB" in closed_reason(DeviceUse(used_bytes=5 * GIB), GIB // 2)
     assert closed_reason(None, 0) != "" and closed_reason(DeviceUse(problem="lost"), 0) == "lost"
     assert DeviceUse((external,), 4 * GIB).ghost_bytes(GIB) == 3 * GIB

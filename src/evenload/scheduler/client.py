@@ -1,4 +1,4 @@
-"""The client's side of a queue's socket: finds the daemon, starts it where none runs, asks and gets an answer."""
+"""Client of a queue's daemon: connects, starts the daemon where none runs, sends requests and receives replies."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Client:
         self._rest = b""
 
     def call(self, verb: str, **fields: Any) -> dict[str, Any]:
-        """Asks, and waits for the answer (`scheduler.messages` tells the verbs).
+        """Send a request and wait for the reply; `scheduler.messages` lists the verbs.
 
         Raises:
-            ConfigError: what was asked for can't be.
-            QueueError: it is refused, or the daemon doesn't answer.
+            ConfigError: the request is invalid.
+            QueueError: it is refused, or the daemon doesn't reply.
         """
         line = messages.encode({"verb": verb, **fields})
         if len(line) > messages.LARGEST_REQUEST_BYTES:
             raise QueueError(
-                f"a message of {len(line)} bytes: the queue takes {messages.LARGEST_REQUEST_BYTES} at once; submit fewer "
+                f"a message of {len(line)} bytes: the queue takes at most {messages.LARGEST_REQUEST_BYTES}; submit fewer "
                 f"jobs together, or with fewer variables"
             )
         wait_s = fields.get("timeout_s")
@@ -47,22 +47,22 @@ class Client:
         self._connection.settimeout(self._timeout_s + own_s)
         try:
             self._connection.sendall(line)
-            answer = messages.decode(self._read_line())
+            reply = messages.decode(self._read_line())
         except TimeoutError:
             self.close()
             raise QueueError(
-                f"the daemon of the queue {self.folder} doesn't answer within {self._timeout_s + own_s:g} s; whether it "
-                f"did what it was asked for is not known: {verb}"
+                f"the daemon of the queue {self.folder} didn't reply within {self._timeout_s + own_s:g} s: "
+                f"{verb} may or may not have taken effect"
             ) from None
         except OSError as error:
             self.close()
             raise QueueError(
-                f"the daemon of the queue {self.folder} went away before it answered ({error}); whether it did what it "
-                f"was asked for is not known: {verb}"
+                f"the daemon of the queue {self.folder} ended before it replied ({error}): "
+                f"{verb} may or may not have taken effect"
             ) from error
-        if not answer.get("ok"):
-            raise messages.error_from(answer.get("error"))
-        result = answer.get("result")
+        if not reply.get("ok"):
+            raise messages.error_from(reply.get("error"))
+        result = reply.get("result")
         return result if isinstance(result, dict) else {}
 
     def _read_line(self) -> bytes:
@@ -70,16 +70,16 @@ class Client:
         while b"\n" not in parts[-1]:
             part = self._connection.recv(1 << 16)
             if not part:
-                raise ConnectionResetError("it closed the connection")
+                raise ConnectionResetError("the daemon closed the connection")
             parts.append(part)
             size += len(part)
-            if size > messages.LARGEST_ANSWER_BYTES:
-                raise ConnectionResetError(f"an answer of more than {messages.LARGEST_ANSWER_BYTES} bytes")
+            if size > messages.LARGEST_REPLY_BYTES:
+                raise ConnectionResetError(f"a reply of more than {messages.LARGEST_REPLY_BYTES} bytes")
         line, _, self._rest = b"".join(parts).partition(b"\n")
         return line
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -92,16 +92,15 @@ class Client:
 
 
 def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float = 30.0) -> Client:
-    """A connection to the queue in `folder`.
+    """Connect to the queue in `folder`.
 
     Args:
         folder: `paths.default_folder` if not given.
-        start: whether to start the daemon where none runs.
-        timeout_s: for each answer.
+        start: start the daemon where none runs.
+        timeout_s: for each reply.
 
     Raises:
-        QueueError: no daemon runs (and none is to be started), or it doesn't come up; the message has its log's last
-            lines.
+        QueueError: no daemon runs (and `start` is False), or it doesn't start; the message has the last lines of its log.
     """
     where = (paths.default_folder() if folder is None else folder).absolute()
     connection = _try(where, timeout_s)
@@ -114,7 +113,7 @@ def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float 
 
 
 def _try(folder: Path, timeout_s: float) -> socket.socket | None:
-    """A connection, or None where nobody listens."""
+    """Return a connection, None where nothing listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
@@ -130,20 +129,18 @@ def _try(folder: Path, timeout_s: float) -> socket.socket | None:
         raise QueueError(f"the queue {folder} can't be reached: {error}") from error
     if uid not in (owner, 0):
         connection.close()
-        raise QueueError(
-            f"the queue {folder} belongs to user {owner}, but user {uid} listens there: nothing is told to it"
-        )
+        raise QueueError(f"the queue {folder} belongs to user {owner}, but user {uid} listens there: nothing was sent")
     return connection
 
 
 def _start(folder: Path) -> None:
-    """Starts the daemon; of several clients that try at once, one does and the others wait for it."""
+    """Start the daemon; of several clients that try at once, one starts it and the others wait."""
     if folder == paths.SYSTEM_FOLDER and os.geteuid() != 0:
         raise QueueError(f"the machine's queue {folder} isn't running; root starts it: systemctl start evenload-queue")
     if VARIABLE in os.environ:
         raise QueueError(
-            f"no daemon runs for the queue {folder}, and it isn't started from inside a job, with which it would end; ask "
-            f"again from outside"
+            f"no daemon runs for the queue {folder}, and a job can't start it, because the daemon would end with "
+            f"the job; start it from outside"
         )
     paths.make_private(folder)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -167,15 +164,15 @@ def _start(folder: Path) -> None:
             )
         except subprocess.TimeoutExpired:
             raise QueueError(
-                f"the daemon of the queue {folder} didn't come up in {_START_S:g} s{_last_lines(folder)}"
+                f"the daemon of the queue {folder} didn't start within {_START_S:g} s{_last_lines(folder)}"
             ) from None
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-            raise QueueError(f"the daemon of the queue {folder} didn't come up: {said}")
+            text = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+            raise QueueError(f"the daemon of the queue {folder} didn't start: {text}")
 
 
 def daemon_environment() -> dict[str, str]:
-    """The variables of a daemon that is started from another folder than this one."""
+    """Return the environment of a daemon, which runs in another folder: relative paths are made absolute."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(

@@ -1,14 +1,14 @@
-"""What a queue's clients and its daemon say to each other: one JSON object a line over a Unix socket.
+"""Messages between a queue's clients and its daemon: one JSON object per line over a Unix socket.
 
-A request is ``{"v": 2, "verb": VERB, …fields}``, its answer ``{"v": 2, "ok": true, "result": {…}}`` or
-``{"v": 2, "ok": false, "error": {"kind": KIND, "message": …}}``, in the order of the requests. Who asks is what the
-kernel says of the socket's other end; no field of a message names the caller. Times are seconds since 1970.
+A request is ``{"v": 2, "verb": VERB, …fields}``, its reply ``{"v": 2, "ok": true, "result": {…}}`` or
+``{"v": 2, "ok": false, "error": {"kind": KIND, "message": …}}``, in the order of the requests. The kernel
+identifies the caller by the socket's peer credentials; no field of a message does. Times are seconds since 1970.
 
 ========== ============================================================ ===============================================
 verb       fields                                                       result
 ========== ============================================================ ===============================================
 submit     spec, program; or jobs=[{spec, program}, …], array=bool      {job}; or {jobs: [id, …]}
-cancel     jobs, now=false (a save is asked for; true: killed at once)  {jobs: [JobRow, …]}
+cancel     jobs, now=false (with a save; true: killed at once)           {jobs: [JobRow, …]}
 hold       jobs                                                         {jobs: [JobRow, …]}
 release    jobs                                                         {jobs: [JobRow, …]}
 change     job, and any of the fields of `CHANGEABLE`                   {job: JobRow}
@@ -26,11 +26,11 @@ stop                                                                    {pid}: t
 ========== ============================================================ ===============================================
 
 ``spec`` holds fields of `core.values.JobSpec` (without ``user``), ``program`` those of `program.JobProgram` (without
-``uid``): ``needs`` is an object of the fields of `Needs`, ``after`` a list of ``{"job": …, "condition": …}``. What has a
-default may be left out. Leave ``preemptible`` out where it isn't known: a job is then preempted once its program has
-reported through `evenload.job`, or from the beginning where ``program.requeue`` is set. Under ``array`` the jobs submitted
-together become one array, named by the first one's id. A program's variables are all that it gets beside PATH, HOME,
-USER, LOGNAME, SHELL and LANG: a client sends what its job needs.
+``uid``): ``needs`` is an object of the fields of `Needs`, ``after`` a list of ``{"job": …, "condition": …}``. Fields with a
+default may be left out. Leave ``preemptible`` out if it isn't known: the job can then be preempted once its program has
+reported through `evenload.job`, or from the beginning if ``program.requeue`` is set. Under ``array`` the jobs submitted
+together become one array, named by the first one's id. A program gets only these variables and PATH, HOME, USER,
+LOGNAME, SHELL and LANG: a client sends what its job needs.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ VERSION = 2
 
 LARGEST_REQUEST_BYTES = 1024 * 1024
 """A longer line is refused and its connection closed."""
-LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
+LARGEST_REPLY_BYTES = 64 * 1024 * 1024
 LARGEST_PAGE = 1000
-"""Rows in an answer to ``list``, and jobs in one ``submit``."""
+"""Rows in a reply to ``list``, and jobs in one ``submit``."""
 
 CHANGEABLE = (
     "priority", "name", "needs", "estimate_s", "total", "soft_limit_s", "hard_limit_s", "not_before_s", "array_limit",
     "retries", "preemptible",
 )  # fmt: skip
-"""Fields of `JobSpec` that the owner may change later. A priority above the queue's `max_priority` is an admin's to give."""
+"""Fields of `JobSpec` that the owner may change later. Only an admin may set a priority above the queue's `max_priority`."""
 
 
 class JobRow(TypedDict):
-    """A job, as ``list`` and ``job`` tell it."""
+    """A job, as ``list`` and ``job`` return it."""
 
     id: str
     number: int
@@ -70,37 +70,37 @@ class JobRow(TypedDict):
     max_devices: int
     kinds: list[str]
     devices: list[str]
-    """Ids of those it holds."""
+    """Ids of the devices that it holds."""
     submitted_s: float
     since_s: float
-    """When it came into its state."""
+    """When it entered its state."""
     first_began_s: float | None
     held_s: float
-    """How long it held devices so far."""
+    """Time for which it has held devices."""
     attempt: int
-    """How often it got devices."""
+    """Number of times that it got devices."""
     done: float
     total: float | None
     rate_per_s: float
-    """Work a second; 0 where not yet measured."""
+    """Work per second; 0 if not yet measured."""
     start_s: float | None
-    """When it will get devices, of a job that has none; None where nobody knows."""
+    """When a job without devices is expected to start; None if unknown."""
     eta_s: float | None
-    """When it will be done; None where nobody knows. Both as the queue is now: who comes later isn't foreseen."""
+    """When it is expected to end; None if unknown. Both ignore jobs that are submitted later."""
     reason: str
-    """Why it is in its state; of a PENDING one why it waits."""
+    """Why it is in its state; for a PENDING job, why it waits."""
     array: str
     is_held: bool
     shares: list[str]
-    """Jobs that are on its device beside it."""
+    """Other jobs on its device."""
     peak_bytes: int
-    """What it took of a device that it may share at most, as measured; 0 where it wasn't."""
+    """Measured memory peak on a device that it may share; 0 if not measured."""
     log: str
     """Path of its output."""
 
 
 class AttemptRow(TypedDict):
-    """One time that a job got devices."""
+    """One attempt of a job."""
 
     attempt: int
     devices: list[str]
@@ -109,7 +109,7 @@ class AttemptRow(TypedDict):
     ending: str
     reason: str
     pid: int | None
-    """Of its runner."""
+    """Process id of its runner."""
 
 
 class ExternalProcessRow(TypedDict):
@@ -128,23 +128,23 @@ class DeviceRow(TypedDict):
 
     id: str
     label: str
-    """For people: ``gpu0``, ``cpu:0-3``."""
+    """Name for people: ``gpu0``, ``cpu:0-3``."""
     kind: str
     memory_bytes: int
     speed: float
     price_per_hour: float
     power_w: float
     job: str
-    """The job that holds it, or will next; empty for none."""
+    """The job that holds it, or will hold it next; empty for none."""
     jobs: list[str]
-    """All that do: several where they share it."""
+    """All such jobs: several if they share it."""
     excess_bytes: int
-    """By how much the peaks of those that share it are more than its memory; 0 while all is well."""
+    """Sum of the sharing jobs' peaks beyond its memory; 0 if they fit."""
     closed: str
-    """Why nothing may start on it; empty where it is open."""
+    """Why nothing may start on it; empty if it is open."""
     external: list[ExternalProcessRow]
     ghost_bytes: int
-    """Memory that no process is known to hold; 0 while all is well."""
+    """Memory in use that no known process holds."""
     used_bytes: int
 
 
@@ -154,7 +154,7 @@ class StatusRow(TypedDict):
     pid: int
     version: str
     uid: int
-    """The daemon's own: jobs run as this user unless it is root."""
+    """User id of the daemon: jobs run as this user unless it is root."""
     since_s: float
     folder: str
     devices: list[DeviceRow]
@@ -165,11 +165,11 @@ class StatusRow(TypedDict):
     last: int
     """Number of the last event, for ``wait``."""
     problems: list[str]
-    """What an admin should know."""
+    """Problems that an admin should know."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """A message as its line."""
+    """Return a message as a line."""
     return (
         json.dumps({"v": VERSION, **message}, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
         + b"\n"
@@ -177,34 +177,34 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The message of a line.
+    """Return the message of a line.
 
     Raises:
-        ConfigError: it is none, or of another version.
+        ConfigError: it is no message, or of another version.
     """
     try:
         message = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"this is no message: {str(error) or 'nested too deeply'}"[:300]) from None
+        raise ConfigError(f"invalid message: {str(error) or 'nested too deeply'}"[:300]) from None
     if not isinstance(message, dict):
-        raise ConfigError(f"this is no message: expected a JSON object, found {type(message).__name__}")
+        raise ConfigError(f"invalid message: expected a JSON object, found {type(message).__name__}")
     if message.pop("v", None) != VERSION:
         raise ConfigError(
-            f"a message of another version than {VERSION}: the daemon and its client are of different versions of "
-            f"Evenload; end the daemon (SIGTERM, its log tells its process) and ask again: its jobs go on"
+            f"a message of another version than {VERSION}: the daemon and its client are different versions of "
+            f"Evenload; end the daemon (SIGTERM; its log has its process id) and retry: its jobs go on"
         )
     return message
 
 
 def error_row(error: Exception) -> dict[str, Any]:
-    """How an answer tells an error."""
+    """Return the reply that reports an error."""
     kinds = {ConfigError: "config", StaleError: "stale"}
     kind = next((name for known, name in kinds.items() if isinstance(error, known)), "queue")
     return {"ok": False, "error": {"kind": kind, "message": str(error)}}
 
 
 def error_from(row: Any) -> EvenloadError:
-    """The error that `error_row` told."""
+    """Return the error of a reply made by `error_row`."""
     table = row if isinstance(row, dict) else {}
     kind = {"config": ConfigError, "stale": StaleError}.get(str(table.get("kind")), QueueError)
     error: EvenloadError = kind(str(table.get("message", "the daemon gave an error without a message")))
@@ -212,4 +212,4 @@ def error_from(row: Any) -> EvenloadError:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

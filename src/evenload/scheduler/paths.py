@@ -1,4 +1,4 @@
-"""Where a queue lies: its folder, the files in it, and the socket's address, however long the path is."""
+"""Paths of a queue: its folder, the files in it, and the socket's address, however long the path is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from evenload.errors import ConfigError
 
 SYSTEM_FOLDER = Path("/var/lib/evenload/queue")
-"""The queue of the whole machine, where root installed one."""
+"""The queue of the whole machine, if root installed one."""
 
 SOCKET = "queue.sock"
 DAEMON_LOG = "daemon.log"
@@ -24,7 +24,7 @@ ATTEMPTS = "attempts"
 
 
 def default_folder() -> Path:
-    """The machine's own queue where root runs one, else this user's."""
+    """Return the machine's queue if root runs one, else this user's."""
     with contextlib.suppress(OSError):
         if SYSTEM_FOLDER.stat().st_uid == 0 and stat.S_ISSOCK((SYSTEM_FOLDER / SOCKET).stat().st_mode):
             return SYSTEM_FOLDER
@@ -39,20 +39,20 @@ def user_folder() -> Path:
 
 
 def log_path(folder: Path, job: str) -> Path:
-    """Where the output of a job goes, all attempts in one file. A job's id is a number, so this can't lead elsewhere."""
+    """Return the path of a job's output, for all attempts. A job's id is a number, so the path can't lead elsewhere."""
     return folder / LOGS / f"{job}.log"
 
 
 def attempt_folder(folder: Path, job: str, attempt: int) -> Path:
-    """Where a runner and the daemon leave files for each other."""
+    """Return the folder for files between a runner and the daemon."""
     return folder / ATTEMPTS / f"{job}.{attempt}"
 
 
 @contextlib.contextmanager
 def socket_address(folder: Path) -> Iterator[str]:
-    """A path of the queue's socket that fits into an address, which holds 107 bytes.
+    """Yield a path of the queue's socket that fits into the 107 bytes of an address.
 
-    A longer one is reached through an open folder; such an address holds while this is entered.
+    A longer path is reached through an open folder; such an address is valid inside the ``with`` block.
 
     Raises:
         OSError: the folder can't be opened.
@@ -69,7 +69,7 @@ def socket_address(folder: Path) -> Iterator[str]:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int, int]:
-    """The process id, user id and group id at the other end of a Unix socket, as the kernel knows them."""
+    """Return the peer's process, user and group id of a Unix socket, from the kernel."""
     size = 3 * 4
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     pid, uid, gid = (int.from_bytes(raw[i : i + 4], sys.byteorder, signed=True) for i in range(0, size, 4))
@@ -77,10 +77,10 @@ def peer_of(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def make_private(folder: Path, mode: int = 0o700) -> None:
-    """Makes a folder that only this user may write, or sees that it is one.
+    """Make a folder that only this user may write; check an existing one.
 
     Raises:
-        ConfigError: it is a link, no folder, or somebody else's.
+        ConfigError: it is a link or a file, or belongs to another user.
     """
     try:
         folder.mkdir(mode=mode, parents=True, exist_ok=True)
@@ -88,12 +88,12 @@ def make_private(folder: Path, mode: int = 0o700) -> None:
     except OSError as error:
         raise ConfigError(f"the queue's folder {folder} can't be made: {error}") from error
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{folder} is a link or no folder: a queue keeps its files in folders of its own; remove it")
+        raise ConfigError(f"{folder} is a link or a file: a queue keeps its files in its own folders; remove it")
     if found.st_uid != os.geteuid():
         raise ConfigError(
             f"{folder} belongs to user {found.st_uid}, this process is user {os.geteuid()}: a queue keeps its files in "
-            f"folders of its own; choose another with --queue"
+            f"its own folders; choose another with --queue"
         )
     kept = stat.S_IMODE(found.st_mode) & (mode | 0o011)
-    if kept != stat.S_IMODE(found.st_mode):  # whether others may pass through it, the daemon decides by its settings
+    if kept != stat.S_IMODE(found.st_mode):  # the daemon's settings decide whether others may pass through
         folder.chmod(kept)

@@ -1,5 +1,5 @@
-"""The queue's daemon: owns the record of a queue, decides, and has runners start and stop programs.
+"""The queue's daemon: owns the store, decides, and has runners start and stop programs.
 
-One thread owns the store. It records all that came in, decides, records the commands, commits once, and only then answers
-and acts; what it does follows from the record alone, so that a daemon killed at any point is continued by the next.
+One thread owns the store. It records everything that arrived, decides, records the decisions, commits once, and only then
+replies and acts. Its actions follow from the store alone, so that the next daemon continues one that was killed at any point.
 """

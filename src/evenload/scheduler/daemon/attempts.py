@@ -1,7 +1,7 @@
-"""Attempts between the record and their runners: begun, taken over, let go on a device that is free, asked to stop, ended.
+"""Attempts and their runners: launched, adopted, admitted to free devices, requested to stop, ended.
 
-What is done here follows from the record alone: an attempt without a runner gets one, a job that is to stop has its runner
-asked, whether that was recorded a moment ago or by a daemon that was killed since.
+Everything follows from the store alone: an attempt without a runner gets one, and the runner of a job that has to stop gets
+a request, whether that was recorded a moment ago or by an earlier daemon that was killed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from evenload.job.processes import ProcessIdentity, identity_of
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.attempt_specs import attempt_spec
 from evenload.scheduler.daemon.endings import ending
 from evenload.scheduler.daemon.external_processes import closed_reason, join_refusal
 from evenload.scheduler.daemon.learning import Learning
 from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.peaks import MemoryPeaks
-from evenload.scheduler.daemon.runner_orders import order_for
 from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt, identity_row
 from evenload.scheduler.daemon.server import ClientConnection
 from evenload.scheduler.daemon.state import DaemonState
@@ -31,13 +31,13 @@ from evenload.scheduler.store.ledger import AttemptRecord, Fence, RunnerStarted
 
 _REPORT_EVERY_S = 60.0
 _GRACE_S = 60.0
-"""Of a program that isn't recorded any more."""
+"""Grace of a program that isn't in the store any more."""
 _LEAST_RUN_S = 2.0
-"""A program that hasn't reported yet runs for so long before it is asked to give its devices to others."""
+"""A program that hasn't reported yet runs at least this long before it is requested to give its devices to others."""
 _BACK_WITHIN_S = 5.0
-"""The driver may take so long to give back what a job held that goes on with other devices."""
+"""Time for the driver to free the memory of a job that goes on with other devices."""
 _LOOK_WITHIN_S = 30.0
-"""A driver that doesn't answer for so long keeps a job from beginning."""
+"""A driver that doesn't answer for this long prevents a job from starting."""
 
 Record = Callable[..., tuple[Job, ...]]
 _Reply = tuple[ClientConnection, dict[str, Any]]
@@ -48,7 +48,7 @@ _REFUSED = {"ok": True, "result": {"go": False}}
 
 @dataclass(frozen=True, slots=True)
 class _PendingRunner:
-    """A runner that waits to begin."""
+    """A runner that waits for its admission."""
 
     connection: ClientConnection
     fence: Fence
@@ -57,7 +57,7 @@ class _PendingRunner:
 
 
 class Attempts:
-    """What happens to the attempts of a queue."""
+    """The attempts of a queue."""
 
     def __init__(self, state: DaemonState, log: DaemonLog, scan_soon: Callable[[], None]) -> None:
         self._state, self._log, self._scan_soon = state, log, scan_soon
@@ -65,16 +65,16 @@ class Attempts:
         self._peaks = MemoryPeaks(state, log)
         self._pending: list[_PendingRunner] = []
         self._released_s: dict[str, float] = {}
-        """GPU → when a job last gave it up, by the monotonic clock."""
+        """GPU → when a job last released it, by the monotonic clock."""
         self._last_holder: dict[str, str] = {}
-        """GPU → the job that did."""
+        """GPU → the job that last released it."""
         self.next_request_s: float | None = None
-        """When the next of those that began a moment ago is to be asked to stop, by the monotonic clock."""
+        """When the next job that began a moment ago is requested to stop, by the monotonic clock."""
         self._failed: dict[str, str] = {}
-        """Jobs whose runner couldn't be started, and why."""
+        """Job → why its runner couldn't be started."""
 
     def adopt_running(self) -> None:
-        """Finds again what an earlier daemon had started."""
+        """Adopt the runners that an earlier daemon started."""
         num = 0
         for attempt in self._state.store.attempts():
             if attempt.runner is None:
@@ -91,17 +91,17 @@ class Attempts:
                 done=job.done,
             )
         if num:
-            self._log.write(f"{num} running jobs taken over")
+            self._log.write(f"{num} running jobs adopted")
 
     def launch(self) -> None:
-        """Starts a runner for each attempt that has none."""
+        """Start a runner for each attempt that has none."""
         for attempt in self._state.store.attempts():
             name = attempt.fence.job
             live = self._state.runners.live.get(name)
             if name in self._failed or (live is not None and live.fence == attempt.fence):
                 continue
             if live is not None:
-                continue  # its earlier attempt isn't put away yet
+                continue  # its earlier attempt isn't cleaned up yet
             try:
                 self._start_runner(attempt)
             except (EvenloadError, OSError) as error:
@@ -112,10 +112,12 @@ class Attempts:
         state, name = self._state, attempt.fence.job
         stored = state.program_of(name)
         if stored is None:
-            raise QueueError("what it runs isn't recorded")
+            raise QueueError("its program isn't in the store")
         job = state.store.queue_state.jobs[name]
         shares = job.spec.share_device
-        order = order_for(state.folder, attempt, stored.program, state.devices, state.settings.log_bytes, shares=shares)
+        order = attempt_spec(
+            state.folder, attempt, stored.program, state.devices, state.settings.log_bytes, shares=shares
+        )
         state.runners.launch(attempt, order, learns=stored.learns, measures=stored.measures, done=job.done)
 
     def register(self, connection: ClientConnection, *, job: str, attempt: int, fence: int) -> dict[str, Any] | None:
@@ -144,7 +146,7 @@ class Attempts:
         return None
 
     def admit(self, record: Record) -> list[_Reply]:
-        """The runners that may begin now, and those that may not: all of their devices were looked at since they came."""
+        """Return the replies to runners whose devices were all scanned since they registered: admitted or refused."""
         replies: list[_Reply] = []
         waiting = []
         for at in self._pending:
@@ -170,7 +172,7 @@ class Attempts:
                 if device not in self._state.store.queue_state.closed:
                     record(events.DeviceClosed(time.time(), device, reason))
                 record(events.Yielded(time.time(), job.id, f"{self._label(device)} is {reason}"))
-                self._log.write(f"job {job.id} doesn't begin: {self._label(device)}: {reason}")
+                self._log.write(f"job {job.id} doesn't start: {self._label(device)}: {reason}")
             else:
                 facts = identity_row(at.identity)
                 record(RunnerStarted(time.time(), job.id, at.fence.attempt, facts), fence=at.fence)
@@ -181,12 +183,12 @@ class Attempts:
         return replies
 
     def _problem(self, attempt: AttemptRecord, since_s: float) -> tuple[str, str] | tuple[()] | None:
-        """The device that isn't free and why; nothing where all are; None where they have to be looked at first."""
+        """Return the device that isn't free, and the reason; () where all are free; None where a scan is needed first."""
         gpus = self._gpus(attempt.devices)
         if not gpus:
             return ()
         scan = self._state.scan
-        released_s = [self._released_s.get(device, 0.0) for device in gpus]  # perhaps by one who shared it
+        released_s = [self._released_s.get(device, 0.0) for device in gpus]  # perhaps by a job that shared it
         if scan is None or scan.began_s <= max(since_s, *released_s):
             self._scan_soon()
             late = time.monotonic() - since_s > _LOOK_WITHIN_S
@@ -205,7 +207,7 @@ class Attempts:
         return ()
 
     def _beside(self, device: str) -> list[int] | None:
-        """Process ids of the runners of all jobs on a device; None where it isn't shared."""
+        """Return the process ids of the runners of all jobs on a device; None where it isn't shared."""
         names = self._state.store.queue_state.holder.get(device, ())
         if len(names) < 2:
             return None
@@ -213,15 +215,12 @@ class Attempts:
         return [pids[name] for name in names if name in pids]
 
     def _is_settling(self, attempt: AttemptRecord, device: str, *, is_shared: bool) -> bool:
-        """Whether the same job gave the device up a moment ago, to go on with more or fewer: its memory comes back.
-
-        On one that is shared another may have.
-        """
+        """Return whether the job (on a shared device, any) released it a moment ago: its memory is still being freed."""
         is_its_own = is_shared or self._last_holder.get(device) == attempt.fence.job
         return is_its_own and time.monotonic() - self._released_s.get(device, 0.0) < _BACK_WITHIN_S
 
     def runner_pids(self) -> dict[str, int]:
-        """Job → process id of its runner."""
+        """Return the process id of each job's runner."""
         live = self._state.runners.live
         return {name: one.identity.pid for name, one in live.items() if one.identity is not None}
 
@@ -234,7 +233,7 @@ class Attempts:
         return device if found is None else found.label
 
     def unseen(self) -> list[str]:
-        """GPUs that nobody has looked at since the last job gave them up."""
+        """Return the GPUs that were not scanned since a job released them."""
         scan = self._state.scan
         seen_s = -1.0 if scan is None else scan.began_s
         unseen = [
@@ -247,7 +246,7 @@ class Attempts:
         return unseen
 
     def request_stops(self, to_kill: set[str]) -> None:
-        """Has the runners of jobs that are to stop ask their programs."""
+        """Send requests to the runners of jobs that have to stop."""
         queue_state = self._state.store.queue_state
         for name in to_kill & self._state.runners.live.keys():
             reason = queue_state.jobs[name].reason if name in queue_state.jobs else "it ended"
@@ -259,19 +258,17 @@ class Attempts:
             if job is None or job.state not in (JobState.PREEMPTING, JobState.RESIZING) or live.requested:
                 continue
             if job.ending is None and live.report is None and time.monotonic() < live.began_s + _LEAST_RUN_S:
-                next_request_s = (
-                    live.began_s + _LEAST_RUN_S
-                )  # before its handler is there the signal would end it unsaved
+                next_request_s = live.began_s + _LEAST_RUN_S  # without its handler the signal would end it unsaved
                 self.next_request_s = min(next_request_s, self.next_request_s or next_request_s)
                 continue
-            self._state.runners.request(name, RunnerRequest("stop", job.reason or "asked by the queue"))
+            self._state.runners.request(name, RunnerRequest("stop", job.reason or "requested by the queue"))
 
     def note_reports(self, record: Record) -> None:
-        """Reads how far the programs are, and what they take of devices that they may share.
+        """Read the programs' progress, and their memory on devices that they may share.
 
-        An attempt's first report is recorded, its first with a speed, then one a minute.
+        Recorded are an attempt's first report, its first with a speed, then one a minute.
         """
-        self._peaks.look(record)
+        self._peaks.measure(record)
         for live in self._state.runners.read_reports():
             now_s = time.monotonic()
             has_speed = live.report is not None and live.report.steps_per_s > 0
@@ -293,7 +290,7 @@ class Attempts:
         live.measures = live.measures and live.first is None
 
     def end_gone(self, record: Record) -> list[EndedAttempt]:
-        """Records the ends of attempts whose runners are gone; they are forgotten once that is on disk."""
+        """Record the ends of attempts whose runners have ended, and return them; call `forget` once that is on disk."""
         found = self._state.runners.collect()
         if found:
             self._state.runners.read_reports()
@@ -314,10 +311,9 @@ class Attempts:
             self._peaks.ended(live, gone.result, is_success, record)
             for job in record(event):
                 if job.id == live.fence.job and job.state in ENDED:
-                    for report in self._state.memory_history.learn(
-                        job, self._state.store.queue_state.jobs, time.time()
-                    ):
-                        record(report)
+                    jobs = self._state.store.queue_state.jobs
+                    for change in self._state.memory_history.learn(job, jobs, time.time()):
+                        record(change)
             self._note_release(attempt)
         for name, reason in list(self._failed.items()):
             if self._state.store.attempt(name) is not None and name not in self._state.runners.live:
@@ -331,7 +327,7 @@ class Attempts:
             self._last_holder[device] = attempt.fence.job
 
     def forget(self, ended: Iterable[EndedAttempt]) -> None:
-        """The ends are on disk."""
+        """Forget attempts whose ends are on disk."""
         for gone in ended:
             self._state.runners.forget(gone.live)
             if gone.live.fence.job not in self._state.store.queue_state.jobs:

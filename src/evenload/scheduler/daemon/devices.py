@@ -1,4 +1,4 @@
-"""The devices of a queue on this machine, and what a job's program gets so that it uses exactly those given to it."""
+"""Devices of a queue on this machine, and the variables that limit a job's program to its own devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenload.scheduler.core.values import Device
 from evenload.scheduler.daemon.queue_file import QueueFile
 
 HOST = "local"
-"""All devices of such a queue are in one machine, whatever it is called today."""
+"""All devices of a local queue are in one machine, whatever its current name."""
 
 _MOST_SLOTS = 8
 _ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -22,9 +22,9 @@ class LocalDevice:
     """A device of this machine."""
 
     device: Device
-    """A GPU's id is its UUID, which stays when cards are added or taken out."""
+    """A GPU's id is its UUID, which stays the same when other GPUs are added or removed."""
     label: str
-    """As people call it: ``gpu0`` as nvidia-smi counts, ``cpu:0-3``."""
+    """Name for people: ``gpu0`` as nvidia-smi counts, ``cpu:0-3``."""
     cores: tuple[int, ...] = ()
 
     @property
@@ -34,7 +34,7 @@ class LocalDevice:
 
 
 def find_devices(settings: QueueFile) -> tuple[LocalDevice, ...]:
-    """What is here: each GPU; or, without GPUs or where asked for, slots of CPU cores."""
+    """Return each GPU; without GPUs, or where they are set, also slots of CPU cores."""
     gpus = _gpus()
     slots = settings.cpu_slots
     if slots is None:
@@ -43,7 +43,7 @@ def find_devices(settings: QueueFile) -> tuple[LocalDevice, ...]:
 
 
 def variables_for(devices: Iterable[LocalDevice]) -> tuple[dict[str, str], tuple[int, ...]]:
-    """The variables that show a program its GPUs and no others, and the cores it is bound to (none: all)."""
+    """Return the variables that show a program its GPUs and no others, and the cores it is bound to (none: all)."""
     given = tuple(devices)
     uuids = [found.device.id for found in given if found.is_gpu]
     cores = sorted({core for found in given for core in found.cores})
@@ -51,7 +51,7 @@ def variables_for(devices: Iterable[LocalDevice]) -> tuple[dict[str, str], tuple
 
 
 def kind_of(name: str) -> str:
-    """What people call a GPU: ``NVIDIA GeForce RTX 2080 Ti`` → ``rtx2080ti``, ``NVIDIA A100-SXM4-80GB`` → ``a100``."""
+    """Return the short name of a GPU: ``NVIDIA GeForce RTX 2080 Ti`` → ``rtx2080ti``, ``NVIDIA A100-SXM4-80GB`` → ``a100``."""
     words = re.sub(r"NVIDIA|GeForce|Tesla|Quadro|Graphics", " ", name, flags=re.IGNORECASE).split()
     kept = []
     for word in words:
@@ -65,7 +65,7 @@ def kind_of(name: str) -> str:
 
 
 def _gpus() -> tuple[LocalDevice, ...]:
-    """All GPUs that NVML knows, whatever this process's own CUDA_VISIBLE_DEVICES says."""
+    """Return all GPUs of NVML; CUDA_VISIBLE_DEVICES of this process is ignored."""
     found = []
     with hardware.gpu_handles(_ALONG_THE_BUS) as (nvml, handles):
         for index, handle in enumerate(handles):
@@ -77,7 +77,7 @@ def _gpus() -> tuple[LocalDevice, ...]:
 
 
 def _cpu_slots(num: int) -> tuple[LocalDevice, ...]:
-    """The usable cores in `num` equal parts; more slots than cores share them in turn."""
+    """Divide the usable cores into `num` equal slots; more slots than cores share them in turn."""
     cores = hardware.usable_cores()
     slots = []
     for index in range(num):

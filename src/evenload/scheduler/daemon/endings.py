@@ -1,4 +1,4 @@
-"""What a runner's result means for the queue: pure, from what it left and what the program last told."""
+"""Interpretation of a runner's result and the program's last report: the event that ends an attempt. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from evenload.scheduler.core import events
 from evenload.scheduler.runner.files import RunnerResult
 
 _BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
-"""How a program ends that obeys a signal, also through a shell."""
+"""Exit codes of a program that obeys a signal, also through a shell."""
 
 
 def ending(
     job: str, now_s: float, result: RunnerResult, report: ProgressReport | None, done_before: float
 ) -> events.Event:
-    """The event that an ended attempt is.
+    """Return the event that ends an attempt.
 
     Args:
         job: its id.
-        now_s: the present.
-        result: what the runner left.
+        now_s: the time now.
+        result: the runner's result.
         report: the program's last report.
-        done_before: work done when the attempt began: who yields unasked must have come further, or it would start again
-            for ever.
+        done_before: work done when the attempt began; a job that stops without a request must have made progress, or it
+            would restart forever.
     """
     has_saved = report is not None and report.state == "stopped"
     if result.code is None:
@@ -32,30 +32,34 @@ def ending(
             return events.Yielded(now_s, job, result.problem)
         return events.Ended(now_s, job, is_success=False, reason=result.problem or "it could not be started")
     if result.requested:
-        return _asked(job, now_s, result, has_saved)
+        return _requested_ending(job, now_s, result, has_saved)
     if result.code == EXIT_CODE:
         if has_saved and report is not None and report.step > done_before:
             return events.Yielded(now_s, job, f"it saved at step {report.step} and ended by itself")
-        reason = f"exit code {EXIT_CODE} (saved, to go on later), but nobody asked it to stop and it came no further"
+        reason = f"exit code {EXIT_CODE} (saved, to go on later), but there was no stop request and no progress"
         return events.Ended(now_s, job, is_success=False, reason=reason)
     return events.Ended(now_s, job, is_success=result.code == 0, reason=describe_code(result.code))
 
 
-def _asked(job: str, now_s: float, result: RunnerResult, has_saved: bool) -> events.Event:
+def _requested_ending(job: str, now_s: float, result: RunnerResult, has_saved: bool) -> events.Event:
     code = result.code
     if code == EXIT_CODE or has_saved:
         return events.Yielded(now_s, job)
     if code == 0:
         return events.Ended(now_s, job, is_success=True, reason=describe_code(0))
     if result.was_killed:
-        return events.Yielded(now_s, job, "it didn't end within its grace and was killed; what it saved before counts")
+        return events.Yielded(
+            now_s, job, "it didn't end within its grace and was killed; it goes on from its last save"
+        )
     if code in _BY_REQUEST:
         return events.Yielded(now_s, job, "it ended at the request without saving")
-    return events.Ended(now_s, job, is_success=False, reason=f"asked to stop, it ended with {describe_code(code or 0)}")
+    return events.Ended(
+        now_s, job, is_success=False, reason=f"requested to stop, it ended with {describe_code(code or 0)}"
+    )
 
 
 def describe_code(code: int) -> str:
-    """An exit code, for people."""
+    """Return an exit code as text."""
     if code >= 0:
         return f"exit code {code}" if code else ""
     try:

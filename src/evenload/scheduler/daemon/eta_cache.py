@@ -1,7 +1,7 @@
-"""Why jobs wait and when they will be done, kept at hand for those who ask: worked out seldom, and never long in their way.
+"""Cache of wait reasons and ETAs, so that `ps` never blocks on them.
 
-A small queue is looked at when somebody asks. At 100,000 jobs a look takes more than a second: there a thread makes it, from
-a snapshot that nobody changes, and whoever asks meanwhile is told what the last one saw.
+In a small queue they are computed on request. With 100,000 jobs that takes more than a second: a thread does it then, from an
+immutable snapshot, and requests meanwhile get the previous result.
 """
 
 from __future__ import annotations
@@ -15,65 +15,65 @@ from evenload.scheduler.core.forecast import Forecast, forecast
 from evenload.scheduler.core.snapshot import QueueSnapshot
 
 _FRESH_S = 1.0
-"""A look at a queue in which nothing happened since is as good for so long."""
-_COST = 10
-"""No further look for this many times what the last one took."""
-_AT_ONCE = 2000
-"""Up to so many jobs are looked at while the caller waits: some 20 ms."""
-_MOST_FORESEEN = 2000
-"""Times are worked out for so many in line; reasons for all."""
-_PATIENT_S = 0.1
-"""A caller waits so long for a look that a thread makes, where there is no earlier one."""
+"""A result stays valid this long if no event was recorded since."""
+_COST_FACTOR = 10
+"""A result also stays valid for this many times the time that it took."""
+_MAX_SYNCHRONOUS = 2000
+"""Up to this many jobs the caller waits for the result, about 20 ms."""
+_MAX_FORECASTS = 2000
+"""Times are computed for this many jobs in line; reasons for all."""
+_FIRST_WAIT_S = 0.1
+"""Longest wait of a caller for the thread's first result."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _CachedForecast:
     last: int
-    """The record's last event then."""
+    """Number of the last event in it."""
     done_s: float
     cost_s: float
     jobs: Mapping[str, Forecast]
 
 
 class EtaCache:
-    """The last look ahead, and the next."""
+    """The latest forecast of all jobs."""
 
     def __init__(self) -> None:
-        self._seen: _Seen | None = None
+        self._cached: _CachedForecast | None = None
         self._thread: threading.Thread | None = None
 
-    def of(self, snapshot: QueueSnapshot, last: int) -> Mapping[str, Forecast]:
-        """Each job's prospects, as of now or a moment ago. Jobs that came since may be missing.
+    def forecasts(self, snapshot: QueueSnapshot, last: int) -> Mapping[str, Forecast]:
+        """Return each job's forecast, as of now or a moment ago. Jobs that were submitted since may be missing.
 
         Args:
             snapshot: the queue.
             last: number of the last event in it.
         """
         if self._is_fresh(last):
-            return self._known()
-        if len(snapshot.jobs) <= _AT_ONCE:
-            self._look(snapshot, last)
-            return self._known()
+            return self._jobs()
+        if len(snapshot.jobs) <= _MAX_SYNCHRONOUS:
+            self._compute(snapshot, last)
+            return self._jobs()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=self._look, args=(snapshot, last), name="evenload-foresight", daemon=True
+                target=self._compute, args=(snapshot, last), name="evenload-forecast", daemon=True
             )
             self._thread.start()
-        if self._seen is None:
-            self._thread.join(_PATIENT_S)
-        return self._known()
+        if self._cached is None:
+            self._thread.join(_FIRST_WAIT_S)
+        return self._jobs()
 
-    def _known(self) -> Mapping[str, Forecast]:
-        return {} if self._seen is None else self._seen.jobs
+    def _jobs(self) -> Mapping[str, Forecast]:
+        return {} if self._cached is None else self._cached.jobs
 
     def _is_fresh(self, last: int) -> bool:
-        seen = self._seen
+        seen = self._cached
         if seen is None:
             return False
-        return time.monotonic() - seen.done_s < (_FRESH_S if last == seen.last else 0.0) + _COST * seen.cost_s
+        return time.monotonic() - seen.done_s < (_FRESH_S if last == seen.last else 0.0) + _COST_FACTOR * seen.cost_s
 
-    def _look(self, snapshot: QueueSnapshot, last: int) -> None:
+    def _compute(self, snapshot: QueueSnapshot, last: int) -> None:
         began_s = time.monotonic()
-        known = forecast(snapshot, time.time(), _MOST_FORESEEN)
+        known = forecast(snapshot, time.time(), _MAX_FORECASTS)
         done_s = time.monotonic()
-        self._seen = _Seen(last, done_s, done_s - began_s, known)
+        self._cached = _CachedForecast(last, done_s, done_s - began_s, known)

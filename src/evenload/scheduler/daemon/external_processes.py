@@ -26,9 +26,9 @@ class DeviceProcess:
     pid: int
     user: str
     command: str
-    """Empty where it can't be seen from here (another container)."""
+    """Empty where it can't be read (another container)."""
     used_bytes: int | None
-    """None where the driver doesn't tell."""
+    """None where the driver doesn't report it."""
     is_own: bool = False
     """It belongs to a job of this queue."""
     runner: int = 0
@@ -37,20 +37,20 @@ class DeviceProcess:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """What one look saw on one device."""
+    """The use of one device in one scan."""
 
     holders: tuple[DeviceProcess, ...] = ()
     used_bytes: int = 0
     problem: str = ""
-    """Why it can't be told whether it is free."""
+    """Why the scan failed; empty if it didn't."""
 
     @property
     def external(self) -> tuple[DeviceProcess, ...]:
-        """Those outside the queue."""
+        """The processes outside the queue."""
         return tuple(holder for holder in self.holders if not holder.is_own)
 
     def ghost_bytes(self, allowed_bytes: int) -> int:
-        """Memory that nobody is known to hold, above what the driver may keep for itself."""
+        """Return memory that no known process holds, above what the driver may keep for itself."""
         if any(holder.used_bytes is None for holder in self.holders):
             return 0
         left = self.used_bytes - sum(holder.used_bytes or 0 for holder in self.holders)
@@ -59,17 +59,17 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuScan:
-    """One look at all devices."""
+    """One scan of all devices."""
 
     began_s: float
-    """By the monotonic clock: what was so before this moment may have been overlooked, what is so after it wasn't."""
+    """By the monotonic clock; a process that started later may be missing."""
     held: Mapping[str, DeviceUse] = field(default_factory=dict)
 
 
 def closed_reason(held: DeviceUse | None, allowed_bytes: int) -> str:
-    """Why nothing may start on a device that no job of this queue has; an empty text where it is free."""
+    """Return why nothing may start on a device without a job of this queue; empty where it is free."""
     if held is None:
-        return "NVML doesn't know it any more"
+        return "NVML doesn't list it any more"
     if held.problem:
         return held.problem
     if held.holders:
@@ -81,31 +81,31 @@ def closed_reason(held: DeviceUse | None, allowed_bytes: int) -> str:
 
 
 def join_refusal(held: DeviceUse | None, allowed_bytes: int, runners: Iterable[int]) -> str:
-    """Why a job can't join those that share a device; an empty text where it can.
+    """Return why a job can't join the jobs that share a device; empty where it can.
 
     Args:
-        held: what was seen on it.
+        held: its use in the last scan.
         allowed_bytes: memory that the driver may keep for itself.
         runners: process ids of the runners of all jobs on it.
     """
     if held is None or held.problem:
         return closed_reason(held, allowed_bytes)
     ours = frozenset(runners)
-    for holder in held.holders:  # one that can't be seen from here may well be theirs
+    for holder in held.holders:  # one that can't be read may well be theirs
         if holder.command and holder.runner not in ours:
             return f"held by {describe(holder)}, outside the jobs that share it"
     return closed_reason(DeviceUse((), held.ghost_bytes(allowed_bytes)), 0)
 
 
 def describe(holder: DeviceProcess) -> str:
-    """A process, for people."""
+    """Return a process as text."""
     if not holder.command:
-        return f"process {holder.pid}, which can't be seen from here"
+        return f"process {holder.pid}, which can't be read from here"
     return f"process {holder.pid} of {holder.user} ({holder.command[:60]})"
 
 
 class GpuMonitor(threading.Thread):
-    """Looks at the GPUs every so often, and when asked to."""
+    """A thread that scans the GPUs periodically and on request."""
 
     def __init__(self, every_s: float, on_scan: Callable[[], None]) -> None:
         """Scan every `every_s` seconds; `on_scan` is called from this thread after each scan."""
@@ -113,39 +113,39 @@ class GpuMonitor(threading.Thread):
         self._on_scan = on_scan
         self.last: GpuScan | None = None
         self.runners: tuple[int, ...] = ()
-        """Process ids whose descendants are the queue's own."""
+        """Process ids of runners: their descendants are the queue's own."""
         self._every_s = every_s
         self._is_requested = threading.Event()
         self._is_over = False
 
     def scan_soon(self) -> None:
-        """Asks for a look that begins after this call."""
+        """Request a scan that begins after this call."""
         self._is_requested.set()
 
     def run(self) -> None:
-        """Looks until `close`."""
+        """Scan until `close`."""
         while not self._is_over:
             try:
                 with hardware.gpu_handles(_ALONG_THE_BUS) as (nvml, handles):
-                    self._look_on(nvml, handles)
-            except Exception as error:  # whatever a driver's library throws: the queue goes on and says so
-                self._show(GpuScan(time.monotonic(), _UnknownUse(f"NVML can't be asked: {error}")))
+                    self._scan_repeatedly(nvml, handles)
+            except Exception as error:  # whatever a driver's library raises: the queue goes on and reports it
+                self._publish(GpuScan(time.monotonic(), _UnknownUse(f"NVML can't be queried: {error}")))
                 self._wait()
 
-    def _look_on(self, nvml: Any, handles: list[Any]) -> None:
-        """Looks while the same devices are there; beginning NVML anew each time would cost a second."""
+    def _scan_repeatedly(self, nvml: Any, handles: list[Any]) -> None:
+        """Scan while the devices stay the same; initialising NVML for each scan would cost a second."""
         if nvml is None:
-            self._show(GpuScan(time.monotonic(), _UnknownUse("NVML can't be asked any more")))
+            self._publish(GpuScan(time.monotonic(), _UnknownUse("NVML can't be queried any more")))
             self._wait()
             return
         count = nvml.nvmlDeviceGetCount()
         while not self._is_over and nvml.nvmlDeviceGetCount() == count:
             self._is_requested.clear()
             began_s = time.monotonic()
-            self._show(GpuScan(began_s, scan_devices(nvml, handles, self.runners)))
+            self._publish(GpuScan(began_s, scan_devices(nvml, handles, self.runners)))
             self._wait()
 
-    def _show(self, scan: GpuScan) -> None:
+    def _publish(self, scan: GpuScan) -> None:
         self.last = scan
         self._on_scan()
 
@@ -153,13 +153,13 @@ class GpuMonitor(threading.Thread):
         self._is_requested.wait(self._every_s)
 
     def close(self) -> None:
-        """Lets the thread end."""
+        """Let the thread end."""
         self._is_over = True
         self._is_requested.set()
 
 
 class _UnknownUse(dict[str, DeviceUse]):
-    """What is on each device, where that can't be found out."""
+    """The use of every device after a failed scan."""
 
     def __init__(self, problem: str) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _UnknownUse(dict[str, DeviceUse]):
 
 
 def scan_devices(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str, DeviceUse]:
-    """What is on each device now, by UUID."""
+    """Scan the devices and return their use by UUID."""
     found = {}
     stats: dict[int, ProcessStat] | None = None
     ours = frozenset(runners)
@@ -180,7 +180,7 @@ def scan_devices(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> d
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             used_bytes = _used_bytes(nvml, handle)
         except nvml.NVMLError as error:
-            found[uuid] = DeviceUse(problem=f"NVML doesn't tell what is on it: {error}")
+            found[uuid] = DeviceUse(problem=f"NVML doesn't report its processes: {error}")
             continue
         if processes and stats is None:
             stats = all_stats()
@@ -195,7 +195,7 @@ def runner_of(pid: int, runners: frozenset[int], stats: dict[int, ProcessStat]) 
 
 
 def _used_bytes(nvml: Any, handle: Any) -> int:
-    """Memory in use, without what the driver keeps for itself where it tells the two apart."""
+    """Return the memory in use, without the driver's own where NVML reports it separately."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
     except (nvml.NVMLError, AttributeError, TypeError):
@@ -216,7 +216,7 @@ def _holder(process: Any, runner: int) -> DeviceProcess:
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number where there is none."""
+    """Return the name of a user, or the number where there is none."""
     import pwd
 
     try:
@@ -226,5 +226,5 @@ def user_name(uid: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """A stranger's command line may hold anything; people see it in a terminal."""
+    """Replace characters that could control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]

@@ -1,9 +1,9 @@
-"""What a queue learns of its jobs while they run: their speed on so many devices, and what a stop and resume costs them.
+"""Measurements of running jobs: their speed per number of devices, and the cost of a stop and resume.
 
-Both come from the programs' reports alone. The cost of a restart is the time lost by it: from the request to stop until the
-first report of progress of the next attempt, without the time in which it waited for devices, and without what its steps in
-between would have taken anyway. Before a job was ever stopped, its start alone is known, and counts. A daemon that starts
-anew has forgotten a stop under way; it measures the next.
+Both come from the programs' reports alone. The cost of a restart is the time lost: from the stop request until the first report
+of progress of the next attempt, without the time spent waiting for devices, and without the time of the steps in between.
+Before the first stop of a job only its start is known, and counts. A restarted daemon has forgotten a stop in progress; it
+measures the next.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.runner.files import RunnerResult
 
-_NEWER = 0.5
-"""The weight of the newest measured restart against those before it."""
-_SAME = 0.1
-"""A measured restart that differs by less than this part is not recorded anew."""
+_NEWEST_WEIGHT = 0.5
+"""Weight of the newest measured restart against the earlier ones."""
+_MIN_CHANGE = 0.1
+"""A measured restart that differs by less than this fraction is not recorded again."""
 
 
 @dataclass
-class _Known:
-    """Of one job that has not ended."""
+class _JobMeasurements:
+    """Measurements of one job that has not ended."""
 
     speeds: dict[int, float] = field(default_factory=dict)
-    """Number of devices → work a second, as last measured."""
+    """Number of devices → work per second, as last measured."""
     stop_lost_s: float | None = None
-    """Lost by the last stop, until the next attempt shows what its start loses."""
+    """Time lost by the last stop, until the start of the next attempt is measured."""
     num_restarts: int = 0
-    """How many were measured."""
+    """Number of measured restarts."""
 
 
 def lost_s(seconds: float, steps: float, rate: float) -> float:
-    """How much of some seconds was lost, in which so many steps were done by a job that does `rate` a second."""
+    """Return the time lost of `seconds`, in which a job of `rate` steps per second did `steps`."""
     return max(0.0, seconds - (steps / rate if rate > 0 else 0.0))
 
 
 class Learning:
-    """What is learned of the jobs of one queue."""
+    """The measurements of one queue's jobs."""
 
     def __init__(self, state: DaemonState) -> None:
         self._state = state
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _JobMeasurements] = {}
 
     def reported(self, live: LiveAttempt, job: Job) -> events.Reported | None:
-        """The record of an attempt's last report; None where it told nothing."""
+        """Return the event of an attempt's last report; None without a report."""
         report = live.report
         if report is None:
             return None
@@ -63,7 +63,7 @@ class Learning:
         return events.Reported(time.time(), job.id, float(report.step), total, report.steps_per_s, rates)
 
     def stopped(self, live: LiveAttempt, result: RunnerResult | None) -> None:
-        """An attempt that was asked to stop has ended and will go on later."""
+        """Measure the stop of an attempt that ended after a request and will go on later."""
         report = live.report
         if (
             result is None
@@ -77,7 +77,7 @@ class Learning:
         known.stop_lost_s = lost_s(result.time_s - live.requested_s, max(0.0, steps), rate)
 
     def began(self, live: LiveAttempt, job: Job) -> events.SpecChanged | None:
-        """What the first progress of an attempt tells of the cost of a restart; None where that is nothing new."""
+        """Measure a restart by the attempt's first progress; return the event that records it, None where nothing changed."""
         first = live.first
         if first is None or not live.measures:
             return None
@@ -88,25 +88,25 @@ class Learning:
         if known.stop_lost_s is None:
             measured_s = start_s
             if before is not None:
-                return None  # a start alone says less than what is known
+                return None  # a start alone is a worse estimate than the known one
         else:
             measured_s = known.stop_lost_s + start_s
             if known.num_restarts and before is not None:
-                measured_s = _NEWER * measured_s + (1 - _NEWER) * before
+                measured_s = _NEWEST_WEIGHT * measured_s + (1 - _NEWEST_WEIGHT) * before
             known.num_restarts += 1
             known.stop_lost_s = None
-        if before is not None and abs(measured_s - before) <= _SAME * before:
+        if before is not None and abs(measured_s - before) <= _MIN_CHANGE * before:
             return None
         return events.SpecChanged(time.time(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
 
     def forget(self, name: str) -> None:
-        """The job has ended."""
+        """Forget a job that has ended."""
         self._known.pop(name, None)
 
-    def _of(self, job: Job) -> _Known:
+    def _of(self, job: Job) -> _JobMeasurements:
         known = self._known.get(job.id)
         if known is None:
-            known = self._known[job.id] = _Known(num_restarts=int(job.num_restarts > 0))
+            known = self._known[job.id] = _JobMeasurements(num_restarts=int(job.num_restarts > 0))
             if job.rates and job.rates != job.spec.rates:  # learned by an earlier daemon
                 sizes = {len(attempt.devices) for attempt in self._state.reader.attempts(job.id)}
                 known.speeds = {size: job.rates[size - 1] for size in sizes if 0 < size <= len(job.rates)}

@@ -1,4 +1,4 @@
-"""The daemon's own log: lines with a time in a file of bounded size."""
+"""The daemon's own log: lines with the time, in a file of bounded size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LARGEST_BYTES = 4 * 2**20
 
 
 class DaemonLog:
-    """Writes to the standard error output, which for a detached daemon is the file it keeps small."""
+    """Writes to standard error, which for a background daemon is a file of bounded size."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Takes the file as standard output and error, so that what the interpreter itself says is there too.
+        """Redirect standard output and error to the file, so that it holds the interpreter's messages too.
 
         Raises:
             ConfigError: it can't be written.
@@ -30,7 +30,7 @@ class DaemonLog:
                 raise ConfigError(f"the daemon's log {path} can't be written: {error}") from error
 
     def write(self, text: str) -> None:
-        """Writes a line."""
+        """Write a line."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(line)

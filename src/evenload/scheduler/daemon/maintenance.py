@@ -1,6 +1,6 @@
-"""Events that follow from what is set and what is seen: devices that came or went, strangers, settings of `queue.toml`.
+"""Events that bring the store up to date: devices added or removed, external processes, settings of `queue.toml`.
 
-All pure: the queue as it is recorded and the machine as it is go in, the events that bring the record up to date come out.
+Pure: the recorded queue and the state of the machine go in, events come out.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from evenload.scheduler.daemon.devices import LocalDevice
 from evenload.scheduler.daemon.external_processes import GpuScan, closed_reason, join_refusal
 from evenload.scheduler.daemon.queue_file import QueueFile
 
-_AWAY = "isn't found in this machine now"
-_RETOLD_S = 30.0
-"""A reason that only changes its numbers is recorded again so often at most."""
+_MISSING = "isn't found in this machine now"
+_REPEAT_S = 30.0
+"""A reason with only other numbers is recorded again no more often than this."""
 
 
 def device_events(queue_state: QueueState, found: Mapping[str, LocalDevice], now_s: float) -> list[events.Event]:
-    """Devices that are new, measured anew, back, or away.
+    """Return the events of devices that are new, changed, back, or missing.
 
-    One that is away is removed only where something else of its kind was found: a driver that doesn't answer for a
-    moment must not empty the queue.
+    A missing one is removed only where another of its kind was found: a driver that doesn't answer for a moment must not
+    empty the queue.
     """
     happened: list[events.Event] = []
     for name, one in found.items():
         if queue_state.devices.get(name) != one.device:
             happened.append(events.DeviceAdded(now_s, one.device))
-        if queue_state.closed.get(name) == _AWAY:
+        if queue_state.closed.get(name) == _MISSING:
             happened.append(events.DeviceOpened(now_s, name))
     has_gpus = any(one.is_gpu for one in found.values())
     for name, device in queue_state.devices.items():
@@ -41,7 +41,7 @@ def device_events(queue_state: QueueState, found: Mapping[str, LocalDevice], now
         if is_sure and name not in queue_state.holder and not _is_reserved(queue_state, name):
             happened.append(events.DeviceRemoved(now_s, name))
         elif name not in queue_state.closed:
-            happened.append(events.DeviceClosed(now_s, name, _AWAY))
+            happened.append(events.DeviceClosed(now_s, name, _MISSING))
     return happened
 
 
@@ -50,7 +50,7 @@ def _is_reserved(queue_state: QueueState, name: str) -> bool:
 
 
 def file_events(queue_state: QueueState, settings: QueueFile, now_s: float) -> list[events.Event]:
-    """What `queue.toml` says otherwise than the record."""
+    """Return the events that apply `queue.toml` where it differs from the store."""
     happened: list[events.Event] = []
     if settings.settings:
         known = settings_from(settings.settings)
@@ -63,11 +63,11 @@ def file_events(queue_state: QueueState, settings: QueueFile, now_s: float) -> l
     return happened
 
 
-def _is_news(before: str, reason: str, told_since_s: float) -> bool:
-    """Whether it isn't the same reason with other numbers, told a moment ago."""
+def _is_news(before: str, reason: str, recorded_since_s: float) -> bool:
+    """Return False for the same reason with other numbers, recorded a moment ago."""
     if re.sub(r"[\d.]+", "", before) != re.sub(r"[\d.]+", "", reason):
         return True
-    return reason != before and told_since_s >= _RETOLD_S
+    return reason != before and recorded_since_s >= _REPEAT_S
 
 
 def external_process_events(
@@ -75,13 +75,13 @@ def external_process_events(
     found: Mapping[str, LocalDevice],
     scan: GpuScan,
     allowed_bytes: int,
-    told_s: dict[str, float],
+    recorded_s: dict[str, float],
     now_s: float,
     runners: Mapping[str, int] | None = None,
 ) -> list[events.DeviceClosed | events.DeviceOpened]:
-    """Devices of no job that are held by somebody else now, and those that are free again.
+    """Return the events of devices without a job that external processes use now, and of those that are free again.
 
-    One that jobs share is free for others once nobody is on it but those below its jobs' `runners` (job → process id).
+    A shared device is open to further jobs once all processes on it descend from its jobs' `runners` (job → process id).
     """
     happened: list[events.DeviceClosed | events.DeviceOpened] = []
     for name, one in found.items():
@@ -96,7 +96,7 @@ def external_process_events(
         reason, before = closed_reason(scan.held.get(name), allowed_bytes), queue_state.closed.get(name)
         if not reason and before is not None:
             happened.append(events.DeviceOpened(now_s, name))
-        elif reason and (before is None or _is_news(before, reason, now_s - told_s.get(name, 0.0))):
+        elif reason and (before is None or _is_news(before, reason, now_s - recorded_s.get(name, 0.0))):
             happened.append(events.DeviceClosed(now_s, name, reason))
-            told_s[name] = now_s
+            recorded_s[name] = now_s
     return happened

@@ -1,7 +1,7 @@
-"""What jobs took of a device's memory, for the next ones like them: of the same user, and of the same array or command.
+"""Memory peaks of past jobs, used for similar new ones: of the same user, and of the same array or command.
 
-Most is known from those that have ended. One that has run long enough to be measured tells something already, so that a
-sweep of long jobs needn't wait for the first to end; it counts where nothing else is known.
+Most come from jobs that have ended. The peak of a running job that was measured counts where no other is known, so that a
+sweep of long jobs needn't wait for the first to end.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from evenload.scheduler.core.states import ENDED
 from evenload.scheduler.core.values import Job, JobSpec
 from evenload.scheduler.store.reader import Reader
 
-_LOOKS_BACK = 500
-"""So many jobs that ended before this daemon began are looked at."""
-_NEWS = 1.02
-"""A peak is told to others when it is so many times the one they know."""
+_MAX_READ = 500
+"""Number of jobs that ended before this daemon started and are read."""
+_MIN_GROWTH = 1.02
+"""Similar jobs get a peak when it is this many times the one they have."""
 
-_MOST_KEPT = 100
-"""So many jobs that have ended may still be in what is kept of those that haven't."""
+_MAX_ENDED_KEYS = 100
+"""Ended jobs that may still be in the cache of keys before it is cleaned."""
 
 _Key = tuple[str, ...]
 
 
 class MemoryHistory:
-    """Peaks of memory of jobs that shared their device, or might have."""
+    """Memory peaks of jobs that shared their device, or were allowed to."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._peaks: dict[_Key, int] | None = None
-        """Of those that have ended."""
+        """Of jobs that have ended."""
         self._so_far: dict[_Key, int] = {}
-        """Of those that run."""
-        self._of_waiting: dict[str, tuple[_Key, ...]] = {}
+        """Of running jobs."""
+        self._live_keys: dict[str, tuple[_Key, ...]] = {}
 
-    def known(self, spec: JobSpec, command: Iterable[str]) -> JobSpec:
-        """The wishes of a new job with what is known of others like it; what its owner says stands."""
+    def with_known_peak(self, spec: JobSpec, command: Iterable[str]) -> JobSpec:
+        """Return a new job's spec with the known peak of similar jobs; the owner's own value has priority."""
         if not spec.share_device or spec.peak_bytes:
             return spec
         keys = _keys(spec, command)
@@ -47,29 +47,29 @@ class MemoryHistory:
         return replace(spec, peak_bytes=peak_bytes) if peak_bytes else spec
 
     def learn(self, job: Job, jobs: Mapping[str, Job], now_s: float) -> list[events.SpecChanged]:
-        """Learns from a job that has ended or was measured; what that tells of others that have not ended."""
+        """Add the peak of a job that has ended or was measured; return the changes of similar jobs that have not ended."""
         if not job.spec.share_device or not job.peak_bytes:
             return []
         keys, has_ended = self._keys_of(job), job.state in ENDED
         table = self._known() if has_ended else self._so_far
         for key in keys:
             table[key] = max(table.get(key, 0), job.peak_bytes)
-        if len(self._of_waiting) > 2 * len(jobs) + _MOST_KEPT:
-            self._of_waiting = {name: kept for name, kept in self._of_waiting.items() if name in jobs}
-        told = []
+        if len(self._live_keys) > 2 * len(jobs) + _MAX_ENDED_KEYS:
+            self._live_keys = {name: job_keys for name, job_keys in self._live_keys.items() if name in jobs}
+        changed = []
         for other in jobs.values():
             if not other.spec.share_device or other.spec.user != job.spec.user or other.id == job.id:
                 continue
             if not has_ended and (other.spec.needs.memory_bytes or other.peak_bytes):
                 continue
-            if job.peak_bytes > _NEWS * other.spec.peak_bytes and not set(keys).isdisjoint(self._keys_of(other)):
-                told.append(events.SpecChanged(now_s, other.id, replace(other.spec, peak_bytes=job.peak_bytes)))
-        return told
+            if job.peak_bytes > _MIN_GROWTH * other.spec.peak_bytes and not set(keys).isdisjoint(self._keys_of(other)):
+                changed.append(events.SpecChanged(now_s, other.id, replace(other.spec, peak_bytes=job.peak_bytes)))
+        return changed
 
     def _known(self) -> dict[_Key, int]:
         if self._peaks is None:
             self._peaks = {}
-            for line in self._reader.jobs(states=tuple(ENDED), newest_first=True, limit=_LOOKS_BACK):
+            for line in self._reader.jobs(states=tuple(ENDED), newest_first=True, limit=_MAX_READ):
                 job = self._reader.job(line.id)
                 if job is None or not job.spec.share_device or not job.peak_bytes:
                     continue
@@ -78,12 +78,12 @@ class MemoryHistory:
         return self._peaks
 
     def _keys_of(self, job: Job) -> tuple[_Key, ...]:
-        keys = self._of_waiting.get(job.id)
+        keys = self._live_keys.get(job.id)
         if keys is None:
             program = self._reader.program(job.id) or {}
             keys = _keys(job.spec, program.get("command", ()))
             if job.state not in ENDED:
-                self._of_waiting[job.id] = keys
+                self._live_keys[job.id] = keys
         return keys
 
 

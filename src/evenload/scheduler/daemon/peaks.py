@@ -1,7 +1,7 @@
-"""What jobs that may share their device take of its memory: seen by NVML on a GPU, by the runner where cores are the device.
+"""Memory peaks of jobs that may share their device: measured by NVML on a GPU, by the runner on CPU cores.
 
-A peak is recorded once it can be relied on: when its job has run for `Settings.share_after_s`, when a run was over, and at
-once where it is more than was expected.
+A peak is recorded once it is reliable: when its job has run for `Settings.share_after_s`, when a run has ended, and at once
+where it is higher than expected.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.runner import files
 from evenload.scheduler.runner.files import RunnerResult
 
-_NEWS = 1.02
-"""A peak is recorded anew when it is so many times the one before."""
+_MIN_GROWTH = 1.02
+"""A peak is recorded again when it is this many times the previous one."""
 
 Record = Callable[..., tuple[Job, ...]]
 
 
 class MemoryPeaks:
-    """The measured peaks of a queue's jobs."""
+    """The measured peaks of one queue's jobs."""
 
     def __init__(self, state: DaemonState, log: DaemonLog) -> None:
         self._state, self._log = state, log
         self._warned: set[str] = set()
-        """Devices whose jobs need more than there is, and none of them can be stopped."""
+        """Devices whose jobs need more memory than there is, and none of them can be stopped."""
 
-    def look(self, record: Record) -> None:
-        """Looks at all that run and may share; once a second."""
+    def measure(self, record: Record) -> None:
+        """Measure all running jobs that may share; called once a second."""
         queue_state = self._state.store.queue_state
         if not queue_state.num_sharing:
             return
@@ -44,32 +44,32 @@ class MemoryPeaks:
             job = queue_state.jobs.get(live.fence.job)
             if job is None or not job.spec.share_device or not job.devices:
                 continue
-            live.peak_bytes = max(live.peak_bytes, self._seen_bytes(live, job))
+            live.peak_bytes = max(live.peak_bytes, self._measured_bytes(live, job))
             if self._is_reliable(live, job, now_s):
                 (job,) = record(events.MemoryMeasured(now_s, job.id, live.peak_bytes))
-                for report in self._state.memory_history.learn(job, queue_state.jobs, now_s):
-                    record(report)
+                for change in self._state.memory_history.learn(job, queue_state.jobs, now_s):
+                    record(change)
         self._warn()
 
     def ended(self, live: LiveAttempt, result: RunnerResult | None, is_success: bool, record: Record) -> None:
-        """An attempt is over, its end not recorded yet: what was seen of it counts if it ran to its end, or long enough."""
+        """Record the peak of an attempt before its end is recorded, if the program succeeded or ran long enough."""
         job = self._state.store.queue_state.jobs.get(live.fence.job)
         if job is None or not job.spec.share_device or not job.devices:
             return
         live.peak_bytes = max(live.peak_bytes, 0 if result is None else result.peak_bytes)
         now_s = time.time()
-        if self._is_reliable(live, job, now_s) or (is_success and live.peak_bytes > job.peak_bytes * _NEWS):
+        if self._is_reliable(live, job, now_s) or (is_success and live.peak_bytes > job.peak_bytes * _MIN_GROWTH):
             record(events.MemoryMeasured(now_s, job.id, live.peak_bytes))
 
     def _is_reliable(self, live: LiveAttempt, job: Job, now_s: float) -> bool:
-        if live.peak_bytes <= job.peak_bytes * _NEWS:
+        if live.peak_bytes <= job.peak_bytes * _MIN_GROWTH:
             return False
         expected = expected_bytes(job)
         if job.peak_bytes or (expected is not None and live.peak_bytes > expected):
             return True
         return now_s - job.attempt_began_s >= self._state.store.queue_state.settings.share_after_s
 
-    def _seen_bytes(self, live: LiveAttempt, job: Job) -> int:
+    def _measured_bytes(self, live: LiveAttempt, job: Job) -> int:
         device = job.devices[0]
         found = self._state.devices.get(device)
         if found is None or live.identity is None:
@@ -84,7 +84,7 @@ class MemoryPeaks:
         )
 
     def _warn(self) -> None:
-        """Says once of each device that its jobs need more than it has, where none of them can be stopped."""
+        """Log once per device that its jobs need more than it has, where none of them can be stopped."""
         queue_state, crowded = self._state.store.queue_state, set()
         for device, names in queue_state.holder.items():
             if len(names) < 2:
@@ -103,10 +103,10 @@ class MemoryPeaks:
 
 
 def job_memory_bytes(held: DeviceUse, runner: int, *, is_alone: bool) -> int:
-    """What the processes below a runner hold of a GPU's memory.
+    """Return the GPU memory of the processes below a runner.
 
-    Where the driver doesn't tell it of each process, or of none that can be seen from here (a container), all of what is in
-    use counts as the job's if it is alone there; else nothing is known.
+    Where the driver doesn't report it for each process, or no process can be read (a container), all memory in use counts as the
+    job's if it is alone on the GPU; else the result is 0.
     """
     own = [holder.used_bytes for holder in held.holders if holder.runner == runner]
     known = [used for used in own if used is not None]

@@ -1,4 +1,4 @@
-"""`queue.toml` in a queue's folder: what its owner sets for the queue as a whole. All of it may be left out.
+"""Settings file of a queue, `queue.toml` in its folder. All of it is optional.
 
 ::
 
@@ -45,7 +45,7 @@ from evenload.scheduler.paths import SETTINGS_FILE, SYSTEM_FOLDER
 
 @dataclass(frozen=True, slots=True)
 class DeviceRule:
-    """What is set for the devices that `match` names."""
+    """Settings of the devices that `match` names."""
 
     match: str
     use: bool = True
@@ -55,7 +55,7 @@ class DeviceRule:
 
 @dataclass(frozen=True, slots=True)
 class QueueFile:
-    """What is set for a queue."""
+    """Settings of a queue."""
 
     shared: bool = False
     admins: frozenset[int] = frozenset()
@@ -112,10 +112,10 @@ class _File:
 
 
 def read_queue_file(folder: Path) -> QueueFile:
-    """What is set in the queue's folder.
+    """Read the settings in the queue's folder.
 
     Raises:
-        ConfigError: the file can't be read, or a key is unknown or can't be.
+        ConfigError: the file can't be read, or a key is unknown or doesn't fit.
     """
     path = folder / SETTINGS_FILE
     try:

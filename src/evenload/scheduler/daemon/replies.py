@@ -1,4 +1,4 @@
-"""Rows of answers, made of the queue's values (`scheduler.messages` tells their shapes)."""
+"""Rows of replies, made of the queue's values; `scheduler.messages` declares their fields."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from evenload.scheduler.store.reader import JobLine
 from evenload.version import __version__
 
 
-def job_row(state: DaemonState, job: Job, prospects: Forecast | None = None) -> JobRow:
-    """A job that has not ended, or one of which all is known."""
+def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> JobRow:
+    """Return the row of a job."""
     live = state.runners.live.get(job.id)
     report = live.report if live is not None else None
     row = row_of_job(state.folder, job)
     row["shares"] = _beside(state, job)
-    row["eta_s"] = _end_s(job, report, prospects)
-    if prospects is not None:
-        row["start_s"] = prospects.start_s
+    row["eta_s"] = _end_s(job, report, forecast)
+    if forecast is not None:
+        row["start_s"] = forecast.start_s
         if job.state is JobState.PENDING or not job.reason:
-            row["reason"] = prospects.reason or job.reason
+            row["reason"] = forecast.reason or job.reason
     if report is not None:
         row["done"], row["rate_per_s"] = float(report.step), report.steps_per_s
         row["total"] = job.total if report.total is None else float(report.total)
@@ -45,15 +45,15 @@ def _beside(state: DaemonState, job: Job) -> list[str]:
     return [name for device in job.devices for name in holder.get(device, ()) if name != job.id]
 
 
-def _end_s(job: Job, report: ProgressReport | None, prospects: Forecast | None) -> float | None:
-    """By its program's own last report, which is newer than what is recorded; else as the queue foresees it."""
+def _end_s(job: Job, report: ProgressReport | None, forecast: Forecast | None) -> float | None:
+    """Return the end by the program's last report, which is newer than the store; else by the forecast."""
     if job.state is JobState.RUNNING and report is not None and report.total is not None and report.steps_per_s > 0:
         return report.time_s + max(0, report.total - report.step) / report.steps_per_s
-    return None if prospects is None else prospects.end_s
+    return None if forecast is None else forecast.end_s
 
 
 def ended_row(state: DaemonState, line: JobLine) -> JobRow:
-    """A job that has ended, from its line in the record."""
+    """Return the row of a job that has ended."""
     job = state.reader.job(line.id)
     if job is None:
         raise LookupError(line.id)
@@ -61,7 +61,7 @@ def ended_row(state: DaemonState, line: JobLine) -> JobRow:
 
 
 def status_row(state: DaemonState) -> StatusRow:
-    """The queue as a whole."""
+    """Return the row of the queue as a whole."""
     queue_state = state.store.queue_state
     return {
         "pid": os.getpid(),
@@ -71,7 +71,7 @@ def status_row(state: DaemonState) -> StatusRow:
         "folder": str(state.folder),
         "devices": [_device_row(state, name) for name in queue_state.devices],
         "settings": asdict(queue_state.settings),
-        "counts": {str(state): num for state, num in state.reader.counts().items()},
+        "counts": {str(name): num for name, num in state.reader.counts().items()},
         "users": [user_row(state, name) for name in queue_state.users],
         "reservations": [reservation_row(state, name) for name in queue_state.reservations],
         "last": state.store.last,
@@ -80,7 +80,7 @@ def status_row(state: DaemonState) -> StatusRow:
 
 
 def user_row(state: DaemonState, name: str) -> dict[str, Any]:
-    """A user: limits and use."""
+    """Return the row of a user: limits and use."""
     queue_state = state.store.queue_state
     user = queue_state.users[name]
     return {
@@ -92,7 +92,7 @@ def user_row(state: DaemonState, name: str) -> dict[str, Any]:
 
 
 def reservation_row(state: DaemonState, name: str) -> dict[str, Any]:
-    """A reservation."""
+    """Return the row of a reservation."""
     row = events.as_row(events.ReservationSet(0.0, state.store.queue_state.reservations[name]))["reservation"]
     return {"users": [], **row}
 
@@ -105,7 +105,7 @@ def _device_row(state: DaemonState, name: str) -> DeviceRow:
     if held is not None:
         for holder in held.external:
             if name in queue_state.holder and not holder.command:
-                continue  # from inside a container the driver's process ids can't be told apart from the job's own
+                continue  # in a container the driver's process ids can't be distinguished from the job's own
             external.append(
                 {
                     "pid": holder.pid,

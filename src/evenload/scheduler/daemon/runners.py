@@ -1,4 +1,4 @@
-"""The runners of a queue: started, found again after a restart, asked to stop; and what is left of one that was killed."""
+"""The runners of a queue: started, adopted after a restart of the daemon, requested to stop, cleaned up after a kill."""
 
 from __future__ import annotations
 
@@ -31,44 +31,44 @@ _RUNNER_LOG = "runner.log"
 
 @dataclass(eq=False)
 class LiveAttempt:
-    """An attempt under way, as far as this daemon has a hand in it."""
+    """A running attempt, as this daemon knows it."""
 
     fence: Fence
     folder: Path
     terms: RunnerContract
     learns: bool
-    """Whether its first report says that it can be preempted."""
+    """Its first report means that it can be preempted."""
     done_before: float
     began_s: float = -math.inf
-    """When its runner was let go, by the monotonic clock; long ago for one that was taken over."""
+    """When its runner was admitted, by the monotonic clock; -inf for an adopted one."""
     identity: ProcessIdentity | None = None
-    """Of its runner, once that has told of itself."""
+    """Identity of its runner, once that has registered."""
     measures: bool = False
-    """Whether what a restart costs is measured."""
+    """The cost of a restart is measured."""
     requested: str = ""
     requested_s: float | None = None
-    """When it was asked to stop, seconds since 1970."""
+    """When it was requested to stop, seconds since 1970."""
     requested_step: float = 0.0
-    """Where it was then."""
+    """Its step then."""
     first: ProgressReport | None = None
-    """The first report that told more than there was before it, as far as one was seen."""
+    """The first report with more progress than before the attempt."""
     report: ProgressReport | None = None
     recorded_s: float = 0.0
     """When a report of it was last recorded, by the monotonic clock; 0 for never."""
     has_speed: bool = False
-    """The report that was recorded told a speed."""
+    """The recorded report has a speed."""
     peak_bytes: int = 0
-    """What it took of a device that it may share, at most, as far as it was seen."""
+    """Measured peak of its memory on a device that it may share."""
     is_gone: bool = False
     swept: bool = False
-    """A runner that was killed left nothing that still runs."""
+    """Nothing of an attempt whose runner was killed still runs."""
     _spawned: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _pidfds: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class EndedAttempt:
-    """An attempt without a runner."""
+    """An attempt whose runner has ended."""
 
     live: LiveAttempt
     result: RunnerResult | None
@@ -77,7 +77,7 @@ class EndedAttempt:
 
 
 class Runners:
-    """All attempts under way, by job."""
+    """All running attempts, by job."""
 
     def __init__(self, folder: Path, wake: Callable[[], None]) -> None:
         """`wake` is called when a runner has ended; the event loop of this thread watches for it."""
@@ -86,7 +86,7 @@ class Runners:
         self.live: dict[str, LiveAttempt] = {}
 
     def launch(self, attempt: AttemptRecord, spec: AttemptSpec, *, learns: bool, measures: bool, done: float) -> None:
-        """Starts a runner for an attempt that has none.
+        """Start a runner for an attempt that has none.
 
         Raises:
             OSError: it can't be started; the attempt is as before.
@@ -122,13 +122,13 @@ class Runners:
         self._watch(live, process.pid)
 
     def adopt(self, attempt: AttemptRecord, *, grace_s: float, learns: bool, measures: bool, done: float) -> bool:
-        """Takes over a runner that an earlier daemon recorded; False where it runs no more."""
+        """Adopt a runner that an earlier daemon recorded; return False where it has ended."""
         live = self._take(attempt, grace_s, learns, measures, done)
         facts = attempt.runner or {}
         identity = ProcessIdentity(int(facts["pid"]), int(facts["start_ticks"]), str(facts["boot_id"]))
         live.identity = identity
         if identity.boot_id != boot_id():
-            live.is_gone = live.swept = True  # the machine was started anew: none of its processes can be there
+            live.is_gone = live.swept = True  # the machine was rebooted: none of its processes is left
             return False
         if self._watch(live, identity.pid) and is_alive(identity):
             return True
@@ -144,7 +144,7 @@ class Runners:
         return live
 
     def register(self, job: str, identity: ProcessIdentity) -> bool:
-        """A runner tells of itself; False where another has before."""
+        """Register a runner; return False where another one registered before."""
         live = self.live[job]
         if live.identity is not None:
             return live.identity == identity
@@ -156,7 +156,7 @@ class Runners:
         return True
 
     def request(self, job: str, request: RunnerRequest) -> None:
-        """Has a runner ask its program to stop, or kill it. Asking the same again changes nothing."""
+        """Have a runner stop or kill its program. Repeating a request has no effect."""
         live = self.live[job]
         if live.identity is None or live.requested in (request.kind, "kill") or live.is_gone:
             return
@@ -169,7 +169,7 @@ class Runners:
         send_signal(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
 
     def collect(self) -> list[EndedAttempt]:
-        """The attempts that are over. Nothing of them runs any more; each is told until it is forgotten."""
+        """Return the attempts that have ended, each until `forget`. None of their processes runs any more."""
         found = []
         for live in self.live.values():
             if not live.is_gone:
@@ -183,24 +183,22 @@ class Runners:
 
     @property
     def is_sweeping(self) -> bool:
-        """Whether something of a killed runner still runs."""
+        """Whether processes of a killed runner still run."""
         return any(live.is_gone and not live.swept for live in self.live.values())
 
     def forget(self, live: LiveAttempt) -> None:
-        """The attempt's end is on disk: its files go."""
+        """Remove the files of an attempt whose end is on disk."""
         self._unwatch(live)
         for process in live._spawned.values():
             process.poll()
         if self.live.get(live.fence.job) is live:
             del self.live[live.fence.job]
-        cgroup = files.read_markers(
-            live.folder
-        ).cgroup  # made by a runner that was killed before it wrote that: the other
-        processes.remove_cgroup(cgroup or str(processes.cgroup_of(live.folder) or ""))
-        shutil.rmtree(live.folder, ignore_errors=True)  # follows no links, so none that the program left in its part
+        cgroup = files.read_markers(live.folder).cgroup or processes.cgroup_of(live.folder)
+        processes.remove_cgroup(str(cgroup or ""))  # the runner may have been killed before it wrote the markers
+        shutil.rmtree(live.folder, ignore_errors=True)  # follows no links that the program may have left
 
     def read_reports(self) -> list[LiveAttempt]:
-        """Looks what the programs tell; those that told something new."""
+        """Read the programs' reports; return the attempts with a new one."""
         changed = []
         for live in self.live.values():
             if live.identity is None:
@@ -215,22 +213,18 @@ class Runners:
         return changed
 
     def pids(self) -> tuple[int, ...]:
-        """Of the runners."""
+        """Return the process ids of the runners."""
         return tuple(live.identity.pid for live in self.live.values() if live.identity is not None)
 
     def _why(self, live: LiveAttempt) -> str:
         if live.identity is not None:
             if live.identity.boot_id != boot_id():
-                return "the machine was started anew"
+                return "the machine was rebooted"
             return "its runner was killed"
         with contextlib.suppress(OSError):
             lines = (live.folder / _RUNNER_LOG).read_text(errors="replace").split("\n")
-            said = next((line for line in reversed(lines) if line.strip()), "")
-            return (
-                f"its runner ended before the program began: {said[:200]}"
-                if said
-                else "its runner ended before it began"
-            )
+            if last := next((line for line in reversed(lines) if line.strip()), ""):
+                return f"its runner ended before the program began: {last[:200]}"
         return "its runner ended before it began"
 
     def _watch(self, live: LiveAttempt, pid: int) -> bool:
@@ -243,7 +237,7 @@ class Runners:
         return True
 
     def _ended(self, live: LiveAttempt, pid: int) -> None:
-        """A runner ended: the attempt's own, or one that came too late to be."""
+        """Handle the end of a runner: the attempt's own, or one that came too late."""
         descriptor = live._pidfds.pop(pid, None)
         if descriptor is not None:
             self._loop.remove_reader(descriptor)
@@ -262,18 +256,18 @@ class Runners:
         live._pidfds.clear()
 
     def close(self) -> None:
-        """Lets all of them go on alone."""
+        """Stop watching; the runners go on without the daemon."""
         for live in self.live.values():
             self._unwatch(live)
 
 
 def identity_row(identity: ProcessIdentity) -> Mapping[str, Any]:
-    """What is recorded of a runner."""
+    """Return the recorded values of a runner."""
     return asdict(identity)
 
 
 def _sweep(live: LiveAttempt) -> bool:
-    """Ends what a killed runner left; whether there still is something."""
+    """Kill what a killed runner left; return whether there was anything."""
     markers = files.read_markers(live.folder)
     stats = all_stats()
     left: Iterable[int] = processes.members(markers, stats)

@@ -1,4 +1,4 @@
-"""What the daemon's parts share: the record, the devices, the runners, what is set. It decides nothing."""
+"""State shared by the daemon's parts: the store, the devices, the runners, the settings. It decides nothing."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from evenload.scheduler.store.writer import QueueStore
 
 @dataclass(frozen=True, slots=True)
 class StoredProgram:
-    """What is kept beside a job that was submitted."""
+    """A job's program, with what is stored beside it."""
 
     program: JobProgram
     learns: bool = False
-    """Its first report tells that it can be preempted."""
+    """Its first report means that it can be preempted."""
     measures: bool = False
-    """What a stop and resume costs it is measured."""
+    """The cost of a stop and resume is measured."""
 
 
 @dataclass
 class DaemonState:
-    """The queue as its daemon has it."""
+    """The daemon's view of the queue."""
 
     folder: Path
     store: QueueStore
@@ -49,31 +49,31 @@ class DaemonState:
     """Of the next job."""
     since_s: float = field(default_factory=time.time)
     scan: GpuScan | None = None
-    """The last look at the GPUs; None before the first, and where there are none."""
+    """The last scan of the GPUs; None before the first, and without GPUs."""
     problems: dict[str, str] = field(default_factory=dict)
-    """What an admin should know, by where it comes from."""
+    """Problems that an admin should know, by source."""
     external_since_s: dict[tuple[str, int], float] = field(default_factory=dict)
     """Device and process → when it was first seen there."""
     ended: list[Job] = field(default_factory=list)
     """Jobs that events not yet on disk have ended."""
     has_changed: bool = True
-    """Something was recorded since the last decision."""
+    """An event was recorded since the last decision."""
     memory_history: MemoryHistory = field(init=False)
-    """What jobs took of a device's memory, for others like them."""
+    """Memory peaks of similar jobs."""
     _eta_cache: EtaCache = field(default_factory=EtaCache)
 
     def __post_init__(self) -> None:
         self.memory_history = MemoryHistory(self.reader)
 
     def record(self, entry: Entry, **rest: Any) -> tuple[Job, ...]:
-        """`QueueStore.record`, which also notes what there is to decide on and to tell afterwards."""
+        """`QueueStore.record`, which also notes that there is something to decide, and jobs that have ended."""
         changed = self.store.record(entry, **rest)
         self.has_changed = True
         self.ended += [job for job in changed if job.state in ENDED]
         return changed
 
     def program_of(self, job: str) -> StoredProgram | None:
-        """What a job runs; None for no such job."""
+        """Return a job's program; None for no such job."""
         from evenload.scheduler.daemon.requests import LEARNED, MEASURED
 
         row = self.reader.program(job)
@@ -82,9 +82,9 @@ class DaemonState:
         )
 
     def held(self, device: str) -> DeviceUse | None:
-        """What the last look saw on a device."""
+        """Return the use of a device in the last scan."""
         return None if self.scan is None else self.scan.held.get(device)
 
     def forecasts(self, snapshot: QueueSnapshot) -> Mapping[str, Forecast]:
-        """Why jobs wait and when they will be done; see `foresight`."""
-        return self._eta_cache.of(snapshot, self.store.last)
+        """Return each job's wait reason and ETA; see `EtaCache`."""
+        return self._eta_cache.forecasts(snapshot, self.store.last)

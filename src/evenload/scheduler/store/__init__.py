@@ -1,4 +1,4 @@
-"""The queue on disk: a log of events that is only appended to, and tables of what is true now, in one SQLite file.
+"""The queue on disk: an append-only log of events, and tables of the current state, in one SQLite file.
 
-`QueueStore` is the one writer, `Reader` is for everybody else. What the events mean is `scheduler.core`'s alone.
+`QueueStore` is the only writer, `Reader` is for everything else. `scheduler.core` alone interprets the events.
 """

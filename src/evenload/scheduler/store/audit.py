@@ -1,4 +1,4 @@
-"""Whether a queue's tables say what its log says."""
+"""Audit of a queue: its tables must follow from its log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenload.scheduler.store.writer import DATABASE
 
 
 def audit(folder: Path) -> list[str]:
-    """Folds the whole log of a queue and names what the tables have otherwise; also what SQLite itself finds broken."""
+    """Fold the whole log of a queue; return the differences from the tables, and the errors that SQLite finds in the file."""
     connection = sqlite3.connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
     try:
         check_version(connection)
@@ -25,7 +25,7 @@ def audit(folder: Path) -> list[str]:
 
 
 def _parts(history: History) -> dict[str, Mapping[Any, Any]]:
-    """The history as mappings; of what has an order, the order too."""
+    """Return the history as mappings, with the order of ordered parts."""
     queue_state, ledger = history.ledger.queue_state, history.ledger
     ordered: dict[str, Mapping[Any, Any]] = {
         "jobs": queue_state.jobs,

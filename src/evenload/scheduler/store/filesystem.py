@@ -1,4 +1,4 @@
-"""Which file system a folder lies on, and whether a queue may lie there: SQLite's log needs shared memory and real locks.
+"""Check of the file system below a queue: SQLite's log needs shared memory and reliable locks.
 
 https://www.sqlite.org/wal.html: "All processes using a database must be on the same host computer; WAL does not work
 over a network filesystem."

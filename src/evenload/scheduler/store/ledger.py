@@ -1,4 +1,4 @@
-"""What the store makes of the queue's events besides the core's own fold: an attempt each, and who may speak for it."""
+"""Attempts, folded from the queue's events beside the core's own state; each has a fence."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from evenload.scheduler.core.values import Job
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The right to speak for one attempt of a job. A runner gets it at its start and shows it with all it says."""
+    """Fencing number of one attempt: a runner shows it in its messages, and one of an earlier attempt is refused."""
 
     job: str
     attempt: int
     number: int
-    """Of the event that began the attempt: it only grows, and no two attempts of a queue share one."""
+    """Number of the event that began the attempt; unique in a queue, and growing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerStarted:
-    """A runner is there for an attempt: what is needed to find it again after a crash. The queue's state is untouched."""
+    """A runner has registered for an attempt. Its facts identify it after a crash; the queue's state doesn't change."""
 
     time_s: float
     job: str
@@ -34,7 +34,7 @@ class RunnerStarted:
 
 
 Entry = events.Event | RunnerStarted
-"""What the log holds."""
+"""An entry of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class AttemptRecord:
     """The kind of event that ended it: ``Yielded``, ``Ended``, ``Lost``."""
     reason: str = ""
     runner: Mapping[str, Any] | None = None
-    """The facts of its `RunnerStarted`."""
+    """Facts of its `RunnerStarted`."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What events changed, as it is after the last of them; of books and sets the names."""
+    """Changes made by events: jobs and attempts as they are after the last event, and the names of everything else."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     attempts: dict[int, AttemptRecord] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Changes:
     """New ones in the order in which they came: that of the queue's state."""
     reservations: dict[str, None] = field(default_factory=dict)
     removed: set[tuple[str, str]] = field(default_factory=set)
-    """("device" or "reservation", its id), even where it came again."""
+    """("device" or "reservation", its id), even where it was added again."""
     has_settings: bool = False
 
 
@@ -77,10 +77,10 @@ class Ledger:
         self.last = 0
 
     def apply(self, entry: Entry, changes: Changes) -> tuple[Job, ...]:
-        """Takes the next entry of the log and notes in `changes` what it changed; returns the jobs it changed.
+        """Apply the next entry of the log, note its changes in `changes`, and return the changed jobs.
 
         Raises:
-            QueueError: it can't follow those before it; nothing is changed then.
+            QueueError: it can't follow the entries before it; nothing is changed then.
         """
         if isinstance(entry, RunnerStarted):
             attempt = self._attempt(entry.job, entry.attempt)
@@ -115,7 +115,7 @@ class Ledger:
         return changed
 
     def check(self, fence: Fence) -> None:
-        """Whether the holder of this fence may still speak for its job.
+        """Refuse the fence of an attempt that is over.
 
         Raises:
             StaleError: the attempt is over, or another one is under way.
@@ -125,7 +125,7 @@ class Ledger:
             return
         now = "none is under way" if attempt is None else f"attempt {attempt.fence.attempt} is under way"
         raise StaleError(
-            f"attempt {fence.attempt} of job {fence.job} (fence {fence.number}) has no say any more: {now}. Its processes "
+            f"attempt {fence.attempt} of job {fence.job} (fence {fence.number}) is over: {now}. Its processes "
             f"have to end"
         )
 
@@ -144,7 +144,7 @@ class Ledger:
         return attempt
 
     def _follow(self, job: Job, event: events.Event, changes: Changes) -> None:
-        """Ends the attempt that the event ended, begins the one that it began."""
+        """End and begin attempts as the event did."""
         before = self.open.get(job.id)
         number = job.attempt if job.devices else None
         if before is not None and before.fence.attempt != number:

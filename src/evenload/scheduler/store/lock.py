@@ -1,4 +1,4 @@
-"""The writer's lock: one process writes a queue, and everybody can read which."""
+"""The writer's lock: one process at a time writes a queue; the lock file names it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from evenload.errors import QueueError
 
 
 class WriterLock:
-    """Held from its making until `release`, or until the process is gone, however it went: the kernel lets go of it.
+    """Held from its creation until `release` or the end of the process; the kernel releases it then.
 
     A forked child holds it along with its parent until it closes its files; start programs by exec, which closes them.
     """
 
     def __init__(self, path: Path, holder: str) -> None:
-        """Takes the lock, or raises at once.
+        """Take the lock, or raise at once.
 
         Raises:
             QueueError: another process holds it; the message names it.
@@ -40,7 +40,7 @@ class WriterLock:
         os.ftruncate(self._descriptor, len(text))
 
     def release(self) -> None:
-        """Lets go of it. The file stays: removing it would let two processes lock two files of one name."""
+        """Release the lock. The file stays: removing it would let two processes lock two files of one name."""
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)

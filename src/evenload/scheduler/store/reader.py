@@ -1,4 +1,4 @@
-"""`Reader`: looks at a queue without writing it, beside its writer or without one."""
+"""Read-only access to a queue, beside its writer or without one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # a list needs none of these, and they cost more to import th
 
 
 class JobLine(NamedTuple):
-    """A job in a list: the plain columns, so that a hundred thousand cost little."""
+    """A job in a list: plain columns, so that 100,000 of them are cheap."""
 
     number: int
-    """In the order of submission; the next page begins behind it."""
+    """In the order of submission; the next page begins after it."""
     id: str
     user: str
     name: str
@@ -33,7 +33,7 @@ class JobLine(NamedTuple):
     min_devices: int
     max_devices: int
     devices: str
-    """What it holds, as a JSON list."""
+    """Ids of its devices, as a JSON list."""
     submitted_s: float
     since_s: float
     attempt: int
@@ -53,10 +53,10 @@ class LogEntry(NamedTuple):
 
 
 class Reader:
-    """Each answer is of one moment; what the writer has not committed is not seen. Used from one thread."""
+    """Each method reads one consistent state, without uncommitted events. Used from one thread."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens the queue in `folder`.
+        """Open the queue in `folder`.
 
         Raises:
             QueueError: there is none, or it is of another version.
@@ -82,29 +82,29 @@ class Reader:
         limit: int | None = None,
         newest_first: bool = False,
     ) -> list[JobLine]:
-        """Jobs in the order of submission.
+        """Return jobs in the order of submission.
 
         Args:
             states: only those in one of these; all if empty.
             user: only this user's.
-            after: only those behind this number (before it, where the newest come first); 0 for all.
-            limit: at most so many.
-            newest_first: the other way round.
+            after: only those after this number (before it, if `newest_first`); 0 for all.
+            limit: the most to return; None for all.
+            newest_first: reverse the order.
         """
         where, values = _where(states, user, [f"number {'<' if newest_first else '>'} {int(after)}"] if after else [])
         order = "DESC" if newest_first else "ASC"
         most = -1 if limit is None else int(limit)
         columns = ", ".join(JobLine._fields)
-        found = self._ask(f"SELECT {columns} FROM jobs {where} ORDER BY number {order} LIMIT {most}", *values)
+        found = self._query(f"SELECT {columns} FROM jobs {where} ORDER BY number {order} LIMIT {most}", *values)
         return list(map(JobLine._make, found))
 
     def text(self, expression: str, *, states: Sequence[JobState] = (), user: str | None = None) -> str:
-        """What an SQL expression that sums up all jobs makes of them: one text.
+        """Return the value of an SQL expression that aggregates all jobs, as text.
 
-        The expression is the caller's own, never a user's; over the columns that `JobLine` names.
+        The expression is the caller's own, never a user's; its columns are those of `JobLine`.
         """
         where, values = _where(states, user)
-        return str(self._ask(f"SELECT {expression} FROM jobs {where}", *values)[0][0])
+        return str(self._query(f"SELECT {expression} FROM jobs {where}", *values)[0][0])
 
     def joined(
         self,
@@ -116,9 +116,9 @@ class Reader:
         first: int = 0,
         last: int = -1,
     ) -> str:
-        """What an SQL expression makes of each job, one behind the other in the order of submission; empty without jobs.
+        """Return the values of an SQL expression for each job, joined in the order of submission; empty without jobs.
 
-        SQLite makes the text of a hundred thousand lines several times faster than Python would.
+        SQLite builds the text of 100,000 lines several times faster than Python.
 
         Args:
             expression: as in `text`.
@@ -131,41 +131,41 @@ class Reader:
         span = [f"number >= {int(first)}", *([f"number <= {int(last)}"] if last >= 0 else [])]
         where, values = _where(states, user, span)
         lines = f"SELECT {expression} AS line FROM jobs {where} ORDER BY number"
-        return str(self._ask(f"SELECT ifnull(group_concat(line, ?), '') FROM ({lines})", separator, *values)[0][0])
+        return str(self._query(f"SELECT ifnull(group_concat(line, ?), '') FROM ({lines})", separator, *values)[0][0])
 
     def span(self) -> tuple[int, int]:
-        """The numbers of the first job and of the last; 0 and -1 without jobs."""
-        first, last = self._ask("SELECT min(number), max(number) FROM jobs")[0]
+        """Return the numbers of the first and the last job; 0 and -1 without jobs."""
+        first, last = self._query("SELECT min(number), max(number) FROM jobs")[0]
         return (0, -1) if first is None else (first, last)
 
     def counts(self, user: str | None = None) -> dict[JobState, int]:
-        """How many jobs are in each state."""
+        """Return the number of jobs in each state."""
         where, values = ("", ()) if user is None else ("WHERE user = ?", (user,))
-        found = self._ask(f"SELECT state, count(*) FROM jobs {where} GROUP BY state", *values)
+        found = self._query(f"SELECT state, count(*) FROM jobs {where} GROUP BY state", *values)
         return {JobState(state): num for state, num in found}
 
     def job(self, name: str) -> Job | None:
-        """All of a job; None where there is no such job."""
+        """Return a job; None if there is none with this id."""
         from evenload.scheduler.core.values import Job
         from evenload.scheduler.store import rows
 
-        found = self._ask("SELECT body FROM jobs WHERE id = ?", name)
+        found = self._query("SELECT body FROM jobs WHERE id = ?", name)
         return rows.value_from(Job, found[0][0]) if found else None
 
     def program(self, name: str) -> dict[str, Any] | None:
-        """What was kept with the job's `Submitted`."""
-        found = self._ask("SELECT body FROM programs WHERE job = ?", name)
+        """Return what was stored with the job's `Submitted`."""
+        found = self._query("SELECT body FROM programs WHERE job = ?", name)
         return dict(json.loads(found[0][0])) if found else None
 
     def attempts(self, name: str) -> list[AttemptRecord]:
-        """Each time the job got devices."""
+        """Return the attempts of a job."""
         from evenload.scheduler.store import tables
 
         with self._sql_errors():
             return list(tables.read_attempts(self._connection, "job = ?", name))
 
     def log(self, after: int = 0, job: str | None = None) -> Iterator[LogEntry]:
-        """What happened behind event number `after`, to one job or to all."""
+        """Yield the entries after number `after`, of one job or of all."""
         from evenload.scheduler.store import rows, tables
 
         with self._sql_errors():
@@ -173,7 +173,7 @@ class Reader:
                 extra = None if row.extra is None else json.loads(row.extra)
                 yield LogEntry(row.number, rows.entry_from(row.kind, row.body), extra)
 
-    def _ask(self, statement: str, *values: Any) -> list[Any]:
+    def _query(self, statement: str, *values: Any) -> list[Any]:
         with self._sql_errors():
             return self._connection.execute(statement, values).fetchall()
 
@@ -185,7 +185,7 @@ class Reader:
             raise QueueError(f"the queue {self._path} can't be read: {error}") from error
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -198,7 +198,6 @@ class Reader:
 
 
 def _where(states: Sequence[JobState], user: str | None, further: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """The condition of a list, and its values."""
     conditions, values = list(further), []
     if states:
         conditions.append(f"state IN ({', '.join('?' * len(states))})")

@@ -1,7 +1,7 @@
-"""The tables, and how a queue of an earlier version becomes one of this version.
+"""The tables, and migrations from earlier versions.
 
-Append to `MIGRATIONS` and never change one that was released: each leads from its index to the next version. What is true
-now follows from the log, so that one which only reshapes the current tables drops and creates them, and says `refolds`.
+Append to `MIGRATIONS` and never change one that was released: each leads from its index to the next version. The current tables
+follow from the log, so a migration that only reshapes them drops and creates them, and sets `refolds`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from evenload.errors import QueueError
 
 DATABASE = "queue.sqlite"
-"""The file's name in a queue's folder."""
+"""Name of the file in a queue's folder."""
 
 APPLICATION_ID = (
     0x45766C64  # "Evld": written into the file, so that another program's database is not taken for a queue
@@ -24,11 +24,11 @@ CURRENT_TABLES = ("jobs", "programs", "attempts", "devices", "users", "reservati
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One step from a version to the next; all of it happens, or nothing."""
+    """One step from a version to the next, applied as one transaction."""
 
     statements: tuple[str, ...]
     refolds: bool = False
-    """The current tables are then filled from the log."""
+    """The current tables are filled from the log afterwards."""
 
 
 _FIRST = Migration(
@@ -68,7 +68,7 @@ MIGRATIONS: tuple[Migration, ...] = (_FIRST,)
 
 
 def version_of(connection: sqlite3.Connection) -> int:
-    """The version of a queue's file; 0 for an empty one.
+    """Return the version of a queue's file; 0 for an empty one.
 
     Raises:
         QueueError: it is no queue.
@@ -77,12 +77,12 @@ def version_of(connection: sqlite3.Connection) -> int:
     owner = int(connection.execute("PRAGMA application_id").fetchone()[0])
     tables = int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
     if owner != APPLICATION_ID and (version or owner or tables):
-        raise QueueError(f"{file_of(connection)} is a database of another program, no queue of Evenload; move it away")
+        raise QueueError(f"{file_of(connection)} is not a queue: it is another program's database; move it away")
     return version
 
 
 def check_version(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Refuses a file that isn't of this version.
+    """Refuse a file of another version.
 
     Raises:
         QueueError: it is newer, older, or no queue.
@@ -102,7 +102,7 @@ def migrate(
     refold: Callable[[sqlite3.Connection], None],
     migrations: Sequence[Migration] = MIGRATIONS,
 ) -> None:
-    """Brings a file to this version, one whole step after the other; `refold` fills the current tables from the log.
+    """Migrate a file to this version, step by step; `refold` fills the current tables from the log.
 
     Raises:
         QueueError: it is newer than this version, or no queue.
@@ -129,7 +129,7 @@ def migrate(
 
 
 def file_of(connection: sqlite3.Connection) -> str:
-    """The path of the database."""
+    """Return the path of the database."""
     return str(connection.execute("PRAGMA database_list").fetchone()[2])
 
 

@@ -1,4 +1,4 @@
-"""Between the ledger and the tables: what changed is written, what is true is read, and the log is folded."""
+"""Reading and writing of the tables, and folding of the log."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class LogRow:
     job: str | None
     body: str
     extra: str | None = None
-    """What the shell keeps beside the event, as text."""
+    """Text of the plain values stored beside the event."""
 
 
 @dataclass(slots=True)
 class History:
-    """All that a queue was and is: the ledger, and every job, program and attempt there ever was."""
+    """The whole history of a queue: the ledger, and all jobs, programs and attempts ever."""
 
     ledger: Ledger
     changes: Changes
@@ -41,7 +41,7 @@ class History:
 
 
 def log_row(number: int, entry: Entry, extra: Mapping[str, Any] | None) -> LogRow:
-    """The row of an entry.
+    """Return the row of an entry.
 
     Raises:
         QueueError: it can't be stored.
@@ -64,7 +64,7 @@ def write(
     changes: Changes,
     log: list[LogRow],
 ) -> None:
-    """Writes log and changes; the caller's transaction makes them one."""
+    """Write log and changes, inside the caller's transaction."""
     connection.executemany(
         "INSERT INTO events (number, time_s, kind, job, body, extra) VALUES (?, ?, ?, ?, ?, ?)",
         [(row.number, row.time_s, row.kind, row.job, row.body, row.extra) for row in log],
@@ -76,7 +76,7 @@ def write(
 def write_current(
     connection: sqlite3.Connection, ledger: Ledger, changes: Changes, programs: Mapping[Any, str]
 ) -> None:
-    """Writes what is true now of all that changed."""
+    """Write the current state of everything that changed."""
     queue_state = ledger.queue_state
     connection.executemany(_JOB_WRITE, [_job_row(job) for job in changes.jobs.values()])
     connection.executemany("INSERT INTO programs (job, body) VALUES (?, ?)", programs.items())
@@ -98,7 +98,7 @@ def write_current(
 
 
 def read_ledger(connection: sqlite3.Connection) -> Ledger:
-    """The ledger as of the last event, from the current tables alone: as quick as there are jobs that have not ended."""
+    """Read the ledger from the current tables; the time depends on the number of jobs that have not ended."""
     settings = get_fact(connection, "settings", None)
     devices = connection.execute("SELECT id, body, closed FROM devices ORDER BY position").fetchall()
     users = connection.execute(
@@ -126,7 +126,7 @@ def read_ledger(connection: sqlite3.Connection) -> Ledger:
 
 
 def read_history(connection: sqlite3.Connection) -> History:
-    """All of it, as the current tables have it."""
+    """Read the history from the current tables."""
     changes = Changes()
     for (body,) in connection.execute("SELECT body FROM jobs ORDER BY number"):
         job = rows.value_from(Job, body)
@@ -138,7 +138,7 @@ def read_history(connection: sqlite3.Connection) -> History:
 
 
 def fold_history(connection: sqlite3.Connection) -> History:
-    """All of it, folded from the log alone."""
+    """Fold the history from the log alone."""
     ledger, changes, programs = Ledger(), Changes(), {}
     for row in read_log(connection):
         ledger.apply(rows.entry_from(row.kind, row.body), changes)
@@ -148,13 +148,13 @@ def fold_history(connection: sqlite3.Connection) -> History:
 
 
 def refold(connection: sqlite3.Connection) -> None:
-    """Fills the current tables, which are empty, from the log."""
+    """Fill the empty current tables from the log."""
     history = fold_history(connection)
     write_current(connection, history.ledger, history.changes, history.programs)
 
 
 def read_log(connection: sqlite3.Connection, after: int = 0, job: str | None = None) -> Iterator[LogRow]:
-    """The log behind event number `after`; of one job, if given."""
+    """Yield the rows of the log after number `after`; of one job, if given."""
     columns = "SELECT number, time_s, kind, job, body, extra FROM events WHERE number > ?"
     if job is None:
         found = connection.execute(f"{columns} ORDER BY number", (after,))
@@ -164,7 +164,7 @@ def read_log(connection: sqlite3.Connection, after: int = 0, job: str | None = N
 
 
 def read_attempts(connection: sqlite3.Connection, condition: str, *values: Any) -> Iterator[AttemptRecord]:
-    """The attempts for which the SQL condition holds, in the order of their fences."""
+    """Yield the attempts that satisfy an SQL condition, in the order of their fences."""
     found = connection.execute(f"SELECT {_ATTEMPT_COLUMNS} FROM attempts WHERE {condition} ORDER BY fence", values)
     for number, job, attempt, devices, began_s, ended_s, ending, reason, runner in found:
         facts = None if runner is None else json.loads(runner)
@@ -173,13 +173,13 @@ def read_attempts(connection: sqlite3.Connection, condition: str, *values: Any) 
 
 
 def get_fact(connection: sqlite3.Connection, name: str, default: Any) -> Any:
-    """A fact by its name."""
+    """Return a fact by its name."""
     found = connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
     return default if found is None else found[0]
 
 
 def put_fact(connection: sqlite3.Connection, name: str, value: Any) -> None:
-    """Writes a fact."""
+    """Write a fact."""
     connection.execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", (name, value))
 
 

@@ -1,4 +1,4 @@
-"""`QueueStore`: the one writer of a queue. What it commits is on disk, and whole, whatever is killed afterwards."""
+"""The only writer of a queue. A commit is atomic, and on disk when it returns."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _BUSY_S = 10.0
 class QueueStore:
     """A queue's log and tables, opened for writing by this process alone; used from one thread.
 
-    `record` takes an event, `commit` puts all recorded so far on disk at once. Nothing recorded may be told to anybody,
-    and nothing may be done about it, before the commit: one commit costs one wait for the disk, however many events it
-    holds, so a shell records what has come in meanwhile, commits, and then answers them all.
+    `record` takes an event, `commit` writes all recorded events to disk as one transaction. Replies and actions must wait for
+    the commit. A commit costs one wait for the disk, however many events it holds, so the daemon records everything that
+    has arrived, commits, and then replies.
     """
 
     def __init__(self, folder: Path, *, holder: str, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-        """Opens the queue in `folder`, which is made where it is missing (for this user alone).
+        """Open the queue in `folder`, which is created for this user alone if it is missing.
 
         Args:
             folder: on a local disk.
-            holder: who writes, for those who are refused meanwhile: ``"evenload daemon"``.
-            migrations: other than this version's own in tests.
+            holder: name of this writer, for the error of others: ``"evenload daemon"``.
+            migrations: for tests.
 
         Raises:
             ConfigError: the folder can't be used, or lies on a network file system.
@@ -58,7 +58,7 @@ class QueueStore:
             self._connection = _opened(folder / DATABASE)
             migrate(self._connection, tables.refold, migrations)
             self.epoch = _next_epoch(self._connection)
-            """How often a writer opened this queue; one that isn't the last is refused, whatever became of its lock."""
+            """Number of times that a writer opened this queue; only the latest may write, whatever happened to its lock."""
             self._ledger = tables.read_ledger(self._connection)
         except sqlite3.Error as error:
             self.close()
@@ -70,7 +70,7 @@ class QueueStore:
 
     @property
     def queue_state(self) -> QueueState:
-        """The queue with all that was recorded, committed or not. To look at: `record` alone changes it."""
+        """The queue with all recorded events, committed or not. Read-only: use `record` to change it."""
         return self._ledger.queue_state
 
     @property
@@ -79,15 +79,15 @@ class QueueStore:
         return self._ledger.last
 
     def attempts(self) -> tuple[AttemptRecord, ...]:
-        """Those under way: what a new daemon has to find again, or to declare lost."""
+        """Return the running attempts: a new daemon adopts them or declares them lost."""
         return tuple(self._ledger.open.values())
 
     def attempt(self, job: str) -> AttemptRecord | None:
-        """The job's attempt under way; None where it has none."""
+        """Return the job's running attempt; None without one."""
         return self._ledger.open.get(job)
 
     def fence(self, job: str) -> Fence:
-        """The right to speak for the job's present attempt, to be given to its runner.
+        """Return the fence of the job's running attempt, for its runner.
 
         Raises:
             QueueError: none is under way, or it isn't committed yet: after a crash it would never have been.
@@ -100,22 +100,22 @@ class QueueStore:
         return attempt.fence
 
     def check(self, fence: Fence) -> None:
-        """Refuses a runner of an earlier attempt.
+        """Refuse a runner of an earlier attempt.
 
         Raises:
-            StaleError: this attempt has no say any more.
+            StaleError: the attempt is over.
         """
         self._ledger.check(fence)
 
     def record(
         self, entry: Entry, *, fence: Fence | None = None, extra: Mapping[str, Any] | None = None
     ) -> tuple[Job, ...]:
-        """Takes an event; returns the jobs it changed. On disk after the next `commit`, and not before.
+        """Record an event, to be on disk after the next `commit`; return the jobs that it changed.
 
         Args:
             entry: the event.
-            fence: what the runner shows for whom it is recorded; None for what the shell itself does.
-            extra: plain values that the shell keeps beside the event. Of a `Submitted` they are the job's program.
+            fence: of the runner that reports it; None for the daemon's own events.
+            extra: plain values to store beside the event; with a `Submitted`, the job's program.
 
         Raises:
             StaleError: the fence is of an attempt that is over, or of another job.
@@ -132,10 +132,10 @@ class QueueStore:
         return changed
 
     def commit(self) -> None:
-        """Puts all that was recorded on disk, as one: after a crash all of it is there, or nothing.
+        """Write all recorded events to disk as one transaction.
 
         Raises:
-            QueueError: it can't be written (a full disk). All since the last commit is undone, here too.
+            QueueError: it can't be written (a full disk). Everything since the last commit is undone, in memory too.
             StaleError: another process writes this queue now; this store can't be used any more.
         """
         connection = self._open()
@@ -164,7 +164,7 @@ class QueueStore:
         self._forget()
 
     def close(self) -> None:
-        """Lets go of the queue. What was recorded and not committed is lost, as after a crash."""
+        """Close the queue. Recorded events that are not committed are lost."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -188,18 +188,18 @@ class QueueStore:
         self._log: list[tables.LogRow] = []
 
     def _undo(self, connection: sqlite3.Connection) -> None:
-        """Back to what the disk has: it is the truth."""
+        """Return to the state on disk."""
         try:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             self._ledger = tables.read_ledger(connection)
         except sqlite3.Error:
-            self.close()  # nothing can be known, so nothing can be done
+            self.close()  # without a known state nothing can be done
         self._forget()
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """The database with a write-ahead log, each commit forced to disk; readable by this user alone."""
+    """Open the database with a write-ahead log and each commit forced to disk; only this user may read it."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     for folder in (path.parent, path.parent.parent):  # SQLite forces the file to disk, but not its name
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

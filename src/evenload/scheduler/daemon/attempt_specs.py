@@ -1,4 +1,4 @@
-"""What a runner is ordered to start: the program as it was submitted, on the devices it was given."""
+"""Spec of an attempt for its runner: the program as it was submitted, on the devices of the attempt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evenload.scheduler.store.ledger import AttemptRecord
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
-def order_for(
+def attempt_spec(
     folder: Path,
     attempt: AttemptRecord,
     program: JobProgram,
@@ -27,10 +27,10 @@ def order_for(
     *,
     shares: bool,
 ) -> AttemptSpec:
-    """The order for an attempt; what it takes of a device that it may share is measured.
+    """Return the spec of an attempt.
 
     Raises:
-        QueueError: a device isn't here any more, or the owner isn't known to this machine.
+        QueueError: a device or the owner isn't on this machine any more.
     """
     if missing := [device for device in attempt.devices if device not in found]:
         raise QueueError(f"device {missing[0]} isn't in this machine any more")
@@ -66,7 +66,7 @@ def order_for(
 
 
 def _own_variables(entry: pwd.struct_passwd | None) -> dict[str, str]:
-    """What a program gets without asking: nothing of the daemon's own."""
+    """Return the variables that every program gets; none of the daemon's own."""
     variables = {"PATH": _PATH, "LANG": "C.UTF-8"}
     if entry is None:
         return variables
