@@ -64,7 +64,7 @@ def test_what_goes_wrong_is_told(queue: Box) -> None:
         queue.submit("no-such-command"): "can't be started",
         queue.submit("true", folder="/no/such/folder"): "can't be entered",
         queue.submit("sh", "-c", "kill -9 $$"): "SIGKILL",
-        queue.submit("sh", "-c", "exit 75"): "nobody asked",
+        queue.submit("sh", "-c", "exit 75"): "no stop request",
     }
     for job, reason in jobs.items():
         assert reason in queue.wait_for(job, "FAILED", "SUCCEEDED")["reason"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from evenload.errors import ConfigError, QueueError
@@ -45,8 +45,8 @@ def caller_of(pid: int, uid: int, settings: QueueFile) -> Caller:
 class JobPart:
     """One job of a submit."""
 
-    spec: Mapping[str, Any]
-    program: Any
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    program: Any = None
 
 
 def job_names(job: str, jobs: str | tuple[str, ...]) -> tuple[str, ...]:
