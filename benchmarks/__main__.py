@@ -26,7 +26,7 @@ NAMES = (
     "queue_decide",
     "queue_policies",
     "queue_crash",
-    "queue_strangers",
+    "queue_external",
     "gpu",
 )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.scheduler.daemons import ROOT, box, until
-from tests.scheduler.strangers_box import _CARDS
+from tests.scheduler.external_box import _CARDS
 from tests.scheduler.test_elastic_jobs import UNTIL
 
 GIB = 2**30

@@ -17,7 +17,7 @@ from evenload.views.queue.job_summary import job_text, summarize_job
 from evenload.views.queue.text import text
 from evenload.views.queue.view import JobFilter, view_of
 from tests.scheduler.daemons import ROOT, Box, box, until
-from tests.scheduler.strangers_box import _CARDS
+from tests.scheduler.external_box import _CARDS
 
 MIB, GIB = 2**20, 2**30
 SIZE = 1000 * MIB

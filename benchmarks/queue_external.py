@@ -1,11 +1,11 @@
-"""300 starts of jobs on GPUs that strangers take and free at random: none on a held device, and ghosts are named.
+"""300 starts of jobs on GPUs that external processes take and free at random: none on a held device; ghosts are named.
 
-Method: a real daemon, runners and programs; NVML is a stand-in that reads four H200 from a file through the same calls.
-A stranger takes a free GPU every second or so for 0.1 to 1.5 s, its memory comes back up to 0.1 s later, a job's own up to
-0.3 s. Each program looks at its GPU in its first instruction. A start counts as on a held device if what it finds there
-(a process, or memory in use) was there at the queue's last look before it let the runner go. What a stranger takes
-between that look and the program's first instruction (its length is given, most of it the start of a Python) no
-queue can see; it is counted apart. Ghosts: 5 GiB without a process are put on a GPU, until `status` names them.
+Method: a real daemon, runners and programs; NVML is a stand-in that reads four H200 from a file through the same calls. An
+external process takes a free GPU every second or so for 0.1 to 1.5 s; its memory comes back up to 0.1 s later, a job's own up
+to 0.3 s. Each program looks at its GPU in its first instruction. A start counts as on a held device if what it finds there
+(a process, or memory in use) was there at the queue's last scan before it let the runner go. What is taken between that
+scan and the program's first instruction (its length is given, most of it the start of a Python) is invisible to any queue
+and counted apart. Ghosts: 5 GiB without a process are put on a GPU until `status` names them.
 
 Bars: 0 starts on held devices; ghosts named within 10 s.
 """
@@ -22,7 +22,7 @@ NAMED_S = 10.0
 
 def measure(quick: bool) -> dict[str, Any]:
     """One long run."""
-    from tests.scheduler.strangers_box import run
+    from tests.scheduler.external_box import run
 
     found = run(10 if quick else NUM_STARTS, seed=7)
     return {

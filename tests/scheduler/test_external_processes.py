@@ -6,7 +6,7 @@ import pytest
 
 from evenload.scheduler.daemon.devices import kind_of
 from evenload.scheduler.daemon.external_processes import DeviceProcess, DeviceUse, closed_reason
-from tests.scheduler.strangers_box import run
+from tests.scheduler.external_box import run
 
 GIB = 2**30
 

@@ -5,7 +5,7 @@ The queue asks the stand-in through the same calls as NVML. Each job's program l
 instruction, and then shows up there as a CUDA process would. A device taken between the queue's look and the
 program's first instruction can't be seen by any queue; it is counted apart.
 
-``python -m tests.scheduler.strangers_box NUM_STARTS SEED`` prints what it found as JSON.
+``python -m tests.scheduler.external_box NUM_STARTS SEED`` prints what it found as JSON.
 """
 
 from __future__ import annotations
