@@ -39,7 +39,7 @@ for step in job.steps(int(sys.argv[2]), start=done, save=save):
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandResult:
     """What a command printed, and how it ended."""
 
     code: int
@@ -56,7 +56,7 @@ class Box:
         self.queue.mkdir(mode=0o700)
         (self.queue / "queue.toml").write_text(f"[cpu]\nslots = {SLOTS}\n[[device]]\nmatch = 'gpu'\nuse = false\n")
 
-    def say(self, command: str, *arguments: str) -> Said:
+    def run(self, command: str, *arguments: str) -> CommandResult:
         """Runs a command in this process, which costs no start of Python."""
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
         code: Any = 0
@@ -67,7 +67,7 @@ class Box:
                 code = ended.code
         out.flush()
         text = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
-        return Said(code if isinstance(code, int) else 0 if code is None else 1, text, err.getvalue())
+        return CommandResult(code if isinstance(code, int) else 0 if code is None else 1, text, err.getvalue())
 
     def start(self, command: str, *arguments: str) -> subprocess.Popen[str]:
         """Starts a command as a process."""
@@ -76,9 +76,9 @@ class Box:
 
     def submit(self, *arguments: str) -> str:
         """Submits; the job's number, or the first one's."""
-        said = self.say("submit", "--json", *arguments)
-        assert said.code == 0, said
-        return str(json.loads(said.out)["jobs"][0])
+        result = self.run("submit", "--json", *arguments)
+        assert result.code == 0, result
+        return str(json.loads(result.out)["jobs"][0])
 
     def job(self, number: str) -> dict[str, Any]:
         """How a job is."""

@@ -49,84 +49,84 @@ def full(box: Box, here: Path) -> Iterator[Path]:
 
 
 def test_a_job_runs_and_is_told_everywhere(box: Box, here: Path) -> None:
-    said = box.say(
+    result = box.run(
         "submit", "--name", "first", "--env", "GREETING=hello", "--wait", "--", "sh", "-c", "echo $GREETING $PWD"
     )
-    assert said.code == 0, said
-    number = said.out.split()[1]
-    assert said.out.startswith(f"job {number} (first) queued")
+    assert result.code == 0, result
+    number = result.out.split()[1]
+    assert result.out.startswith(f"job {number} (first) queued")
     assert (
-        "no snapshot" in said.out
-        and "not under git" in said.out
-        and f"evenload logs --queue {box.queue} -f {number}" in said.out
+        "no snapshot" in result.out
+        and "not under git" in result.out
+        and f"evenload logs --queue {box.queue} -f {number}" in result.out
     )
-    assert f"job {number} succeeded" in said.err
-    assert box.say("logs", "first").out == f"hello {here}\n"
-    listed = box.say("ps", "--all")
+    assert f"job {number} succeeded" in result.err
+    assert box.run("logs", "first").out == f"hello {here}\n"
+    listed = box.run("ps", "--all")
     assert [line for line in listed.out.splitlines() if line.startswith(f"{number} ") and "succeeded" in line], listed
-    rows = json.loads(box.say("ps", "--json", "--all", "--state", "succeeded").out)["jobs"]
+    rows = json.loads(box.run("ps", "--json", "--all", "--state", "succeeded").out)["jobs"]
     assert number in [row["id"] for row in rows]
-    shown = box.say("show", "first").out
+    shown = box.run("show", "first").out
     assert f"job {number} (first) of " in shown and "succeeded" in shown and "device-hours" in shown
     assert "sh -c 'echo $GREETING $PWD'" in shown and str(here) in shown
-    table = json.loads(box.say("show", "--json", number).out)
+    table = json.loads(box.run("show", "--json", number).out)
     assert table["job"]["state"] == "SUCCEEDED" and "environment" not in table["program"]
     assert len(table["attempts"]) == 1 and table["device_hours"] > 0
 
 
 def test_the_exit_code_is_that_of_the_job(box: Box) -> None:
-    said = box.say("submit", "--wait", "--", "sh", "-c", "echo broken >&2; exit 7")
-    assert said.code == 7 and "exit code 7" in said.err
-    number = said.out.split()[1]
-    assert box.say("logs", number).out == "broken\n"
+    result = box.run("submit", "--wait", "--", "sh", "-c", "echo broken >&2; exit 7")
+    assert result.code == 7 and "exit code 7" in result.err
+    number = result.out.split()[1]
+    assert box.run("logs", number).out == "broken\n"
 
 
 def test_a_job_file_and_further_words(box: Box, here: Path) -> None:
     (here / "sub").mkdir()
     (here / "sub" / "job.toml").write_text('command = "echo file"\nfolder = "."\nname = "of-file"\n')
-    said = box.say("submit", "sub/job.toml", "--wait", "--env", "A=1", "--", "more words")
-    assert said.code == 0, said
-    assert box.say("logs", "of-file").out == "file more words\n"
+    result = box.run("submit", "sub/job.toml", "--wait", "--env", "A=1", "--", "more words")
+    assert result.code == 0, result
+    assert box.run("logs", "of-file").out == "file more words\n"
 
 
 def test_a_waiting_job_keeps_what_it_was_submitted_with(box: Box, here: Path, full: Path) -> None:
     (here / "say.sh").write_text("echo first > runs/out; cat say.sh; echo made > beside\n")
     subprocess.run(["git", "init", "-q", "."], check=True, timeout=30)
-    said = box.say("submit", "--name", "kept", "--", "sh", "say.sh")
-    assert said.code == 0 and "snapshot: 2 files" in said.out and "linked to the originals: runs" in said.out
-    number = said.out.split()[1]
-    second = box.say("submit", "--no-snapshot", "--name", "direct", "--", "sh", "say.sh")
+    result = box.run("submit", "--name", "kept", "--", "sh", "say.sh")
+    assert result.code == 0 and "snapshot: 2 files" in result.out and "linked to the originals: runs" in result.out
+    number = result.out.split()[1]
+    second = box.run("submit", "--no-snapshot", "--name", "direct", "--", "sh", "say.sh")
     assert "queued, position 2 of the waiting jobs" in second.out and "snapshot" not in second.out
     (here / "say.sh").write_text("echo second\n")
     waiting = box.job(number)
     assert waiting["state"] == "PENDING" and waiting["reason"]
-    listed = box.say("ps").out
+    listed = box.run("ps").out
     assert "waiting, in the order of submission" in listed and waiting["reason"][:20] in listed
     assert "(holder)" in listed, "who holds the devices"
     full.touch()
     box.wait(number, *ENDED)
     assert box.log(number).startswith("echo first > runs/out"), box.log(number)
     assert (here / "runs" / "out").read_text() == "first\n", "outputs are at home"
-    assert "files the job created there: beside" in box.say("show", "kept").out
-    direct = box.say("show", "--json", "direct")
+    assert "files the job created there: beside" in box.run("show", "kept").out
+    direct = box.run("show", "--json", "direct")
     box.wait(json.loads(direct.out)["job"]["id"], *ENDED)
-    assert box.say("logs", "direct").out == "second\n"
-    assert "removed " in box.say("ps", "--clean").out
+    assert box.run("logs", "direct").out == "second\n"
+    assert "removed " in box.run("ps", "--clean").out
     assert not list((box.queue / "snapshots" / "work").glob("2*"))
 
 
 def test_an_array_is_one_thing(box: Box) -> None:
-    said = box.say(
+    result = box.run(
         "submit", "--name", "sweep", "--array", "0-3%1", "--", "sh", "-c", "echo {index} $EVENLOAD_ARRAY_INDEX"
     )
-    assert "an array of 4" in said.out, said
-    first = int(said.out.split()[1].split("-")[0])
+    assert "an array of 4" in result.out, result
+    first = int(result.out.split()[1].split("-")[0])
     for number in range(first, first + 4):
         box.wait(str(number), "SUCCEEDED")
         assert box.log(str(number)) == f"{number - first} {number - first}\n"
-    told = box.say("logs", "sweep")
+    told = box.run("logs", "sweep")
     assert told.code == 2 and f"is an array of 4 jobs: name one of them, {first} to {first + 3}" in told.err
-    shown = box.say("show", "sweep").out
+    shown = box.run("show", "sweep").out
     assert shown.count("command") == 4 and f"of array {first}" in shown
 
 
@@ -149,53 +149,53 @@ def test_whom_to_tell(box: Box, here: Path) -> None:
 def test_cancelled_it_saves_and_again_it_ends_at_once(box: Box, here: Path) -> None:
     number = box.submit("--name", "saver", "--", sys.executable, "count.py", "state", "100000")
     until(lambda: "step 3" in box.log(number), lambda: f"steps: {box.log(number)}")
-    assert "asked to save and stop" in box.say("cancel", "saver").out
+    assert "asked to save and stop" in box.run("cancel", "saver").out
     ended = box.wait(number, *ENDED)
     assert ended["state"] == "CANCELLED" and (here / "state").exists()
     stubborn = box.submit("--", "sh", "-c", "trap '' TERM INT; echo up; while :; do sleep 0.1; done")
     until(lambda: "up" in box.log(stubborn), lambda: "the stubborn one")
-    box.say("cancel", stubborn)
-    assert "ending now" in box.say("cancel", "--now", stubborn).out
+    box.run("cancel", stubborn)
+    assert "ending now" in box.run("cancel", "--now", stubborn).out
     assert box.wait(stubborn, *ENDED)["state"] == "CANCELLED"
-    again = box.say("cancel", stubborn, number)
+    again = box.run("cancel", stubborn, number)
     assert again.code == 2 and "ended already" in again.err
 
 
 def test_held_released_and_changed(box: Box, full: Path) -> None:
     number = box.submit("--name", "patient", "--", "echo", "at last")
-    assert f"job {number}: held" in box.say("change", number, "--hold").out
-    assert box.job(number)["is_held"] and "holds it back" in box.say("ps").out
-    said = box.say("change", "patient", "--release", "--priority", "-2", "--time", ":5m", "--devices", "1:2")
-    assert said.out == f"job {number}: released priority, time, devices changed\n".replace("released ", "released, ")
+    assert f"job {number}: held" in box.run("change", number, "--hold").out
+    assert box.job(number)["is_held"] and "holds it back" in box.run("ps").out
+    result = box.run("change", "patient", "--release", "--priority", "-2", "--time", ":5m", "--devices", "1:2")
+    assert result.out == f"job {number}: released priority, time, devices changed\n".replace("released ", "released, ")
     row = box.job(number)
     assert not row["is_held"] and row["priority"] == -2 and row["max_devices"] == 2
-    assert "hard limit 5m" in box.say("show", number).out
+    assert "hard limit 5m" in box.run("show", number).out
     full.touch()
     box.wait(number, "SUCCEEDED")
 
 
 def test_logs_follow_to_the_end(box: Box) -> None:
     number = box.submit("--", "sh", "-c", "for i in 1 2 3 4 5; do echo line $i; sleep 0.1; done")
-    followed = box.say("logs", "-f", number)
+    followed = box.run("logs", "-f", number)
     assert followed.code == 0 and followed.out == "".join(f"line {i}\n" for i in range(1, 6))
-    assert box.say("logs", "-n", "2", number).out == "line 4\nline 5\n"
-    assert box.say("logs", "-n", "0", number).out == ""
+    assert box.run("logs", "-n", "2", number).out == "line 4\nline 5\n"
+    assert box.run("logs", "-n", "0", number).out == ""
 
 
 def test_progress_and_devices_are_in_the_list(box: Box) -> None:
     number = box.submit("--", sys.executable, "count.py", "state", "100000")
 
     def row() -> dict[str, object]:
-        rows = json.loads(box.say("ps", "--json").out)["jobs"]
+        rows = json.loads(box.run("ps", "--json").out)["jobs"]
         found: dict[str, object] = next(row for row in rows if row["id"] == number)
         return found
 
     until(lambda: bool(row()["done"]) and bool(row()["rate_per_s"]), lambda: f"progress: {row()}")
-    found = json.loads(box.say("ps", "--json").out)
+    found = json.loads(box.run("ps", "--json").out)
     assert found["from_daemon"] and [d for d in found["devices"] if d["job"] == number]
-    plain = box.say("ps", "--state", "running").out
+    plain = box.run("ps", "--state", "running").out
     assert "/100000" in plain and "/s" in plain and f"of {SLOTS} devices busy" in plain
-    box.say("cancel", "--now", number)
+    box.run("cancel", "--now", number)
     box.wait(number, "CANCELLED")
 
 
@@ -208,10 +208,10 @@ def test_a_preempted_job_goes_on_and_its_story_tells(box: Box) -> None:
     box.wait(quick, "SUCCEEDED")
     until(lambda: box.job(low)["attempt"] == 2 and box.job(low)["state"] == "RUNNING", lambda: f"{box.job(low)}")
     until(lambda: "attempt 2 on" in box.log(low) and "step" in box.log(low).rpartition("attempt 2")[2], lambda: "steps")
-    shown = box.say("show", "low").out
+    shown = box.run("show", "low").out
     assert "saved and stopped" in shown and "  running" in shown, shown
     assert "lost work  0 steps by 0 of 1 stops" in shown
-    assert box.say("cancel", "--now", low).code == 0
+    assert box.run("cancel", "--now", low).code == 0
     box.wait(low, "CANCELLED")
 
 
@@ -221,8 +221,8 @@ def test_the_story_has_that_of_its_run(box: Box, here: Path) -> None:
         recorder.step(make_step(index))
     recorder.close()
     command = "mkdir -p runs && cp -r prepared runs/gpt"
-    assert box.say("submit", "--name", "trainer", "--wait", "--", "sh", "-c", command).code == 0
-    shown = box.say("show", "trainer").out
+    assert box.run("submit", "--name", "trainer", "--wait", "--", "sh", "-c", command).code == 0
+    shown = box.run("show", "trainer").out
     assert f"{here / 'runs' / 'gpt'} (evenload show " in shown and "runs/gpt: 3 steps" in shown, shown
 
 
@@ -239,15 +239,15 @@ def test_it_can_be_watched(box: Box) -> None:
 
 
 def test_settings_limits_and_reservations(box: Box) -> None:
-    assert box.say("queue", "set", "min_run_s=60").out == "min_run_s = 60.0\n"
-    assert "max_devices 1" in box.say("queue", "limit", "bob", "max_devices=1").out
-    device = json.loads(box.say("ps", "--json").out)["devices"][0]["id"]
-    name = json.loads(box.say("queue", "reserve", device, "2h", "ann", "--json").out)["reservation"]["id"]
-    assert "reserved for ann until" in box.say("ps").out
-    shown = box.say("queue").out
+    assert box.run("queue", "set", "min_run_s=60").out == "min_run_s = 60.0\n"
+    assert "max_devices 1" in box.run("queue", "limit", "bob", "max_devices=1").out
+    device = json.loads(box.run("ps", "--json").out)["devices"][0]["id"]
+    name = json.loads(box.run("queue", "reserve", device, "2h", "ann", "--json").out)["reservation"]["id"]
+    assert "reserved for ann until" in box.run("ps").out
+    shown = box.run("queue").out
     assert "min_run_s" in shown and "bob" in shown and name in shown
-    assert box.say("queue", "release", name).code == 0
-    assert "reserved" not in box.say("ps").out
+    assert box.run("queue", "release", name).code == 0
+    assert "reserved" not in box.run("ps").out
 
 
 def test_a_list_for_programs_loads_little(box: Box) -> None:
@@ -267,9 +267,9 @@ def test_without_its_daemon_the_queue_is_read_and_submit_starts_it_again(box: Bo
     number = box.submit("--", "true")
     box.wait(number, "SUCCEEDED")
     box.close()
-    told = box.say("ps")
+    told = box.run("ps")
     assert told.code == 0 and "the daemon is not running" in told.out and number in told.out
-    assert f"job {number} of" in box.say("show", number).out
-    refused = box.say("cancel", number)
+    assert f"job {number} of" in box.run("show", number).out
+    refused = box.run("cancel", number)
     assert refused.code == 2 and "no daemon runs" in refused.err
-    assert box.say("submit", "--wait", "--", "true").code == 0
+    assert box.run("submit", "--wait", "--", "true").code == 0

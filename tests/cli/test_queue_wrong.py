@@ -74,9 +74,9 @@ WRONG = [
 @pytest.mark.parametrize(("words", "told"), WRONG, ids=[words or "nothing" for words, _ in WRONG])
 def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
     before = box.num_jobs()
-    said = box.say("submit", *words.split())
-    assert said.code == 2 and said.out == ""
-    assert told in said.err and said.err.startswith("evenload: error: ") and "Traceback" not in said.err
+    result = box.run("submit", *words.split())
+    assert result.code == 2 and result.out == ""
+    assert told in result.err and result.err.startswith("evenload: error: ") and "Traceback" not in result.err
     assert box.num_jobs() == before
 
 
@@ -104,18 +104,18 @@ def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
     ],
 )
 def test_other_commands_say_what_is_wrong(box: Box, command: str, words: str, told: str) -> None:
-    said = box.say(command, *words.split())
-    assert said.code == 2 and told in said.err and "Traceback" not in said.err, said
+    result = box.run(command, *words.split())
+    assert result.code == 2 and told in result.err and "Traceback" not in result.err, result
 
 
 def test_a_dry_run_queues_nothing(box: Box) -> None:
     before = box.num_jobs()
-    said = box.say("submit", "--dry-run", "--array", "0-1", "job.toml")
-    assert said.code == 0 and 'command = [\n    "true",\n]' in said.out and "# jobs: 2, an array" in said.out
+    result = box.run("submit", "--dry-run", "--array", "0-1", "job.toml")
+    assert result.code == 0 and 'command = [\n    "true",\n]' in result.out and "# jobs: 2, an array" in result.out
     assert box.num_jobs() == before
 
 
 def test_without_a_queue_that_is_said(tmp_path: Path) -> None:
     nobody = Box(tmp_path)
-    said = nobody.say("ps")
-    assert said.code == 2 and "the first evenload submit creates it" in said.err
+    result = nobody.run("ps")
+    assert result.code == 2 and "the first evenload submit creates it" in result.err

@@ -15,6 +15,7 @@ from evenload.errors import ConfigError
 from evenload.scheduler.core.values import After, Needs
 from evenload.scheduler.job_file import BACKENDS, KEYS, JobFile, as_table, job_from, merged, to_program, to_spec
 from evenload.scheduler.job_syntax import array_text, bytes_text, duration_text, read_array, read_bytes, read_duration_s
+from evenload.scheduler.submit.check import CheckedJob
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "job.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "job-file.md"
@@ -53,7 +54,8 @@ def test_all_keys_are_read() -> None:
     assert spec.needs == Needs(1, 4, ("a100", "h100"), 20 * 10**9, one_host=True, one_kind=True)
     assert (spec.soft_limit_s, spec.hard_limit_s, spec.estimate_s, spec.total) == (7200, 10800, 5400, 1000)
     assert spec.after == (After("11"), After("12", "any")) and spec.preemptible and spec.priority == -1
-    program = to_program(job, 1000, "/data", inherited={"SEED": "0", "PATH": "/bin"}, snapshot="/copy")
+    checked = CheckedJob(job, {"SEED": "0", "PATH": "/bin"}, takes_snapshot=True, snapshot_reason="")
+    program = to_program(checked.resolved(), 1000, "/data", snapshot="/copy")
     assert program.environment == {"SEED": "1", "PATH": "/bin"}
     assert (program.grace_s, program.snapshot, program.notify) == (120, "/copy", ("mail:ann@example.org",))
     assert job.backend_options == {} and job.options["slurm"] == {"partition": "gpu", "nice": "3"}

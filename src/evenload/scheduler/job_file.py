@@ -132,22 +132,13 @@ def to_spec(job: JobFile, user: str, *, index: int | None = None, array: str = "
     )
 
 
-def to_program(
-    job: JobFile,
-    uid: int,
-    folder: str,
-    *,
-    inherited: Mapping[str, str] | None = None,
-    snapshot: str = "",
-    index: int | None = None,
-) -> JobProgram:
+def to_program(job: JobFile, uid: int, folder: str, *, snapshot: str = "", index: int | None = None) -> JobProgram:
     """Return the program of an element.
 
     Args:
         job: the request.
         uid: its owner.
         folder: absolute; where it was submitted.
-        inherited: variables of the submitting shell; those set in the job take precedence.
         snapshot: the copy of the working tree, if one was taken.
         index: of the array's element.
     """
@@ -156,7 +147,7 @@ def to_program(
         folder=folder,
         uid=uid,
         snapshot=snapshot,
-        environment={**(inherited or {}), **job.environment_of(index)},
+        environment=job.environment_of(index),
         grace_s=job.grace_s,
         requeue=job.requeue,
         notify=job.notify,
