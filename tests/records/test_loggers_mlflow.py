@@ -41,7 +41,7 @@ found = {
     "name": run.info.run_name, "status": run.info.status, "params": run.data.params,
     "tags": {key: value for key, value in run.data.tags.items() if not key.startswith("mlflow.")},
     "acc": history("acc"), "loss": history("loss"), "val": history("val_1"), "share": history("share/rank1")[:2],
-    "reported": told(),
+    "told": told(),
 }
 # A run that was deleted there
 client.delete_run(run.info.run_id)
@@ -72,7 +72,7 @@ def test_steps_are_neither_lost_nor_doubled_and_outages_are_told(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["runs"], found["experiment"], found["name"]) == (1, "unlike", "run")
-    assert (found["status"], found["reported"]) == ("FINISHED", [])
+    assert (found["status"], found["told"]) == ("FINISHED", [])
     assert found["params"] == {"seed": "3", "balance": "[24, 6]", "precision": "no"}  # what is there can't change
     assert found["tags"] == {"a": "1", "b": ""}
     assert found["acc"] == [[step, step / 100] for step in range(70)]
