@@ -125,7 +125,7 @@ def test_torchruns_spellings_are_ours():
 def test_equal_machines_have_no_differences_and_host_info_survives_sending():
     info = make(arguments=("--data", "/d"), paths={"/d": True}, settings={"balance": [1, 2]}, node_rank=1)
     assert compare(info, info, 0.0) == host_info.HostDifferences()
-    assert host_info.from_message(json.loads(json.dumps(host_info.as_message(info)))) == info
+    assert host_info.from_message(json.loads(json.dumps(info, default=dataclasses.asdict))) == info
 
 
 @settings(max_examples=50, deadline=None)
@@ -178,7 +178,7 @@ def test_the_world_counts_ranks_and_shares_over_all_machines():
         world.build_world(machines, {"balance": (1, 2)})
     assert world.build_world([machines[0], make("box2", backend="gloo")], {}).backend == "gloo"
     own = [WorkerSpec(device="cpu", device_names=("CPU",), throttle={"factor": 0.5})]
-    sent = json.loads(json.dumps(world.as_message(built)))
+    sent = json.loads(json.dumps(built, default=dataclasses.asdict))
     (joined,) = assign(own, world.from_message(sent).assignments(1, "10.0.0.1:5"))
     assert (joined.rank, joined.local_rank, joined.node_rank, joined.world_size, joined.num_nodes) == (2, 0, 1, 3, 2)
     assert joined.device_names == ("box1 CPU", "box1 CPU", "box2 CPU") and joined.interface == "eth0"

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from evenload.rendezvous.address import Address
@@ -81,9 +81,9 @@ class Connection:
         self.peer = Address(family, writer.get_extra_info("peername") or ("0.0.0.0", 0))
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message; nothing happens once the connection is lost."""
+        """Send a message; its values may be dataclasses. Nothing happens once the connection is lost."""
         if not self.lost:
-            self._writer.write(json.dumps({"kind": kind, **content}).encode() + b"\n")
+            self._writer.write(json.dumps({"kind": kind, **content}, default=asdict).encode() + b"\n")
 
     def start_heartbeats(self) -> None:
         """Send a heartbeat every HEARTBEAT_S from now on, until the connection ends."""

@@ -20,7 +20,6 @@ from evenload.rendezvous.probe import answer_doctor, host_report_of
 from evenload.rendezvous.reachability import (
     ProbeListener,
     ProbeTarget,
-    failure_as_message,
     failure_from_message,
     probe_all,
 )
@@ -126,7 +125,7 @@ class Coordinator:
         await asyncio.gather(*(connection.finish(0.2) for connection in others))
         peers = []
         for node_rank, member in enumerate(members, start=1):
-            member.connection.send("start", node_rank=node_rank, world=world.as_message(built), store_port=store_port)
+            member.connection.send("start", node_rank=node_rank, world=built, store_port=store_port)
             name, ranks = built.machines[node_rank].name, built.describe_ranks(node_rank)
             peers.append(Peer(member.connection, name, ranks, member.clock_offset_s))
         return built, peers
@@ -304,7 +303,7 @@ class Coordinator:
     async def _probe_all(self, members: Sequence[_Member], built: World, own_target: ProbeTarget) -> list[Any]:
         targets = [own_target, *(member.target for member in members)]
         for node_rank, member in enumerate(members, start=1):
-            member.connection.send("targets", targets=[asdict(target) for target in targets], node_rank=node_rank)
+            member.connection.send("targets", targets=targets, node_rank=node_rank)
 
         def is_over() -> bool:
             return any(m not in self._members for m in members) or all(m.failures is not None for m in members)
@@ -313,7 +312,7 @@ class Coordinator:
         for node_rank, member in enumerate(members, start=1):
             if member not in self._members:
                 raise LaunchError(f"{built.machines[node_rank].name} left while the machines probed each other")
-        return [None, *map(failure_as_message, failures)]
+        return [None, *(failure and asdict(failure) for failure in failures)]
 
     # texts
 

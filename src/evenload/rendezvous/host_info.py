@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -122,13 +122,8 @@ def collect_host_info(config: RendezvousConfig, launch: LocalLaunch, own_address
     )
 
 
-def as_message(info: HostInfo) -> dict[str, Any]:
-    """Return the facts in the form in which they are sent."""
-    return asdict(info)
-
-
 def from_message(raw: Any) -> HostInfo:
-    """Read what `as_message` made.
+    """Read a machine's facts from a message.
 
     Raises:
         ValueError: it is invalid.

@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from evenload.errors import LaunchError
-from evenload.rendezvous import PROTOCOL, host_info, world
+from evenload.rendezvous import PROTOCOL, world
 from evenload.rendezvous.address import Address, own_addresses
 from evenload.rendezvous.connection import CONNECT_S, ConnectFailure, Connection, Message, connect, printable
 from evenload.rendezvous.host_info import HostInfo
-from evenload.rendezvous.reachability import ProbeListener, ProbeTarget, failure_as_message, probe_all
+from evenload.rendezvous.reachability import ProbeListener, ProbeTarget, probe_all
 from evenload.rendezvous.settings import RendezvousConfig
 from evenload.rendezvous.world import World
 from evenload.version import __version__
@@ -120,7 +120,7 @@ class _Join:
             what="run",
             protocol=PROTOCOL,
             evenload=__version__,
-            info=host_info.as_message(self._info),
+            info=self._info,
             probe_port=target.port,
             probe_token=target.token,
         )
@@ -177,9 +177,7 @@ class _Join:
     async def _probe(self, message: Message) -> None:
         node_rank = int(message["node_rank"])
         targets = [ProbeTarget(**target) for target in message["targets"]]
-        failures: list[Any] = [
-            *map(failure_as_message, await probe_all(targets[:node_rank] + targets[node_rank + 1 :]))
-        ]
+        failures = await probe_all(targets[:node_rank] + targets[node_rank + 1 :])
         failures.insert(node_rank, None)
         self._connection.send("reachability", failures=failures)
 

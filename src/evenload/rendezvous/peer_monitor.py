@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from evenload.rendezvous.connection import Connection, Message, printable
 from evenload.rendezvous.event_loop import EventLoopThread
@@ -29,58 +29,39 @@ class FailureCause:
     """Since the epoch, by the coordinator's clock."""
 
 
-class PeerMonitor(Protocol):
-    """A supervisor's view of the other machines."""
+class PeerMonitor:
+    """A supervisor's view of the other machines. This class serves a run on one machine, which has none."""
+
+    def __init__(self) -> None:
+        self.end_cause: FailureCause | None = None
+        """Why the run ends, once that is decided."""
+        self.all_ended = False
+        """True once all ranks of all machines have ended."""
+        self._causes: list[FailureCause] = []
 
     @property
     def decides(self) -> bool:
         """True where this machine chooses among the causes."""
-
-    @property
-    def end_cause(self) -> FailureCause | None:
-        """Why the run ends, once that is decided."""
-
-    @property
-    def all_ended(self) -> bool:
-        """True once all ranks of all machines have ended."""
+        return True
 
     @property
     def causes(self) -> Sequence[FailureCause]:
         """Failures that other machines reported, and machines that are lost."""
+        return tuple(self._causes)
 
     def report_failure(self, cause: FailureCause) -> None:
         """Report the failure of a rank of this machine."""
 
     def report_ended(self) -> None:
         """Report that the ranks of this machine have ended; a second call does nothing."""
+        self.all_ended = True
 
     def end_run(self, cause: FailureCause) -> None:
         """End the run on all machines, with this cause."""
-
-    def close(self) -> None:
-        """Send the last messages and disconnect; a second call does nothing."""
-
-
-class NoPeers:
-    """The monitor of a run on one machine."""
-
-    decides = True
-    all_ended = True
-    causes: Sequence[FailureCause] = ()
-    end_cause: FailureCause | None = None
-
-    def report_failure(self, cause: FailureCause) -> None:
-        """Do nothing."""
-
-    def report_ended(self) -> None:
-        """Do nothing."""
-
-    def end_run(self, cause: FailureCause) -> None:
-        """Remember the cause."""
         self.end_cause = cause
 
     def close(self) -> None:
-        """Do nothing."""
+        """Send the last messages and disconnect; a second call does nothing."""
 
 
 @dataclass
@@ -96,24 +77,14 @@ class Peer:
     ended: bool = False
 
 
-class _ConnectedMonitor:
-    """The part that coordinator and member share: a thread that receives messages, and its end."""
-
+class _ConnectedMonitor(PeerMonitor):
     def __init__(self, loop: EventLoopThread) -> None:
-        self.end_cause: FailureCause | None = None
-        self.all_ended = False
+        super().__init__()
         self._loop = loop
-        self._causes: list[FailureCause] = []
         self._receiving: list[asyncio.Task[None]] = []
         self._closed = False
 
-    @property
-    def causes(self) -> Sequence[FailureCause]:
-        """Failures that other machines reported, and machines that are lost."""
-        return tuple(self._causes)
-
     def close(self) -> None:
-        """Send the last messages and disconnect; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._loop.run(self._finish())
@@ -128,8 +99,6 @@ class _ConnectedMonitor:
 class CoordinatorMonitor(_ConnectedMonitor):
     """The coordinator's monitor."""
 
-    decides = True
-
     def __init__(self, loop: EventLoopThread, peers: Sequence[Peer], close_port: Callable[[], Awaitable[None]]) -> None:
         """To be called in the thread of the loop.
 
@@ -143,9 +112,6 @@ class CoordinatorMonitor(_ConnectedMonitor):
         self._close_port = close_port
         self._ended = False
         self._receiving = [asyncio.create_task(self._receive(peer)) for peer in peers]
-
-    def report_failure(self, cause: FailureCause) -> None:
-        """Do nothing: the coordinator's supervisor knows its own failures."""
 
     def report_ended(self) -> None:
         """Record that the ranks of this machine have ended."""
@@ -178,7 +144,7 @@ class CoordinatorMonitor(_ConnectedMonitor):
     def _end_run(self, cause: FailureCause) -> None:
         if self.end_cause is None:
             self.end_cause = cause
-            self._send("end", cause=_as_message(cause))
+            self._send("end", cause=_shortened(cause))
 
     def _send(self, kind: str, **content: Any) -> None:
         for peer in self._peers:
@@ -216,7 +182,7 @@ class MemberMonitor(_ConnectedMonitor):
 
     def report_failure(self, cause: FailureCause) -> None:
         """Report to the coordinator."""
-        self._send("failed", cause=_as_message(cause))
+        self._send("failed", cause=_shortened(cause))
 
     def report_ended(self) -> None:
         """Report to the coordinator."""
@@ -228,7 +194,7 @@ class MemberMonitor(_ConnectedMonitor):
         """Ask the coordinator to end the run everywhere."""
         if self.end_cause is None:
             self.end_cause = cause
-            self._send("stop", cause=_as_message(cause))
+            self._send("stop", cause=_shortened(cause))
 
     async def _receive(self) -> None:
         async for message in self._connection.messages():
@@ -255,8 +221,8 @@ def _lost(name: str, reason: str) -> FailureCause:
     )
 
 
-def _as_message(cause: FailureCause) -> dict[str, Any]:
-    return asdict(replace(cause, text=printable(cause.text)))
+def _shortened(cause: FailureCause) -> FailureCause:
+    return replace(cause, text=printable(cause.text))
 
 
 def _cause_from_message(message: Message) -> FailureCause | None:

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from evenload.rendezvous.host_info import HostInfo, digest_of, version_of
 from evenload.rendezvous.reachability import (
     ProbeListener,
     ProbeTarget,
-    failure_as_message,
     failure_from_message,
     probe,
 )
@@ -182,7 +181,7 @@ async def answer_doctor(
                 route = route_of(connection.own_host)
                 report = replace(report, interface=route.interface, mtu=route.mtu)
                 async with ProbeListener(connection.own_host) as target:
-                    connection.send("welcome", report=asdict(report), target=asdict(target))
+                    connection.send("welcome", report=report, target=target)
                     log(f"{printable(hello.get('host_name'), 100)} ({connection.peer.host}) examines this machine")
                     await _answer_requests(connection)
         finally:
@@ -208,7 +207,7 @@ async def _answer_requests(connection: Connection) -> None:
             case "probe":
                 # Only the doctor's own address, so that nobody can send us to a third machine.
                 target = ProbeTarget(connection.peer.host, int(message["port"]), str(message["token"]))
-                connection.send("probed", failure=failure_as_message(await probe(target, _ANSWER_S)))
+                connection.send("probed", failure=await probe(target, _ANSWER_S))
 
 
 # The side that asks

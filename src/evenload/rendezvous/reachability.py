@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from evenload.rendezvous.address import numeric
@@ -97,13 +97,8 @@ async def probe_all(targets: Sequence[ProbeTarget]) -> list[ConnectFailure | Non
     return await asyncio.gather(*map(probe, targets))
 
 
-def failure_as_message(failure: ConnectFailure | None) -> dict[str, Any] | None:
-    """Return a probe's outcome in the form in which it is sent."""
-    return None if failure is None else asdict(failure)
-
-
 def failure_from_message(raw: Any) -> ConnectFailure | None:
-    """Read what `failure_as_message` made.
+    """Read the outcome of a probe from a message.
 
     Raises:
         ValueError: it is invalid.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from evenload.errors import ConfigError
@@ -168,13 +168,8 @@ def build_world(infos: Sequence[HostInfo], settings: Mapping[str, Any]) -> World
     return world
 
 
-def as_message(world: World) -> dict[str, Any]:
-    """Return the world in the form in which it is sent."""
-    return asdict(world)
-
-
 def from_message(raw: Any) -> World:
-    """Read what `as_message` made; it comes from the coordinator, whose version is ours."""
+    """Read a world from a message of the coordinator, whose version is ours."""
     return World(
         tuple(
             Machine(**{**machine, "slots": tuple(DeviceSlot(**slot) for slot in machine["slots"])})

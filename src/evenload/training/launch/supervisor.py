@@ -25,7 +25,7 @@ from typing import Any
 from evenload.config import COMMAND_LINE, SPAWN, resolve
 from evenload.errors import ConfigError, LaunchError
 from evenload.job import EXIT_CODE, grace_left_s
-from evenload.rendezvous.peer_monitor import FailureCause, NoPeers, PeerMonitor
+from evenload.rendezvous.peer_monitor import FailureCause, PeerMonitor
 from evenload.rendezvous.settings import RendezvousConfig
 from evenload.training.launch import stop_status
 from evenload.training.launch.devices import HostDevices, own_cores, parse_devices, plan_workers, read_host
@@ -178,7 +178,7 @@ class _Supervisor:
         self._workers: list[WorkerProcess] = []
         self._listener: socket.socket | None = None
         self._store: StoreServer | None = None
-        self._peers: PeerMonitor = NoPeers()
+        self._peers = PeerMonitor()
         self._machine = ""
         """Name of this machine among several."""
         self._own_causes: dict[int, FailureCause] = {}
