@@ -72,7 +72,7 @@ def table(result: dict[str, Any]) -> str:
 class _Typed:
     """A command on a machine, and when its screen shows something."""
 
-    def __init__(self, box: hosts.Box, folder: Path, script: str, *words: str) -> None:
+    def __init__(self, box: hosts.VirtualHost, folder: Path, script: str, *words: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.py").write_text(script)
         self.box = box
@@ -133,10 +133,10 @@ def _train(folder: Path, mbit_per_s: float, num_steps: int, quick: bool) -> dict
     }
 
 
-def _guest_alone(host: str, told: str) -> Callable[[tuple[hosts.Box, ...], Path], dict[str, float]]:
+def _guest_alone(host: str, told: str) -> Callable[[tuple[hosts.VirtualHost, ...], Path], dict[str, float]]:
     """The second machine is told where it is wrong; the first one that nobody comes."""
 
-    def act(boxes: tuple[hosts.Box, ...], folder: Path) -> dict[str, float]:
+    def act(boxes: tuple[hosts.VirtualHost, ...], folder: Path) -> dict[str, float]:
         boxes[0].drop_port(29502)
         point = _Typed(boxes[0], folder / "box1", _NOTHING, "--nodes", "2", "--host", "box1:29502", "train.py")
         guest = _Typed(boxes[1], folder / "box2", _NOTHING, "--nodes", "2", "--host", host, "train.py")
@@ -148,7 +148,7 @@ def _guest_alone(host: str, told: str) -> Callable[[tuple[hosts.Box, ...], Path]
     return act
 
 
-def _other_code(boxes: tuple[hosts.Box, ...], folder: Path) -> dict[str, float]:
+def _other_code(boxes: tuple[hosts.VirtualHost, ...], folder: Path) -> dict[str, float]:
     words = ("--nodes", "2", "--host", "box1", "train.py")
     point = _Typed(boxes[0], folder / "box1", _NOTHING, *words)
     guest = _Typed(boxes[1], folder / "box2", _NOTHING + "# changed\n", *words)
@@ -159,10 +159,10 @@ def _other_code(boxes: tuple[hosts.Box, ...], folder: Path) -> dict[str, float]:
     return seconds
 
 
-def _break(box: int, pull: bool) -> Callable[[tuple[hosts.Box, ...], Path], dict[str, float]]:
+def _break(box: int, pull: bool) -> Callable[[tuple[hosts.VirtualHost, ...], Path], dict[str, float]]:
     """A cable is pulled, or a supervisor killed, in the middle of a run."""
 
-    def act(boxes: tuple[hosts.Box, ...], folder: Path) -> dict[str, float]:
+    def act(boxes: tuple[hosts.VirtualHost, ...], folder: Path) -> dict[str, float]:
         words = ("--nodes", "2", "--host", "box1", "train.py")
         typed = [_Typed(one, folder / one.name, _FOREVER, *words) for one in boxes]
         _until({one.box.name: (one, "ready") for one in typed})

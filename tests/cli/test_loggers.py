@@ -18,7 +18,7 @@ from tests.launch.scripts import run
         (["--loggers", "wandb", "--logger-option", "project=x"], "expected LOGGER.OPTION=VALUE"),
         (["--loggers", "wandb", "--logger-option", "wandb.projet=x"], "wandb has no such option"),
         (["--loggers", "wandb", "--logger-option", "mlflow.name=x"], "which is not a logger of this run (wandb)"),
-        (["--logger-option", "wandb.name=x", "--logger-option", "wandb.name=y"], "wandb.name is 'x' already"),
+        (["--logger-option", "wandb.name=x", "--logger-option", "wandb.name=y"], "wandb.name is already 'x'"),
         (["--loggers", "wandb", "-c", "run.toml"], "loggers is set twice, differently: --loggers wandb and loggers ="),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_result_that_cannot_travel() -> None:
 
 def test_a_rank_does_not_spawn() -> None:
     with pytest.raises(
-        RankFailedError, match=r"LaunchError: evenload.spawn was called in a process that is rank 0 of 1"
+        RankFailedError, match=r"LaunchError: evenload.spawn was called in a process that is already rank 0 of 1"
     ):
         evenload.spawn(nested, devices="cpu")
 

@@ -6,18 +6,17 @@ rarely. The stop file requests it to save and stop. `evenload.job.client` is the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import stat
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evenload.atomic_file import write_atomically
 from evenload.errors import ConfigError, QueueError
 
 VARIABLE = "EVENLOAD_JOB"
@@ -142,7 +141,7 @@ def read_report(contract: RunnerContract) -> ProgressReport | None:
 
 def request_stop(contract: RunnerContract, reason: str) -> None:
     """Request the program to save and stop; a second request only changes the reason."""
-    _replace(Path(contract.stop_file), reason.encode()[:1000])
+    write_atomically(Path(contract.stop_file), reason.encode()[:1000])
 
 
 def read_stop_reason(path: str) -> str:
@@ -154,19 +153,7 @@ def read_stop_reason(path: str) -> str:
 
 
 def _write_whole(path: Path, row: Mapping[str, Any]) -> None:
-    _replace(path, json.dumps(row, allow_nan=False).encode() + b"\n")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replace a file atomically, without forcing it to disk: after a crash of the machine it may be the old one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    write_atomically(path, json.dumps(row, allow_nan=False) + "\n")
 
 
 def _read_whole(path: Path, kind: type[Any]) -> dict[str, Any]:

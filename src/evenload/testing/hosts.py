@@ -26,7 +26,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Box:
+class VirtualHost:
     """One machine with its own network, host name and ``/etc/hosts``."""
 
     name: str
@@ -102,7 +102,7 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def machines(num_machines: int = 2, mbit_per_s: float | None = None) -> Iterator[tuple[Box, ...]]:
+def machines(num_machines: int = 2, mbit_per_s: float | None = None) -> Iterator[tuple[VirtualHost, ...]]:
     """Create machines ``box1``, ``box2``, ... on one switch, and remove them with everything that runs on them afterwards.
 
     Args:
@@ -117,7 +117,7 @@ def machines(num_machines: int = 2, mbit_per_s: float | None = None) -> Iterator
     switch = f"{stem}-switch"
     with tempfile.TemporaryDirectory(prefix="evenload-hosts-") as folder:
         boxes = tuple(
-            Box(f"box{n}", f"10.77.0.{n}", f"fd77::{n}", Path(folder, f"hosts-box{n}"), f"{stem}-box{n}")
+            VirtualHost(f"box{n}", f"10.77.0.{n}", f"fd77::{n}", Path(folder, f"hosts-box{n}"), f"{stem}-box{n}")
             for n in range(1, num_machines + 1)
         )
         lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
@@ -140,7 +140,7 @@ def machines(num_machines: int = 2, mbit_per_s: float | None = None) -> Iterator
                 _remove(name)
 
 
-def _connect(box: Box, number: int, switch: str) -> None:
+def _connect(box: VirtualHost, number: int, switch: str) -> None:
     port = f"port{number}"
     _call("ip", "link", "add", "eth0", "netns", box.namespace, "type", "veth", "peer", "name", port, "netns", switch)
     _call("ip", "-n", switch, "link", "set", port, "master", "br0", "up")

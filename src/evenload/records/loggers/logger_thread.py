@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from evenload.atomic_file import write_atomically
 from evenload.errors import ConfigError
 from evenload.records.lines import STEPS_FILE
 from evenload.records.loggers.catalogue import open_logger
@@ -228,11 +229,8 @@ class LoggerThread:
                 logger.drop(for_good)
 
     def _save(self) -> None:
-        path = self._folder / FOLDER / f"{self.name}.json"
-        temporary = path.with_suffix(".partial")
         with suppress(OSError):  # on a full disk the next batch saves it
-            temporary.write_text(json.dumps(asdict(self._position)))
-            temporary.replace(path)
+            write_atomically(self._folder / FOLDER / f"{self.name}.json", json.dumps(asdict(self._position)))
 
     def _report_failure(self, failure: str) -> None:
         if not self._has_failed:

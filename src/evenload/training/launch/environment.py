@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evenload.atomic_file import write_atomically
 from evenload.errors import LaunchError
 from evenload.stored_names import STORED_MODES
 from evenload.training.launch import slurm
@@ -85,9 +86,7 @@ def devices_without_effect(spec: WorkerSpec) -> str:
 
 def write_spec(spec: WorkerSpec, path: Path) -> None:
     """Write a worker's file atomically."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(spec), indent=1))
-    partial.replace(path)
+    write_atomically(path, json.dumps(dataclasses.asdict(spec), indent=1))
 
 
 def read_spec(path: Path) -> WorkerSpec:

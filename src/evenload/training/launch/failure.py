@@ -11,6 +11,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenload.atomic_file import write_atomically
 from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -70,10 +71,7 @@ def describe_error(error: BaseException, rank: int, step: int | None, exit_code:
 
 def write_failure(failure: FailureReport, launch_dir: Path) -> None:
     """Write the report atomically."""
-    path = failure_path(launch_dir, failure.rank)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(failure)))
-    partial.replace(path)
+    write_atomically(failure_path(launch_dir, failure.rank), json.dumps(dataclasses.asdict(failure)))
 
 
 def read_failure(launch_dir: Path, rank: int) -> FailureReport | None:

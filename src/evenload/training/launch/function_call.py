@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evenload.atomic_file import write_atomically
 from evenload.errors import ConfigError
 
 MAIN_NAME = "__mp_main__"
@@ -104,9 +105,7 @@ def run_call(call: FunctionCall, folder: Path, rank: int) -> None:
             f"evenload.spawn: {call.name} returned a {type(result).__name__}, which can't be sent back to the caller "
             f"({error}); return numbers, text, tensors, or dicts and lists of them"
         ) from error
-    partial = folder / f"{_RESULT_FILE}.partial"
-    partial.write_bytes(pickled)
-    partial.replace(folder / _RESULT_FILE)
+    write_atomically(folder / _RESULT_FILE, pickled)
 
 
 def read_result(folder: Path) -> Any:

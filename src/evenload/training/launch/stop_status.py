@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from evenload.atomic_file import write_atomically
+
 _ABORT_FILE = "stop-end"
 
 
@@ -41,11 +43,8 @@ def write(launch_dir: str, rank: int, status: StopStatus) -> None:
     """Write the status for the supervisor; without one (an empty ``launch_dir``) do nothing."""
     if not launch_dir:
         return
-    path = _path(Path(launch_dir), rank)
-    partial = path.with_suffix(".partial")
     with suppress(OSError):  # the launch may be over already, its folder gone
-        partial.write_text(status.value)
-        partial.replace(path)
+        write_atomically(_path(Path(launch_dir), rank), status.value)
 
 
 def read(launch_dir: Path, ranks: Iterable[int]) -> StopStatus:

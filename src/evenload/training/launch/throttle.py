@@ -12,12 +12,13 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from evenload import hardware
+from evenload.atomic_file import write_atomically
 from evenload.errors import ConfigError, LaunchError
 from evenload.training.launch.environment import WorkerSpec
 
@@ -127,7 +128,7 @@ class ThrottleController:
                     self._quotas.remove()
                     self._quotas = None
                     break
-        _write(self._launch_dir / _APPLIED, {"number": number, "factors": factors})
+        write_atomically(self._launch_dir / _APPLIED, json.dumps({"number": number, "factors": factors}))
 
 
 def request_speeds(launch_dir: Path, factors: Sequence[float], timeout_s: float = 5.0) -> None:
@@ -146,7 +147,7 @@ def request_speeds(launch_dir: Path, factors: Sequence[float], timeout_s: float 
         ) from None
     checked = check_factors(factors, len(applied["factors"]))
     number = time.monotonic_ns()
-    _write(launch_dir / _REQUEST, {"number": number, "factors": checked})
+    write_atomically(launch_dir / _REQUEST, json.dumps({"number": number, "factors": checked}))
     deadline = time.monotonic() + timeout_s
     while json.loads((launch_dir / _APPLIED).read_text())["number"] < number:
         if time.monotonic() > deadline:
@@ -304,10 +305,3 @@ def _remove(folder: Path, wait_s: float) -> None:
             time.sleep(0.01)
         else:
             return
-
-
-def _write(path: Path, value: Mapping[str, Any]) -> None:
-    """Write atomically; each time a new file, whose inode identifies the change."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value))
-    partial.replace(path)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenload.atomic_file import write_atomically
 from evenload.errors import QueueError
 from evenload.job.protocol import ProgressReport, RunnerContract, read_report
 from evenload.scheduler.core.states import JobState
@@ -54,9 +54,7 @@ def element_id(variables: Mapping[str, str]) -> str:
 
 def write_record(folder: Path, record: SlurmRecord) -> None:
     """Replace the record atomically."""
-    temporary = folder / f".{RECORD}.{os.getpid()}"
-    temporary.write_text(json.dumps(dataclasses.asdict(record)))
-    temporary.replace(folder / RECORD)
+    write_atomically(folder / RECORD, json.dumps(dataclasses.asdict(record)))
 
 
 def read_record(folder: Path) -> SlurmRecord | None:
