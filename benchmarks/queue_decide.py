@@ -21,7 +21,7 @@ from benchmarks.report import rows
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.queue_state import QueueState
-from evenload.scheduler.core.states import HOLDING, JobState
+from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import POLICIES, Device, JobSpec, Limits, Needs, Settings
 from evenload.scheduler.simulator.report import percentile
 
@@ -128,7 +128,7 @@ class _Full:
     def go_on(self) -> None:
         """A minute in which jobs end, come, and report."""
         self.now_s += 60.0
-        held = [job for job in self.queue_state.jobs.values() if job.state in HOLDING]
+        held = [job for job in self.queue_state.jobs.values() if job.state in WITH_DEVICES]
         for job in self.rng.sample(held, max(1, len(held) // 200)):
             self.apply(events.Ended(self.now_s, job.id, is_success=True))
             self.submit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.core.states import HOLDING, JobState
+from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import Job
 
 
@@ -27,7 +27,7 @@ def violations(snapshot: QueueSnapshot) -> list[str]:
 
 def _of_job(snapshot: QueueSnapshot, job: Job) -> list[str]:
     found = []
-    if bool(job.devices) != (job.state in HOLDING):
+    if bool(job.devices) != (job.state in WITH_DEVICES):
         found.append(f"job {job.id} is {job.state} and holds {len(job.devices)} devices")
     if job.spec.share_device and len(job.devices) > 1:
         found.append(f"job {job.id} shares its device and holds {len(job.devices)}")

@@ -15,7 +15,7 @@ from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.sharing import expected_bytes, free_bytes
-from evenload.scheduler.core.states import HOLDING, JobState
+from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import POLICIES, After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings
 from tests.scheduler.invariants import violations
 from tests.scheduler.queue import is_preemption
@@ -154,7 +154,7 @@ class QueueMachine(RuleBasedStateMachine):
         given = {c.job for c in commands if isinstance(c, events.Placed | events.ResizeRequested)}
         for user in {before[name].spec.user for name in given}:
             limits = self.queue_state.users[user].limits
-            held = [j for j in self.queue_state.jobs.values() if j.spec.user == user and j.state in HOLDING]
+            held = [j for j in self.queue_state.jobs.values() if j.spec.user == user and j.state in WITH_DEVICES]
             if limits.max_running is not None and any(
                 isinstance(c, events.Placed) and before[c.job].spec.user == user for c in commands
             ):
@@ -167,7 +167,7 @@ class QueueMachine(RuleBasedStateMachine):
                     job = self.queue_state.jobs[name]
                     new = set(job.target or job.devices) - set(before[name].devices)
                     assert job.spec.user in reservation.users or not reservation.devices & new
-        elements = [j for j in self.queue_state.jobs.values() if j.spec.array == "array" and j.state in HOLDING]
+        elements = [j for j in self.queue_state.jobs.values() if j.spec.array == "array" and j.state in WITH_DEVICES]
         assert len(elements) <= 1
 
     def check_room(self, job: Job, device: str) -> None:
@@ -191,7 +191,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_success=st.booleans())
     def runner_speaks(self, data: st.DataObject, is_success: bool) -> None:
         """A program starts, reports, saves and goes, ends, or is lost."""
-        name = self.some(data, *HOLDING)
+        name = self.some(data, *WITH_DEVICES)
         if name is None:
             return
         state = self.queue_state.jobs[name].state

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from evenload.errors import QueueError
-from evenload.scheduler.core.states import ENDED, HOLDING, TABLE, JobState, Verb, next_state
+from evenload.scheduler.core.states import ENDED, TABLE, WITH_DEVICES, JobState, Verb, next_state
 
 
 def test_every_state_can_be_reached_and_only_ends_are_ends() -> None:
@@ -12,7 +12,7 @@ def test_every_state_can_be_reached_and_only_ends_are_ends() -> None:
         reached |= more
     assert reached == set(JobState)
     assert {state for state, _ in TABLE} == set(JobState) - ENDED
-    assert ENDED.isdisjoint(HOLDING) and ENDED | HOLDING | {JobState.PENDING} == set(JobState)
+    assert ENDED.isdisjoint(WITH_DEVICES) and ENDED | WITH_DEVICES | {JobState.PENDING} == set(JobState)
 
 
 def test_from_every_living_state_a_job_can_end() -> None:

@@ -55,7 +55,7 @@ main(float(sys.argv[1]))
 
 
 @dataclass(frozen=True)
-class Place:
+class BackendSetup:
     """A backend as this test uses it: how to submit, and how to send an urgent job that takes all devices."""
 
     options: list[str]
@@ -79,18 +79,18 @@ def evenload(command: str, *words: str, variables: dict[str, str], folder: Path)
     return done.stdout
 
 
-def submit(place: Place, *words: str, folder: Path) -> str:
+def submit(setup: BackendSetup, *words: str, folder: Path) -> str:
     told = evenload(
-        "submit", "--json", "--no-snapshot", *place.options, *words, variables=place.variables, folder=folder
+        "submit", "--json", "--no-snapshot", *setup.options, *words, variables=setup.variables, folder=folder
     )
     answer = json.loads(told)
     return str(answer["job"] if "job" in answer else answer["jobs"][0])
 
 
 @pytest.fixture
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackendSetup]:
     with box_in(tmp_path_factory.mktemp("box")) as box:
-        place = Place(
+        setup = BackendSetup(
             options=["--queue", str(box.queue)],
             variables={},
             send_urgent=lambda folder: urgent(folder),
@@ -99,13 +99,13 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         )
 
         def urgent(folder: Path) -> None:
-            submit(place, "--priority", "1", "--devices", "2", "--", "sleep", "1", folder=folder)
+            submit(setup, "--priority", "1", "--devices", "2", "--", "sleep", "1", folder=folder)
 
-        yield place
+        yield setup
 
 
 @pytest.fixture
-def on_slurm(slurm: SlurmCluster, tmp_path: Path) -> Place:
+def on_slurm(slurm: SlurmCluster, tmp_path: Path) -> BackendSetup:
     root = tmp_path / ".local" / "state" / "evenload" / "slurm"
 
     def urgent(folder: Path) -> None:
@@ -115,7 +115,7 @@ def on_slurm(slurm: SlurmCluster, tmp_path: Path) -> Place:
     def state(job: str) -> str:
         return slurm.tool("squeue", "-h", "-t", "all", "-o", "%T", "-j", job).strip().replace("COMPLETED", "SUCCEEDED")
 
-    return Place(
+    return BackendSetup(
         options=["--backend", "slurm"],
         variables={"HOME": str(tmp_path)},
         send_urgent=urgent,
@@ -125,9 +125,9 @@ def on_slurm(slurm: SlurmCluster, tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def on_ray(ray_box: RayBox) -> Place:
+def on_ray(ray_box: RayBox) -> BackendSetup:
     variables = {"RAY_ADDRESS": ray_box.address}
-    place = Place(
+    setup = BackendSetup(
         options=["--backend", "ray", "--backend-option", f"root={ray_box.root}"],
         variables=variables,
         send_urgent=lambda folder: urgent(folder),
@@ -136,28 +136,28 @@ def on_ray(ray_box: RayBox) -> Place:
     )
 
     def urgent(folder: Path) -> None:
-        submit(place, "--priority", "1", "--devices", "4", "--", "sleep", "1", folder=folder)
+        submit(setup, "--priority", "1", "--devices", "4", "--", "sleep", "1", folder=folder)
 
-    return place
+    return setup
 
 
-def runs_is_preempted_and_resumes(place: Place, file: Path) -> None:
+def runs_is_preempted_and_resumes(setup: BackendSetup, file: Path) -> None:
     folder = file.parent
-    job = submit(place, str(file), folder=folder)
+    job = submit(setup, str(file), folder=folder)
     wait_until(lambda: len(steps_done(folder / "out")) > 3, f"steps of {file}", LIMIT_S)
-    place.send_urgent(folder)
+    setup.send_urgent(folder)
     ended = ("SUCCEEDED", "FAILED", "CANCELLED")
-    wait_until(lambda: "stopped at step" in place.read_log(job) or place.state(job) in ended, "the stop", LIMIT_S)
-    wait_until(lambda: place.state(job) in ended, "its end", LIMIT_S)
-    log = place.read_log(job)
-    assert place.state(job) == "SUCCEEDED", log
+    wait_until(lambda: "stopped at step" in setup.read_log(job) or setup.state(job) in ended, "the stop", LIMIT_S)
+    wait_until(lambda: setup.state(job) in ended, "its end", LIMIT_S)
+    log = setup.read_log(job)
+    assert setup.state(job) == "SUCCEEDED", log
     assert "stopped at step" in log, "it was to be preempted in its midst"
-    there = place.options[:2]  # --backend NAME, or --queue DIR
-    assert "succeeded" in evenload("show", *there, job, variables=place.variables, folder=folder)
-    assert evenload("logs", *there, job, variables=place.variables, folder=folder) == log
+    there = setup.options[:2]  # --backend NAME, or --queue DIR
+    assert "succeeded" in evenload("show", *there, job, variables=setup.variables, folder=folder)
+    assert evenload("logs", *there, job, variables=setup.variables, folder=folder) == log
 
 
-def test_a_program_that_counts(local: Place, tmp_path: Path) -> None:
+def test_a_program_that_counts(local: BackendSetup, tmp_path: Path) -> None:
     """On the local queue; on Slurm and Ray the tests of those do the same."""
     total = 100
     file = write_counting(tmp_path, total, 0.05)
@@ -188,32 +188,32 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return weights(folder)
 
 
-def check_training(place: Place, file: Path, undisturbed: torch.Tensor) -> None:
-    runs_is_preempted_and_resumes(place, file)
+def check_training(setup: BackendSetup, file: Path, undisturbed: torch.Tensor) -> None:
+    runs_is_preempted_and_resumes(setup, file)
     folder = file.parent
     assert steps_done(folder / "out") == list(range(NUM_STEPS)), "a step was lost or done twice"
     difference = float((weights(folder) - undisturbed).norm() / undisturbed.norm())
     assert difference <= BOUND
 
 
-def test_two_ranks_on_local(local: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
+def test_two_ranks_on_local(local: BackendSetup, tmp_path: Path, undisturbed: torch.Tensor) -> None:
     check_training(local, write_training(tmp_path), undisturbed)
 
 
-def test_two_ranks_on_slurm(on_slurm: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
+def test_two_ranks_on_slurm(on_slurm: BackendSetup, tmp_path: Path, undisturbed: torch.Tensor) -> None:
     check_training(on_slurm, write_training(tmp_path), undisturbed)
 
 
-def test_two_ranks_on_ray(on_ray: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
+def test_two_ranks_on_ray(on_ray: BackendSetup, tmp_path: Path, undisturbed: torch.Tensor) -> None:
     check_training(on_ray, write_training(tmp_path), undisturbed)
 
 
 @pytest.mark.long
-def test_two_nodes_on_slurm(on_slurm: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
+def test_two_nodes_on_slurm(on_slurm: BackendSetup, tmp_path: Path, undisturbed: torch.Tensor) -> None:
     """`evenload run` finds the other node by itself."""
     check_training(on_slurm, write_training(tmp_path, "cpu", nodes="2"), undisturbed)
 
 
 @pytest.mark.long
-def test_two_nodes_on_ray(on_ray: Place, tmp_path: Path, undisturbed: torch.Tensor) -> None:
+def test_two_nodes_on_ray(on_ray: BackendSetup, tmp_path: Path, undisturbed: torch.Tensor) -> None:
     check_training(on_ray, write_training(tmp_path, "cpu", devices="4"), undisturbed)

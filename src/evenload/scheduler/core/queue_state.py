@@ -15,7 +15,7 @@ from evenload.scheduler.core import events, occupancy
 from evenload.scheduler.core.layout import Layout, layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.core.states import HOLDING, JobState, Verb, next_state
+from evenload.scheduler.core.states import WITH_DEVICES, JobState, Verb, next_state
 from evenload.scheduler.core.values import Device, Job, JobSpec, Reservation, Settings, User
 
 _HOUR_S = 3600.0
@@ -247,7 +247,7 @@ class QueueState:
         job, spec = self._job(event.job), event.spec
         if spec.user != job.spec.user or spec.after != job.spec.after or spec.array != job.spec.array:
             raise QueueError(f"job {job.id}: its user, its array and what it starts after can't be changed")
-        if job.state in HOLDING and (spec.needs, spec.share_device) != (job.spec.needs, job.spec.share_device):
+        if job.state in WITH_DEVICES and (spec.needs, spec.share_device) != (job.spec.needs, job.spec.share_device):
             raise QueueError(
                 f"job {job.id} is {job.state}: which devices it needs can't be changed while it holds some"
             )

@@ -83,7 +83,7 @@ TABLE: dict[tuple[JobState, Verb], JobState] = {
 }
 """(State, verb) → next state; other verbs can't happen."""
 
-HOLDING = frozenset((_S.STARTING, _S.RUNNING, _S.RESIZING, _S.PREEMPTING))
+WITH_DEVICES = frozenset((_S.STARTING, _S.RUNNING, _S.RESIZING, _S.PREEMPTING))
 """A job holds devices in exactly these states."""
 
 ENDED = frozenset((_S.SUCCEEDED, _S.FAILED, _S.CANCELLED))

@@ -17,7 +17,7 @@ from evenload.scheduler.backends.interface import JobStatus, is_element_of
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
 from evenload.scheduler.core.queue_state import QueueState
-from evenload.scheduler.core.states import HOLDING, JobState
+from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import After, Device, Job
 from evenload.scheduler.job_file import JobFile, as_table, job_from, to_spec
 from evenload.scheduler.store.reader import Reader
@@ -36,7 +36,7 @@ class RayQueue:
             self._import_log(log)
         self._reader = Reader(root)
         for job in list(self.queue_state.jobs.values()):
-            if job.state in HOLDING:
+            if job.state in WITH_DEVICES:
                 self.record(events.Lost(clock(), job.id, "the queue on Ray was restarted"))
         self.commit()
 
