@@ -34,7 +34,7 @@ FailureKind = Literal["refused", "silent", "unreachable", "failed", "other_progr
 
 @dataclass(frozen=True)
 class ConnectFailure:
-    """Why a connection failed."""
+    """The reason why a connection failed."""
 
     kind: FailureKind
     """``other_program``: the answer was not the expected one; ``stalled``: small packets pass, large ones don't."""
@@ -76,7 +76,7 @@ class Connection:
         self._heartbeats: asyncio.Task[None] | None = None
         family = writer.get_extra_info("socket").family
         self.lost = ""
-        """Why no more messages will come; empty while they may."""
+        """The reason why no more messages will come; empty while they may."""
         self.own_host = str(writer.get_extra_info("sockname", ("",))[0])
         self.peer = Address(family, writer.get_extra_info("peername") or ("0.0.0.0", 0))
 

@@ -1,4 +1,4 @@
-"""What a machine sends about itself at the rendezvous, and what must be the same on all machines."""
+"""Facts that a machine sends about itself at the rendezvous, and the comparison of two machines."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class DeviceSlot:
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """What is to be run on this machine."""
+    """The script, settings and devices of this machine's part of a run."""
 
     script: Path
     arguments: tuple[str, ...]
     """Of the script."""
     settings: Mapping[str, Any]
-    """What the command line set."""
+    """Settings of the command line, by name."""
     slots: tuple[DeviceSlot, ...]
     """One for each rank of this machine."""
     backend: str
@@ -56,7 +56,7 @@ class HostInfo:
 
     host_name: str
     address: str
-    """Where its ranks are reached: the address that gloo takes on the interface; empty until it is known."""
+    """Address of its ranks: the one that gloo takes on the interface; empty until it is known."""
     interface: str
     source: str
     """Digest of Evenload's own code."""

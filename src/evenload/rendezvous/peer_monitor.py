@@ -19,7 +19,7 @@ from evenload.rendezvous.event_loop import EventLoopThread
 
 @dataclass(frozen=True)
 class FailureCause:
-    """Why a run ended, in the words that all its machines print."""
+    """The cause of a run's end, as all its machines print it."""
 
     text: str
     exit_code: int = 1
@@ -34,7 +34,7 @@ class PeerMonitor:
 
     def __init__(self) -> None:
         self.end_cause: FailureCause | None = None
-        """Why the run ends, once that is decided."""
+        """The cause of the run's end, once it is decided."""
         self.all_ended = False
         """True once all ranks of all machines have ended."""
         self._causes: list[FailureCause] = []

@@ -78,7 +78,7 @@ class HostReport:
 
 @dataclass(frozen=True)
 class HostMeasurement:
-    """What was measured with another machine; speeds in bytes a second, None for what was not measured."""
+    """Measurements with another machine; None for what was not measured."""
 
     remote: HostReport
     round_trip_s: float
@@ -89,7 +89,7 @@ class HostMeasurement:
     stalled: str = ""
     """The bulk that did not arrive, and its direction."""
     outward_failure: ConnectFailure | None = None
-    """Why a port that the system picked there can't be reached from here; None if it can."""
+    """The failed connection to a port that the system picked there; None if it succeeded."""
     inward_failure: ConnectFailure | None = None
     """The same, from there to here."""
 

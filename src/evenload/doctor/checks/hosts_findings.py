@@ -32,7 +32,7 @@ _NETWORK_FILES = (
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What is known of another machine; the rest is empty."""
+    """The facts about another machine; those that are unknown are empty."""
 
     endpoint: Endpoint
     addresses: tuple[Address, ...] = ()
@@ -43,13 +43,13 @@ class HostFacts:
     answering_port: int = 0
     """Another port, at which a machine that is silent at ours answers."""
     other_program: str = ""
-    """Why the program at the port is not Evenload, or refuses."""
+    """The answer of a program at the port that is not Evenload, or refuses."""
     local: HostReport | None = None
     reached: Address | None = None
     connect_s: float = 0.0
     measurement: HostMeasurement | None = None
     interrupted: str = ""
-    """Why the measurement ended early."""
+    """The reason why the measurement ended early."""
 
     @property
     def missing(self) -> str:
