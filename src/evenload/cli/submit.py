@@ -20,8 +20,8 @@ from evenload.scheduler.backends.local import LocalBackend
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.job_file import KEYS, as_table, job_from, merged
 from evenload.scheduler.snapshots import TreeSnapshot
-from evenload.scheduler.submit import submit as submission
 from evenload.scheduler.submit.submit import SubmittedJob
+from evenload.scheduler.submit.submit import submit as submit_job
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
@@ -140,9 +140,7 @@ def submit(
     if wait and job.backend != "local":
         raise ConfigError(f"--wait is for the local queue; use evenload show --backend {job.backend} JOB")
     queue_folder = folder_of(queue)
-    submitted = submission.submit(
-        job, queue=queue_folder, here=Path.cwd(), variables=dict(os.environ), is_dry_run=dry_run
-    )
+    submitted = submit_job(job, queue=queue_folder, here=Path.cwd(), variables=dict(os.environ), is_dry_run=dry_run)
     if dry_run:
         _print_dry_run(submitted, queue_folder, json)
         return
