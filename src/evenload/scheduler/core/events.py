@@ -18,20 +18,24 @@ from evenload.stored_names import STORED_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
-    """A job entered the queue."""
+class JobEvent:
+    """Time and job of an event."""
 
     time_s: float
     job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted(JobEvent):
+    """A job entered the queue."""
+
     spec: JobSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(JobEvent):
     """Devices were given to a job: its attempt starts."""
 
-    time_s: float
-    job: str
     devices: tuple[str, ...]
     attempt: int
     """One more than the job's last."""
@@ -39,19 +43,14 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class JobStarted:
+class JobStarted(JobEvent):
     """The program of a job runs."""
-
-    time_s: float
-    job: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(JobEvent):
     """A job reported its progress."""
 
-    time_s: float
-    job: str
     done: float
     total: float | None = None
     rate_per_s: float = 0.0
@@ -61,20 +60,16 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryMeasured:
+class MemoryMeasured(JobEvent):
     """The peak memory measured of a job that may share its device."""
 
-    time_s: float
-    job: str
     peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class ResizeRequested:
+class ResizeRequested(JobEvent):
     """A running job is requested to save, stop, and continue on other devices."""
 
-    time_s: float
-    job: str
     devices: tuple[str, ...]
     reason: str = ""
     is_forced: bool = False
@@ -82,11 +77,9 @@ class ResizeRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRequested:
+class StopRequested(JobEvent):
     """A job that holds devices is requested to save and stop."""
 
-    time_s: float
-    job: str
     then: JobState = JobState.PENDING
     """PENDING: it is preempted and goes on later. CANCELLED or FAILED: it ends for good."""
     reason: str = ""
@@ -98,64 +91,48 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class Yielded:
+class Yielded(JobEvent):
     """A job saved and its processes have ended; its devices are free (or it continues on its new ones)."""
 
-    time_s: float
-    job: str
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(JobEvent):
     """A job's processes have ended for good, or those of this attempt if it may be retried."""
 
-    time_s: float
-    job: str
     is_success: bool
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(JobEvent):
     """A job's processes have ended through no fault of its own."""
 
-    time_s: float
-    job: str
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(JobEvent):
     """A job that holds no devices will never run. One that holds devices gets `StopRequested` instead."""
 
-    time_s: float
-    job: str
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class JobHeld:
+class JobHeld(JobEvent):
     """An owner holds a pending job back."""
 
-    time_s: float
-    job: str
-
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class Released(JobEvent):
     """An owner lets a held job go."""
 
-    time_s: float
-    job: str
-
 
 @dataclass(frozen=True, slots=True)
-class SpecChanged:
+class SpecChanged(JobEvent):
     """The spec of a job changed; of a job that holds devices, only what doesn't concern them."""
 
-    time_s: float
-    job: str
     spec: JobSpec
 
 

@@ -21,7 +21,6 @@ class Meter:
         self._cost: dict[str, float] = {}
         self._energy_kwh: dict[str, float] = {}
         self._num_preempted: dict[str, int] = {}
-        self._waiting: set[str] = set()
         self.ended: list[JobOutcome] = []
         self.samples: list[ClusterSample] = []
 
@@ -35,14 +34,10 @@ class Meter:
             self._num_preempted[event.job] = self._num_preempted.get(event.job, 0) + 1
         for job in changed:
             self._settle(job, event.time_s)
-            if job.state is JobState.PENDING and not job.unmet:
-                self._waiting.add(job.id)
-            else:
-                self._waiting.discard(job.id)
             if job.id not in queue_state.jobs:
                 self.ended.append(self._outcome(job))
         if changed:
-            sample = ClusterSample(event.time_s, len(queue_state.holder), len(self._waiting), len(queue_state.jobs))
+            sample = ClusterSample(event.time_s, len(queue_state.holder), len(queue_state.jobs))
             if self.samples and self.samples[-1].time_s == event.time_s:
                 self.samples[-1] = sample
             else:

@@ -39,8 +39,6 @@ class ClusterSample:
     time_s: float
     num_held: int
     """Devices that jobs hold."""
-    num_waiting: int
-    """Jobs that could run but have no devices."""
     num_active: int
     """Jobs submitted and not ended."""
 
