@@ -169,31 +169,27 @@ def own_cores(workers: Sequence[WorkerSpec], host: HostDevices) -> tuple[float, 
 
 
 def describe_workers(workers: Sequence[WorkerSpec]) -> list[str]:
-    """Describe each worker in one line: devices, cores, threads and backend."""
-    if workers[0].replicas:
-        return _describe_replicas(workers[0])
-    lines = []
-    width = max(len(worker.device_names[worker.rank]) for worker in workers)
-    for worker in workers:
-        threads = f"{worker.num_threads} thread" + ("s" if worker.num_threads != 1 else "")
-        name = worker.device_names[worker.rank]
-        device = "+".join(worker.devices) or worker.device
-        line = f"rank {worker.rank}: {device:<6} {name:<{width}}  {threads}, {worker.backend}"
-        if worker.throttle:
-            line += f", throttled to {worker.throttle['factor']:g} of its speed"
-        lines.append(line)
-    return lines
-
-
-def _describe_replicas(worker: WorkerSpec) -> list[str]:
-    width = max(len(rank_device["name"]) for rank_device in worker.replicas)
-    lines = [f"one process, {len(worker.replicas)} replicas (strategy dp)"]
-    for index, rank_device in enumerate(worker.replicas):
-        threads = f"{rank_device['num_threads']} thread" + ("s" if rank_device["num_threads"] != 1 else "")
-        line = f"rank {index}: {rank_device['device']:<6} {rank_device['name']:<{width}}  {threads}"
-        if worker.throttle:
-            line += f", throttled to {worker.throttle['factors'][index]:g} of its speed"
-        lines.append(line)
+    """Describe each rank, or each replica of one process, in one line: devices, cores, threads and backend."""
+    first = workers[0]
+    if first.replicas:
+        factors = first.throttle.get("factors", [None] * len(first.replicas))
+        lines = [f"one process, {len(first.replicas)} replicas (strategy dp)"]
+        rows = [
+            (index, replica["device"], replica["name"], replica["num_threads"], "", factor)
+            for index, (replica, factor) in enumerate(zip(first.replicas, factors, strict=True))
+        ]
+    else:
+        lines = []
+        rows = [
+            (w.rank, "+".join(w.devices) or w.device, w.device_names[w.rank], w.num_threads, f", {w.backend}",
+             w.throttle.get("factor"))
+            for w in workers
+        ]  # fmt: skip
+    width = max(len(name) for _, _, name, *_ in rows)
+    for rank, device, name, num_threads, backend, factor in rows:
+        threads = f"{num_threads} thread" + ("s" if num_threads != 1 else "")
+        throttle = "" if factor is None else f", throttled to {factor:g} of its speed"
+        lines.append(f"rank {rank}: {device:<6} {name:<{width}}  {threads}{backend}{throttle}")
     return lines
 
 

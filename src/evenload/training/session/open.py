@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evenload.atomic_file import write_atomically
 from evenload.config import COMMAND_LINE, SETTINGS, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
 from evenload.job import attempt
@@ -100,7 +101,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     if writes:
         records.settings(as_table(config))
         if spec.launch_dir:
-            _report_folder(Path(spec.launch_dir), folder)
+            write_atomically(Path(spec.launch_dir) / RUN_FOLDER_FILE, str(folder))
     clock = StepClock(device)
     recorder = StepRecorder(records, writes)
     precision = Precision(config.precision, device)
@@ -189,12 +190,6 @@ def _check_balance(config: Config, world_size: int) -> None:
             f"{config.sources['balance']}: {len(config.balance)} shares, but there are {world_size} ranks; give one share "
             "per rank"
         )
-
-
-def _report_folder(launch_dir: Path, folder: Path) -> None:
-    partial = launch_dir / f".{RUN_FOLDER_FILE}.partial"
-    partial.write_text(str(folder))
-    partial.replace(launch_dir / RUN_FOLDER_FILE)
 
 
 def _check_same_settings(config: Config, control: Control) -> None:
