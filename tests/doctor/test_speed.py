@@ -24,7 +24,7 @@ def test_devices_and_ranks_are_measured() -> None:
         assert links.status == "skip"
 
 
-def test_devices_of_one_name_should_be_alike() -> None:
+def test_devices_of_one_name_should_be_equal() -> None:
     figures = [
         Figure("cuda:0 (RTX 3090 (A)) matmul float16", 70.0, "TFLOP/s"),
         Figure("cuda:1 (RTX 3090 (A)) matmul float16", 68.0, "TFLOP/s"),
@@ -39,7 +39,7 @@ def test_devices_of_one_name_should_be_alike() -> None:
     assert evaluate_speeds(figures[:2] + figures[3:], "3 device(s)").status == "ok"
 
 
-def test_ways_of_one_kind_should_be_alike() -> None:
+def test_links_of_one_kind_should_be_equal() -> None:
     figures = [
         Figure("cpu to cuda:0 (from host) copy", 25.0, "GB/s"),
         Figure("cpu to cuda:1 (from host) copy", 6.0, "GB/s"),

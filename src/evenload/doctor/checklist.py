@@ -22,7 +22,7 @@ class Check:
     function: str
     """``module:function`` in ``evenload.doctor.checks``."""
     subject: str
-    """What it examines, for ``--list``."""
+    """Its description in ``--list``."""
     on_timeout: Status = "warn"
     expected: str = SYSTEM
 
@@ -47,7 +47,7 @@ GROUPS: tuple[tuple[Check, ...], ...] = (
         Check("GPU mode", "gpu_config:mode", "compute mode, MIG", "fail", DRIVER),
         Check("GPU throttling", "gpu_health:throttling", "slowdown by heat or power supply right now", "warn", DRIVER),
         Check("GPU clocks", "gpu_health:clocks", "lowered power limits and clocks", "warn", DRIVER),
-        Check("GPU links", "gpu_health:links", "PCIe lanes, NVLinks", "warn", DRIVER),
+        Check("GPU links", "gpu_health:links", "PCIe link width, NVLinks", "warn", DRIVER),
         Check("GPU errors", "gpu_health:errors", "memory errors, Xid errors in the kernel log", "warn", DRIVER),
     ),
     # A separate child: it initializes CUDA, which the all-reduce must not, and a wrong IOMMU setting makes it hang.

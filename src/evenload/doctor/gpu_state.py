@@ -1,4 +1,4 @@
-"""State of each GPU as reported by its driver: heat, power, clocks, PCIe lanes, NVLinks, faults."""
+"""State of each GPU as reported by its driver: heat, power, clocks, PCIe link width, NVLinks, faults."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GpuState:
     """The SM clock set for applications."""
     clock_default_mhz: int | None = None
     width: int | None = None
-    """PCIe lanes in use."""
+    """PCIe link width in use."""
     width_max: int | None = None
     nvlinks: tuple[bool, ...] = ()
     """State of each NVLink; empty without NVLink."""

@@ -154,7 +154,7 @@ def as_they_come(machine: Machine) -> Finding:
     return machine.look("GPU clocks")
 
 
-@unwell("GPU links", "warn", "cuda:1 (RTX 3090) has 4 of 16 PCIe lanes", "sudo lspci -vv -s 0000:02:00.0")
+@unwell("GPU links", "warn", "cuda:1 (RTX 3090) uses PCIe x4 of x16", "sudo lspci -vv -s 0000:02:00.0")
 def narrow(machine: Machine) -> Finding:
     machine.gpus(
         {"CurrPcieLinkWidth": 16, "MaxPcieLinkWidth": 16},
@@ -171,8 +171,8 @@ def broken_bridge(machine: Machine) -> Finding:
 
 @well("GPU links")
 def wide(machine: Machine) -> Finding:
-    lanes = {"CurrPcieLinkWidth": 8, "MaxPcieLinkWidth": 16}
-    machine.gpus({**lanes, "NvLinkState": {"0": 1, "1": 1}}, {**lanes, "NvLinkState": {"0": 0, "1": 0}})
+    width = {"CurrPcieLinkWidth": 8, "MaxPcieLinkWidth": 16}
+    machine.gpus({**width, "NvLinkState": {"0": 1, "1": 1}}, {**width, "NvLinkState": {"0": 0, "1": 0}})
     return machine.look("GPU links")
 
 

@@ -84,17 +84,17 @@ def clocks(gpus: Sequence[GpuState], options: Options) -> Finding:
 
 @gpu_check
 def links(gpus: Sequence[GpuState], options: Options) -> Finding:
-    """Check the number of PCIe lanes (unlike their speed, it does not depend on load), and the NVLinks."""
+    """Check the PCIe link width (unlike the speed, it does not depend on load), and the NVLinks."""
     narrow = [
         gpu for gpu in gpus if gpu.width is not None and gpu.width_max and gpu.width * NARROW_FACTOR <= gpu.width_max
     ]
     broken = [gpu for gpu in gpus if any(gpu.nvlinks) and not all(gpu.nvlinks)]
-    parts = [f"{gpu.label} has {gpu.width} of {gpu.width_max} PCIe lanes" for gpu in narrow]
+    parts = [f"{gpu.label} uses PCIe x{gpu.width} of x{gpu.width_max}" for gpu in narrow]
     parts += [f"{gpu.label} has {sum(gpu.nvlinks)} of {len(gpu.nvlinks)} NVLinks up" for gpu in broken]
     if narrow:
         command = f"sudo lspci -vv -s {narrow[0].bus} | grep -E 'LnkCap|LnkSta'"
-        fix = f"{command}   # then: another slot, no riser, the lanes in the BIOS"
-        return warn("; ".join(parts), "all lanes of a full-width slot", fix)
+        fix = f"{command}   # then: another slot, no riser, the PCIe settings in the BIOS"
+        return warn("; ".join(parts), "the full width of the GPU", fix)
     if broken:
         fix = f"nvidia-smi nvlink --status -i {broken[0].bus}   # then: the bridge between the GPUs, or a reboot"
         return warn("; ".join(parts), "all NVLinks of a GPU up, or none", fix)
@@ -103,7 +103,7 @@ def links(gpus: Sequence[GpuState], options: Options) -> Finding:
         for gpu in gpus
         if gpu.width is not None
     ]
-    return ok("PCIe " + ", ".join(widths) if widths else "the driver reports no lanes")
+    return ok("PCIe " + ", ".join(widths) if widths else "the driver reports no PCIe link")
 
 
 @gpu_check

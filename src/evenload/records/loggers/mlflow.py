@@ -74,7 +74,7 @@ class MLflow:
         self._client.set_terminated(self.run_id, status="FINISHED" if succeeded else "FAILED")
 
     def drop(self, for_good: bool) -> None:
-        """Do nothing: there are no resources."""
+        """Release nothing."""
 
     def _experiment(self, name: str | None) -> str:
         own: Any = importlib.import_module("mlflow.environment_variables")
