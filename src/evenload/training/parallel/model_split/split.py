@@ -41,7 +41,7 @@ Devices = Sequence[str | torch.device | tuple[str | torch.device, str | int]] | 
 
 
 @dataclass(frozen=True)
-class _LayerChain:
+class _ModelChain:
     """A model as a chain of layers."""
 
     units: list[LayerUnit]
@@ -171,7 +171,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 def _decide(
     model: nn.Module, capacities: Sequence[DeviceCapacity], example: Any, optimizer_states: int, returns: str
-) -> tuple[_LayerChain, Cut]:
+) -> tuple[_ModelChain, Cut]:
     """Return the best cut, with units as coarse as possible.
 
     Raises:
@@ -192,7 +192,7 @@ def _decide(
         order = layer_units.in_order(units, [cost.first_call for cost in costs.units])
         groups = layer_units.group(units, order)
         layers = _layers(model, units, order, groups, costs, optimizer_states)
-        chain = _LayerChain(units, order, groups, costs, layers)
+        chain = _ModelChain(units, order, groups, costs, layers)
         cut = cut_chain(layers, limits, links, costs.output_bytes if returns == "first" else 0, SLACK)
         if cut is not None and len(layers) > 1:
             return chain, cut
@@ -265,7 +265,7 @@ def _listed(capacities: Sequence[DeviceCapacity]) -> str:
     return ", ".join(capacity.describe() for capacity in capacities)
 
 
-def _no_cut(model: nn.Module, capacities: Sequence[DeviceCapacity], chain: _LayerChain, optimizer_states: int) -> str:
+def _no_cut(model: nn.Module, capacities: Sequence[DeviceCapacity], chain: _ModelChain, optimizer_states: int) -> str:
     name, layers = type(model).__name__, chain.layers
     if len(layers) < 2:
         return f"place: {name} is one layer, or all its layers share their weights; there is nothing to split"
@@ -290,7 +290,7 @@ def _no_cut(model: nn.Module, capacities: Sequence[DeviceCapacity], chain: _Laye
 
 def _describe(
     model: nn.Module,
-    chain: _LayerChain,
+    chain: _ModelChain,
     cut: Cut,
     capacities: Sequence[DeviceCapacity],
     requested: tuple[Any, ...],
@@ -320,7 +320,7 @@ def _describe(
 
 def _apply(
     model: nn.Module,
-    chain: _LayerChain,
+    chain: _ModelChain,
     cut: Cut,
     capacities: Sequence[DeviceCapacity],
     split: ModelSplit,
