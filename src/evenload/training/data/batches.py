@@ -10,7 +10,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,41 +87,70 @@ def leaves_of(batch: Any) -> list[Any]:
     return found
 
 
+class OpenedContainer(NamedTuple):
+    """The parts of a container, their labels such as ``['x']``, ``[0]`` or ``.x``, and its constructor from other parts."""
+
+    labels: list[str]
+    parts: list[Any]
+    rebuild: Callable[[list[Any]], Any]
+
+
+def open_container(value: Any) -> OpenedContainer | None:
+    """Open a mapping, tuple, list or dataclass; None for any other value."""
+    if isinstance(value, Mapping):
+        keys = list(value)
+        return OpenedContainer(
+            [f"[{key!r}]" for key in keys], list(value.values()), partial(_rebuild_mapping, value, keys)
+        )
+    if isinstance(value, list | tuple):
+        return OpenedContainer([f"[{i}]" for i in range(len(value))], list(value), partial(_rebuild_sequence, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = [getattr(value, name) for name in names]
+        return OpenedContainer([f".{name}" for name in names], parts, partial(_rebuild_dataclass, value, names))
+    return None
+
+
 def _map(batch: Any, one: Callable[[Any], Any], method: str) -> Any:
     if isinstance(batch, torch.Tensor):
         return one(batch)
     if batch is None or isinstance(batch, str | bytes | int | float | torch.nn.Module | type):
         return batch
-    if isinstance(batch, Mapping):
-        return _map_mapping(batch, one, method)
-    if callable(getattr(batch, method, None)):  # PackedSequence, graph batches, TensorDict, the user's own class
+    # PackedSequence, graph batches, TensorDict, the user's own class
+    if not isinstance(batch, Mapping) and callable(getattr(batch, method, None)):
         return one(batch)
-    if dataclasses.is_dataclass(batch):
-        clone = copy.copy(cast(Any, batch))
-        for field in dataclasses.fields(batch):
-            # object's own setter: the class may be frozen, and its __post_init__ has run already
-            object.__setattr__(clone, field.name, _map(getattr(batch, field.name), one, method))
-        return clone
-    if isinstance(batch, tuple):
-        parts = [_map(part, one, method) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, list):
-        clone = copy.copy(batch)
-        clone[:] = [_map(part, one, method) for part in batch]
-        return clone
-    return batch
+    opened = open_container(batch)
+    return batch if opened is None else opened.rebuild([_map(part, one, method) for part in opened.parts])
 
 
-def _map_mapping(batch: Mapping[Any, Any], one: Callable[[Any], Any], method: str) -> Any:
-    parts = {key: _map(value, one, method) for key, value in batch.items()}
-    if type(batch) is dict:
-        return parts
+def _rebuild_mapping(value: Mapping[Any, Any], keys: list[Any], parts: list[Any]) -> Any:
+    items = dict(zip(keys, parts, strict=True))
+    if type(value) is dict:
+        return items
     try:
-        if isinstance(batch, MutableMapping):  # BatchEncoding and its like carry more than their keys
-            clone = copy.copy(batch)
-            for key, part in parts.items():  # a Hugging Face model's output refuses `update`
+        if isinstance(value, MutableMapping):  # BatchEncoding and its like have attributes besides their keys
+            clone = copy.copy(value)
+            for key, part in items.items():  # a Hugging Face model's output refuses `update`
                 clone[key] = part
+                if hasattr(value, "__dataclass_fields__"):  # a model's output has each key as an attribute too
+                    object.__setattr__(clone, key, part)
             return clone
-        return type(batch)(parts)  # type: ignore[call-arg]
+        return type(value)(items)  # type: ignore[call-arg]
     except TypeError:
-        return parts
+        return items
+
+
+def _rebuild_sequence(value: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+    if isinstance(value, tuple):
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    clone = copy.copy(value)
+    clone[:] = parts
+    return clone
+
+
+def _rebuild_dataclass(value: Any, names: list[str], parts: list[Any]) -> Any:
+    clone = copy.copy(value)
+    for name, part in zip(names, parts, strict=True):
+        # object's own setter: the class may be frozen, and its __post_init__ has run already
+        object.__setattr__(clone, name, part)
+    return clone

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from evenload.errors import ConfigError
-from evenload.training.data.batches import leaves_of, map_leaves
+from evenload.training.data.batches import leaves_of, map_leaves, open_container
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -66,19 +64,12 @@ def join(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path:
     if any(type(part) is not type(first) for part in parts):
         kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
         raise ConfigError(f"{path} has a different type on each replica ({kinds}), so it can't be joined")
-    if isinstance(first, Mapping):
-        return _join_mappings(parts, sizes, device, path)
-    if isinstance(first, list | tuple):
-        if any(len(part) != len(first) for part in parts):
-            raise ConfigError(f"{path} has a different length on each replica, so it can't be joined")
-        joined = [join(column, sizes, device, f"{path}[{i}]") for i, column in enumerate(zip(*parts, strict=True))]
-        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        clone = copy.copy(cast(Any, first))
-        for field in dataclasses.fields(first):
-            values = [getattr(part, field.name) for part in parts]
-            object.__setattr__(clone, field.name, join(values, sizes, device, f"{path}.{field.name}"))
-        return clone
+    if (opened := open_container(first)) is not None:
+        others = [open_container(part) or opened for part in parts]
+        if any(other.labels != opened.labels for other in others):
+            raise ConfigError(f"{path} has different keys or lengths on each replica, so it can't be joined")
+        columns = zip(opened.labels, zip(*(other.parts for other in others), strict=True), strict=True)
+        return opened.rebuild([join(column, sizes, device, f"{path}{label}") for label, column in columns])
     if all(_is_same(part, first) for part in parts):
         return first
     raise ConfigError(
@@ -94,22 +85,6 @@ def _is_same(part: Any, first: Any) -> bool:
         return bool(part == first)
     except (RuntimeError, ValueError):  # an array, which compares element by element
         return False
-
-
-def _join_mappings(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str) -> Any:
-    first = parts[0]
-    if any(list(part) != list(first) for part in parts):
-        raise ConfigError(f"{path} has different keys on each replica, so it can't be joined")
-    joined = {key: join([part[key] for part in parts], sizes, device, f"{path}[{key!r}]") for key in first}
-    if type(first) is dict:
-        return joined
-    if dataclasses.is_dataclass(first):  # the output of a Hugging Face model
-        return cast(Any, type(first))(**joined)
-    if isinstance(first, MutableMapping):  # may have attributes besides its keys
-        clone = copy.copy(first)
-        clone.update(joined)
-        return clone
-    return type(first)(joined)
 
 
 def _join_tensors(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str) -> torch.Tensor:
