@@ -395,7 +395,7 @@ def test_a_cancelled_job_ends_when_its_processes_are_gone() -> None:
     queue = Queue(box(1))
     job = queue.submit(1)
     queue.settle()
-    with pytest.raises(QueueError, match="ask it to stop"):
+    with pytest.raises(QueueError, match="request its stop"):
         queue.apply(events.Cancelled(0.0, job))
     queue.apply(events.StopRequested(0.0, job, JobState.CANCELLED, "by ann"))
     assert queue.state(job) is JobState.PREEMPTING and queue.decide() == ()

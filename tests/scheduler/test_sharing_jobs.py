@@ -196,7 +196,7 @@ def test_a_new_daemon_finds_all_who_share(queue: Box, tmp_path: Path) -> None:
 
 
 def test_who_shares_has_one_device(queue: Box) -> None:
-    with pytest.raises(EvenloadError, match="share_device: such a job has one device; this one asks for 2"):
+    with pytest.raises(EvenloadError, match="share_device: such a job has one device; this one requests 2"):
         queue.submit("true", spec={"share_device": True, "needs": {"min_devices": 1, "max_devices": 2}})
 
 

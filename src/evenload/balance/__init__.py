@@ -16,7 +16,7 @@ and the step takes as long as the slowest rank. So:
     >>> split_batch(256, [Cost(0.0, 0.001), Cost(0.0, 0.003)]).shares
     (192, 64)
 
-Where to look: `values` the frozen values other rooms speak in; `split` who computes what; `cost` what a rank costs;
-`drift` when a rank has changed; `rebalance` when to act. Nothing here reads a clock, a file or a device, imports torch,
+Modules: `values` the frozen values of all packages; `split` the shares; `cost` the cost of a rank; `drift` changes of speed;
+`rebalance` decisions. Nothing here reads a clock, a file or a device, imports torch,
 or knows that there are processes: the same numbers give the same decisions, in training, in a test and in a plan.
 """

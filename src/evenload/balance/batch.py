@@ -23,7 +23,7 @@ LEAST_GAIN = 0.05
 MOST_GROWTH = 2.0
 """At most by this factor at a time: t(B) is known near the batches that ran."""
 TRIAL_LOSS = 0.05
-"""Where overhead can't be told from samples yet, a larger batch is tried if it costs no more efficiency than this."""
+"""Where overhead can't be separated from samples yet, a larger batch is tried if it costs no more efficiency than this."""
 _FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -116,7 +116,7 @@ def choose_batch(
         now: the batch of the epoch that ended.
         noise: the noise scale, in samples.
         seconds_of: what a step of a batch takes.
-        may_try: overhead can't be told from samples, because only one size ran: another one may be tried for it.
+        may_try: overhead can't be separated from samples, because only one size ran: another one may be tried for it.
         tried_from: the batch before, where `now` is such a trial: staying must pay against that one.
     """
 

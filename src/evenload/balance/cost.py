@@ -3,9 +3,9 @@
 Three things make this more than a least-squares line:
 
 * **A spike is no trend.** Steps under the same share form a group, and only the group's median enters the line.
-* **One share can't tell a from c.** Until the share has varied, the *shape* ``a / c`` is a prior: 0, every second is
+* **One share can't separate a from c.** Until the share has varied, the *shape* ``a / c`` is a prior: 0, every second is
   the samples', and ``per_sample_error_s`` is infinite. A shape too small makes a re-split stop short of the best, never
-  pass it, and the re-split is the probe that mends it: no planned probe steps are needed.
+  pass it, and the re-split is the probe that corrects it: no planned probe steps are needed.
 * **A device that changes speed keeps its shape.** Then the times of before are forgotten, but ``a / c`` stays as the
   prior of the new fit: half the clock makes both twice as slow.
 """
@@ -32,7 +32,7 @@ _KNOWN_SLOPE = 0.6
 _WANDER = 0.04
 """Relative change of a speed that is possible since another share ran: shares close together don't separate a from c."""
 _TELLING_SPREAD = 1.02
-"""Samples per micro-batch must differ by this factor to say anything about a and c."""
+"""Samples per micro-batch must differ by this factor to separate a from c."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _middle(times: Sequence[float]) -> float:
 
 def _scatter(groups: dict[tuple[int, int], list[float]], middles: dict[tuple[int, int], float]) -> float:
     off = [abs(time_s / middles[key] - 1) for key, times in groups.items() for time_s in times]
-    # Each median lies on one of its own points, or between two: that many tell nothing.
+    # Each median lies on one of its own points, or between two: that many carry no information.
     free = len(off) - len(groups)
     if free < 1:
         return _FEW_POINTS_NOISE

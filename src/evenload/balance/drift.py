@@ -81,7 +81,7 @@ class SpeedTracker:
     def _refit_as_is(self, least_noise: float) -> Fit:
         varied = is_varied(self._points)
         if self._was_varied and not varied and self._fit is not None:
-            # The steps under other shares have left the window; what they told stays.
+            # The steps under other shares have left the window; their ratio a / c stays.
             self._shape = self._fit.shape() if self._fit.shape().is_measured else self._shape
         self._was_varied = varied
         self._fit = fit_cost(self._points, self._shape, max(least_noise, 0.004))

@@ -31,9 +31,9 @@ from typing import Any
 WINDOW = 64
 """The averages are plain means of the first so many measured steps, and forget at this rate afterwards."""
 LEAST_MEASURED = 8
-"""Nothing is said of fewer measured steps."""
+"""No estimate is given from fewer measured steps."""
 MOST_BATCHES = 1000.0
-"""A noise scale beyond so many of the batches it was measured with can't be told from an infinite one."""
+"""A noise scale beyond so many of the batches it was measured with can't be distinguished from an infinite one."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class NoiseScale:
 
     def add(self, norms: Norms) -> None:
         """Add a measured step."""
-        told = moments(norms)
-        if told is None:
+        estimate = moments(norms)
+        if estimate is None:
             return
         self.num_measured += 1
         weight = 1 / min(self.num_measured, WINDOW)
-        self._trace += weight * (told.trace - self._trace)
-        self._square += weight * (told.square - self._square)
-        self._square_of_square += weight * (told.square**2 - self._square_of_square)
+        self._trace += weight * (estimate.trace - self._trace)
+        self._square += weight * (estimate.square - self._square)
+        self._square_of_square += weight * (estimate.square**2 - self._square_of_square)
         self._num_samples = norms.num_samples
 
     @property

@@ -1,10 +1,10 @@
 """Decide when to move shares. No clock, no I/O: the same observations give the same decisions.
 
 One rank holds a `Balancer`, shows it every step, and broadcasts what it decides. A decision holds some steps later, so
-observations go on under the old shares for a while: each says under which shares it was measured, and until the decided
+observations go on under the old shares for a while: each names the shares it was measured under, and until the decided
 ones appear nothing is decided again unless a rank changes meanwhile.
 
-A move must pay: its predicted gain must exceed what the noise of the measurements could feign (`_SURE` standard errors)
+A move must pay: its predicted gain must exceed what the noise of the measurements could produce (`_SURE` standard errors)
 and `_LEAST_GAIN`, which stands for the cost of a move (dropped prefetches, allocations of new sizes).
 """
 
@@ -28,7 +28,7 @@ _LOOKS_AFTER_CHANGE = frozenset((1, 2, 3, 5, 8, 13, 21))
 """A big change that was seen but didn't pay surely enough yet is looked at again as its steps come in."""
 _SURE = 3.5
 _SURE_AFTER_CHANGE = 2.0
-"""A run of steps out of the band is evidence by itself; the noise must not feign the rest of the gain."""
+"""A run of steps out of the band is evidence by itself; the noise must not produce the rest of the gain."""
 _SURE_AFTER_MOVE = 1.0
 _LEAST_GAIN = 0.01
 _LEAST_GAIN_AFTER_MOVE = 0.03
@@ -40,7 +40,7 @@ steps make up for one."""
 _MOST_HALVINGS = 4
 _LEAST_MICRO_GAIN = 0.02
 """Another K changes what BatchNorm computes and is announced, so it must pay this much over the best split of the K."""
-_TOLD_CHANGE = 1.1
+_REPORTED_CHANGE = 1.1
 _LOST_AFTER = 32
 """A decision that hasn't appeared after so many steps was not carried out; what is measured holds."""
 
@@ -57,7 +57,7 @@ class Observation:
     seconds: tuple[float, ...]
     """Each rank's own seconds: compute and optimizer, without waiting for others and without collectives."""
     left_out: bool = False
-    """The step tells nothing of the next ones: it compiled, was done again, or wrote a checkpoint."""
+    """The step doesn't represent the next ones: it compiled, was done again, or wrote a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Balancer:
         seen_s, seen_before_s = self._seen_s(split.shares, split.num_micro), self._seen_s(self.shares, self.num_micro)
         if seen_s is not None and seen_before_s is not None:
             gain = min(gain, 1 - seen_s / seen_before_s)
-        # The first look under new shares tells whether the move hit; it may be followed up on weaker evidence, once.
+        # The first look under new shares shows whether the move helped; it may be followed up on weaker evidence, once.
         sure, least = _SURE, _LEAST_GAIN
         if self._num_under == _FIRST_LOOK and self._last_kind in _FOLLOWED_UP:
             sure, least = _SURE_AFTER_MOVE, _LEAST_GAIN_AFTER_MOVE
@@ -288,8 +288,10 @@ class Balancer:
 
     def _why(self, split: Split, step: int) -> tuple[str, int | None, float | None, str]:
         """Return kind, rank, factor, and the first half of the sentence."""
-        told = {
-            r: change for r, change in self._changes.items() if abs(math.log(change.factor)) > math.log(_TOLD_CHANGE)
+        reported = {
+            r: change
+            for r, change in self._changes.items()
+            if abs(math.log(change.factor)) > math.log(_REPORTED_CHANGE)
         }
         moved = [
             (rank, "left_out" if old else "returned")
@@ -303,13 +305,13 @@ class Balancer:
             else "can help again"
             for rank, kind in moved
         }
-        if told:
+        if reported:
             # The rank that changed is the cause, also where another one is left out or brought back for it.
-            rank = max(told, key=lambda r: abs(math.log(told[r].factor)))
-            factor, what = _tell(rank, told[rank])
+            rank = max(reported, key=lambda r: abs(math.log(reported[r].factor)))
+            factor, what = _describe(rank, reported[rank])
             others = "".join(f", rank {r} {text}" for r, text in about.items() if r != rank)
             own = f", {about[rank]}" if rank in about else ""
-            kind = dict(moved).get(rank, "slower" if told[rank].factor > 1 else "faster")
+            kind = dict(moved).get(rank, "slower" if reported[rank].factor > 1 else "faster")
             return kind, rank, factor, what + own + others
         if moved:
             rank, kind = moved[0]
@@ -344,7 +346,7 @@ class Balancer:
         )
 
 
-def _tell(rank: int, change: SpeedChange) -> tuple[float, str]:
+def _describe(rank: int, change: SpeedChange) -> tuple[float, str]:
     if change.factor > 1:
         return change.factor, f"rank {rank} slowed {change.factor:.1f}× since step {change.step}"
     return 1 / change.factor, f"rank {rank} sped up {1 / change.factor:.1f}× since step {change.step}"

@@ -1,7 +1,7 @@
 """Decide which replicas of one process are worth using. No clock, no I/O, as in rebalance.py.
 
 Replicas share an interpreter, and often cores and memory, so one may take more from the others than it gives. Nobody's own
-seconds tell that, so it is tried, on steps that count like all others:
+seconds show that, so it is tried, on steps that count like all others:
 
 * **In turns**: for two steps only one replica computes at a time. What it needs then, and how long it is blocked meanwhile, is
   undisturbed by the others; what it is blocked longer side by side it waits for the interpreter. Separate processes would
@@ -52,7 +52,7 @@ class ReplicaObservation:
     """From the first beginning to the last end, the sums of gradients included."""
     in_turns: bool
     left_out: bool = False
-    """The step tells nothing of the next ones."""
+    """The step doesn't represent the next ones."""
 
 
 @dataclass(frozen=True)

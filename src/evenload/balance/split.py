@@ -21,7 +21,7 @@ from evenload.balance.values import Cost
 from evenload.errors import ConfigError
 
 Caps = Sequence[int | None] | None
-"""For each rank the most samples in one micro-batch, None where memory sets no limit; None alone limits nobody."""
+"""For each rank the most samples in one micro-batch, None where memory sets no limit; None alone for no limits."""
 
 _SCAN_MICRO = 8
 """Up to so many values of K are all tried; beyond, the time is taken as convex in K, which it is up to rounding."""
@@ -202,7 +202,7 @@ def _split_best_micro(num_samples: int, costs: Sequence[Cost], caps: Sequence[in
     lowest = 1
     if None not in caps:
         lowest = -(-num_samples // sum(cap for cap in caps if cap is not None))
-    # From the K on where the caps bind nobody, more micro-batches only cost.
+    # From the K on where no cap binds, more micro-batches only cost.
     unbound: tuple[None, ...] = (None,) * len(caps)
     highest = lowest
     while (needed := num_micro((free := _split(num_samples, costs, unbound, highest)).shares, caps)) > highest:

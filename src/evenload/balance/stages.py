@@ -13,7 +13,7 @@ pipelining all activations live at the end of the forward, so memory adds up too
     M(d) = Σ_{l on d} (held_l + activation_l) <= limit(d)
 
 It follows that a fast device gets as much as fits, and that a device which only slows the chain gets nothing. Where
-devices are equal, T hardly tells one cut from another, and memory does: of all cuts that cost at most `slack` more than the
+devices are equal, T hardly differs between cuts, but memory does: of all cuts that cost at most `slack` more than the
 fastest, the one is taken whose fullest device is least full.
 
 The minimum of T is found exactly by dynamic programming over (layers placed, last device used), as chains are commonly cut

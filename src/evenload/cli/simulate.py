@@ -47,7 +47,7 @@ def simulate(
         Path | None, typer.Option("--speeds", help="Steps a second by kind and job type, as Gavel's JSON.")
     ] = None,
     every: Annotated[int, typer.Option("--every", help="Take each N-th job only.")] = 1,
-    cap: Annotated[bool, typer.Option("--cap", help="Jobs that ask for more devices than there are take all.")] = False,
+    cap: Annotated[bool, typer.Option("--cap", help="Jobs that need more devices than there are take all.")] = False,
     kind: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,7 +61,7 @@ def simulate(
     reserve: Annotated[
         list[str] | None,
         typer.Option(
-            "--reserve", help="devices=ID|ID,from=S,until=S,users=A|B: kept for these; for nobody without users."
+            "--reserve", help="devices=ID|ID,from=S,until=S,users=A|B: kept for these; without users, for no job."
         ),
     ] = None,
     set_: Annotated[
@@ -167,7 +167,7 @@ def _record(path: Path) -> QueueRecord | None:
         from evenload.scheduler.store.reader import Reader
 
         with Reader(path) as reader:
-            return record_of(told.entry for told in reader.log() if not isinstance(told.entry, RunnerStarted))
+            return record_of(row.entry for row in reader.log() if not isinstance(row.entry, RunnerStarted))
     return read_log(path) if path.suffix == ".jsonl" else None
 
 
@@ -218,12 +218,12 @@ def _kind(text: str) -> tuple[str, KindFacts]:
     name, _, rest = text.partition(":")
     try:
         facts = _facts(rest, {"speed", "price", "watts", "memory"})
-        told = {name: float(value) for name, value in facts.items()}
-        memory_gib = told.get("memory")
+        values = {name: float(value) for name, value in facts.items()}
+        memory_gib = values.get("memory")
         return name, KindFacts(
-            speed=told.get("speed"),
-            price_per_hour=told.get("price"),
-            power_w=told.get("watts"),
+            speed=values.get("speed"),
+            price_per_hour=values.get("price"),
+            power_w=values.get("watts"),
             memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
         )
     except ValueError:

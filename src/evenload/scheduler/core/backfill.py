@@ -3,8 +3,8 @@
 This is EASY backfilling (Lifka, JSSPP 1995): from the expected ends of the jobs that run follows the earliest time at
 which the first in line can start, and how many devices will be left over then. A later job may start now if it will be
 gone by that time, or if it takes only what is left over. Expected ends come from measured progress, estimates and hard
-time limits; a job that can be preempted counts as gone once it may be. Where no end is known, nobody passes unless he
-can be sent away.
+time limits; a job that can be preempted counts as gone once it may be. Where no end is known, no job passes unless it
+can be preempted.
 """
 
 from __future__ import annotations

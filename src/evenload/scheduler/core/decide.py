@@ -1,6 +1,6 @@
 """``decide(snapshot, now_s)``: the commands to give now. Pure: the same snapshot and time give the same commands.
 
-The policy says who deserves devices most; here they are given, in that order, as far as limits, reservations and
+The policy orders the jobs; here they get devices, in that order, as far as limits, reservations and
 protections allow: what is free now starts a job at once; else it waits for devices that are coming free, or displaces
 less deserving jobs and waits for theirs; else, if it is the first that can't start, later jobs may not delay it
 (`core.backfill`). Nothing is remembered between calls: a job that waits for another to save is planned for again.
@@ -53,7 +53,7 @@ class Plan:
     order: tuple[Job, ...] = ()
     """Those that run or could, the most deserving first."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Of elastic jobs: how many devices each should have, as far as the policy says."""
+    """Of elastic jobs: how many devices each should have, if the policy decides on sizes."""
     preempts: bool = False
     """True if jobs further back in the order may be displaced."""
 
@@ -222,7 +222,9 @@ class _Planning:
             if self.sharing is not None and self._join(job):
                 continue
             is_all_gone = self.availability.is_empty and (candidates is None or candidates.is_empty)
-            if is_all_gone and (self.sharing is None or self.window is not None):  # who joins may not delay the first
+            if is_all_gone and (
+                self.sharing is None or self.window is not None
+            ):  # joining jobs may not delay the first
                 self.is_anyone_waiting = True
                 if not self.explain and self.sharing is None:
                     break
@@ -258,7 +260,7 @@ class _Planning:
         if window is not None:
             ends_s = self._gone_s(job)
             if ends_s > window.start_s and num == least and availability.now.is_hopeless(choice, num):
-                return False  # it may have nothing but what is free, and that is not enough: most who wait
+                return False  # it may have nothing but what is free, and that is not enough: most waiting jobs
             if window.is_hopeless(choice, least, ends_s):
                 self._wait(job, f"would delay job {window.job.id}, which is first in line")
                 return True

@@ -70,7 +70,7 @@ def guessed_device_s(job: Job, now_s: float) -> float:
 def end_s(job: Job, now_s: float) -> float:
     """Return when a job that runs, or would from now on, has ended at the latest; infinite if unknown."""
     limit_s, estimate_s = job.spec.hard_limit_s, job.spec.estimate_s
-    if job.total is None and limit_s is None and not job.devices:  # most of those who wait, in short
+    if job.total is None and limit_s is None and not job.devices:  # a shortcut for most waiting jobs
         return math.inf if estimate_s is None or estimate_s <= job.held_s else now_s + (estimate_s - job.held_s)
     expected_s = left_s(job, now_s)
     end = math.inf if expected_s is None else now_s + expected_s

@@ -1,7 +1,7 @@
 """The events of a queue, one frozen value each. Their log is the queue: everything else is folded from it.
 
 Commands of `decide` become events too (`Placed`, `ResizeRequested`, `StopRequested`, `Cancelled`): a shell records them first
-and then acts, so that after a crash the log says what may be under way.
+and then acts, so that after a crash the log shows what may be under way.
 """
 
 from __future__ import annotations

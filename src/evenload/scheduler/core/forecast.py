@@ -4,7 +4,7 @@ The present comes from `decide` itself: what it would command now, its order, an
 that order played through once: each job in turn takes the devices that come free first, for as long as it is expected to
 need; a running job that stands behind may lose its devices once it may be preempted, and then stands in line again. Who
 is submitted later, who gets older, and what small jobs do in the gaps is not foreseen, and what depends on a job of which
-nothing is known is told as unknown, not guessed. Cost: about that of one `decide`.
+nothing is known is unknown, not guessed. Cost: about that of one `decide`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Forecast:
     reason: str
     """Reason for its state, for people; empty for a job that simply runs."""
     start_s: float | None = None
-    """When it will get devices, of a job that has none; None where it has some, or nobody knows."""
+    """When it will get devices, of a job that has none; None if it has some, or unknown."""
     end_s: float | None = None
-    """When it will be over; None where nobody knows."""
+    """When it will end; None if unknown."""
 
 
 def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> Mapping[str, Forecast]:
@@ -43,7 +43,7 @@ def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> 
     Args:
         snapshot: the queue.
         now_s: the present.
-        most: times are worked out for so many jobs in line only; reasons for all. None for all.
+        most: times are computed for so many jobs in line only; reasons for all. None for all.
     """
     return _Future(snapshot, now_s, plan(snapshot, now_s, explain=True)).look(most)
 
@@ -70,7 +70,7 @@ class _Gate:
 
 
 class _Future:
-    """One look ahead while it is worked out."""
+    """One forecast while it is computed."""
 
     def __init__(self, snapshot: QueueSnapshot, now_s: float, planned: Plan) -> None:
         self.snapshot, self.now_s, self.planned = snapshot, now_s, planned

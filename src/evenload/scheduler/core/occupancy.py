@@ -60,7 +60,7 @@ def check_unheld(holders: Holders, device: str) -> None:
     """Check that no job holds the device.
 
     Raises:
-        QueueError: somebody has.
+        QueueError: a job holds it.
     """
     if device in holders:
         raise QueueError(f"device {device} is held by job {', '.join(holders[device])}: close it and wait")

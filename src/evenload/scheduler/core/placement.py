@@ -5,8 +5,8 @@ kinds the one of the most worth is tried first (`Pool.worth`), then the one with
 kind ``pack`` takes the host whose free devices the gang fills best, so whole hosts stay whole; a gang larger than a host
 takes whole hosts first and packs the rest. ``spread`` takes the emptiest hosts first.
 
-Hosts are kept in buckets by how many devices they have free, one set of buckets for each set of pools that somebody
-asked for, so that finding a place doesn't look at all hosts.
+Hosts are kept in buckets by how many devices they have free, one set of buckets for each set of pools in use,
+so that finding a place doesn't look at all hosts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from evenload.scheduler.core.layout import Layout
 class PoolChoice:
     """The pools a job may use, as groups of one kind each, the best first.
 
-    One object for all jobs that may use the same (`core.eligibility.Choices`), so it is looked up as itself.
+    One object for all jobs that may use the same (`core.eligibility.PoolChoices`), so it is looked up by identity.
     """
 
     groups: tuple[tuple[int, ...], ...]

@@ -41,7 +41,7 @@ class PolicyDecision:
     """True if later jobs may not delay the first that can't start."""
     sizes: Mapping[str, int] | None = None
     """For elastic policies: how many devices each job should have, 0 for none. None: those that run keep what they
-    have, others start with what they ask for at least, and more where nobody else wants it."""
+    have, others start with their minimum, and more if no other job wants it."""
 
 
 Policy = Callable[[PolicyInput], PolicyDecision]

@@ -33,10 +33,10 @@ Adds = dict[object, int]
 
 @dataclass
 class _Line:
-    """PreemptionCandidates as gangs of one choice and class have looked at them, from the least deserving up."""
+    """The search for gangs of one choice and class, from the least deserving up."""
 
     spared: list[tuple[int, Adds]]
-    """Places of those who could leave and had not to, falling; and what they have."""
+    """Positions of jobs that could stop and were spared, falling; and their devices."""
     end: int
     """From here on all were looked at."""
 
@@ -164,9 +164,9 @@ class PreemptionCandidates:
     def _candidates(
         self, choice: PoolChoice, priority: int, adds_of: Callable[[Sequence[int]], Adds]
     ) -> Generator[tuple[PreemptionCandidate, Adds], None, None]:
-        """Those who may have to leave for a gang of such a choice and class, the least deserving first, and what they have.
+        """Yield jobs that may stop for a gang of such a choice and class, the least deserving first, and their devices.
 
-        Who was looked at for another such gang is not looked at again, unless he was spared.
+        A job that was considered for another such gang is skipped, unless it was spared.
         """
         line = self._lines.setdefault((choice, priority), _Line([], len(self._tail)))
         kept: list[tuple[int, Adds]] = []

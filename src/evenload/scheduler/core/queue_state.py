@@ -36,7 +36,7 @@ class QueueState:
         self.reservations: dict[str, Reservation] = {}
         self.settings = Settings()
         self.holder: dict[str, tuple[str, ...]] = {}
-        """Device → who holds it, or will hold it next (RESIZING): one job, or several that share it, by their arrival."""
+        """Device → jobs that hold it, or will hold it next (RESIZING): one, or several that share it, by their arrival."""
         self.time_s = 0.0
         """Of the latest event."""
         self._dependents: dict[str, list[str]] = {}
@@ -231,7 +231,7 @@ class QueueState:
     def _cancelled(self, event: events.Cancelled, time_s: float) -> list[Job]:
         job = self._job(event.job)
         if job.state is not JobState.PENDING:
-            raise QueueError(f"job {job.id} is {job.state}: ask it to stop (StopAsked) before it is cancelled")
+            raise QueueError(f"job {job.id} is {job.state}: request its stop (StopRequested) before cancelling it")
         return self._end(job, time_s, Verb.CANCEL, event.reason)
 
     def _held(self, event: events.JobHeld, time_s: float) -> list[Job]:

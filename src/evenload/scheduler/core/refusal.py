@@ -19,7 +19,7 @@ def refusal(
     """Return the reason, for the job's owner; None if the job can be accepted.
 
     Args:
-        spec: what is asked for.
+        spec: the requirements.
         jobs: those that have not ended.
         outcomes: those that have.
         users: their limits.

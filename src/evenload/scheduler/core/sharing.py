@@ -33,7 +33,7 @@ _MOST_ASKED = 16
 def expected_bytes(job: Job) -> int | None:
     """Return the expected peak of a job's device memory; None if unknown.
 
-    What was measured of it, or of others like it, whichever is more; else what its owner says that it needs.
+    What was measured of it, or of others like it, whichever is more; else the need stated by its owner.
     """
     return max(job.peak_bytes, job.spec.peak_bytes) or job.spec.needs.memory_bytes or None
 
@@ -79,7 +79,7 @@ class _SharedDevice:
     """Those beside the lead that are not leaving; they do what it does."""
     free_bytes: int | None = None
     joined_until_s: float = 0.0
-    """When those that join in this plan can be sent away."""
+    """When those that join in this plan can be preempted."""
 
 
 class Sharing:
@@ -170,11 +170,11 @@ class Sharing:
         """Start a job on a device with other jobs; False if there is none that it may join.
 
         Args:
-            job: who wants to come.
+            job: the one that may join.
             pools: which devices it can use.
-            until_s: from then on it is gone, or can be sent away by the first in line.
-            window: what is promised to that one.
-            candidates: who could be displaced; the lead of the device that is joined no more.
+            until_s: from then on it has ended, or can be preempted by the first in line.
+            window: what is promised to the first in line.
+            candidates: jobs that could be displaced; the lead of the joined device is removed.
             changed: jobs from which this plan has taken their devices.
         """
         gone: Collection[str] = candidates.displaced() if candidates is not None else ()

@@ -1,7 +1,7 @@
 """Predict a job's speed on numbers of devices that it has not run on. Pure.
 
 What was measured stays; between two measured numbers the speed follows the power law through both. Beyond them it follows
-the shape that the owner gave, or else ``k^0.9``; where the last two measured numbers scaled worse than that shape, they say
+the shape that the owner gave, or else ``k^0.9``; where the last two measured numbers scaled worse than that shape, they determine
 how it goes on.
 """
 

@@ -7,8 +7,8 @@
        │                  └─yield─ RESIZING ◀┘  └──stop──▶ PREEMPTING ──yield──▶ PENDING
        └──yield, lose, retry (from any state that holds devices)             └─cancel─▶ CANCELLED
 
-A job that is to be ended for good (cancelled, or over its hard limit) is PREEMPTING too; its `Job.ending` says how it
-ends when its processes are gone.
+A job that is to be ended for good (cancelled, or over its hard limit) is PREEMPTING too; its `Job.ending` is the state
+that follows.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Verb(StrEnum):
     BEGIN = "begin"
     """Its program runs."""
     RESIZE = "resize"
-    """It is asked to save and stop, to go on at once on other devices."""
+    """It is requested to save and stop, to continue at once on other devices."""
     STOP = "stop"
-    """It is asked to save and stop."""
+    """It is requested to save and stop."""
     YIELD = "yield"
-    """It has saved, said how to go on, and its processes are gone (exit code 75)."""
+    """It has saved, and its processes have ended with exit code 75."""
     SUCCEED = "succeed"
     FAIL = "fail"
     RETRY = "retry"

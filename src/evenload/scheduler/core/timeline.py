@@ -57,7 +57,7 @@ class Timeline:
         if len(first) < num or first[-1][0] == math.inf:
             return None
         start_s = max(from_s, first[-1][0])
-        # Of those free by then the ones that came free last: the others may serve somebody who is earlier.
+        # Of those free by then the ones that came free last: the others may serve an earlier job.
         usable = [line[max(0, end - num) : end] for line in lines if (end := bisect_right(line, (start_s, math.inf)))]
         last = sorted(entry for part in usable for entry in part)[-num:]
         return start_s, tuple(slot for _, slot in last)

@@ -1,4 +1,4 @@
-"""The values of the queue: what a job asks for, what it is now, devices, users, reservations, settings.
+"""The values of the queue: specs and states of jobs, devices, users, reservations, settings.
 
 All frozen and plain. Times are seconds of one clock, the shell's (`_s`); work is counted in a job's own units (steps);
 service in device-seconds.
@@ -106,11 +106,11 @@ class JobSpec:
     total: float | None = None
     """All of its work, in its own units, where it is known before it runs."""
     rates: tuple[float, ...] = ()
-    """Work a second on 1, 2, … devices, where earlier runs tell it."""
+    """Work a second on 1, 2, … devices, if known from earlier runs."""
     restart_s: float | None = None
     """Measured cost of a stop and resume."""
     soft_limit_s: float | None = None
-    """After running so long it goes on only where nobody else wants the devices."""
+    """After running so long it continues only if no other job wants the devices."""
     hard_limit_s: float | None = None
     """After running so long it is ended."""
     not_before_s: float | None = None
@@ -147,7 +147,7 @@ class JobSpec:
         if self.retries < 0 or self.peak_bytes < 0:
             raise ConfigError(f"retries={self.retries}, peak_bytes={self.peak_bytes}: expected at least 0")
         if self.share_device and self.needs.max_devices > 1:
-            raise ConfigError(f"share_device: such a job has one device; this one asks for {self.needs.max_devices}")
+            raise ConfigError(f"share_device: such a job has one device; this one requests {self.needs.max_devices}")
         if not all(0 <= rate < math.inf for rate in self.rates):
             raise ConfigError(f"rates={self.rates}: expected numbers of at least 0")
 
@@ -167,7 +167,7 @@ class Job:
     devices: tuple[str, ...] = ()
     """The devices it holds."""
     target: tuple[str, ...] = ()
-    """While RESIZING: what it will hold next. Devices in both are kept; nobody else gets either."""
+    """While RESIZING: what it will hold next. Devices in both are kept; no other job gets either."""
     first_began_s: float | None = None
     attempt_began_s: float = 0.0
     """When the present devices were given to it."""
@@ -187,7 +187,7 @@ class Job:
     done: float = 0.0
     """Work done, as last reported."""
     total: float | None = None
-    """All of its work; None where nobody knows."""
+    """All of its work; None if unknown."""
     rate_per_s: float = 0.0
     """Work a second with the present devices, as last reported; 0 where not yet measured."""
     reported_s: float = 0.0
@@ -277,7 +277,7 @@ class Reservation:
     start_s: float
     end_s: float
     users: frozenset[str]
-    """Only their jobs may use the devices meanwhile; nobody's where empty (maintenance)."""
+    """Only their jobs may use the devices meanwhile; no jobs if empty (maintenance)."""
 
     def __post_init__(self) -> None:
         if not self.start_s < self.end_s:

@@ -33,7 +33,7 @@ def default(inputs: PolicyInput) -> PolicyDecision:
         scores.append(score * factors[job.spec.user] if factors else score)
         classes[job.spec.priority].append(index)
     order = []
-    for priority in sorted(classes, reverse=True):  # equals stay as they are: who runs first, then by submission
+    for priority in sorted(classes, reverse=True):  # equals stay as they are: running jobs first, then by submission
         order += [jobs[index] for index in sorted(classes[priority], key=scores.__getitem__)]
     sizes = spread_rest(inputs, order)
     return PolicyDecision(order=order, preempts=True, sizes=sizes)

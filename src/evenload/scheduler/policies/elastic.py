@@ -5,7 +5,7 @@ w_j its weight. A running job that changes from k to another size loses a restar
 (H − c_j)/H of a horizon H. The upper concave hull of (k, v_j(k)) falls into segments of falling slope; taking all jobs'
 segments steepest first, while they fit, maximises Σ v_j(k_j) for a given number of devices up to the last segment (the
 greedy solution of the Lagrangian relaxation). A gang that needs at least m devices is one segment from 0 to m. What a
-restart costs stands out of the hull as a corner at the present size, so small gains don't move anybody.
+restart costs stands out of the hull as a corner at the present size, so small gains don't move any job.
 """
 
 from __future__ import annotations

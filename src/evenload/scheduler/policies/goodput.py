@@ -1,4 +1,4 @@
-"""``goodput``: elastic; devices go where measured speed curves say that they help most, weighted by what is left to do.
+"""``goodput``: elastic; devices go where they help most by measured speed curves, weighted by what is left to do.
 
 The sizes k maximise ``Σ λ_j · s_j(k_j)`` over all jobs of a class, higher classes first: s is the speed-up over one device
 as measured, and the greatest sum is found by marginal gain on concave hulls (`elastic.share_out`). The weight λ is what a
@@ -40,10 +40,10 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
     """Choose sizes class by class, a restart counted against each change."""
     fairness = inputs.settings.fairness
     uses = {name: use**fairness for name, use in relative_use(inputs).items()} if fairness > 0 else {}
-    everybody = [*inputs.jobs, *inputs.settled]
-    alone_s = {job.id: single_s(inputs, job) for job in everybody}
-    keys = {job.id: _key(inputs, job, alone_s[job.id], uses) for job in everybody}
-    order = sorted(everybody, key=lambda job: keys[job.id])
+    everyone = [*inputs.jobs, *inputs.settled]
+    alone_s = {job.id: single_s(inputs, job) for job in everyone}
+    keys = {job.id: _key(inputs, job, alone_s[job.id], uses) for job in everyone}
+    order = sorted(everyone, key=lambda job: keys[job.id])
     movable = {job.id for job in inputs.jobs}
     kept = {job.id: len(job.devices) for job in inputs.jobs if _is_kept(inputs, job)}
     left = inputs.num_devices - sum(kept.values())

@@ -13,7 +13,7 @@ def relative_use(inputs: PolicyInput) -> dict[str, float]:
     """Return user → decayed device-seconds over share, relative to the mean of the users who have jobs here.
 
     r_u = (U_u / s_u + e) / (mean + e), with e an hour of an equal part of the machine: 1 for a user like the others, 2 for
-    one who had twice as much, and near 1 for all while nobody has had much.
+    one who had twice as much, and near 1 for all while use is small.
     """
     names = sorted({job.spec.user for job in inputs.jobs})
     used = {name: use(inputs, name) for name in names}

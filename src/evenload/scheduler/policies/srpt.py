@@ -21,11 +21,11 @@ def srpt(inputs: PolicyInput) -> PolicyDecision:
 def work(inputs: PolicyInput, job: Job) -> float:
     """Return the device-seconds left, as they count in a comparison.
 
-    Two things keep jobs from displacing each other for nothing: one that waits needs a start, and its victim a restart;
+    Two things keep jobs from displacing each other for nothing: one that waits needs a start, and the displaced one a restart;
     and where the work is only guessed from what was attained, it is rounded up to a power of two, so equals swap only
     when one of them has doubled.
     """
-    if job.total is None and not job.devices:  # most of those who wait, in short
+    if job.total is None and not job.devices:  # a shortcut for most waiting jobs
         spec, num = job.spec, job.spec.needs.min_devices
         restarts_s = 2 * (inputs.settings.restart_s if spec.restart_s is None else spec.restart_s) * num
         if spec.estimate_s is not None and spec.estimate_s > job.held_s:

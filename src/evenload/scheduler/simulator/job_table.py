@@ -4,13 +4,13 @@
 ``job``                   its name, once
 ``submitted_s``           when it is submitted
 ``devices``               ``2``, or ``1:4`` for an elastic job
-``duration_s``            how long it runs on the least number of devices it asks for, each of speed 1; or:
-``job_type``, ``steps``   so many steps of a type that a table of speeds tells of (``--speeds``)
+``duration_s``            its duration on its minimum of devices, each of speed 1; or:
+``job_type``, ``steps``   so many steps of a type in a table of speeds (``--speeds``)
 ``user`` ``priority`` ``kinds`` (``a100|v100``) ``memory_gib`` ``one_host`` ``one_kind`` ``preemptible`` ``estimate_s``
 ``soft_limit_s`` ``hard_limit_s`` ``not_before_s`` ``after`` (``job;job:any``) ``array`` ``array_limit`` ``restart_s``
                           as in `JobSpec`; may be missing, or empty
 ``scaling``               speed grows like n^scaling with the number of devices; 0.9 where not given
-``rates``                 instead: speeds on 1, 2, … devices in any unit, ``1|1.9|2.7``; the job tells the queue of them
+``rates``                 instead: speeds on 1, 2, … devices in any unit, ``1|1.9|2.7``; the job reports them to the queue
 ``name`` ``state`` ``started_s`` ``ended_s``
                           kept in a record for people; not read
 ========================= =========================================================================================

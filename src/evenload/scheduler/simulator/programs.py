@@ -20,7 +20,7 @@ class ProgramReport:
     """All of its work; the simulator hides or disturbs it where the queue isn't to know."""
     rate_per_s: float
     rates: tuple[float, ...] | None = None
-    """Work a second on 1, 2, … devices as far as it can tell; None where nothing is new since the last time."""
+    """Work a second on 1, 2, … devices as far as it knows; None if nothing is new since the last report."""
 
 
 class SimulatedProgram(Protocol):
@@ -44,7 +44,7 @@ class SimulatedProgram(Protocol):
 class TimedProgram:
     """A program of a known duration, as in recorded traces: ``speed = mean(device speeds) · (n / n₀)^scaling``.
 
-    Where its speeds on 1, 2, … devices were measured, those stand in place of the power, and it tells the queue of them.
+    Where its speeds on 1, 2, … devices were measured, those stand in place of the power, and it reports them to the queue.
     """
 
     def __init__(self, duration_s: float, num_devices: int, scaling: float, rates: tuple[float, ...] = ()) -> None:

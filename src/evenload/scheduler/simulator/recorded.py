@@ -3,10 +3,10 @@
 With the rows come the queue's devices, settings, users' limits and reservations, so that what was can be simulated as it
 was before something is changed.
 
-What a job would have taken on the least devices it asks for is worked out from when its program ran, and on what:
+The duration of a job on its minimum of devices is computed from when its program ran, and on what:
 ``Σ seconds · mean speed · (n / n₀)^scaling`` over its attempts, with measured speeds in place of the power where the job
 reported them. Jobs that never ran, or had not ended when the record ends,
-tell nothing and are left out, and so are dependencies on them.
+carry no information and are left out, and so are dependencies on them.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class QueueRecord:
     rows: tuple[Row, ...]
     """In the order of submission."""
     num_left_out: int
-    """Jobs that tell nothing."""
+    """Jobs that never ran or had not ended."""
     devices: tuple[Device, ...]
     """Those that belong to the queue at the end."""
     settings: Settings
     limits: Mapping[str, Limits]
-    """Of the users who have some."""
+    """Of users with limits."""
     reservations: tuple[Reservation, ...]
     """All there were; one that was taken back ends then."""
 
@@ -84,11 +84,11 @@ def record_of(log: Iterable[events.Event]) -> QueueRecord:
             if one.began_s is None and job.state is JobState.RUNNING:
                 one.began_s, one.devices = event.time_s, job.devices
             one.job = job
-    told = {name: one for name, one in seen.items() if name in queue_state.outcomes and one.work_s > 0}
-    first_s = min((one.job.submitted_s for one in told.values()), default=0.0)
+    ended = {name: one for name, one in seen.items() if name in queue_state.outcomes and one.work_s > 0}
+    first_s = min((one.job.submitted_s for one in ended.values()), default=0.0)
     return QueueRecord(
-        rows=tuple(_row(one, first_s, set(told)) for one in told.values()),
-        num_left_out=len(seen) - len(told),
+        rows=tuple(_row(one, first_s, set(ended)) for one in ended.values()),
+        num_left_out=len(seen) - len(ended),
         devices=tuple(queue_state.devices.values()),
         settings=queue_state.settings,
         limits={name: user.limits for name, user in queue_state.users.items() if user.limits != Limits()},
@@ -144,7 +144,7 @@ def _work_s(queue_state: QueueState, one: _RecordedJob, now_s: float) -> float:
     return (now_s - began_s) * sum(speeds) / len(speeds) * factor
 
 
-def _row(one: _RecordedJob, first_s: float, told: set[str]) -> Row:
+def _row(one: _RecordedJob, first_s: float, ended: set[str]) -> Row:
     job, spec, needs = one.job, one.job.spec, one.job.spec.needs
     elastic = needs.min_devices < needs.max_devices
     row = {
@@ -159,7 +159,7 @@ def _row(one: _RecordedJob, first_s: float, told: set[str]) -> Row:
         "one_host": "yes" if needs.one_host else "",
         "one_kind": "yes" if needs.one_kind else "",
         "preemptible": "yes" if spec.preemptible else "no",
-        "after": ";".join(f"{after.job}:{after.condition}" for after in spec.after if after.job in told),
+        "after": ";".join(f"{after.job}:{after.condition}" for after in spec.after if after.job in ended),
         "array": spec.array,
         "array_limit": str(spec.array_limit) if spec.array_limit is not None else "",
         "name": spec.name,

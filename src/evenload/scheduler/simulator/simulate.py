@@ -46,7 +46,7 @@ class Conditions:
     """Standard deviation of the factor's logarithm."""
     seed: int = 0
     limits: Mapping[str, Limits] = field(default_factory=dict)
-    """Of users; how many jobs may be queued doesn't count here: who was refused would come again."""
+    """Of users; how many jobs may be queued doesn't count here: a refused job would be submitted again."""
     reservations: tuple[Reservation, ...] = ()
 
     def __post_init__(self) -> None:

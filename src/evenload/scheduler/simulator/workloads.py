@@ -1,6 +1,6 @@
 """Workloads from files: a table of jobs, a queue's own log of events, Pollux' workloads, the Philly trace.
 
-Tables are told apart by their columns (`job_table`, `pollux`), a log by its ending ``.jsonl`` (`recorded`).
+Tables are distinguished by their columns (`job_table`, `pollux`), a log by its ending ``.jsonl`` (`recorded`).
 """
 
 from __future__ import annotations
