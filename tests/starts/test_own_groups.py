@@ -57,7 +57,7 @@ def _against_the_launcher(folder: str) -> str:
 
 def test_a_group_with_other_ranks_than_the_launcher_started(tmp_path: Path) -> None:
     for rank, told in enumerate(run_ranks(_against_the_launcher, 2, str(tmp_path))):
-        assert told.startswith("LaunchError: the script's own process group") and "leave one of the two out" in told
+        assert told.startswith("LaunchError: the script's own process group") and "use only one of the two" in told
         assert f"makes this process rank 0 of 1, but evenload run started it as rank {rank} of 2" in told
 
 

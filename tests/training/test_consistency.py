@@ -150,7 +150,7 @@ def test_every_harm_to_one_rank_is_found_within_n_steps_and_named(tmp_path: Path
         assert 0 <= steps <= EVERY
         assert expected in told and told.startswith("ranks 0 and 1 no longer hold the same model"), (name, told)
         assert f"Usual causes for a {expected.split()[0]}" in told
-        assert "all was equal at step" in told
+        assert "all were equal at step" in told
     assert "1 of 15 parameters and buffers differs: buffer average" in first["a buffer of the rank's own samples"][1]
     assert "1 of 15 parameters and buffers differs" in first["lowest bit of a weight"][1]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -178,7 +178,7 @@ def test_of_three_ranks_the_one_that_differs_is_named(tmp_path: Path) -> None:
     told = run_ranks(harmed_among_three, 3, str(tmp_path / "run"))
     assert told[0] == told[1] == told[2]
     assert told[0].startswith(
-        "rank 1 no longer holds the model that the other ranks hold: at step 2 (all was equal at step 0) 1 of 15 "
+        "rank 1 no longer holds the same model as the other ranks: at step 2 (all were equal at step 0) 1 of 15 "
     )
 
 
@@ -250,8 +250,8 @@ def another_structure(folder: str) -> str:
 
 def test_another_structure_is_told_by_name(tmp_path: Path) -> None:
     told = run_ranks(another_structure, 2, str(tmp_path / "run"))
-    assert told[0].count("another shape or dtype, or missing, on rank 1") == 2
-    assert "late" in told[0] and "counter" in told[0] and "it was not looked at before" in told[0]
+    assert told[0].count("different shape or dtype, or missing, on rank 1") == 2
+    assert "late" in told[0] and "counter" in told[0] and "not compared before" in told[0]
 
 
 def switched_off(folder: str) -> tuple[bool, Any]:

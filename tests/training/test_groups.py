@@ -30,29 +30,6 @@ def _sum(groups: Groups, value: float) -> float:
     return float(tensor)
 
 
-def _generations() -> list[Any]:
-    groups, rank = _groups()
-    found: list[Any] = [_sum(groups, rank + 1.0)]
-    spec = detect()
-    if rank == 2:
-        groups.close()
-        return found
-    smaller = Membership(
-        1, tuple(spec.workers[i] for i in (1, 0)), spec.store
-    )  # rank 2 left, the others changed places
-    groups.rebuild(smaller)
-    found += [groups.rank, groups.world_size, _sum(groups, rank + 1.0)]
-    groups.close()
-    return found
-
-
-def test_a_generation_follows_another_with_other_members() -> None:
-    zero, one, two = run_ranks(_generations, 3)
-    assert two == [6.0]
-    assert zero == [6.0, 1, 2, 3.0]
-    assert one == [6.0, 0, 2, 3.0]
-
-
 def _abort() -> tuple[str, float]:
     groups, rank = _groups()
     if rank == 1:

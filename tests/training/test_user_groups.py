@@ -64,7 +64,7 @@ def test_subsets_of_ranks(tmp_path: Path) -> None:
     assert all(found["same"] and found["kinds"] and not found["left"] for found in ranks)
     assert [found["reduced"]["rank"] for found in ranks] == [2, 1, 2]
     assert [found["mean"] for found in ranks] == [1.0, 1.0, 1.0]
-    assert "rank 0 and rank 2 give other keys" in ranks[0]["told"] and "told" not in ranks[1]
+    assert "rank 0 and rank 2 differ in keys" in ranks[0]["told"] and "told" not in ranks[1]
     assert all("calls run.group after run.close()" in found["closed"] for found in ranks)
 
 
@@ -84,16 +84,16 @@ def _disagree(folder: str, asked: list[Any]) -> str:
     [
         (
             [[0, 1], [1]],
-            ["DesyncError: run.group was asked for different groups: rank 0 for [0, 1]; rank 1 for [1]. All"] * 2,
+            ["DesyncError: run.group received different requests: rank 0: [0, 1]; rank 1: [1]. Call"] * 2,
         ),
         (
             [[0], "node"],
-            ["DesyncError: run.group was asked for different groups: rank 0 for [0]; rank 1 for 'node'. All"] * 2,
+            ["DesyncError: run.group received different requests: rank 0: [0]; rank 1: 'node'. Call"] * 2,
         ),
         (
             [[0, 1], [0, 2]],
             [
-                "DesyncError: run.group was asked for different groups: rank 0 for [0, 1]; rank 1 for a wrong",
+                "DesyncError: run.group received different requests: rank 0: [0, 1]; rank 1: an invalid",
                 "there is no rank 2",
             ],
         ),
@@ -208,9 +208,9 @@ def test_nested_values_come_back_as_they_are(tmp_path: Path) -> None:
     ("value", "op", "told"),
     [
         (1, "product", "expected one of sum, mean, min, max"),
-        ("1", "sum", "run.reduce got a str"),
-        ([1, None], "sum", "run.reduce got a NoneType"),
-        ({1}, "sum", "run.reduce got a set"),
+        ("1", "sum", "run.reduce received a str"),
+        ([1, None], "sum", "run.reduce received a NoneType"),
+        ({1}, "sum", "run.reduce received a set"),
         (2**63, "sum", "more than 64 bits"),
         (torch.ones(1, dtype=torch.complex64), "max", "complex numbers, which have no order"),
         (torch.ones(2).to_sparse(), "sum", "a tensor of torch.sparse_coo"),

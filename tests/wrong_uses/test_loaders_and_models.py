@@ -187,7 +187,7 @@ def test_fixed_shares_with_a_batch_sampler_that_tells_no_size(init):
 @pytest.mark.parametrize("value", ["text", None, object(), {"a": ["text"]}])
 def test_reduce_of_something_else(init, value):
     with pytest.raises(
-        ConfigError, match=r"run.reduce got a .*; it takes numbers, tensors, and dicts or lists of them"
+        ConfigError, match=r"run.reduce received a .*; it takes numbers, tensors, and dicts or lists of them"
     ):
         init().reduce(value)
 
@@ -217,7 +217,7 @@ def _numbers(run):
 @pytest.mark.parametrize("body", [_shapes, _dtypes, _kinds])
 def test_reduce_of_different_things_on_different_ranks(tmp_path, body):
     told = told_by_ranks(body, tmp_path)
-    assert all(line.startswith("DesyncError: run.reduce got different things: rank 0 ") for line in told), told
+    assert all(line.startswith("DesyncError: run.reduce received different values: rank 0 ") for line in told), told
 
 
 def test_reduce_takes_an_integer_on_one_rank_and_a_float_on_another(tmp_path):

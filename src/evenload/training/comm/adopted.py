@@ -1,4 +1,4 @@
-"""A process group that the script made before `evenload.init`: who this process is in it. It is used, never ended."""
+"""Adopt a process group that the script made before `evenload.init`. Evenload uses it and never ends it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KNOWN = ("gloo", "nccl")
 
 
 def adopt_group() -> WorkerSpec:
-    """The worker that this process is, by the script's own process group.
+    """Return the spec of this process by the script's own process group.
 
-    The group's word counts, whatever variables torchrun or srun set: a script may start further processes from each of
-    their tasks. Only our own launcher must agree with it.
+    The group takes precedence over the variables of torchrun or srun, whose tasks may start further processes. Only our own
+    launcher must agree with it.
 
     Raises:
-        LaunchError: the group has a backend beside which ours can't be made, or other ranks than our launcher started.
+        LaunchError: the group's backend doesn't allow our groups, or its ranks differ from those of our launcher.
     """
     _check_backend()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -32,7 +32,7 @@ def adopt_group() -> WorkerSpec:
         how = "evenload.spawn" if spec.origin == "spawn" else "evenload run"
         raise LaunchError(
             f"the script's own process group (dist.init_process_group) makes this process rank {rank} of {world_size}, but {how} "
-            f"started it as rank {spec.rank} of {spec.world_size}; leave one of the two out"
+            f"started it as rank {spec.rank} of {spec.world_size}; use only one of the two"
         )
     return replace(
         WorkerSpec(),
@@ -46,7 +46,6 @@ def adopt_group() -> WorkerSpec:
 
 
 def _device() -> str:
-    """The GPU that the script bound or chose; ``auto`` where it did neither."""
     group = dist.group.WORLD
     if group is not None and group.bound_device_id is not None:
         return str(group.bound_device_id)

@@ -1,6 +1,6 @@
-"""Where a rank's time goes: the one stopwatch of a training process.
+"""`StepClock`: the times of a rank by what it spends them on.
 
-A rank that waits inside a collective looks busy from outside, so the seconds are kept apart by what they are spent on.
+A rank that waits inside a collective looks busy from outside, so waiting is measured separately.
 On a CUDA device the boundaries are events on the current stream, read once per step.
 """
 
@@ -18,7 +18,7 @@ SEGMENTS: tuple[Segment, ...] = ("data", "compute", "wait", "comm", "optimizer",
 
 
 class StepClock:
-    """Sums the seconds of each segment; segments nest, and an inner one stops the outer one.
+    """Sums the seconds of each segment; segments nest, and an inner one pauses the outer one.
 
     ``data`` waits for samples, ``compute`` is forward and backward, ``comm`` is collectives inside them (BatchNorm), ``wait``
     is the rest of the reduction after the own backward, ``optimizer`` is the user's frame between two steps (clipping,
@@ -36,7 +36,7 @@ class StepClock:
         self._event: torch.cuda.Event | None = self._record() if self._cuda else None
 
     def switch(self, name: Segment) -> Segment:
-        """Ends the running segment, begins ``name``, and returns the one that ran."""
+        """End the running segment, begin ``name``, and return the one that ran."""
         before = self._current
         if self._cuda:
             event = self._record()
@@ -52,7 +52,7 @@ class StepClock:
 
     @contextmanager
     def segment(self, name: Segment) -> Iterator[None]:
-        """Counts the body as ``name``, then goes back to what ran before."""
+        """Count the body as ``name``, then return to the segment before."""
         before = self.switch(name)
         try:
             yield
@@ -60,7 +60,7 @@ class StepClock:
             self.switch(before)
 
     def take(self) -> dict[Segment, float]:
-        """Seconds of each segment since the last call; the running segment is cut here and goes on."""
+        """Return the seconds of each segment since the last call; the running segment continues."""
         self.switch(self._current)
         if self._spans:
             self._spans[-1][2].synchronize()

@@ -1,4 +1,4 @@
-"""Values over ranks: `run.reduce` and `run.any`."""
+"""Reduce values over ranks: `run.reduce` and `run.any`."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ _FIRST_DTYPE = 2
 _INTEGERS = (int, np.integer, np.bool_)
 
 
-def reduce_value(value: Any, op: str, circle: RankGroup, control: Control) -> Any:
-    """A number, a tensor, an array, or a dict, list or tuple of them, over the ranks of a circle; of the same kind as it came.
+def reduce_value(value: Any, op: str, members: RankGroup, control: Control) -> Any:
+    """Reduce a number, tensor, array, or a dict, list or tuple of them over the members; the result has the same kind.
 
     Integers are summed exactly as int64, floats in float64, tensors in their own dtype (on the CPU). A number that is an
     integer on one rank and a float on another is a float on all.
 
     Raises:
         ConfigError: an unknown operation or kind of value.
-        DesyncError: the ranks give different dicts, lists, shapes or dtypes.
+        DesyncError: the ranks pass different dicts, lists, shapes or dtypes.
     """
     if op not in _OPERATIONS:
         raise ConfigError(f"run.reduce(op={op!r}): expected one of {', '.join(_OPERATIONS)}")
     outline = _outline(value, op)
     rows = control.exchange(Operation.REDUCE, [float(zlib.crc32(outline.encode()))])
-    for rank, row in zip(circle.ranks, rows, strict=True):
+    for rank, row in zip(members.ranks, rows, strict=True):
         if row != rows[0]:
             raise DesyncError(
-                f"run.reduce got different things: rank {circle.ranks[0]} and rank {rank} give other keys, lengths or kinds; on "
-                f"rank {circle.rank} it is {outline}"
+                f"run.reduce received different values: rank {members.ranks[0]} and rank {rank} differ in keys, lengths or "
+                f"kinds; on rank {members.rank} the value is {outline}"
             )
-    return _reduce_parts(value, op, circle, control)
+    return _reduce_parts(value, op, members, control)
 
 
 def any_flag(flag: Any, control: Control) -> bool:
-    """Whether any rank's flag is true."""
+    """Return whether any rank's flag is true."""
     return any(row[0] for row in control.exchange(Operation.ANY, [float(bool(flag))]))
 
 
 def _outline(value: Any, op: str) -> str:
-    """What a value is made of, without the values.
+    """Describe the structure of a value, without its numbers.
 
     Raises:
-        ConfigError: it holds something that can't be reduced.
+        ConfigError: a part can't be reduced.
     """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_outline(value[key], op)}" for key in sorted(value, key=repr)) + "}"
@@ -69,35 +69,39 @@ def _outline(value: Any, op: str) -> str:
         _check_tensor(_as_tensor(value) if isinstance(value, np.ndarray) else value, op)
         return "tensor"
     if isinstance(value, _INTEGERS) and not -(2**63) <= int(value) < 2**63:
-        raise ConfigError(f"run.reduce got the integer {value}, which has more than 64 bits; reduce float(value)")
+        raise ConfigError(f"run.reduce received the integer {value}, which has more than 64 bits; reduce float(value)")
     if isinstance(value, _INTEGERS) or hasattr(value, "__float__"):
         return "number"
-    raise ConfigError(f"run.reduce got a {type(value).__name__}; it takes numbers, tensors, and dicts or lists of them")
+    raise ConfigError(
+        f"run.reduce received a {type(value).__name__}; it takes numbers, tensors, and dicts or lists of them"
+    )
 
 
 def _check_tensor(tensor: torch.Tensor, op: str) -> None:
     if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
         what = tensor.dtype if tensor.dtype not in _DTYPES else tensor.layout
-        raise ConfigError(f"run.reduce got a tensor of {what}; convert it to a dense one of the usual dtypes first")
+        raise ConfigError(
+            f"run.reduce received a tensor of {what}; convert it to a dense one of the usual dtypes first"
+        )
     if tensor.is_complex() and op in ("min", "max"):
         raise ConfigError(f"run.reduce(op={op!r}) got complex numbers, which have no order; take sum or mean")
 
 
-def _reduce_parts(value: Any, op: str, circle: RankGroup, control: Control) -> Any:
+def _reduce_parts(value: Any, op: str, members: RankGroup, control: Control) -> Any:
     if isinstance(value, dict):
-        reduced = {key: _reduce_parts(value[key], op, circle, control) for key in sorted(value, key=repr)}
+        reduced = {key: _reduce_parts(value[key], op, members, control) for key in sorted(value, key=repr)}
         return {key: reduced[key] for key in value}
     if isinstance(value, list | tuple):
-        parts = [_reduce_parts(part, op, circle, control) for part in value]
+        parts = [_reduce_parts(part, op, members, control) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, np.ndarray):
-        return _reduce_parts(_as_tensor(value), op, circle, control).numpy()
+        return _reduce_parts(_as_tensor(value), op, members, control).numpy()
     if isinstance(value, torch.Tensor):
-        return _reduce(value, _FIRST_DTYPE + _DTYPES.index(value.dtype), op, circle, control).to(value.device)
+        return _reduce(value, _FIRST_DTYPE + _DTYPES.index(value.dtype), op, members, control).to(value.device)
     if isinstance(value, _INTEGERS):
         dtype = torch.float64 if op == "mean" else torch.int64
-        return _reduce(torch.tensor(int(value), dtype=dtype), _INTEGER, op, circle, control).item()
-    return _reduce(torch.tensor(float(value), dtype=torch.float64), _FLOAT, op, circle, control).item()
+        return _reduce(torch.tensor(int(value), dtype=dtype), _INTEGER, op, members, control).item()
+    return _reduce(torch.tensor(float(value), dtype=torch.float64), _FLOAT, op, members, control).item()
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -105,11 +109,11 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy())  # it may be read-only, or run backwards
     except TypeError as error:
         raise ConfigError(
-            f"run.reduce got an array of {array.dtype}; convert it to one of the usual dtypes first"
+            f"run.reduce received an array of {array.dtype}; convert it to one of the usual dtypes first"
         ) from error
 
 
-def _reduce(tensor: torch.Tensor, kind: int, op: str, circle: RankGroup, control: Control) -> torch.Tensor:
+def _reduce(tensor: torch.Tensor, kind: int, op: str, members: RankGroup, control: Control) -> torch.Tensor:
     result = tensor.detach().cpu().clone()
     if op == "mean" and not (result.is_floating_point() or result.is_complex()):
         result = result.double()
@@ -119,24 +123,26 @@ def _reduce(tensor: torch.Tensor, kind: int, op: str, circle: RankGroup, control
     if kinds == {_INTEGER, _FLOAT}:
         result = result.double()
     elif any(row != rows[0] for row in rows):
-        told = "; ".join(
-            f"rank {rank} {_tell(int(row[0]), int(row[1]))}" for rank, row in zip(circle.ranks, rows, strict=True)
+        received = "; ".join(
+            f"rank {rank} {_describe(int(row[0]), int(row[1]))}" for rank, row in zip(members.ranks, rows, strict=True)
         )
-        raise DesyncError(f"run.reduce got different things: {told}; give the same shape and dtype on every rank")
-    if circle.control is None:
+        raise DesyncError(
+            f"run.reduce received different values: {received}; pass the same shape and dtype on every rank"
+        )
+    if members.control is None:
         return result
     # gloo has no integers of 16 bits, and sums booleans as bytes.
     wire = result.to(torch.int32) if result.dtype in (torch.bool, torch.int16) else result.contiguous()
     try:
-        dist.all_reduce(wire, op=_OPERATIONS[op], group=circle.control)
+        dist.all_reduce(wire, op=_OPERATIONS[op], group=members.control)
     except RuntimeError as error:
         raise PeerLostError(f"run.reduce failed: {error}") from error
     if op == "mean":
-        wire = wire / circle.world_size
+        wire = wire / members.world_size
     return wire.to(result.dtype) if result.dtype in (torch.bool, torch.int16) else wire
 
 
-def _tell(kind: int, num_elements: int) -> str:
+def _describe(kind: int, num_elements: int) -> str:
     if kind < _FIRST_DTYPE:
         return "a number"
     return f"a tensor of {num_elements} values of {_DTYPES[kind - _FIRST_DTYPE]}"

@@ -1,7 +1,7 @@
-"""The control channel: small exchanges at the boundaries of a step, each checked to be the same on all ranks.
+"""`Control`: small exchanges at the boundaries of a step, each checked to be the same operation on all ranks.
 
-Every exchange carries what this rank is doing and where. If two ranks do different things, all of them learn it from the
-same exchange and raise `DesyncError` that names who does what: a `break` on one rank is an error, never a hang.
+Every exchange carries the operation and position of its rank. If two ranks differ, all of them raise the same `DesyncError`,
+which lists what each does: a `break` on one rank is an error, never a hang.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from evenload.errors import DesyncError, LaunchError, PeerLostError, StepError
 
 CAPACITY = 56
-"""Values that one exchange carries; longer ones take further rounds."""
+"""Values of one exchange; more values take further rounds."""
 _HEAD = 4
 
 
 class Operation(enum.IntEnum):
-    """What a rank does at an exchange."""
+    """Operation of a rank at an exchange."""
 
     INIT = 0
     PREPARE = 1
@@ -58,27 +58,27 @@ _DOING = {
 
 
 class RankGroup(Protocol):
-    """Who takes part in an exchange: all ranks (`Groups`), or those of one of the user's groups."""
+    """Members of an exchange: all ranks (`Groups`), or those of one of the user's groups."""
 
     @property
     def control(self) -> dist.ProcessGroup | None:
-        """Carries the exchanges; None for a rank alone."""
+        """Process group of the exchanges; None for a single rank."""
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Rank of this process."""
 
     @property
     def world_size(self) -> int:
-        """How many take part."""
+        """Number of members."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Who they are, in the order of an exchange's rows."""
+        """The members, in the order of an exchange's rows."""
 
     @property
     def timeout_s(self) -> float:
-        """How long an exchange may take."""
+        """Time limit of an exchange."""
 
     @property
     def closed(self) -> bool:
@@ -101,10 +101,10 @@ class Control:
         self._position = (epoch, step)
 
     def exchange(self, operation: Operation, values: Sequence[float] = ()) -> list[list[float]]:
-        """All ranks' values, by rank.
+        """Exchange values and return those of all ranks, by rank.
 
         Raises:
-            DesyncError: a rank does another operation, is at another step, or gives another number of values.
+            DesyncError: the ranks differ in operation, position or number of values.
             LaunchError: the script destroyed the process groups.
             PeerLostError: a rank is gone.
         """
@@ -133,23 +133,22 @@ class Control:
                 raise self._lost(operation, error) from None
             table = everyone.tolist()
             if any(row[:_HEAD] != table[0][:_HEAD] for row in table):
-                raise DesyncError(_tell([row[:_HEAD] for row in table], self._groups.ranks))
+                raise DesyncError(_describe_desync([row[:_HEAD] for row in table], self._groups.ranks))
             for row, received in zip(rows, table, strict=True):
                 row.extend(received[_HEAD : _HEAD + len(part)])
         return rows
 
     def _lost(self, operation: Operation, error: RuntimeError) -> PeerLostError:
-        """What a failed exchange means: nobody came in time, or somebody is gone."""
         if "imed out" in str(error):
             return PeerLostError(
                 f"rank {self._groups.rank} {_DOING[operation]} and waited {self._groups.timeout_s:g} s for another rank, which "
-                "lives but did not come: it hangs, or is very slow; look at what it does there, or raise "
+                "is alive but did not arrive: it hangs, or is very slow; look at what it does there, or raise "
                 "init(timeout_s=...)"
             )
         return PeerLostError(f"another rank is gone while rank {self._groups.rank} {_DOING[operation]} ({error})")
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
-        """Rank 0's integers, on all ranks. Other ranks give None."""
+        """Return rank 0's integers on all ranks. The others pass None."""
         rank = self._groups.rank
         if self._groups.control is None:
             return list(values or ())
@@ -164,12 +163,11 @@ class Control:
         return tensor.tolist()
 
     def barrier(self, operation: Operation = Operation.BARRIER) -> None:
-        """Waits until all ranks are here."""
+        """Wait until all ranks have arrived."""
         self.exchange(operation)
 
 
-def _tell(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
-    """Who does what, ranks that do the same together."""
+def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
     places: dict[str, list[int]] = {}
     for rank, (operation, epoch, step, length) in zip(all_ranks, heads, strict=True):
         doing = _DOING[Operation(int(operation))]

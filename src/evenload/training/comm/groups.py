@@ -1,8 +1,8 @@
-"""The one holder of process groups: control, gradients, statistics.
+"""`Groups`, the only holder of process groups: control, gradients, statistics.
 
 Three groups, because their collectives interleave differently on each rank: gradients leave in the middle of a backward,
 statistics (BatchNorm) inside forward and backward, control at the boundaries. A generation of groups lives as long as the
-membership; `rebuild` makes the next one, `abort` fails whatever is outstanding so that nobody waits for a lost peer.
+membership; `abort` fails whatever is outstanding, so that no rank waits for a lost peer.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import LaunchError, PeerLostError
 
-# A store outlives the groups that met in it: each `init` of a process meets under keys of its own.
+# A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Who takes part in one generation; the index of a worker is its rank."""
+    """Members of one generation; the index of a worker is its rank."""
 
     generation: int
     workers: tuple[str, ...]
     store: str
-    """`WorkerSpec.store`; empty for a world of one or where the process group was there before us."""
+    """`WorkerSpec.store`; empty for a single rank, or if the script made the process group."""
 
 
 class Pending:
-    """A collective under way. `wait` returns when it is done, or raises when it failed or its generation was aborted."""
+    """A collective in progress. `wait` returns when it is done, or raises if it failed or its generation was aborted."""
 
     def __init__(self, work: dist.Work | None, blocking: bool) -> None:
         self._work = work
@@ -50,7 +50,7 @@ class Pending:
             work.get_future().add_done_callback(self._done)
 
     def wait(self) -> None:
-        """Waits for the end.
+        """Wait for the end.
 
         Raises:
             PeerLostError: a peer went away, or the generation was aborted.
@@ -67,11 +67,11 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         return self._work is None or self._work.is_completed()
 
     def fail(self, error: PeerLostError) -> None:
-        """Ends the waiting with an error, if it has not ended."""
+        """End the wait with an error, if it has not ended."""
         with self._lock:
             if self._future is not None and not self._future.done():
                 self._future.set_exception(error)  # type: ignore[arg-type]
@@ -95,14 +95,14 @@ class Groups:
     """The process groups of the current generation; nothing else in Evenload makes or ends one."""
 
     def __init__(self, membership: Membership, rank: int, *, backend: str, timeout_s: float, gpu: str = "") -> None:
-        """Joins all workers of `membership`; returns when all of them are there.
+        """Join all workers of `membership`; return when all have joined.
 
         Args:
-            membership: who takes part.
+            membership: the workers.
             rank: this worker's index in it.
             backend: of the gradients: ``nccl`` where every rank can have it, or ``gloo``.
             timeout_s: how long a collective may take.
-            gpu: names this rank's GPU among those of all machines; empty for a CPU.
+            gpu: identifier of this rank's GPU, unique over all machines; empty for a CPU.
 
         Raises:
             LaunchError: the store or the peers can't be reached within `timeout_s`.
@@ -139,10 +139,10 @@ class Groups:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While the body runs this rank is a world of one: nothing is sent, every collective returns at once.
+        """Make this rank a world of one while the body runs: every collective returns immediately.
 
-        It keeps its rank, so that still only one rank prints and writes. All ranks enter and leave it, each at its own
-        pace; `arrive` tells who is through.
+        It keeps its rank, so only one rank prints and writes. All ranks enter and leave it at their own pace; `arrive`
+        synchronises them.
         """
         held = self.control, self.gradients, self.statistics
         self.control = self.gradients = self.statistics = None
@@ -154,30 +154,20 @@ class Groups:
             self.control, self.gradients, self.statistics = held
 
     def arrive(self) -> Pending:
-        """Inside `alone`: tells the others that this rank is through; done when all of them are. Doesn't wait."""
+        """Begin a barrier inside `alone` without waiting; it is done when all ranks have arrived."""
         if self._all is None:
             return Pending(None, blocking=False)
         return Pending(dist.all_reduce(torch.zeros(1), group=self._all, async_op=True), blocking=False)
 
-    def rebuild(self, membership: Membership) -> None:
-        """Ends this generation's groups and builds those of `membership`; this worker's rank follows from its id."""
-        worker = self.membership.workers[self.rank]
-        if worker not in membership.workers:
-            raise LaunchError(f"{worker} is no member of generation {membership.generation}: {membership.workers}")
-        self._destroy()
-        self.membership = membership
-        self.rank = membership.workers.index(worker)
-        self._build()
-
     def abort(self, reason: str) -> None:
-        """Fails every collective under way with `PeerLostError(reason)`; the groups can't be used until `rebuild`."""
+        """Fail every collective in progress with `PeerLostError(reason)`; the groups can't be used afterwards."""
         error = PeerLostError(reason)
         for pending in self._pending:
             pending.fail(error)
         self._pending.clear()
 
     def sum_async(self, tensor: torch.Tensor) -> Pending:
-        """Begins a sum of gradients over all ranks, in place."""
+        """Begin a sum of gradients over all ranks, in place."""
         if self.gradients is None:
             return Pending(None, blocking=False)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.gradients, async_op=True)
@@ -188,7 +178,7 @@ class Groups:
         return pending
 
     def sum_statistics(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor of statistics over all ranks, in place, and waits."""
+        """Sum a tensor of statistics over all ranks, in place."""
         if self.statistics is None:
             return
         try:
@@ -197,7 +187,7 @@ class Groups:
             raise PeerLostError(f"BatchNorm's statistics could not be summed: {error}") from error
 
     def gather_statistics(self, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' vectors of statistics, shape ``(world_size, len(own))``."""
+        """Gather all ranks' vectors of statistics, shape ``(world_size, len(own))``."""
         if self.statistics is None:
             return own.unsqueeze(0)
         everyone = own.new_empty(self.world_size, own.numel())
@@ -209,19 +199,19 @@ class Groups:
 
     @property
     def gone(self) -> bool:
-        """Whether the script itself destroyed the process groups (`dist.destroy_process_group`)."""
+        """Whether the script destroyed the process groups (`dist.destroy_process_group`)."""
         return self.control is not None and not dist.is_initialized()
 
     def subset(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The group of some ranks for the user's own collectives; ends with this generation.
+        """Return the group of some ranks for the user's own collectives; it ends with this generation.
 
-        The same ranks give the same group. A rank outside gets torch's `GroupMember.NON_GROUP_MEMBER`, with which a
-        collective does nothing. All ranks call it alike (collect.py).
+        The same ranks return the same group. A rank outside receives torch's `GroupMember.NON_GROUP_MEMBER`, with which a
+        collective does nothing. All ranks call it with the same ranks (subgroups.py).
         """
         key = tuple(sorted(ranks))
         if key not in self._subsets:
             if not dist.is_initialized():
-                # A world of one needs no groups of ours, but the user's collectives need theirs.
+                # A single rank has no groups of ours, but the user's collectives need one.
                 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
                 self._made = True
             # The user's tensors may be on the CPU, too, which NCCL doesn't take.
@@ -230,7 +220,7 @@ class Groups:
         return self._subsets[key]
 
     def close(self) -> None:
-        """Ends the groups that this object made; a process group of the user's is left alone."""
+        """End the groups that this object made; the user's process group stays."""
         self.closed = True
         self._destroy()
 
@@ -262,7 +252,7 @@ class Groups:
         self.statistics = dist.new_group(backend=backend, timeout=self._timeout)
 
     def _common_backend(self, control: dist.ProcessGroup) -> str:
-        """NCCL where every rank wants it and has a GPU of its own, which no rank sees by itself: machines need not be alike."""
+        # Whether every rank has a GPU of its own is known only by comparison: machines may differ.
         gpu = int.from_bytes(hashlib.sha256(self._gpu.encode()).digest()[:7])
         own = torch.tensor([int(self._backend == "nccl"), gpu])
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -273,7 +263,6 @@ class Groups:
         return common_backend([(bool(wants), gpu) for wants, gpu in torch.stack(rows).tolist()])
 
     def _connect(self) -> Store:
-        """The store: our launcher's, or the one at a URL (rank 0 serves it, or torchrun's agent)."""
         url = self.membership.store
         if "://" in url:
             store: Store = next(rendezvous(url, self.rank, self.world_size, timeout=self._timeout))[0]
@@ -299,6 +288,6 @@ class Groups:
 
 
 def common_backend(rows: Sequence[tuple[bool, int]]) -> str:
-    """What carries the gradients, of each rank whether it wants NCCL, and its GPU: NCCL refuses two ranks on one GPU."""
+    """Return the backend of the gradients from each rank's (wants NCCL, GPU): NCCL refuses two ranks on one GPU."""
     distinct = len({gpu for _, gpu in rows}) == len(rows)
     return "nccl" if distinct and all(wants for wants, _ in rows) else "gloo"

@@ -1,4 +1,4 @@
-"""Which ranks `run.group` means, compared over all of them before a group is made: whoever disagrees would wait for ever."""
+"""Make the groups of `run.group`, after comparing all ranks' requests: differing ones would wait forever."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from evenload.training.comm.groups import Groups
 
 KINDS = ("node", "cuda", "cpu")
 _WORD_BITS = 48
-"""Ranks that one number of an exchange tells; it is exact below 2^53."""
+"""Ranks encoded in one number of an exchange, which is exact below 2^53."""
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank computes, as far as groups are named after it."""
+    """Device type and machine of a rank, by which groups can be named."""
 
     device_type: str
     """``cuda`` or ``cpu``."""
@@ -29,7 +29,7 @@ class RankLocation:
 
 @dataclass(frozen=True)
 class _GroupRequest:
-    """What one rank asks for, and where it is: one row of the exchange."""
+    """Request and location of one rank: one row of the exchange."""
 
     wrong: bool
     kind: str
@@ -58,24 +58,22 @@ class _GroupRequest:
         return cls(bool(wrong), name, ranks, KINDS[int(device_type)], (node, machine))
 
     def __str__(self) -> str:
-        return "a wrong list" if self.wrong else repr(self.kind) if self.kind else str(list(self.ranks))
+        return "an invalid list" if self.wrong else repr(self.kind) if self.kind else str(list(self.ranks))
 
 
 def user_group(ranks: object, location: RankLocation, groups: Groups, control: Control) -> dist.ProcessGroup:
-    """The process group that this rank asks for; see `Run.group`. All ranks call it alike.
+    """Return the process group that this rank requests; see `Run.group`. All ranks call it.
 
     Raises:
-        ConfigError: no list of different ranks that are there, or no such kind of ranks.
-        DesyncError: the ranks ask for different groups.
-        StepError: in a window, where each rank is alone.
+        ConfigError: not a list of distinct existing ranks, or an unknown kind of ranks.
+        DesyncError: the ranks request different groups.
+        StepError: in a measurement, where each rank is alone.
         PeerLostError: a rank is gone.
     """
     num_ranks = len(groups.membership.workers)
     if groups.world_size < num_ranks:
-        raise StepError(
-            "run.group in the loop of a measured window, where each rank is alone; make groups before the loop"
-        )
-    wrong = _what_is_wrong(ranks, num_ranks)
+        raise StepError("run.group was called in a measurement, where each rank is alone; make groups before the loop")
+    wrong = _problem_with(ranks, num_ranks)
     own = _GroupRequest(
         wrong=bool(wrong),
         kind=ranks if isinstance(ranks, str) and not wrong else "",
@@ -86,17 +84,18 @@ def user_group(ranks: object, location: RankLocation, groups: Groups, control: C
     everyone = [_GroupRequest.read(row) for row in control.exchange(Operation.GROUP, own.row(num_ranks))]
     if wrong:
         raise ConfigError(wrong)
-    if len({str(asked) for asked in everyone}) > 1:
-        told = "; ".join(f"rank {rank} for {asked}" for rank, asked in enumerate(everyone))
-        raise DesyncError(f"run.group was asked for different groups: {told}. All ranks call it, with the same ranks")
+    if len({str(request) for request in everyone}) > 1:
+        requests = "; ".join(f"rank {rank}: {request}" for rank, request in enumerate(everyone))
+        raise DesyncError(
+            f"run.group received different requests: {requests}. Call it on all ranks with the same ranks"
+        )
     try:
         return _make(own, everyone, groups)
     except RuntimeError as error:
         raise PeerLostError(f"run.group: another rank is gone ({error})") from error
 
 
-def _what_is_wrong(ranks: object, num_ranks: int) -> str:
-    """Why this names no ranks; empty where it does."""
+def _problem_with(ranks: object, num_ranks: int) -> str:
     expected = f"run.group(ranks={ranks!r}): expected a list of different ranks from 0 to {num_ranks - 1}, or one of "
     expected += ", ".join(map(repr, KINDS))
     if isinstance(ranks, str):
@@ -105,8 +104,8 @@ def _what_is_wrong(ranks: object, num_ranks: int) -> str:
         return expected
     if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
         return expected
-    if strangers := sorted(rank for rank in ranks if not 0 <= rank < num_ranks):
-        return f"{expected}; there is no rank {', '.join(map(str, strangers))}"
+    if unknown := sorted(rank for rank in ranks if not 0 <= rank < num_ranks):
+        return f"{expected}; there is no rank {', '.join(map(str, unknown))}"
     return f"{expected}; a rank is named twice" if len(set(ranks)) != len(ranks) else ""
 
 
@@ -114,22 +113,22 @@ def _make(own: _GroupRequest, everyone: list[_GroupRequest], groups: Groups) -> 
     if not own.kind:
         return groups.subset(own.ranks)
     if own.kind != "node":
-        members = [rank for rank, asked in enumerate(everyone) if asked.device_type == own.kind]
+        members = [rank for rank, request in enumerate(everyone) if request.device_type == own.kind]
         if not members:
-            types = ", ".join(sorted({asked.device_type for asked in everyone}))
+            types = ", ".join(sorted({request.device_type for request in everyone}))
             raise ConfigError(f"run.group(ranks={own.kind!r}): no rank computes there; all are on {types}")
         return groups.subset(members)
     # Every rank takes part in making every machine's group, in one order.
     by_machine = {
-        machine: groups.subset([rank for rank, asked in enumerate(everyone) if asked.machine == machine])
-        for machine in dict.fromkeys(asked.machine for asked in everyone)
+        machine: groups.subset([rank for rank, request in enumerate(everyone) if request.machine == machine])
+        for machine in dict.fromkeys(request.machine for request in everyone)
     }
     return by_machine[own.machine]
 
 
 @dataclass(frozen=True)
 class Subset:
-    """The ranks of one process group, as the circle of an exchange."""
+    """The ranks of one process group, as the `RankGroup` of an exchange."""
 
     control: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -137,17 +136,17 @@ class Subset:
 
     @property
     def rank(self) -> int:
-        """This rank, as all ranks count."""
+        """Rank of this process among all ranks."""
         return self.groups.rank
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of members."""
         return len(self.ranks)
 
     @property
     def timeout_s(self) -> float:
-        """How long an exchange may take."""
+        """Time limit of an exchange."""
         return self.groups.timeout_s
 
     @property
@@ -162,10 +161,10 @@ class Subset:
 
 
 def subset_of(group: object, groups: Groups) -> Subset | None:
-    """The circle of a process group; None for a rank outside of it.
+    """Return the members of a process group; None for a rank outside of it.
 
     Raises:
-        ConfigError: it is no process group, one that has ended, or one that can't carry tensors of a CPU.
+        ConfigError: not a process group, one that has ended, or one that can't carry CPU tensors.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None

@@ -1,4 +1,4 @@
-"""`ddp`: a replica of the model on each rank, gradients summed over all of them."""
+"""Strategy ``ddp``: a replica of the model on each rank, with gradients summed over all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.reducer import BucketReducer, Expectation
 
-_SENT_AS_THEY_ARE = frozenset(
+_NATIVE_DTYPES = frozenset(
     (
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -23,7 +23,7 @@ _SENT_AS_THEY_ARE = frozenset(
 
 
 class ReplicaStrategy:
-    """Replicated data parallelism; see reducer.py for how and why."""
+    """Replicated data parallelism on a `BucketReducer`."""
 
     def __init__(self, grad_norms: GradNorms | None = None) -> None:
         self._grad_norms = grad_norms
@@ -38,7 +38,7 @@ class ReplicaStrategy:
         self._touched: list[int] = []
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
-        """Copies rank 0's parameters and buffers to all ranks, and hooks the gradients."""
+        """Copy rank 0's parameters and buffers to all ranks, and hook the gradients."""
         self.detach()
         self._groups = groups
         self._segments = BucketSegments(models, groups)
@@ -48,20 +48,20 @@ class ReplicaStrategy:
         self._build(groups)
 
     def detach(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
 
     def begin(self, call_index: int, *, expect: bool) -> None:
-        """Sets aside gradients that earlier calls of this step left."""
+        """Set aside gradients of earlier calls of this step."""
         self._follow_parameters()
         self._call_index = call_index
         self._used = self._expectations.get(call_index) if expect else None
         self._of().begin(self._used)
 
     def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        """Runs autograd for one micro-batch."""
+        """Run autograd for one micro-batch."""
         reducer = self._of()
         reducer.micro(last=last, idle=idle)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -70,60 +70,60 @@ class ReplicaStrategy:
             reducer.end_idle()
 
     def report(self) -> tuple[float, bool]:
-        """The checksum of touched parameters, and whether a gradient came after its bucket had left."""
+        """Return the checksum of touched parameters, and whether a gradient came after its bucket had left."""
         reducer = self._of()
         return reducer.touched_key(), reducer.late
 
     def resolve(self, same: bool) -> None:
-        """Where ranks touched different parameters, all of them learn the union."""
+        """Exchange the union if ranks touched different parameters."""
         reducer = self._of()
         self._touched = reducer.touched()
         if not same:
             self._touched = _over_ranks(self._touched, self._groups, dist.ReduceOp.MAX)
 
     def finish(self, correction: float) -> bool:
-        """Waits for the buckets; remembers what arrived for the next step."""
+        """Wait for the buckets; remember the arrivals for the next step."""
         reducer = self._of()
         finite = reducer.finish(self._touched, correction)
         known = self._expectations.get(self._call_index)
         if known is None or any(now and not then for now, then in zip(self._touched, known, strict=True)):
-            learnt = self._agreed(reducer.observed())
+            expected = self._agreed(reducer.observed())
             if known is not None:
-                learnt = tuple(max(now, then) for now, then in zip(learnt, known, strict=True))
-            self._expectations[self._call_index] = learnt
+                expected = tuple(max(now, then) for now, then in zip(expected, known, strict=True))
+            self._expectations[self._call_index] = expected
         return finite
 
     def rollback(self) -> None:
-        """Gradients are as they were before the attempt."""
+        """Restore the gradients from before the attempt."""
         self._of().rollback()
 
     def abort(self) -> None:
-        """Gradients are as they were before the attempt; sums under way are left to themselves."""
+        """Restore the gradients from before the attempt; sums in progress are dropped."""
         if self._reducer is not None:
             self._reducer.abort()
 
     def clear(self) -> None:
-        """No gradient is left where the last call gave one."""
+        """Remove the gradients of the last call."""
         self._of().clear(self._touched)
 
     def clear_skip(self) -> None:
-        """A new update begins."""
+        """Begin a new update."""
         self._of().clear_skip()
 
     def state_dict(self) -> Mapping[int, Expectation]:
-        """Which gradients each call expects."""
+        """Return the gradients that each call expects."""
         return dict(self._expectations)
 
     def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
-        """Puts back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._expectations = dict(state)
 
     def covers(self, param: torch.Tensor) -> bool:
-        """Whether the parameter is in a bucket."""
+        """Return whether the parameter is in a bucket."""
         return self._of().covers(param)
 
     def leftovers(self) -> list[str]:
-        """Names of parameters with a gradient other than zero."""
+        """Return the names of parameters with a nonzero gradient."""
         return self._of().leftovers()
 
     def _build(self, groups: Groups) -> None:
@@ -135,7 +135,7 @@ class ReplicaStrategy:
         return [(id(p), p.requires_grad, p.dtype, p.device) for model in self._models for p in model.parameters()]
 
     def _follow_parameters(self) -> None:
-        """Parameters may be frozen, thawed, converted or replaced between steps, on all ranks alike."""
+        # Parameters may be frozen, unfrozen, converted or replaced between steps, on all ranks.
         if self._reducer is not None and self._groups is not None and self._sign() != self._signature:
             self._reducer.remove()
             self._build(self._groups)
@@ -146,7 +146,7 @@ class ReplicaStrategy:
         return self._reducer
 
     def _agreed(self, observed: Expectation) -> Expectation:
-        """Which buckets leave early must be the same everywhere: none with a parameter that only some ranks touch."""
+        # The same buckets must leave early on all ranks: none with a parameter that only some ranks touch.
         somewhere = _over_ranks([min(count, 1) for count in observed], self._groups, dist.ReduceOp.MAX)
         everywhere = _over_ranks([min(count, 1) for count in observed], self._groups, dist.ReduceOp.MIN)
         agreed = list(observed)
@@ -164,8 +164,8 @@ def _broadcast(model: nn.Module, groups: Groups) -> None:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 dense = tensor.detach().contiguous()
-                # Dtypes that gloo or NCCL don't know travel as their bytes.
-                wire = dense if dense.dtype in _SENT_AS_THEY_ARE else dense.reshape(-1).view(torch.uint8)
+                # Dtypes that gloo or NCCL don't support are sent as bytes.
+                wire = dense if dense.dtype in _NATIVE_DTYPES else dense.reshape(-1).view(torch.uint8)
                 dist.broadcast(wire, group_src=0, group=groups.gradients)
                 if dense.data_ptr() != tensor.data_ptr():
                     tensor.copy_(dense)

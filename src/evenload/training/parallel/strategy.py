@@ -1,4 +1,4 @@
-"""What a strategy is: how models are spread over ranks, and how their gradients become those of the global batch."""
+"""`Strategy`: how models are spread over ranks, and how their gradients become those of the global batch."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from evenload.training.comm.groups import Groups
 
 
 class Strategy(Protocol):
-    """One way to spread models. The step drives it; it never sees a batch or a loss function."""
+    """One way to spread models. The engine calls it; it never sees a batch or a loss function."""
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
-        """Takes the models of a generation; they stay the user's own objects."""
+        """Take the models of a generation; they stay the user's own objects."""
 
     def detach(self) -> None:
-        """Leaves the user's own modules bare."""
+        """Remove all hooks from the user's modules."""
 
     def begin(self, call_index: int, *, expect: bool) -> None:
-        """Starts an attempt of the step's `call_index`-th backward; without `expect` nothing learnt earlier is used."""
+        """Start an attempt of the step's `call_index`-th backward; without `expect` no earlier observation is used."""
 
     def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        """Backward of one micro-batch; `idle` ones take part in collectives but never count."""
+        """Run the backward of one micro-batch; an `idle` one takes part in collectives but does not count."""
 
     def report(self) -> tuple[float, bool]:
-        """After the own backwards: a key of what was touched here, and whether the attempt must be done again."""
+        """Return a key of the parameters touched here, and whether the attempt must be repeated."""
 
     def resolve(self, same: bool) -> None:
-        """All ranks agreed on the attempt; `same` tells whether their keys were equal."""
+        """Accept the attempt on all ranks; `same` means that their keys were equal."""
 
     def finish(self, correction: float) -> bool:
-        """Ends the reduction; `.grad` is final. Returns whether it is finite."""
+        """End the reduction, after which `.grad` is final; return whether it is finite."""
 
     def rollback(self) -> None:
-        """All ranks agreed to do the attempt again: gradients are as they were before it."""
+        """Restore the gradients from before the attempt, which all ranks repeat."""
 
     def abort(self) -> None:
-        """This rank's attempt ended with an error; gradients are as they were before it. Waits for nobody."""
+        """Restore the gradients from before the attempt after an error on this rank, without waiting for other ranks."""
 
     def clear(self) -> None:
-        """Takes the gradients of the last call away (a skipped step), and those of later calls until `clear_skip`."""
+        """Remove the gradients of the last call (a skipped step), and those of later calls until `clear_skip`."""
 
     def clear_skip(self) -> None:
-        """A new update begins: what was skipped before has no part in it."""
+        """Begin a new update: earlier skipped calls no longer affect it."""
 
     def state_dict(self) -> Mapping[int, Any]:
-        """What earlier calls taught, by index of the call; equal on all ranks."""
+        """Return observations of earlier calls, by index of the call; equal on all ranks."""
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
-        """Puts back what `state_dict` returned, after steps that ranks did alone."""
+        """Restore what `state_dict` returned, after steps of each rank alone."""
 
     def covers(self, param: torch.Tensor) -> bool:
-        """Whether this parameter's gradient is made that of the global batch."""
+        """Return whether this parameter's gradient becomes that of the global batch."""
 
     def leftovers(self) -> list[str]:
-        """Names of parameters that hold a gradient before a step's first backward."""
+        """Return the names of parameters that hold a nonzero gradient."""

@@ -1,22 +1,22 @@
-"""Whether all ranks still hold the same parameters and buffers: looked at every few steps, told by name where they don't.
+"""Check every few steps that all ranks hold the same parameters and buffers; name those that differ.
 
 Note [When]
-  Every N-th step a checksum of this rank's state (checksums.py) is queued before the forward; on a GPU it runs beside
-  whatever else there is. Its one number travels in the exchange that each backward has anyway, so a step in which all is well
-  costs no further collective. What changed on one rank after step s is seen in one of the steps s + 1 to s + N.
+  Every N-th step a checksum of this rank's state (checksums.py) is queued before the forward; on a GPU it runs beside other
+  work. Its one number travels in the exchange that each backward has anyway, so a check without a finding needs no further
+  collective. A change on one rank after step s is detected in one of the steps s + 1 to s + N.
 
 Note [What is compared]
-  Parameters (frozen ones and tied ones too, each once) and persistent buffers of all prepared models. Left out: buffers
-  registered with persistent=False, which are no state but caches, and may depend on a rank's own samples; the statistics of
-  BatchNorm modules that were left to each rank (batch_norm="local", or a subclass with a forward of its own); names in
-  `_ddp_params_and_buffers_to_ignore` of a model, torch's own way to say it; tensors that are made of others (DTensor).
+  Parameters (frozen and tied ones too, each once) and persistent buffers of all prepared models. Left out: buffers
+  registered with persistent=False, which are caches and may depend on a rank's own samples; the statistics of BatchNorm
+  modules that are local to each rank (batch_norm="local", or a subclass with its own forward); names in a model's
+  `_ddp_params_and_buffers_to_ignore`, as in torch; tensors made of others (DTensor).
 
-Note [Unlike devices]
-  Ranks on the same kind of device compute the same update of the same summed gradient bit for bit. Ranks on unlike ones (two
-  kinds of GPU, a GPU and a CPU, CPUs with other numbers of threads) round differently in the norm that clips and in the
-  optimizer, and their copies drift apart in the last bits, as under DDP. So there, and only where the checksums differ, the
-  ranks exchange a sketch of each tensor and compare it with a tolerance of 1000 eps of its norm: the drift of a random walk
-  of a million steps. The gradient is the same sum on all ranks, so such a drift feeds nothing and is left alone.
+Note [Different devices]
+  Ranks on the same kind of device compute the same update of the same summed gradient bit for bit. Ranks on different kinds
+  (two kinds of GPU, a GPU and a CPU, CPUs with different numbers of threads) round differently in the clipping norm and in
+  the optimizer, and their copies drift apart in the last bits, as under DDP. In that case, and only if the checksums differ,
+  the ranks exchange a sketch of each tensor and compare it with a tolerance of 1000 eps of its norm: the drift of a random
+  walk of a million steps. The gradient is the same sum on all ranks, so such a drift does not grow and is accepted.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ from evenload.training.compute import batchnorm
 from evenload.training.compute.checksums import checksum, fold, queue_checksums, sketch
 
 DRIFT_EPS = 1000.0
-"""Unlike devices may differ by so many rounding errors, relative to a tensor's norm: sqrt(10^6 steps)."""
+"""Rounding errors by which different devices may differ, relative to a tensor's norm: sqrt(10^6 steps)."""
 _MOST_TOLERANCE = 0.5
 _FLOOR = 0.1
-"""Part of the model's usual value that counts where a tensor's own values are smaller: values near zero were larger once."""
+"""Fraction of the model's usual value used where a tensor's own values are smaller: they may have been larger before."""
 _MAX_NAMED = 5
 _MAX_IN_EVENT = 50
 _BATCH_NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 _PARAMETER_CAUSES = (
-    "Usual causes for a parameter: weights loaded, reset or changed on one rank only (under `if run.is_main:`); an optimizer, "
-    "a learning rate or an optimizer's state that is another one there; randomness drawn from a generator of the rank's own; "
-    "a device that computes wrongly."
+    "Usual causes for a parameter: weights loaded, reset or changed on one rank only (under `if run.is_main:`); a different "
+    "optimizer, learning rate or optimizer state on one rank; random numbers from a generator of the rank's own; a faulty "
+    "device."
 )
 _BUFFER_CAUSES = (
     "Usual causes for a buffer: a module that updates it from its own rank's samples (running statistics, a codebook, a "
-    "queue), or a forward in training mode outside step.backward (validation without model.eval()). Sum over the ranks what "
-    "it is made of; or register it with persistent=False where each rank may have its own."
+    "queue), or a forward in training mode outside step.backward (validation without model.eval()). Sum its inputs over "
+    "the ranks, or register it with persistent=False if each rank may have its own."
 )
 
-Tell = Callable[..., None]
-"""Writes an event: kind, message, step, fields."""
+RecordEvent = Callable[..., None]
+"""Records an event: kind, message, step, fields."""
 
 
 class Consistency:
-    """Compares the state of all ranks every `every` steps; 0: never."""
+    """Compares the state of all ranks every `every` steps, or never if 0."""
 
-    def __init__(self, every: int, control: Control, tell: Tell) -> None:
+    def __init__(self, every: int, control: Control, record_event: RecordEvent) -> None:
         self.every = every
         self._control = control
-        self._tell = tell
+        self._record_event = record_event
         self._models: list[nn.Module] = []
         self._queued: list[torch.Tensor] | None = None
         self._key = 0.0
@@ -77,63 +77,63 @@ class Consistency:
         self._norms: dict[str, list[float]] = {}
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        """Takes the models of the job."""
+        """Take the models of the job."""
         self._models = list(models)
         self._last_step = self._last_good = -1
 
     def begin(self, step: int, *, first_call: bool, world_size: int) -> None:
-        """Before a backward: queues the checksum where it is due. All ranks call it alike.
+        """Queue the checksum before a backward, if one is due. All ranks call it.
 
         Args:
             step: global index of the step.
-            first_call: whether this is the step's first backward; later ones are not looked at.
+            first_call: whether this is the step's first backward; later ones are not checked.
             world_size: ranks that take part in this step.
         """
         self._queued, self._key = None, 0.0
         wanted = self.every > 0 and world_size > 1 and first_call
-        # The first step of a session too: what was loaded may differ.
+        # The first step of a session is checked too: the loaded state may differ.
         if wanted and step != self._last_step and (self._last_step < 0 or step % self.every == 0):
             self._last_step = step
             self._queued = queue_checksums(state_of(self._models).values())
 
     def key(self) -> float:
-        """This rank's checksum, for the exchange; 0 where none is due."""
+        """Return this rank's checksum for the exchange; 0 if none is due."""
         if self._queued is not None:
             self._key, self._queued = fold(self._queued), None
         return self._key
 
     def check(self, step: int, keys: Sequence[float]) -> None:
-        """Looks at what all ranks told in the exchange.
+        """Compare the checksums of all ranks from the exchange.
 
         Raises:
-            DivergenceError: on all ranks, if one of them holds something else than the others; it has been told.
+            DivergenceError: on all ranks, if a rank's state differs; an event has been recorded.
         """
         if not all(keys):
-            return  # none is due; or not on a rank that has just come
-        if len(set(keys)) == 1 or not (found := self._examine()):
+            return  # none is due, or not on a rank that has just joined
+        if len(set(keys)) == 1 or not (found := self._find_differences()):
             self._last_good = step
             return
-        message, fields = self._story(found, step, len(keys))
-        self._tell("divergence", message, step=step, **fields)
+        message, fields = self._describe(found, step, len(keys))
+        self._record_event("divergence", message, step=step, **fields)
         raise DivergenceError(message)
 
-    def _examine(self) -> dict[str, tuple[int, ...]]:
-        """Which tensors differ, and on which ranks; all ranks call it, and all find the same."""
+    def _find_differences(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors that differ, each with its ranks; all ranks call it and get the same result."""
         state = state_of(self._models)
         shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()}
         structure = float(zlib.crc32(repr(list(shapes.items())).encode()))
         rows = self._exchange([structure, float(zlib.crc32(repr(_kinds(state.values())).encode()))])
         if len({row[0] for row in rows}) > 1:
-            return self._other_structure(shapes)
-        alike = len({row[1] for row in rows}) == 1
-        own = [(checksum(tensor), sketch(tensor)[1]) if alike else sketch(tensor) for tensor in state.values()]
+            return self._compare_structure(shapes)
+        same_kind = len({row[1] for row in rows}) == 1
+        own = [(checksum(tensor), sketch(tensor)[1]) if same_kind else sketch(tensor) for tensor in state.values()]
         table = self._exchange([number for pair in own for number in pair])
         marks = {name: [(row[2 * i], row[2 * i + 1]) for row in table] for i, name in enumerate(state)}
         self._norms = {name: [norm for _, norm in pairs] for name, pairs in marks.items()}
-        return disagreements(marks, None if alike else tolerances(state, marks))
+        return disagreements(marks, None if same_kind else tolerances(state, marks))
 
-    def _other_structure(self, shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Where even names, shapes or dtypes differ: which."""
+    def _compare_structure(self, shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the tensors whose names, shapes or dtypes differ."""
         everyone = [
             json.loads(text) for text in self._exchange_texts(json.dumps({k: repr(v) for k, v in shapes.items()}))
         ]
@@ -142,20 +142,22 @@ class Consistency:
         marks = {name: [(float(zlib.crc32(str(one.get(name)).encode())), 0.0) for one in everyone] for name in names}
         return disagreements(marks, None)
 
-    def _story(self, found: Mapping[str, tuple[int, ...]], step: int, world_size: int) -> tuple[str, dict[str, Any]]:
+    def _describe(self, found: Mapping[str, tuple[int, ...]], step: int, world_size: int) -> tuple[str, dict[str, Any]]:
         ranks = sorted({rank for outside in found.values() for rank in outside})
         state = state_of(self._models)
         named = [self._name(name, outside, state) for name, outside in list(found.items())[:_MAX_NAMED]]
         more = f", and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         if world_size == 2:
-            who = "ranks 0 and 1 no longer hold the same model"
+            subject = "ranks 0 and 1 no longer hold the same model"
         else:
-            who = f"{_ranks(ranks)} no longer {'holds' if len(ranks) == 1 else 'hold'} the model that the other ranks hold"
-        since = f"all was equal at step {self._last_good}" if self._last_good >= 0 else "it was not looked at before"
+            subject = (
+                f"{_ranks(ranks)} no longer {'holds' if len(ranks) == 1 else 'hold'} the same model as the other ranks"
+            )
+        since = f"all were equal at step {self._last_good}" if self._last_good >= 0 else "not compared before"
         kinds = {isinstance(state.get(name), nn.Parameter) for name in found}
         causes = " ".join(text for kind, text in ((True, _PARAMETER_CAUSES), (False, _BUFFER_CAUSES)) if kind in kinds)
         message = (
-            f"{who}: at step {step} ({since}) {len(found)} of {len(state)} parameters and buffers "
+            f"{subject}: at step {step} ({since}) {len(found)} of {len(state)} parameters and buffers "
             f"{'differs' if len(found) == 1 else 'differ'}: {', '.join(named)}{more}. {causes}"
         )
         return message, {"ranks": ranks, "tensors": list(found)[:_MAX_IN_EVENT], "num_tensors": len(found)}
@@ -165,18 +167,18 @@ class Consistency:
         kind = "parameter" if isinstance(state.get(name), nn.Parameter) else "buffer"
         norms = self._norms.get(name)
         if norms is None:
-            return f"{kind} {name} (another shape or dtype, or missing, on {_ranks(outside)})"
+            return f"{kind} {name} (different shape or dtype, or missing, on {_ranks(outside)})"
         reference = next(rank for rank in range(len(norms)) if rank not in outside)
         spelled = {rank: f"{norms[rank]:.6g}" for rank in (reference, *outside[:3])}
         if len(set(spelled.values())) == 1:
-            return f"{kind} {name} (norm {spelled[reference]} on all, other bits)"
+            return f"{kind} {name} (norm {spelled[reference]} on all ranks, different bits)"
         return f"{kind} {name} (norm {', '.join(f'{norm} on rank {rank}' for rank, norm in spelled.items())})"
 
     def _exchange(self, values: Sequence[float]) -> list[list[float]]:
         return self._control.exchange(Operation.BACKWARD, values)
 
     def _exchange_texts(self, text: str) -> list[str]:
-        """All ranks' texts; a byte a number, for this happens once, before an error."""
+        # One byte per number: this happens once, before an error.
         data = text.encode()
         length = max(int(row[0]) for row in self._exchange([float(len(data))]))
         rows = self._exchange([float(byte) for byte in data.ljust(length)])
@@ -184,7 +186,7 @@ class Consistency:
 
 
 def state_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """What must be the same on all ranks, by name: see Note [What is compared]."""
+    """Return the state that must be equal on all ranks, by name; see Note [What is compared]."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for index, model in enumerate(models):
@@ -206,11 +208,11 @@ def state_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 def disagreements(
     marks: Mapping[str, Sequence[tuple[float, float]]], tolerance: Mapping[str, float] | None
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors on which ranks disagree, each with the ranks that don't agree with most of them.
+    """Return the tensors on which ranks disagree, each with the ranks that disagree with the majority.
 
     Args:
         marks: for each tensor every rank's mark (checksum or projection) and norm.
-        tolerance: how far marks and norms may lie apart; None: not at all, and norms don't count.
+        tolerance: allowed difference of marks and norms; None compares the marks alone, exactly.
     """
     found = {}
     for name, pairs in marks.items():
@@ -228,7 +230,7 @@ def disagreements(
 def tolerances(
     state: Mapping[str, torch.Tensor], marks: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, float]:
-    """How far the sketches of each tensor may lie apart on unlike devices; the same on all ranks."""
+    """Return the allowed difference of each tensor's sketches on different devices; the same on all ranks."""
     norms = {
         name: max((norm for _, norm in pairs if math.isfinite(norm)), default=0.0) for name, pairs in marks.items()
     }
@@ -263,7 +265,7 @@ def _comparable(tensor: torch.Tensor) -> bool:
 
 
 def _kinds(tensors: Any) -> list[tuple[Any, ...]]:
-    """The kind of device of each tensor: ranks whose lists are equal compute bit for bit the same."""
+    """Return the kind of device of each tensor: ranks with equal lists compute the same bits."""
     known: dict[torch.device, tuple[Any, ...]] = {}
     kinds: list[tuple[Any, ...]] = []
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Rank 0 looks at a comparison and decides what to compare next, until it is clear what there is to say."""
+"""`Diagnosis`: decides on rank 0 what to compare next, until the cause of a difference is known."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from evenload.training.verify.sides import Gradient, Variant, VerifyCall
 
 
 class Diagnosis:
-    """The comparisons of one call so far, and what they mean.
+    """Comparisons of one call so far, and the causes they show.
 
-    The order of the tests: data, repetition, randomness (each would spoil those after it), the loss, BatchNorm.
+    The order of the tests: data, repetition, randomness (each would falsify the tests after it), the loss, BatchNorm.
     """
 
     def __init__(self, call: VerifyCall, tolerance: float) -> None:
@@ -25,11 +25,11 @@ class Diagnosis:
         self._call = call
         self._seeds_gap = 0.0
 
-    def look(self, variant: Variant, split: Gradient, one: Gradient) -> Variant | None:
-        """Takes a comparison; the next one to make, or None."""
+    def add(self, variant: Variant, split: Gradient, one: Gradient) -> Variant | None:
+        """Take a comparison; return the variant to compare next, or None."""
         call = self._call
         self.comparisons.append(compare(_name(variant), call.tracked, split, one))
-        following = self._following(variant, one)
+        following = self._next(variant, one)
         if isinstance(following, Variant):
             return following
         if self._seeds_gap:
@@ -44,8 +44,8 @@ class Diagnosis:
             )
         return None
 
-    def _following(self, variant: Variant, one: Gradient) -> Variant | DifferenceCause | None:
-        """What to compare next, or why they differ, or None where no more is to be said."""
+    def _next(self, variant: Variant, one: Gradient) -> Variant | DifferenceCause | None:
+        """Return the variant to compare next, the cause of the difference, or None if there is no more to find."""
         call, tolerance = self._call, self.tolerance
         good = self.comparisons[-1].difference <= tolerance
         own = [(name, module) for name, module in batch_norms(call.models) if not is_global(module)]
@@ -67,11 +67,11 @@ class Diagnosis:
             self._seeds_gap = self._seeds_gap or gap
             return Variant(no_dropout=True, shared_draws=variant.no_dropout)
         if tolerance < self.comparisons[-1].difference <= NARROW_INSIDE:
-            return _unknown(self.comparisons[-1])  # rounding, most likely, in which no test could see anything
-        # BatchNorm apart: over a part of the batch its statistics are others, also where the split shares them.
+            return _unknown(self.comparisons[-1])  # most likely rounding, in which no test finds anything
+        # Without BatchNorm: over a part of the batch its statistics differ, even if the split shares them.
         cause = causes.loss_cause(call, replace(variant, no_batch_norm=True), tolerance)
         if variant.shared_draws and cause is not None and cause.kind == "coupled":
-            return None  # noise that could not be matched looks the same; `_randomness` says so
+            return None  # noise that could not be matched looks the same; see `_randomness`
         if cause is not None:
             return cause
         if own and call.context.groups.world_size > 1:
@@ -83,20 +83,20 @@ class Diagnosis:
         if not variant.shared_draws:
             return DifferenceCause(
                 "randomness",
-                finding + "dropout, drawn on each rank for itself, equal in distribution only",
+                finding + "dropout, drawn on each rank separately and equal in distribution only",
                 "nothing to do; the comparison without dropout decides",
             )
         if self.equal:
             return DifferenceCause(
                 "randomness",
-                finding + "loss_fn draws random numbers, each rank for itself, equal in distribution only",
-                "nothing to do; the comparison where each sample had the same numbers decides",
+                finding + "loss_fn draws random numbers on each rank separately, equal in distribution only",
+                "nothing to do; the comparison with the same numbers for each sample decides",
             )
         return DifferenceCause(
             "randomness",
             finding
-            + "loss_fn draws random numbers that could not be made the same on both sides, so the rest was not tested",
-            "draw them in the dataset's __getitem__ (there they belong to the sample), or switch them off to verify",
+            + "loss_fn draws random numbers that could not be made the same on both sides, so other causes were not tested",
+            "draw them in the dataset's __getitem__, where they belong to the sample, or disable them to verify",
         )
 
 
@@ -116,9 +116,9 @@ def _name(variant: Variant) -> str:
 def _unknown(comparison: Comparison) -> DifferenceCause:
     return DifferenceCause(
         "unknown",
-        f"{comparison.difference:.1e} is left, and none of the usual causes explains it: the data, repetition, randomness, "
-        "the loss taken apart, and BatchNorm were tested",
-        "does loss_fn or the model ask for its rank, its device, or the number of samples it gets? If not, please report it",
+        f"a difference of {comparison.difference:.1e} is left, which none of the usual causes explains: the data, repetition, "
+        "randomness, the loss of parts, and BatchNorm were tested",
+        "check whether loss_fn or the model uses its rank, its device, or its number of samples; if not, please report this",
     )
 
 

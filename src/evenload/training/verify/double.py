@@ -1,8 +1,8 @@
-"""A model and a loss function in float64, where they can be.
+"""Compute a model and a loss function in float64, if they allow it.
 
-The prepared models are converted, and while loss_fn runs every float16, bfloat16 and float32 that it meets is taken as
-float64: batches, tensors of the script, frozen models that were never prepared, and casts such as ``logits.float()``, which
-would otherwise put the rounding of float32 into the comparison.
+The prepared models are converted, and while loss_fn runs every float16, bfloat16 and float32 it uses becomes float64:
+batches, tensors of the script, frozen models that were never prepared, and casts such as ``logits.float()``, which would
+otherwise add the rounding of float32 to the comparison.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _UNTOUCHED = _IN_PLACE | {
     "register_hook",
     "data_ptr",
 }
-"""Functions that change their argument, ask for its identity, or look at its bits."""
+"""Functions that change their argument, or depend on its identity or bits."""
 
 
-class Wide(TorchFunctionMode):
-    """While it is entered, functions of torch see float64 wherever a narrower float is given or asked for."""
+class Float64Mode(TorchFunctionMode):
+    """Replaces narrower floats by float64 in the arguments of torch's functions."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,17 +52,17 @@ class Wide(TorchFunctionMode):
 
 
 def widen(value: Any) -> Any:
-    """A narrow float tensor, or the name of its dtype, as float64; anything else as it is."""
+    """Return a narrow float tensor, or a narrow dtype, as float64; anything else unchanged."""
     if isinstance(value, torch.Tensor):
         return value.double() if value.dtype in NARROW else value
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
 def in_double(loss_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The loss function with its batch, and all that it computes, in float64."""
+    """Wrap a loss function so that its batch, and everything it computes, is in float64."""
 
     def wide(batch: Any) -> Any:
-        with Wide():
+        with Float64Mode():
             return loss_fn(tree_map(widen, batch))
 
     return wide
@@ -70,7 +70,7 @@ def in_double(loss_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @contextmanager
 def float64(models: Sequence[nn.Module], tracked: Sequence[Tracked]) -> Iterator[None]:
-    """Converts the models in place; `held.put_back` around it undoes that. New tensors are float64 too."""
+    """Convert the models in place; an enclosing `saved_state.put_back` undoes that. New tensors are float64 too."""
     before = torch.get_default_dtype()
     try:
         for model in models:

@@ -1,4 +1,4 @@
-"""What a verification found, as values: comparisons, causes, and the report of a script."""
+"""Findings of a verification, as values: comparisons, causes, and the report of a script."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from evenload.training.verify.sides import Gradient
 NUM_WORST = 5
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
-"""The largest ‖Δg‖/‖g‖ that counts as rounding, by dtype; see docs/verify.md."""
+"""Largest ‖Δg‖/‖g‖ that counts as rounding, by dtype; see docs/verify.md."""
 
 NARROW_INSIDE = 1e-5
-"""A difference in float64 of at most this is what a kernel leaves that computes in float32, whatever it is given."""
+"""Largest difference in float64 that a kernel computing in float32 explains."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The real split against one process, once."""
+    """One comparison of the real split with one process."""
 
     what: str
-    """What was left out for it; ``as it is``."""
+    """What was left out; ``as it is`` for nothing."""
     difference: float
     """‖Δg‖/‖g‖ over all parameters."""
     norm: float
@@ -50,13 +50,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class DifferenceCause:
-    """Why the two differ, found by a test."""
+    """Cause of a difference, found by a test."""
 
     kind: str
     """``randomness``, ``weights``, ``sum``, ``coupled``, ``batch_norm``, ``unprepared``, ``data``, ``nondeterminism``,
     ``ranks``, ``not_finite``, ``unknown``."""
     finding: str
-    """What the test saw."""
+    """Observation of the test."""
     fix: str
     """The line to write."""
 
@@ -95,7 +95,7 @@ class VerifyReport:
 
 
 def compare(what: str, tracked: Sequence[Tracked], split: Gradient, one: Gradient) -> Comparison:
-    """Compares two gradients over the parameters of the prepared models; others are listed, but not in the sum."""
+    """Compare two gradients over the parameters of the prepared models; others are listed but not summed."""
     norms = [_norm(value) for value in one.values]
     gaps = [_gap(a, b) for a, b in zip(split.values, one.values, strict=True)]
     ours = [index for index, t in enumerate(tracked) if t.prepared]
@@ -119,7 +119,7 @@ def compare(what: str, tracked: Sequence[Tracked], split: Gradient, one: Gradien
 
 
 def distance(first: Gradient, second: Gradient) -> float:
-    """‖a − b‖/‖b‖ over all tracked parameters."""
+    """Return ‖a − b‖/‖b‖ over all tracked parameters."""
     gaps = [_gap(a, b) for a, b in zip(first.values, second.values, strict=True)]
     return _ratio(math.hypot(*gaps), second.norm())
 

@@ -1,7 +1,7 @@
-"""Random numbers that belong to samples, not to ranks: a part of a batch draws what it would draw within the whole.
+"""Draw random numbers per sample: a part of a batch draws the same numbers as within the whole.
 
-A draw whose first dimension is the number of samples at hand is drawn for the whole slice, and the part's rows are taken.
-With equal seeds a split and one process then see the same noise, so that a loss with noise of its own can be compared.
+A draw whose first dimension is the number of samples is made for the whole slice, and the part's rows are taken. With equal
+seeds a split and one process then see the same noise, so a loss that draws noise can be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FILLING = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.random_, t
 
 
 class SharedDraws(TorchFunctionMode):
-    """While it is entered, draws are those of the rows ``[low, low + num)`` of a slice of ``num_whole`` samples."""
+    """Makes draws those of the rows ``[low, low + num)`` of a slice of ``num_whole`` samples."""
 
     def __init__(self, low: int, num: int, num_whole: int) -> None:
         super().__init__()

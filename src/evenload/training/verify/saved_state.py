@@ -1,4 +1,4 @@
-"""What a verification changes and puts back: parameters, buffers, gradients, modes; and what it looks after besides."""
+"""Save and restore what a verification changes: parameters, buffers, gradients, modes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Tracked:
     name: str
     param: nn.Parameter
     prepared: bool
-    """Whether it is in a model that was given to `run.prepare`; else an optimizer of the script has it."""
+    """Whether a model given to `run.prepare` holds it; otherwise only an optimizer of the script does."""
 
 
 def tracked_parameters(models: Sequence[nn.Module]) -> list[Tracked]:
-    """The trainable parameters of the prepared models, then those that only an optimizer of the script knows."""
+    """Return the trainable parameters of the prepared models, then those that only an optimizer of the script holds."""
     found: list[Tracked] = []
     seen: set[int] = set()
     for index, model in enumerate(models):
@@ -47,14 +47,14 @@ def tracked_parameters(models: Sequence[nn.Module]) -> list[Tracked]:
 
 
 def _living(kind: type[torch.optim.Optimizer]) -> Iterator[torch.optim.Optimizer]:
-    # type(), not isinstance: asking some objects for their __class__ runs code of theirs.
+    # type(), not isinstance: reading __class__ of some objects runs their code.
     for value in gc.get_objects():
         if issubclass(type(value), kind) and hasattr(value, "param_groups"):
             yield value
 
 
 def _names_of(params: Sequence[nn.Parameter]) -> dict[int, str]:
-    """Looks for the modules that hold the parameters: ``Linear.weight``, by the outermost module."""
+    # ``Linear.weight``: by the outermost module that holds the parameter.
     wanted = {id(param) for param in params}
     names: dict[int, str] = {}
     for value in gc.get_objects():
@@ -69,9 +69,9 @@ def _names_of(params: Sequence[nn.Parameter]) -> dict[int, str]:
 
 @contextmanager
 def put_back(models: Sequence[nn.Module], tracked: Sequence[Tracked]) -> Iterator[None]:
-    """Whatever the body does to parameters, buffers, gradients and modes, they are afterwards the very same objects.
+    """Restore parameters, buffers, gradients and modes after the body, as the same objects.
 
-    Inside, no gradient is present. The parameters' values must not be changed in place.
+    Inside, no gradient is present. The body must not change the parameters' values in place.
     """
     params = {id(p): p for model in models for p in model.parameters()} | {id(t.param): t.param for t in tracked}
     held = [(param, param.data, param.grad) for param in params.values()]
@@ -102,7 +102,7 @@ def put_back(models: Sequence[nn.Module], tracked: Sequence[Tracked]) -> Iterato
 
 @contextmanager
 def switched_off(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """While the body runs, these modules behave as in evaluation."""
+    """Put these modules in evaluation mode while the body runs."""
     before = [(module, module.training) for module in modules]
     for module, _ in before:
         module.training = False
@@ -115,7 +115,7 @@ def switched_off(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def no_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
-    """While the body runs, no dropout module drops, and no recurrent module between its layers."""
+    """Disable dropout modules, and dropout in recurrent modules, while the body runs."""
     modules = [module for model in models for module in model.modules()]
     recurrent = [(module, module.dropout) for module in modules if isinstance(module, nn.RNNBase)]
     for module, _ in recurrent:
@@ -129,7 +129,7 @@ def no_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def batch_norms(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The BatchNorm modules, subclasses too, that take statistics of the batch now; with their names."""
+    """Return the BatchNorm modules, subclasses too, that take statistics of the batch now, with their names."""
     return [
         (name, module)
         for model in models
@@ -139,12 +139,12 @@ def batch_norms(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def is_global(module: nn.Module) -> bool:
-    """Whether a BatchNorm module takes its statistics over all ranks."""
+    """Return whether a BatchNorm module takes its statistics over all ranks."""
     return has_global_statistics(module)
 
 
 def params_key(models: Sequence[nn.Module]) -> list[float]:
-    """A checksum of the parameters' bits, equal on ranks that hold the same values whatever their device."""
+    """Return a checksum of the parameters' bits, equal for equal values on any device."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = 0
     for model in models:

@@ -1,4 +1,4 @@
-"""The two sides of a verification: the step on the real split, and the same samples in one process with plain PyTorch."""
+"""Both sides of a verification: the step on the real split, and the same samples in one process with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ _DROPPING = (
 
 @dataclass(frozen=True)
 class Variant:
-    """What is taken out of a comparison, to see whether it explains the difference."""
+    """What a comparison leaves out, to test whether it explains the difference."""
 
     no_dropout: bool = False
     shared_draws: bool = False
-    """Noise that loss_fn draws belongs to its sample; see random_draws.py."""
+    """Random numbers of loss_fn are drawn per sample; see random_draws.py."""
     no_own_batch_norm: bool = False
-    """BatchNorm that takes statistics of its rank alone behaves as in evaluation."""
+    """BatchNorm with statistics of one rank alone runs in evaluation mode."""
     no_batch_norm: bool = False
-    """All BatchNorm does."""
+    """All BatchNorm runs in evaluation mode."""
 
     def code(self) -> int:
-        """As one integer, for the other ranks."""
+        """Return the variant as one integer, for the other ranks."""
         return self.no_dropout + 2 * self.shared_draws + 4 * self.no_own_batch_norm + 8 * self.no_batch_norm
 
     @classmethod
     def of(cls, code: int) -> Variant:
-        """The variant of an integer."""
+        """Return the variant of an integer."""
         return cls(bool(code & 1), bool(code & 2), bool(code & 4), bool(code & 8))
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What one side computed: a gradient for each tracked parameter, None where there is none."""
+    """Gradients of one side, one per tracked parameter; None if it has none."""
 
     values: list[torch.Tensor | None]
     loss: float
@@ -78,11 +78,11 @@ class Gradient:
     weighted: bool = False
 
     def norm(self) -> float:
-        """Its 2-norm over all parameters."""
+        """Return the 2-norm over all parameters."""
         return math.sqrt(self.dot(self))
 
     def dot(self, other: Gradient) -> float:
-        """The inner product, summed in float64."""
+        """Return the inner product, summed in float64."""
         return math.fsum(
             float((a.double() * b.double()).sum())
             for a, b in zip(self.values, other.values, strict=True)
@@ -92,7 +92,7 @@ class Gradient:
 
 @dataclass
 class VerifyCall:
-    """One call of `step.backward` and what it is looked at with."""
+    """One verified call of `step.backward`, which can be computed on both sides."""
 
     context: TrainingContext
     models: Sequence[nn.Module]
@@ -102,26 +102,26 @@ class VerifyCall:
     loss_fn: LossFn
     call_index: int
     wide: bool
-    """Everything is in float64, without autocast."""
+    """Whether everything is in float64, without autocast."""
     precision: Precision
     default_dtype: torch.dtype
-    """torch's, as the script has it."""
+    """torch's default dtype in the script."""
     _data: dict[Span, Any] = field(default_factory=dict)
 
     def slices(self) -> list[Span]:
-        """The positions of each micro-batch over all ranks."""
+        """Return the positions of each micro-batch over all ranks."""
         plan = self.batch.plan
         return [plan.slice_of(m) for m in range(plan.num_micro) if sum(plan.micro[m])]
 
     def read(self, span: Span) -> Any:
-        """The samples of a span; read once, in containers of their own."""
+        """Return the samples of a span; read once, in new containers each time."""
         if span not in self._data:
             self._data[span] = self.read_anew(span)
         return move(self._data[span], self.context.device)
 
     def read_anew(self, span: Span) -> Any:
-        """The samples of a span, as the dataset gives them in training."""
-        # In float64 a tensor that the dataset makes of Python's numbers would hold other numbers.
+        """Read the samples of a span as in training."""
+        # In float64 the tensors that a dataset makes of Python numbers would hold other values.
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
         try:
@@ -130,19 +130,19 @@ class VerifyCall:
             torch.set_default_dtype(before)
 
     def key(self, micro_index: int, shift: int = 0) -> tuple[int, ...]:
-        """The seeds of a micro-batch in one process: those of rank 0 in the split."""
+        """Return the seeds of a micro-batch in one process: those of rank 0 in the split."""
         return self.context.config.seed + shift, self.batch.global_step, self.call_index, micro_index, 0
 
     # -- the real split -------------------------------------------------------------------------------------------------
 
     def split(self, variant: Variant) -> Gradient:
-        """The step on the real split; all ranks call it together."""
+        """Compute the step on the real split; all ranks call it together."""
         context = self.context
         strategy = ReplicaStrategy()
         strategy.attach(self.models, context.groups)
         try:
-            with self._varied(variant), self._buffers_kept(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the script's own backward comes afterwards, and warns
+            with self._varied(variant), self._buffers_restored(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the script's own backward follows, and warns
                 for _ in range(20):
                     engine = self._engine(strategy)
                     stats = StepStats()
@@ -190,13 +190,13 @@ class VerifyCall:
     def one_process(
         self, spans: Sequence[Span], variant: Variant, *, shift: int = 0, within: Sequence[Span] | None = None
     ) -> Gradient:
-        """Plain PyTorch, without Evenload: each span's mean loss times its weight, summed, divided once.
+        """Compute in plain PyTorch: each span's mean loss times its weight, summed, divided once.
 
         Args:
             spans: micro-batches, each computed whole.
             variant: what is left out.
-            shift: of the seed; another one draws other randomness.
-            within: for each span the micro-batch it is a part of; by default it is one itself.
+            shift: added to the seed, for other random numbers.
+            within: for each span the micro-batch that it is a part of; by default itself.
         """
         num_samples = sum(high - low for low, high in spans)
         units, loss_sum, weighted = 0.0, 0.0, False
@@ -206,7 +206,7 @@ class VerifyCall:
             randomness.set_aside(device),
             self._varied(variant),
             _plain_batch_norm(self.models),
-            self._buffers_kept(),
+            self._buffers_restored(),
             torch.enable_grad(),
         ):
             for index, span in enumerate(spans):
@@ -233,7 +233,6 @@ class VerifyCall:
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def _take(self, loss: float, factor: float) -> Gradient:
-        """The gradients, taken off the parameters."""
         values: list[torch.Tensor | None] = []
         for one in self.tracked:
             grad = one.param.grad
@@ -261,7 +260,7 @@ class VerifyCall:
             yield
 
     @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
+    def _buffers_restored(self) -> Iterator[None]:
         guard = BufferGuard(self.models)
         guard.save()
         try:
@@ -271,7 +270,7 @@ class VerifyCall:
 
 
 class _NoDropout(TorchFunctionMode):
-    """While it is entered, the functions of dropout drop nothing."""
+    """Disables the functions of dropout."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -296,7 +295,7 @@ def _without_dropout(loss_fn: LossFn) -> LossFn:
 
 
 class _PlainSyncBatchNorm(nn.SyncBatchNorm):
-    """In one process: BatchNorm over what is there, on any device, without a process group."""
+    """SyncBatchNorm for one process: on any device, without a process group."""
 
     forward = nn.modules.batchnorm._BatchNorm.forward
 
@@ -306,7 +305,7 @@ class _PlainSyncBatchNorm(nn.SyncBatchNorm):
 
 @contextmanager
 def _plain_batch_norm(models: Sequence[nn.Module]) -> Iterator[None]:
-    """While the body runs, the models' BatchNorm is torch's own, of this process alone."""
+    """Use torch's own BatchNorm, of this process alone, while the body runs."""
     modules = [m for model in models for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     before = [(module, module.__class__) for module in modules]
     for model in models:
@@ -322,7 +321,7 @@ def _plain_batch_norm(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def same_data(first: Any, second: Any) -> bool:
-    """Whether two readings of the same samples gave the same tensors."""
+    """Return whether two readings of the same samples hold the same tensors."""
     leaves = [[x for x in tree_leaves(data) if isinstance(x, torch.Tensor)] for data in (first, second)]
     return len(leaves[0]) == len(leaves[1]) and all(
         a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*leaves, strict=True)

@@ -1,11 +1,11 @@
-"""`evenload verify`: the first step of the user's own script on the real split, against one process with plain PyTorch.
+"""`evenload verify`: compare the first step of the user's script on the real split with one process of plain PyTorch.
 
 At each step.backward of the step, on all ranks:
 
-    float64 where loss_fn can → the real split → (rank 0) one process → compare → where they differ, test the causes
+    float64 if loss_fn allows it → the real split → (rank 0) one process → compare → test the causes of a difference
 
-Then everything is put back and the script goes on, so that the next call of the step (a GAN) finds what it would find. The
-script ends with the body of the step. Nothing is written into the run folder (job/client.py, state.py).
+Then everything is restored and the script continues, so that the next call of the step (a GAN) starts from the same state.
+The script ends with the body of the step. Nothing is written into the run folder (job/client.py, state.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STOP = -1
 
 
 class Verifier(StepListener):
-    """Watches the first step of a script that calls `step.backward`, and reports on it."""
+    """Verifies the first step of a script that calls `step.backward`, and writes a report."""
 
     def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
         self._context = context
@@ -80,9 +80,9 @@ class Verifier(StepListener):
             (again,) = self._agree(int(_looks_narrow(report)) if report is not None else 0)
             if again:
                 gap = report.comparisons[0].difference if report is not None else math.nan
-                why_not = f"something inside computes in less than float64: {gap:.1e} was left there"
+                why_not = f"an operation inside computes in less than float64: a difference of {gap:.1e} was left"
                 report = self._verify(step, loss_fn, tracked, why_not)
-        # Not where it failed: attaching asks the other ranks, which may be gone.
+        # Not after an error: attaching is a collective, and the other ranks may be gone.
         context.engine.strategy.attach(models, context.groups)
         if report is not None:
             self._calls.append(_with_ranks(report, keys))
@@ -103,7 +103,7 @@ class Verifier(StepListener):
                 calls=tuple(self._calls),
             )
             Path(path).write_text(json.dumps(report.table()))
-        # Raised from here, `break` would lose it (the generator is being closed): then `begin` ends the script.
+        # Raised here after a `break` it would be lost (the generator is being closed); then `on_begin` ends the script.
         if not isinstance(sys.exception(), GeneratorExit):
             raise SystemExit(0)
 
@@ -113,19 +113,19 @@ class Verifier(StepListener):
         return self._context.control.agree([own] if self._context.groups.rank == 0 else None)
 
     def _try_float64(self, step: Step, loss_fn: LossFn, tracked: Sequence[Tracked]) -> str:
-        """Why the step can't be computed in float64 by all ranks; empty where it can."""
+        """Return why the ranks can't compute the step in float64; empty if they can."""
         why_not = ""
         norms = [module for _, module in batch_norms(self._models)]
         data = step.batch.micro(0).data
         with put_back(self._models, tracked):
             try:
-                # BatchNorm apart: one sample alone may be too few for it, and other ranks would be asked.
+                # Without BatchNorm: one sample may be too few for it, and it would call other ranks.
                 with float64(self._models, tracked), switched_off(norms), torch.enable_grad():
                     loss = read_result(in_double(loss_fn)(data)).loss
                     if loss.dtype != torch.float64:
-                        why_not = f"the loss is {str(loss.dtype).removeprefix('torch.')} all the same"
+                        why_not = f"the loss is still {str(loss.dtype).removeprefix('torch.')}"
                     loss.backward()  # type: ignore[no-untyped-call]
-            except Exception as error:  # whatever the script's code raises in a dtype it wasn't written for
+            except Exception as error:  # the script's code may raise anything in a dtype it was not written for
                 why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         rows = self._context.control.exchange(Operation.BACKWARD, [float(bool(why_not))])
         failed = [rank for rank, row in enumerate(rows) if row[0]]
@@ -136,14 +136,14 @@ class Verifier(StepListener):
     def _verify(
         self, step: Step, loss_fn: LossFn, tracked: Sequence[Tracked], why_not_float64: str
     ) -> CallReport | None:
-        """Both sides, in float64 unless told why not; the report on rank 0."""
+        """Compare both sides, in float64 unless there is a reason not to; return the report on rank 0."""
         context = self._context
         wide = not why_not_float64
         precision = Precision("no" if wide else context.config.precision, context.device)
         precision.load_state_dict(context.engine.precision.state_dict())
         batch = step.batch
         for m in range(batch.plan.num_micro):
-            batch.micro(m)  # read before torch's default dtype is another one, and kept
+            batch.micro(m)  # read before torch's default dtype changes
         call = VerifyCall(
             context=context,
             models=self._models,
@@ -166,7 +166,7 @@ class Verifier(StepListener):
                 if context.groups.rank == 0:
                     with _explained_memory(call):
                         one = call.one_process(call.slices(), variant)
-                        following = diagnosis.look(variant, split, one)
+                        following = diagnosis.add(variant, split, one)
                     code = _STOP if following is None else following.code()
                 (code,) = self._agree(code)
                 if code == _STOP:
@@ -191,7 +191,7 @@ class Verifier(StepListener):
 
 
 def _looks_narrow(report: CallReport) -> bool:
-    """Whether the difference is what rounding in float32 leaves, although float64 was asked for."""
+    """Return whether the difference looks like rounding in float32, although float64 was requested."""
     return (
         report.dtype == "float64"
         and not report.equal
@@ -201,21 +201,19 @@ def _looks_narrow(report: CallReport) -> bool:
 
 
 def _with_ranks(report: CallReport, keys: Sequence[Sequence[float]]) -> CallReport:
-    """Adds the ranks whose parameters were others than rank 0's when the call began."""
     different = [rank for rank, row in enumerate(keys) if list(row) != list(keys[0])]
     if not different:
         return report
     cause = DifferenceCause(
         "ranks",
-        f"before this call the parameters of rank {', '.join(map(str, different))} were others than rank 0's: something "
-        "after run.prepare changed them on some ranks only (weights loaded by rank 0, an update outside of the gradients)",
-        "load weights on all ranks, or before run.prepare, which copies rank 0's to all",
+        f"before this call the parameters of rank {', '.join(map(str, different))} differed from those of rank 0: they were "
+        "changed after run.prepare on some ranks only (weights loaded by rank 0, an update outside of the gradients)",
+        "load weights on all ranks, or before run.prepare, which copies those of rank 0 to all",
     )
     return replace(report, equal=False, causes=(cause, *report.causes))
 
 
 def _dtype_name(precision: str, tracked: Sequence[Tracked]) -> str:
-    """The dtype of most rounding that a step runs in."""
     if precision != "no":
         return {"bf16": "bfloat16", "fp16": "float16"}[precision]
     names = {str(one.param.dtype).removeprefix("torch.") for one in tracked}
@@ -227,13 +225,13 @@ def _notes(models: Sequence[nn.Module], shares: Sequence[int], norm: float) -> l
     if norm == 0.0:
         notes.append("the gradient is 0, so nothing was compared")
     if len(shares) == 1:
-        notes.append("there is one rank, so nothing was split; -d cpu:2 (or -d 0,0) starts two")
+        notes.append("there is one rank, so nothing was split; use -d cpu:2 (or -d 0,0) for two")
     elif len(set(shares)) == 1:
         notes.append(
             "the shares are equal, which hides forgotten weights; without --balance and init(balance=...) they are uneven"
         )
     if any(not is_global(module) for _, module in batch_norms(models)) and len(shares) > 1:
-        notes.append("the model has BatchNorm that takes its statistics of its rank alone")
+        notes.append("the model has BatchNorm modules that take statistics of one rank alone")
     if _is_compiled(models):
         notes.append("compiled models ran uncompiled")
     return notes
@@ -249,7 +247,7 @@ def _is_compiled(models: Sequence[nn.Module]) -> bool:
 
 @contextlib.contextmanager
 def _uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Parts of a batch have other shapes than the whole, and float64 is another dtype: each would be compiled anew."""
+    # Parts of a batch differ in shape, and float64 in dtype: each would be compiled again.
     if not _is_compiled(models):
         yield
         return
