@@ -159,4 +159,7 @@ def test_one_rank_measures_by_its_first_micro_batch(tmp_path: Path, micro_batch:
         assert float((weights - alone["weights"]).norm() / weights.norm()) <= 1e-12
     else:
         assert alone["noise"] is None and {size for _, size, _ in alone["lengths"]} == {BASE}
-        assert told_of[0].startswith("batch_max has no effect so far: 0 of 60 steps told how noisy") and not told_of[1]
+        assert (
+            told_of[0].startswith("batch_max has no effect so far: 0 of 60 steps measured the gradient noise")
+            and not told_of[1]
+        )

@@ -41,7 +41,7 @@ def test_rank_0s_checkpoint_is_sent_to_who_lacks_it(tmp_path):
     assert not Path(folders[1]).exists() and first[0][1] == first[1][1]
     again = run_ranks(_train, 2, folders, 2)
     assert [before for before, _, _ in again] == [[2, 2], [2, 2]] and again[0][1] == again[1][1] != first[0][1]
-    assert "resuming at step 2; sent to ranks [1], which don't see rank 0's run folder" in again[0][2]
+    assert "resuming at step 2; sent to ranks [1], which can't see rank 0's run folder" in again[0][2]
     (straight,) = run_ranks(_train, 1, [str(tmp_path / "one")], 4)
     assert straight[1] == pytest.approx(again[0][1], rel=1e-12)
     with pytest.raises(RankFailedError, match=r"rank 1 has a newer checkpoint .*\(step 4\) than rank 0 \(none\)"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evenload.training.verify.causes import fit
-from evenload.training.verify.double import Wide, float64, in_double
+from evenload.training.verify.double import Float64Mode, float64, in_double
 from evenload.training.verify.findings import compare, distance
 from evenload.training.verify.random_draws import SharedDraws
 from evenload.training.verify.saved_state import Tracked, params_key, put_back, tracked_parameters
@@ -70,7 +70,7 @@ def test_whatever_is_asked_for_is_float64_inside():
 
 def test_in_place_changes_reach_the_tensor_itself():
     narrow = torch.zeros(3)
-    with Wide():
+    with Float64Mode():
         narrow.add_(1.0)
         narrow += torch.ones(3)
         narrow[0] = 5.0

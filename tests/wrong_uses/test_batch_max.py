@@ -32,14 +32,14 @@ def _batches():
         (
             {},
             {"data": Stream()},
-            "init(batch_max=32) has no effect on an iterable dataset, which makes its batches itself",
+            "init(batch_max=32) has no effect on an iterable dataset, which makes its own batches",
         ),
         ({}, _batches(), "init(batch_max=32) has no effect on a loader with a batch_sampler"),
         ({"strategy": "dp"}, {}, "init(batch_max=32): under strategy='dp' the gradient noise is not measured; use"),
         (
             {"micro_batch": 16},
             {},
-            "one rank that computes a batch of 16 at once (micro_batch=16) doesn't tell how noisy its gradients are; set "
+            "one rank that computes a batch of 16 at once (micro_batch=16) can't measure its gradient noise; set "
             "micro_batch to 8 or less, or use two ranks",
         ),
     ],
@@ -54,7 +54,9 @@ def test_a_batch_that_can_not_grow(init, settings, job, told):
 def test_two_loaders(init):
     run = init(batch_max=32)
     Job(run)
-    with pytest.raises(ConfigError, match=re.escape("init(batch_max=32) with two loaders: whose batch grows")):
+    with pytest.raises(
+        ConfigError, match=re.escape("init(batch_max=32) works with one loader, and this is the second")
+    ):
         Job(run)
 
 
@@ -87,7 +89,7 @@ def _stop_in_a_grown_epoch(init, folder):
 @pytest.mark.parametrize(
     ("settings", "loader", "told"),
     [
-        ({}, {}, "stands inside an epoch in batches of 32, which batch_max let grow from 16: set batch_max as it was"),
+        ({}, {}, "stands inside an epoch in batches of 32, which batch_max let grow from 16: keep batch_max until"),
         ({"batch_max": 32}, {"batch_size": 8}, "a loader with batch_size=16, which batch_max lets grow; now it is 8"),
     ],
 )

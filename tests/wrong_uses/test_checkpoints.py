@@ -75,7 +75,7 @@ def test_resume_before_prepare(init):
 def test_resume_twice(init):
     job = Job(init())
     job.run.resume(model=job.model)
-    with _raises(CheckpointError, "run.resume was called twice; give it all state at once"):
+    with _raises(CheckpointError, "run.resume was called twice; pass all state in one call"):
         job.run.resume(optimizer=job.optimizer)
 
 
@@ -92,7 +92,7 @@ def test_resume_in_the_loop(init):
     ("state", "told"),
     [
         ({"epoch": 3}, "epoch is a int, which has no state_dict and load_state_dict; give such objects to run.resume"),
-        ({"evenload": nn.Linear(1, 1)}, "the name 'evenload' is Evenload's own; give this state another name"),
+        ({"evenload": nn.Linear(1, 1)}, "the name 'evenload' is reserved; give this state another name"),
     ],
 )
 def test_state_that_cannot_be_registered(init, state, told):
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_another_number_of_loaders(init, tmp_path):
     _saved(init, tmp_path / "run")
     job = Job(init())
     Job(job.run, model=job.bare)
-    with _raises(CheckpointError, "the checkpoint was made with 1 prepared loaders, now there are 2"):
+    with _raises(CheckpointError, "the checkpoint holds 1 prepared loaders, but this script prepared 2"):
         job.run.resume(model=job.model, optimizer=job.optimizer)
 
 
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path):
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     first, second = told_by_ranks(_unwritable, tmp_path)
     assert first.startswith("CheckpointError: the checkpoint") and "can't be written" in first
-    assert second == "CheckpointError: rank 0 could not write the checkpoint"
+    assert second == "CheckpointError: rank 0 failed to write the checkpoint"
 
 
 def test_a_scheduler_that_resume_was_not_given_is_a_loud_line(tmp_path):

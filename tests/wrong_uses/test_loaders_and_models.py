@@ -59,14 +59,17 @@ def _frozen():
         (nn.Identity, r"Identity has no trainable parameter \(0 parameters"),
         (_lazy, r"LazyLinear has uninitialised lazy parameters \(weight\): run a batch through it"),
         (lambda: nn.Linear(4, 1, device="meta"), r"parameters on the meta device \(weight\)"),
-        (lambda: nn.DataParallel(nn.Linear(4, 1)), r"DataParallel: give run.prepare the bare model \(model.module\)"),
+        (
+            lambda: nn.DataParallel(nn.Linear(4, 1)),
+            r"DataParallel: pass the bare model \(model.module\) to run.prepare",
+        ),
         (
             lambda: torch.optim.SGD(nn.Linear(4, 1).parameters()),
-            "run.prepare got a SGD: optimizers and schedulers stay",
+            "run.prepare received a SGD: optimizers and schedulers stay",
         ),
-        (dataset, "run.prepare takes models and DataLoaders; it got a TensorDataset"),
-        (lambda: [1], "run.prepare takes models and DataLoaders; it got a list"),
-        (lambda: nn.Linear, "run.prepare takes models and DataLoaders; it got the class Linear"),
+        (dataset, "run.prepare takes models and DataLoaders; it received a TensorDataset"),
+        (lambda: [1], "run.prepare takes models and DataLoaders; it received a list"),
+        (lambda: nn.Linear, "run.prepare takes models and DataLoaders; it received the class Linear"),
     ],
 )
 def test_what_prepare_does_not_take(init, value, told):
@@ -83,7 +86,7 @@ def test_a_ddp_model(init):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-        with pytest.raises(ConfigError, match=r"DistributedDataParallel: give run.prepare the bare model"):
+        with pytest.raises(ConfigError, match=r"DistributedDataParallel: pass the bare model"):
             init().prepare(wrapped)
     finally:
         del wrapped
@@ -93,7 +96,7 @@ def test_a_ddp_model(init):
 
 def test_a_loader_prepared_twice(init):
     job = Job(init())
-    with pytest.raises(ConfigError, match=r"run.prepare got a loader that is prepared already"):
+    with pytest.raises(ConfigError, match=r"run.prepare received a loader that is already prepared"):
         job.run.prepare(job.loader)
 
 
@@ -110,7 +113,7 @@ def test_no_loader_given_to_batches(init):
 
 def test_a_loader_without_a_model(init):
     loader = init().prepare(_loader())
-    with pytest.raises(StepError, match=r"no model was given to run.prepare; write: model, loader = run.prepare"):
+    with pytest.raises(StepError, match=r"no model was passed to run.prepare; write: model, loader = run.prepare"):
         next(iter(loader))
 
 
@@ -162,7 +165,9 @@ def _other_batch(run):
 
 def test_different_models_on_different_ranks(tmp_path):
     told = told_by_ranks(_other_model, tmp_path)
-    assert all("DesyncError: run.prepare got other models on ranks 1 than on rank 0" in line for line in told)
+    assert all(
+        "DesyncError: run.prepare received different models: rank 1 differs from rank 0" in line for line in told
+    )
 
 
 def test_different_datasets_on_different_ranks(tmp_path):

@@ -1,8 +1,8 @@
-"""The global batch that grows: `batch_max`. Measures, and chooses where an epoch of the loader begins.
+"""Grow the global batch up to `batch_max`: measure steps, and choose the batch of each epoch.
 
-What a step says goes in by `observe`; at the end of an epoch rank 0 decides (`balance/batch.py`) and all ranks hear integers:
-the batch, the noise scale that the learning rate follows, and the shares. Inside an epoch nothing changes, so the order of
-samples, the cursor and `len(loader)` are those of a loader of that batch_size.
+`observe` takes each step; at the end of an epoch rank 0 decides (`balance/batch.py`) and all ranks receive integers: the
+batch, the noise scale that the learning rate follows, and the shares. Inside an epoch nothing changes, so the order of
+samples, the cursor and `len(loader)` are those of a loader with that batch_size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from evenload.training.step.stats import StepStats
 
 _REMEMBERED = 64
 _PARTS = 1000
-"""The noise scale travels as an integer, in thousandths of a sample."""
+"""The noise scale is sent as an integer, in thousandths of a sample."""
 
 
 class ObservedStep(Protocol):
@@ -43,62 +43,62 @@ class EpochBatch:
 
     batch_size: int
     noise: float
-    """The noise scale that was surely there when it was chosen, in samples; 0 before the first choice."""
+    """Lower bound of the noise scale when it was chosen, in samples; 0 before the first choice."""
 
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What there is to say of a choice; on rank 0."""
+    """A choice and its reasons, on rank 0."""
 
     epoch: int
     before: int
     chosen: EpochBatch
     choice: BatchChoice | None
-    """None where not enough was measured."""
+    """None if not enough was measured."""
     measured: float | None
     """The noise scale as measured."""
     num_measured: int
     num_steps: int
     epoch_steps: int | None
     is_first: bool
-    """Nothing of this kind was told before: that it stays, or that the noise can't be measured."""
+    """Whether this is the first report of its kind: that the batch stays, or that the noise can't be measured."""
 
 
 class BatchGrowth(PlanSource):
-    """The global batch of one loader, and what it is chosen by."""
+    """The global batch of one loader, and the measurements that choose it."""
 
     def __init__(
-        self, loader: GlobalLoader, planner: Planner, *, base: int, limit: int, tell: Callable[[BatchReport], None]
+        self, loader: GlobalLoader, planner: Planner, *, base: int, limit: int, record: Callable[[BatchReport], None]
     ) -> None:
         """Args:
-        loader: whose epochs are cut.
-        planner: who gives shares.
+        loader: the loader whose batch grows.
+        planner: its planner.
         base: the user's batch_size.
         limit: `batch_max`.
-        tell: told each choice on rank 0, when the epoch that it is for has begun.
+        record: called on rank 0 with each choice, once its epoch has begun.
         """
         self.base = base
         self.limit = limit
         self.now = EpochBatch(base, 0.0)
         self._loader = loader
         self._planner = planner
-        self._tell = tell
+        self._record = record
         self._noise = NoiseScale()
         self._tracks = [SpeedTracker() for _ in range(planner.world_size)]
         self._rests: deque[StepOverhead] = deque(maxlen=_REMEMBERED)
         self._tried_from: int | None = None
         self._has_tried = False
         self._num_steps = 0
-        self._said: set[str] = set()
-        self._news: BatchReport | None = None
+        self._reported: set[str] = set()
+        self._unreported: BatchReport | None = None
         planner.use(self)
 
     def observe(self, seen: ObservedStep, stats: StepStats, usual: bool) -> None:
-        """All ranks: what a step of training showed; its times only count where it was a usual one."""
-        if self._news is not None:
-            # Not before: there may be no further epoch, and who draws progress still draws the last one.
-            self._tell(self._news)
-            self._news = None
+        """Take a step of training, on all ranks; its times count only if it was a usual one."""
+        if self._unreported is not None:
+            # Not earlier: there may be no further epoch, and progress bars still show the last one.
+            self._record(self._unreported)
+            self._unreported = None
         self._num_steps += 1
         if stats.norms is not None:
             self._noise.add(stats.norms)
@@ -122,13 +122,13 @@ class BatchGrowth(PlanSource):
             noise = before.noise if choice is None else self._noise.at_least or 0.0
             shares = () if size == before.batch_size else self._planner.split(size, self._costs()).shares
             integers = [size, round(noise * _PARTS), *shares]
-        size, noise_parts, *told = self._planner.agree(integers)
+        size, noise_parts, *new_shares = self._planner.agree(integers)
         self.now = EpochBatch(size, noise_parts / _PARTS)
-        if told:
-            self._planner.resize(size, tuple(told))
+        if new_shares:
+            self._planner.resize(size, tuple(new_shares))
         if self._planner.rank == 0:
             self._remember(before.batch_size, choice)
-            self._news = BatchReport(
+            self._unreported = BatchReport(
                 self._loader.epoch,
                 before.batch_size,
                 self.now,
@@ -142,11 +142,11 @@ class BatchGrowth(PlanSource):
         return size
 
     def progress(self) -> tuple[int, int]:
-        """How far the loader is in steps of the user's batch, and that batch: a speed in them says the same in every epoch."""
+        """Return the progress in steps of the user's batch, and that batch, so that speeds compare between epochs."""
         return self._loader.cursor().samples_total // self.base, self.base
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "base": self.base,
             "batch_size": self.now.batch_size,
@@ -157,21 +157,21 @@ class BatchGrowth(PlanSource):
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, in_epoch: bool) -> None:
-        """Goes on with a checkpoint's batch, before the planner and after the loader have loaded theirs.
+        """Continue with a checkpoint's batch, before the planner and after the loader have loaded theirs.
 
         Args:
-            state: what `state_dict` gave; None from a run without `batch_max`.
-            in_epoch: the checkpoint stands inside an epoch, which must be cut as it was.
+            state: result of `state_dict`; None from a run without `batch_max`.
+            in_epoch: whether the checkpoint is inside an epoch, whose batch must stay.
         """
         if state is None:
             return
         self._noise.load_state_dict(state["measured"])
         if not in_epoch and state["base"] != self.base:
-            return  # the user chose another batch to begin with
+            return  # the user chose another initial batch
         if in_epoch and state["base"] != self.base:
             raise CheckpointError(
                 f"the checkpoint stands inside an epoch of a loader with batch_size={state['base']}, which batch_max lets grow; "
-                f"now it is {self.base}: set it as it was, or start anew with --fresh"
+                f"now it is {self.base}: set the old value, or start from scratch with --fresh"
             )
         self._tried_from, self._has_tried = state["tried_from"], bool(state["has_tried"])
         self.now = EpochBatch(int(state["batch_size"]), int(state["noise_parts"]) / _PARTS)
@@ -202,14 +202,14 @@ class BatchGrowth(PlanSource):
         return [track.refit().cost for track in self._tracks]
 
     def _is_first(self, choice: BatchChoice | None) -> bool:
-        """Whether this may be said: once that there is no noise to measure, after steps enough, and once that it stays."""
+        # Report each kind once; that there is no noise to measure only after enough steps.
         if choice is None:
             enough = self._num_steps >= LEAST_MEASURED * MEASURE_EVERY
             kind = "unmeasured" if enough and self._noise.num_measured < LEAST_MEASURED else ""
         else:
             kind = choice.kind
-        is_first = bool(kind) and kind not in self._said
-        self._said.add(kind)
+        is_first = bool(kind) and kind not in self._reported
+        self._reported.add(kind)
         return is_first
 
     def _remember(self, before: int, choice: BatchChoice | None) -> None:
@@ -220,35 +220,37 @@ class BatchGrowth(PlanSource):
 
 
 def _rest(cost: StepCost) -> StepOverhead:
-    """Rank 0's step, without what the slowest rank computed."""
+    # Of rank 0's step, without the computation of the slowest rank.
     data_s = cost.data_s[0]
     return StepOverhead(max(0.0, cost.seconds - max(cost.busy_s) - data_s), data_s / cost.num_samples)
 
 
-def sentence(told: BatchReport, base: int, gains: Mapping[str, float]) -> str:
-    """What a person reads of a choice; empty where there is nothing new."""
-    choice, size = told.choice, told.chosen.batch_size
+def sentence(report: BatchReport, base: int, gains: Mapping[str, float]) -> str:
+    """Describe a choice; empty if there is nothing new."""
+    choice, size = report.choice, report.chosen.batch_size
     if choice is None:
-        if not told.is_first:
+        if not report.is_first:
             return ""
         return (
-            f"batch_max has no effect so far: {told.num_measured} of {told.num_steps} steps told how noisy the gradients are; it "
-            "takes two ranks with samples, or one with several micro-batches (--micro-batch below the batch_size)"
+            f"batch_max has no effect so far: {report.num_measured} of {report.num_steps} steps measured the gradient noise; "
+            "that takes two ranks with samples, or one with several micro-batches (--micro-batch below the batch_size)"
         )
-    noise = f"noise scale {told.measured or 0.0:.0f} samples (at least {told.chosen.noise:.0f})"
-    if size == told.before:
+    noise = f"noise scale {report.measured or 0.0:.0f} samples (at least {report.chosen.noise:.0f})"
+    if size == report.before:
         return (
-            f"the global batch stays {size}: {noise}, no other one promises enough goodput yet" if told.is_first else ""
+            f"the global batch stays {size}: {noise}, no other size promises enough goodput yet"
+            if report.is_first
+            else ""
         )
-    worth = efficiency(told.chosen.noise, base, size)
-    why = {
+    worth = efficiency(report.chosen.noise, base, size)
+    reason = {
         "grown": "more goodput",
         "shrunk": "the smaller one trains faster",
-        "trial": "a trial for one epoch, to tell overhead from samples",
+        "trial": "a trial for one epoch, to separate overhead from time per sample",
     }[choice.kind]
     rates = ", ".join(f"{gain:.2f}× for {name}" for name, gain in gains.items() if gain != 1.0)
     return (
-        f"global batch {told.before} → {size} from epoch {told.epoch} on ({why}): {noise}, goodput "
+        f"global batch {report.before} → {size} from epoch {report.epoch} on ({reason}): {noise}, goodput "
         f"{choice.before_per_s:.4g} → {choice.expected_per_s:.4g} samples of batch {base} a second; a sample is worth "
         f"{worth:.2f} of one" + (f"; learning rate {rates}" if rates else "")
     )

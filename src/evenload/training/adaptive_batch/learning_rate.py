@@ -1,6 +1,6 @@
-"""The learning rate of a batch that has grown: multiplied while the optimizer steps, and put back.
+"""Scale the learning rate of a grown batch during the optimizer's step, and restore it.
 
-Nobody else sees it: a scheduler, the user's own code and checkpoints find the rate that was set.
+Schedulers, the user's code and checkpoints see only the rate that was set.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from evenload.training.adaptive_batch.growth import BatchGrowth
 
 
 class RateFollower:
-    """Follows one `BatchGrowth` by one of config's rules of `batch_lr`."""
+    """Scales learning rates for one `BatchGrowth` by a rule of `batch_lr`."""
 
     def __init__(self, growth: BatchGrowth, rule: str) -> None:
         self._growth = growth
         self._rule = rule
         self._set: list[tuple[dict[str, Any], Any]] = []
         self.gains: dict[str, float] = {}
-        """The factor of each kind of optimizer that has stepped, as of its last step."""
+        """Factor of each kind of optimizer at its last step."""
 
     def gain(self, optimizer: Optimizer) -> float:
-        """The factor of this epoch: a function of the batch and the noise scale that all ranks heard."""
+        """Return the factor of this epoch: a function of the batch and the noise scale, equal on all ranks."""
         return self._gain(isinstance(optimizer, SGD))
 
     def expected(self) -> dict[str, float]:
-        """The factors of now, for the optimizers that have stepped."""
+        """Return the present factors of the optimizers that have stepped."""
         return {name: self._gain(name == SGD.__name__) for name in self.gains}
 
     def before(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
-        self.after()  # a step that raised has not been told as done
+        """Scale the rates of an optimizer that is about to step."""
+        self.after()  # after a step that raised
         gain = self.gain(optimizer)
         self.gains[SGD.__name__ if isinstance(optimizer, SGD) else type(optimizer).__name__] = gain
         if gain == 1.0:
@@ -43,7 +43,7 @@ class RateFollower:
             group["lr"] = group["lr"] * gain
 
     def after(self) -> None:
-        """It has stepped: the rates are as they were set."""
+        """Restore the rates after the step."""
         for group, rate in self._set:
             group["lr"] = rate
         self._set = []

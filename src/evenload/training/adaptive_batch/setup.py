@@ -1,4 +1,4 @@
-"""Sets a growing batch up: what `batch_max` needs is checked, and what it does is told."""
+"""Set up an adaptive batch: check what `batch_max` requires, and record what it decides."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class AdaptiveBatch(StepListener):
 
 
 def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int) -> AdaptiveBatch | None:
-    """What lets the batch of the `index`-th loader grow; None where that isn't asked for, or nothing is trained.
+    """Return the adaptive batch of the `index`-th loader; None without `batch_max`, or if nothing is trained.
 
     Raises:
-        ConfigError: it is asked for where it can't be.
+        ConfigError: `batch_max` can't be used with these settings.
     """
     limit = context.config.batch_max
     if limit is None:
@@ -41,27 +41,27 @@ def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int
     if context.spec.mode != "train":
         return None  # verify and measurements look at steps of the user's batch
 
-    def tell(told: BatchReport) -> None:
-        now, choice = told.chosen, told.choice
+    def record(report: BatchReport) -> None:
+        now, choice = report.chosen, report.choice
         gains = rates.expected()
         context.recorder.event(
             "batch",
-            sentence(told, base, gains),
+            sentence(report, base, gains),
             step=context.loop.steps_done,
-            epoch=told.epoch,
-            before=told.before,
+            epoch=report.epoch,
+            before=report.before,
             batch_size=now.batch_size,
             noise_samples=now.noise,
-            noise_measured=told.measured,
-            num_measured=told.num_measured,
+            noise_measured=report.measured,
+            num_measured=report.num_measured,
             decision="unmeasured" if choice is None else choice.kind,
             before_per_s=None if choice is None else choice.before_per_s,
             expected_per_s=None if choice is None else choice.expected_per_s,
             rate_gains=gains,
-            epoch_steps=told.epoch_steps,
+            epoch_steps=report.epoch_steps,
         )
 
-    growth = BatchGrowth(loader.loader, loader.planner, base=base, limit=limit, tell=tell)
+    growth = BatchGrowth(loader.loader, loader.planner, base=base, limit=limit, record=record)
     rates = RateFollower(growth, context.config.batch_lr)
     adaptive_batch = AdaptiveBatch(growth, rates)
     context.loop.add_listener(adaptive_batch)
@@ -69,7 +69,7 @@ def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int
 
 
 def check_adaptive_batch(context: TrainingContext, adaptive_batch: AdaptiveBatch | None) -> None:
-    """Raises ConfigError, with the models known, where a step that doesn't fit the memory could not be done again."""
+    """Raise ConfigError if a step that doesn't fit in memory could not be repeated; needs the models."""
     if adaptive_batch is None or context.config.micro_batch != "auto" or not context.engine.statistics.in_use:
         return
     raise ConfigError(
@@ -79,7 +79,7 @@ def check_adaptive_batch(context: TrainingContext, adaptive_batch: AdaptiveBatch
 
 
 def _check(context: TrainingContext, loader: DataLoader[Any], limit: int, index: int) -> int:
-    """The user's batch_size."""
+    """Return the user's batch_size."""
     spelled = _spelled(context)
     if context.config.strategy != "ddp":
         raise ConfigError(
@@ -88,16 +88,14 @@ def _check(context: TrainingContext, loader: DataLoader[Any], limit: int, index:
         )
     if index > 0:
         raise ConfigError(
-            f"{spelled} with two loaders: whose batch grows, and whose gradients tell the noise? Prepare one loader, or leave "
-            "it out"
+            f"{spelled} works with one loader, and this is the second: its batch and gradient noise would be ambiguous; prepare "
+            "one loader, or leave it out"
         )
     if checks.is_stream(loader):
-        raise ConfigError(
-            f"{spelled} has no effect on an iterable dataset, which makes its batches itself; leave it out"
-        )
+        raise ConfigError(f"{spelled} has no effect on an iterable dataset, which makes its own batches; leave it out")
     base = loader.batch_size
     if base is None or not checks.has_plain_batches(loader):
-        raise ConfigError(f"{spelled} has no effect on a loader with a batch_sampler, which makes its batches itself")
+        raise ConfigError(f"{spelled} has no effect on a loader with a batch_sampler, which makes its own batches")
     if isinstance(loader.sampler, Sized) and len(loader.sampler) <= base:
         raise ConfigError(
             f"{spelled} has no effect: an epoch of {len(loader.sampler)} samples is one batch of {base} already; leave it out"
@@ -109,8 +107,8 @@ def _check(context: TrainingContext, loader: DataLoader[Any], limit: int, index:
     cap = context.config.micro_batch
     if context.num_sharing == 1 and isinstance(cap, int) and cap >= base:
         raise ConfigError(
-            f"{spelled}: one rank that computes a batch of {base} at once (micro_batch={cap}) doesn't tell how noisy its "
-            f"gradients are; set micro_batch to {max(1, base // 2)} or less, or use two ranks"
+            f"{spelled}: one rank that computes a batch of {base} at once (micro_batch={cap}) can't measure its "
+            f"gradient noise; set micro_batch to {max(1, base // 2)} or less, or use two ranks"
         )
     return base
 

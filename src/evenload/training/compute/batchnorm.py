@@ -2,9 +2,9 @@
 
 With n_r values per channel on rank r:  mu = sum_r n_r mu_r / n,   var = sum_r n_r (var_r + (mu_r - mu)^2) / n.
 torch's SyncBatchNorm computes the same on GPUs only. A module keeps its identity: only its class is swapped while it is
-attached, so `state_dict` keys, `isinstance` and `deepcopy` stay as they were, and `restore` gives the user's class back.
+attached, so `state_dict` keys, `isinstance` and `deepcopy` do not change, and `restore` sets the user's class again.
 
-The process groups are not attributes of a module (a deepcopy would raise): the step in progress is.
+The process groups are not attributes of a module, since a deepcopy would raise; `active` sets them during a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from evenload.training.comm.groups import Groups
 
 
 class Statistics:
-    """The exchange of one job's statistics, and whether this rank's part of the current micro-batch counts."""
+    """Exchanges the statistics of one job; `idle` if this rank's part of the micro-batch doesn't count."""
 
     def __init__(self, groups: Groups, clock: StepClock) -> None:
         self._groups = groups
@@ -34,23 +34,23 @@ class Statistics:
 
     @property
     def world_size(self) -> int:
-        """Ranks that share the statistics."""
+        """Number of ranks that share the statistics."""
         return self._groups.world_size
 
     def begin(self, micro_index: int, *, idle: bool) -> None:
-        """A micro-batch begins; `idle`: this rank's part of it doesn't count."""
+        """Begin a micro-batch; `idle`: this rank's part of it doesn't count."""
         self.idle = idle
 
     def end(self, micro_index: int) -> None:
-        """This rank's backward of the micro-batch is over."""
+        """End this rank's backward of the micro-batch."""
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' vectors, shape ``(world_size, len(own))``."""
+        """Gather all ranks' vectors, shape ``(world_size, len(own))``."""
         with self._clock.segment("comm"):
             return self._groups.gather_statistics(own)
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place."""
+        """Sum over ranks, in place."""
         with self._clock.segment("comm"):
             self._groups.sum_statistics(own)
         return own
@@ -62,7 +62,7 @@ _current: Statistics | None = None
 
 @contextmanager
 def active(statistics: Statistics) -> Iterator[None]:
-    """While the body runs, attached BatchNorm modules in training mode share their statistics."""
+    """Share the statistics of attached BatchNorm modules in training mode while the body runs."""
     global _current
     before, _current = _current, statistics
     try:
@@ -72,7 +72,7 @@ def active(statistics: Statistics) -> Iterator[None]:
 
 
 class _GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Mixed in front of a BatchNorm class: its training forward takes the statistics over all ranks."""
+    """Mixin before a BatchNorm class whose training forward takes the statistics over all ranks."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         statistics = _current
@@ -112,10 +112,10 @@ _BACK = {swapped: original for original, swapped in _SWAPS.items()}
 
 
 def convert(model: nn.Module) -> tuple[int, list[str]]:
-    """Makes the model's BatchNorm modules share statistics.
+    """Make the model's BatchNorm modules share statistics.
 
     Returns:
-        How many were converted, and the names of those that are subclasses of BatchNorm and were left alone.
+        The number of converted modules, and the names of subclasses of BatchNorm, which stay as they are.
     """
     converted, left = 0, []
     for name, module in model.named_modules():
@@ -128,14 +128,14 @@ def convert(model: nn.Module) -> tuple[int, list[str]]:
 
 
 def restore(model: nn.Module) -> None:
-    """Gives converted modules their own class back."""
+    """Set the original class of converted modules."""
     for module in model.modules():
         if type(module) in _BACK:
             module.__class__ = _BACK[type(module)]
 
 
 def has_global_statistics(model: nn.Module) -> bool:
-    """Whether a forward of this model in training mode exchanges statistics."""
+    """Return whether a forward of this model in training mode exchanges statistics."""
     return any(type(module) in _BACK for module in model.modules())
 
 
@@ -169,14 +169,14 @@ def _forward_global(
 def forward_joined(
     module: nn.modules.batchnorm._BatchNorm, input: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The training forward of one of several parts of a batch, all in one autograd graph (data_parallel.py).
+    """Run the training forward of one of several parts of a batch, all in one autograd graph (data_parallel.py).
 
-    Nothing is exchanged in the backward: the parts' statistics carry their graphs.
+    The backward exchanges nothing: the parts' statistics carry their graphs.
 
     Args:
         module: the BatchNorm.
         input: this part, ``(n, channels, ...)``.
-        gather: gives all parts' vectors ``(mean, variance, count)``, with their graphs, on this part's device.
+        gather: returns all parts' vectors ``(mean, variance, count)``, with their graphs, on this part's device.
     """
     channels = input.shape[1]
     dims = [dim for dim in range(input.dim()) if dim != 1]
@@ -201,7 +201,7 @@ def forward_joined(
 
 
 def takes_batch_statistics(module: nn.Module) -> bool:
-    """Whether a forward of this module now would take the batch's statistics, by torch's own BatchNorm."""
+    """Return whether a forward of this module would take the batch's statistics now, by torch's own BatchNorm."""
     if type(module) not in _SWAPS and type(module) not in _BACK:
         return False
     return module.training or getattr(module, "running_mean", None) is None
@@ -245,7 +245,7 @@ class _Normalize(torch.autograd.Function):
         ctx.eps, ctx.statistics, ctx.idle = eps, statistics, idle
         if weight is None or weight.dtype == mean.dtype:
             return F.batch_norm(input, mean, var, weight, bias, training=False, eps=eps)
-        # A model in half precision: the statistics are wider than the weights, and torch takes no such mixture.
+        # A model in half precision: the statistics are wider than the weights, which torch doesn't accept.
         wide_bias = None if bias is None else bias.to(mean.dtype)
         return F.batch_norm(
             input.to(mean.dtype), mean, var, weight.to(mean.dtype), wide_bias, training=False, eps=eps

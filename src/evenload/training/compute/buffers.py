@@ -1,4 +1,4 @@
-"""Buffers as they were before an attempt (BatchNorm's running statistics): copied only where they change at all."""
+"""Restore buffers (BatchNorm's running statistics) after a failed attempt; copies only those that change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Saved:
     tensor: torch.Tensor
     version: int
     copy: torch.Tensor | None
-    """None of a buffer that never changed so far."""
+    """None for a buffer that has never changed."""
 
     @property
     def changed(self) -> bool:
@@ -26,9 +26,9 @@ class _Saved:
 class BufferGuard:
     """Saves the buffers of models before an attempt.
 
-    The first attempt copies all of them and learns which change; later ones copy those, and watch the others for a first
-    change (large tables of constants are never copied again). A change that begins in the very attempt that fails is not
-    undone, unless it puts another tensor in place.
+    The first attempt copies all of them and records which change; later ones copy those, and watch the others for a first
+    change (large tables of constants are not copied again). A first change in the attempt that fails is not undone, unless
+    it replaces the tensor.
     """
 
     def __init__(self, models: Sequence[nn.Module] = ()) -> None:
@@ -44,7 +44,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Copies what may change."""
+        """Copy what may change."""
         self._saved = []
         for place in self._places:
             module, name = place
@@ -54,7 +54,7 @@ class BufferGuard:
                 self._saved.append(_Saved(module, name, tensor, tensor._version, tensor.clone() if copied else None))
 
     def forget(self) -> None:
-        """The attempt was good."""
+        """Drop the copies after a successful attempt."""
         if self._changing is None:
             self._changing = set()
         self._changing.update((saved.module, saved.name) for saved in self._saved if saved.changed)
@@ -62,7 +62,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts back what `save` copied."""
+        """Restore what `save` copied."""
         for saved in self._saved:
             if saved.copy is not None:
                 saved.tensor.copy_(saved.copy)

@@ -1,16 +1,16 @@
-"""Checksums of tensors, bit for bit and place for place, and sketches that forgive rounding.
+"""Checksums of tensors that depend on every bit and its place, and sketches that tolerate rounding.
 
 Note [The checksum]
   The bytes of all tensors, one after the other, are read as rows of 1023 integers of 64 bits. What is kept are the sums of
   the rows and of the columns, modulo 2^64: two passes over the memory and no product, so that it runs at the speed of the
-  memory on any device. Each sum is then mixed with its place (splitmix64's finalizer), and all of them added up.
+  memory on any device. Each sum is then mixed with its place (splitmix64's finalizer), and all of them are added.
 
   One flipped bit changes one row's sum and one column's; two values that change places change two of each, unless they are
   equal. 1023 is odd, so a change that is the same everywhere (a sign flipped in a whole tensor) does not cancel in a row.
-  What it can't see are changes that add up to zero in every row and in every column, or a collision of 53 bits.
+  It does not detect changes that add up to zero in every row and every column, or a collision of 53 bits.
 
 Note [The sketch]
-  Devices of unlike kinds round differently, so after some steps their bits differ while nothing is wrong. A sketch of x is
+  Different kinds of devices round differently, so after some steps their bits differ without an error. A sketch of x is
   (s·x, ‖x‖) in float64, s a fixed row of ±1 by place. Where every value is off by a random error of relative size d, s·x is
   off by d‖x‖; a value that changed its sign, or two that changed places, move it by about that value.
 """
@@ -36,7 +36,6 @@ _SKETCH_VALUES = 1 << 20
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as torch's int64 holds them."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -47,19 +46,19 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 @torch.no_grad()
 def queue_checksums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Starts the checksums of some tensors; on a GPU nothing waits for them until `fold`.
+    """Start the checksums of some tensors; on a GPU nothing waits for them until `fold`.
 
     Args:
-        tensors: strided ones of any dtype and shape, on any devices; their order counts.
+        tensors: strided tensors of any dtype, shape and device; their order counts.
 
     Returns:
-        Scalars of int64, one a block.
+        One int64 scalar per block.
     """
     return [_checksum(block) for block in _blocks(tensors)]
 
 
 def fold(queued: Sequence[torch.Tensor]) -> float:
-    """One number of all blocks: an integer from 1 to 2^53 - 1, which a float64 holds exactly."""
+    """Combine all blocks into one integer from 1 to 2^53 - 1, which a float64 holds exactly."""
     values: list[int] = []
     for _, group in itertools.groupby(queued, key=lambda value: value.device):
         values += torch.stack(list(group)).tolist()
@@ -67,15 +66,15 @@ def fold(queued: Sequence[torch.Tensor]) -> float:
 
 
 def checksum(tensor: torch.Tensor) -> float:
-    """Of one tensor."""
+    """Return the checksum of one tensor."""
     return fold(queue_checksums([tensor]))
 
 
 @torch.no_grad()
 def sketch(tensor: torch.Tensor) -> tuple[float, float]:
-    """The projection of a tensor on a fixed row of ±1, and its Euclidean norm.
+    """Return the projection of a tensor on a fixed row of ±1, and its Euclidean norm.
 
-    Of integers, which nothing rounds, the checksum and 0.
+    For integers, which are never rounded, return the checksum and 0.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return checksum(tensor), 0.0
@@ -93,7 +92,7 @@ def sketch(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The bytes of all tensors in order, in blocks of limited size, each of one device."""
+    # The bytes of all tensors in order, in blocks of limited size, each of one device.
     block: list[torch.Tensor] = []
     free = 0
     for tensor in tensors:
@@ -125,7 +124,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checksum(block: list[torch.Tensor]) -> torch.Tensor:
     size = sum(part.numel() for part in block)
-    # The copy is aligned for words of 8 bytes, whatever lay where, and padded to whole rows.
+    # The copy is aligned to 8 bytes and padded to whole rows.
     table = torch.cat([*block, block[0].new_zeros(-size % _ROW_BYTES)]).view(torch.int64).view(-1, COLUMNS)
     return _mixed(torch.cat([table.sum(1), table.sum(0)])).sum()
 
@@ -139,7 +138,7 @@ def _mixed(values: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
-    """To the right with zeros coming in; torch's own shift of a negative number brings ones."""
+    """Shift right with zeros; torch's shift of a negative number inserts ones."""
     return (values >> count) & ((1 << (64 - count)) - 1)
 
 

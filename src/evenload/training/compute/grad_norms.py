@@ -1,7 +1,7 @@
-"""Squared norms of gradients in measured steps: of this rank's own part before it is summed, and of the sum.
+"""Measure squared norms of gradients, for `balance/noise.py`: of this rank's own part before its sum, and of the sum.
 
-What they are for: `balance/noise.py`. Only where `batch_max` is set is there a `GradNorms` at all. A bucket's own norm must be
-taken in the moment before it leaves, since the sum is made in its place.
+A `GradNorms` exists only if `batch_max` is set. A bucket's own norm must be taken before it leaves, since the sum is made in
+place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEASURE_EVERY = 4
 
 
 class GradNorms:
-    """Collects the norms of one attempt."""
+    """Norms of one attempt."""
 
     def __init__(self) -> None:
         self.on = False
@@ -28,44 +28,44 @@ class GradNorms:
         self._first: tuple[float, torch.Tensor] | None = None
 
     def follow(self, held: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Learns where gradients lie that have not left yet."""
+        """Set the source of gradients that have not left yet."""
         self._held = held
 
     def begin(self, on: bool) -> None:
-        """An attempt begins."""
+        """Begin an attempt."""
         self.on = on
         self._left, self._summed, self._first = [], [], None
 
     def leaves(self, flat: torch.Tensor) -> None:
-        """A bucket is about to be summed over the ranks."""
+        """Take a bucket that is about to be summed over the ranks."""
         if self.on:
             self._left.append(_square(flat))
 
     def summed(self, flat: torch.Tensor) -> None:
-        """A bucket holds the final gradient."""
+        """Take a bucket that holds the final gradient."""
         if self.on:
             self._summed.append(_square(flat))
 
     def first_micro(self, units: float) -> None:
-        """The first of several micro-batches, of weight `units` in sum, is in the gradients, and nothing else."""
+        """Note that the gradients hold the first of several micro-batches only, with weights that sum to `units`."""
         if self.on and units > 0:
             self._first = units, _total(map(_square, self._held()))
 
     def own(self) -> float:
-        """This rank's part, in the units of its backwards; to be asked for before the reduction ends."""
+        """Return the squared norm of this rank's part, in the units of its backwards; call it before the reduction ends."""
         return float(_total([*self._left, *map(_square, self._held())]))
 
     def norms(self, units: Sequence[float], own: Sequence[float], num_samples: int, per_unit: float) -> Norms | None:
-        """All ranks' parts, or where there is one the first micro-batch, as mean gradients.
+        """Return the norms of all ranks' parts, or of a single rank's first micro-batch, as mean gradients.
 
         Args:
-            units: weights of each rank, in sum.
-            own: what `own` gave on each.
-            num_samples: the global batch; a weight counts as so many samples as it is on average.
+            units: sum of the weights of each rank.
+            own: result of `own` on each rank.
+            num_samples: the global batch; weights are scaled to samples on average.
             per_unit: the factor from a rank's units to weight x gradient.
 
         Returns:
-            None where only one part computed anything.
+            None if only one part computed anything.
         """
         pairs = [(weight, square) for weight, square in zip(units, own, strict=True) if weight > 0]
         if len(units) == 1 and self._first is not None:
@@ -86,7 +86,7 @@ def _square(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _total(squares: Iterable[torch.Tensor]) -> torch.Tensor:
-    """On the CPU: models may lie on several devices."""
+    # On the CPU: models may lie on several devices.
     total = torch.zeros((), dtype=torch.float64)
     for square in squares:
         total = total + square.cpu()

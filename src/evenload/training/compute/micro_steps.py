@@ -1,4 +1,4 @@
-"""The micro-batches of one attempt on this rank: loss_fn and backward, once for each."""
+"""Run the micro-batches of one attempt on this rank: loss_fn and backward for each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BackwardPass(Protocol):
 
 @dataclass(frozen=True)
 class StepContext:
-    """What micro-batches run in: the same for all steps of a job."""
+    """Context of the micro-batches, the same for all steps of a job."""
 
     rank: int
     device: torch.device
@@ -36,22 +36,22 @@ class StepContext:
     statistics: batchnorm.Statistics
     precision: Precision
     check_unweighted: Callable[[Any], None]
-    """Told the batch of a micro-batch whose loss came without weight."""
+    """Called with the data of a micro-batch whose loss came without weight."""
     other_gpus: tuple[torch.device, ...] = ()
-    """Where a model lies on several."""
+    """Further GPUs of a model that lies on several."""
     computes_idle: bool = True
-    """Whether a micro-batch without samples of this rank is computed with one that doesn't count, for the collectives in it."""
+    """Whether a micro-batch without samples of this rank is computed on one that doesn't count, for its collectives."""
     reseed: Callable[..., None] | None = None
-    """Seeds what loss_fn draws from, by a key; None: all generators of the process."""
+    """Seeds the generators of loss_fn by a key; None seeds all generators of the process."""
     check: Callable[[], None] = lambda: None
-    """Called before each micro-batch; raises where it is not wanted any more."""
+    """Called before each micro-batch; raises if the attempt was cancelled."""
     grad_norms: GradNorms | None = None
-    """Where the norms of gradients are measured."""
+    """Measures the norms of gradients, for `batch_max`."""
 
 
 @dataclass
 class Sums:
-    """What this rank's micro-batches summed up to."""
+    """Sums over this rank's micro-batches."""
 
     weighted: bool = False
     units: float = 0.0
@@ -64,15 +64,15 @@ class Sums:
 def run_micro_steps(
     context: StepContext, batch: GlobalBatch, loss_fn: LossFn, call_index: int, last_units: float | None, sums: Sums
 ) -> None:
-    """Runs all micro-batches of `batch`, adding up in `sums`.
+    """Run all micro-batches of `batch`, adding up in `sums`.
 
     Args:
         context: see `StepContext`.
         batch: the global batch with its plan.
-        loss_fn: the user's.
+        loss_fn: the user's loss function.
         call_index: which backward of the step this is.
-        last_units: N of the same call in the last step, where there was one.
-        sums: filled as far as it went, if this raises.
+        last_units: N of the same call in the last step, if there was one.
+        sums: the sums; incomplete if this raises.
     """
     plan = batch.plan
     own = [m for m in range(plan.num_micro) if context.computes_idle or plan.micro[m][context.rank]]
@@ -98,7 +98,7 @@ def run_micro_steps(
             factor = weight * context.precision.scale / sums.nominal
             # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
             # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
-            # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step, which is told.)
+            # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step with an event.)
             without = micro.idle or (weight == 0.0 and not context.statistics.in_use)
             context.strategy.backward(
                 result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without

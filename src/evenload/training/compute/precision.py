@@ -1,7 +1,7 @@
 """Precision of a step: autocast, and the dynamic scale of the loss in fp16.
 
-The rule of the scale is torch.amp.GradScaler's (halve at a non-finite gradient, double after 2,000 good steps), decided
-alike on all ranks because it looks at the reduced gradient. Scales are powers of two: they cost no rounding.
+The rule of the scale is torch.amp.GradScaler's (halve at a non-finite gradient, double after 2,000 good steps). All ranks
+decide the same because they check the reduced gradient. Scales are powers of two: they cost no rounding.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Precision:
     growth_interval_steps = 2000
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of one forward."""
+        """Return the context of one forward."""
         if self.name == "no":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=_DTYPES[self.name])
 
     def update(self, finite: bool) -> None:
-        """After a step: adapts the scale."""
+        """Adapt the scale after a step."""
         if not self.scaled:
             return
         if not finite:
@@ -47,15 +47,15 @@ class Precision:
 
     @property
     def exhausted(self) -> bool:
-        """Whether a non-finite gradient can't be blamed on the scale."""
+        """Whether the scale can't explain a non-finite gradient any more."""
         return self.scale <= 1.0
 
     def state_dict(self) -> dict[str, float]:
-        """The scale and how long it has been good."""
+        """Return the scale and its number of good steps."""
         return {"scale": self.scale, "good_steps": float(self._good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Takes a saved scale, where this run scales at all."""
+        """Load a saved scale, if this run scales."""
         if self.scaled:
             self.scale = state["scale"]
             self._good_steps = int(state["good_steps"])

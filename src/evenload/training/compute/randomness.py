@@ -1,8 +1,8 @@
-"""Randomness of a step: keyed, so that the same samples can be computed again, and kept apart from the user's.
+"""Key the random numbers of a step, so that it can be repeated, and keep them apart from the user's.
 
 Inside loss_fn each rank draws from its own stream, a function of (seed, step, call, micro-batch, rank); outside, the
-generators are as the user left them, equal on all ranks. The CPU's generators are those of data/randomness.py; here the
-device's own is added, and those of the other GPUs where a model lies on several.
+generators are as the user left them, equal on all ranks. The CPU's generators are those of data/randomness.py; this module
+adds that of the device, and of further GPUs if a model lies on several.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evenload.training.data.randomness import get_global_state, mix, reseed, set
 
 
 def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] = ()) -> None:
-    """Seeds all generators by a hash of `parts`; a single part is taken as it is. `others`: see `other_gpus`."""
+    """Seed all generators by a hash of `parts`; a single part is the seed itself. `others`: see `other_gpus`."""
     seed = parts[0] if len(parts) == 1 else mix(*parts)
     reseed(seed)
     if device.type == "cuda":
@@ -29,7 +29,7 @@ def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] =
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The states of all generators."""
+    """Return the states of all generators."""
     torch_state, python_state, numpy_state = get_global_state()
     state: dict[str, Any] = {"torch": torch_state, "python": python_state, "numpy": numpy_state}
     if device.type == "cuda":
@@ -38,7 +38,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Sets all generators to captured states; a state of a kind of device that isn't here is left out."""
+    """Set all generators to captured states; a state of a missing kind of device is ignored."""
     set_global_state((state["torch"], state["python"], state["numpy"]))
     if device.type == "cuda" and "cuda" in state:
         _cuda_generator(device).set_state(state["cuda"])
@@ -46,7 +46,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def set_aside(device: torch.device, others: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Whatever the body draws or seeds, the generators are afterwards as they were before. `others`: see `other_gpus`."""
+    """Restore the generators after the body. `others`: see `other_gpus`."""
     state = capture(device)
     other_states = [_cuda_generator(other).get_state() for other in others]
     try:
@@ -58,7 +58,7 @@ def set_aside(device: torch.device, others: Sequence[torch.device] = ()) -> Iter
 
 
 def other_gpus(models: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:
-    """GPUs beside `device` that hold a part of the models, in the order of their parts."""
+    """Return the GPUs other than `device` that hold a part of the models, in the order of their parts."""
     found = dict.fromkeys(p.device for model in models for p in model.parameters() if p.device.type == "cuda")
     return tuple(gpu for gpu in found if gpu != device)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of exactness: units, weights, and the one division.
+"""Units and weights of losses, and the one division that makes a step exact.
 
 A step's gradient is g = (sum_i w_i grad l_i) / N over all samples i of the global batch, N = sum_i w_i; see
 docs/how-it-works.md. Each micro-batch's loss is a mean over its own units, so it enters the backward as
@@ -24,7 +24,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class LossResult:
-    """What a loss_fn returned for one micro-batch, read."""
+    """Result of a loss_fn for one micro-batch."""
 
     loss: torch.Tensor
     """Scalar with a graph: the mean over the micro-batch's units."""
@@ -34,11 +34,11 @@ class LossResult:
 
 
 def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
-    """Counts the labels that a language model's loss averages over.
+    """Count the labels that a language model's loss averages over.
 
     Args:
         labels: integer labels of any shape, ``(..., sequence)``; -100 is ignored by the loss.
-        shift: the model shifts the labels itself (as Hugging Face's do), so the first of each sequence is never predicted.
+        shift: the model shifts the labels itself (as Hugging Face's do), so the first label of each sequence is never predicted.
 
     Returns:
         A scalar int64 tensor on the labels' device.
@@ -49,10 +49,10 @@ def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
 
 
 def read_result(returned: Any) -> LossResult:
-    """Reads what a loss_fn returned: a loss, ``(loss, weight)``, or a mapping with ``loss``.
+    """Read the return value of a loss_fn: a loss, ``(loss, weight)``, or a mapping with ``loss``.
 
     Raises:
-        StepError: it is something else, not a scalar, or doesn't depend on a trainable parameter.
+        StepError: another value, not a scalar, or independent of all trainable parameters.
     """
     if isinstance(returned, torch.Tensor):
         return LossResult(_scalar_loss(returned), None)
@@ -74,8 +74,7 @@ def read_result(returned: Any) -> LossResult:
             if name in ("loss", "weight"):
                 continue
             own = type(returned) is dict
-            # A model's output holds tensors too, which have one value where a rank has one sample: only what is a scalar
-            # whatever the share counts there.
+            # A model's output holds further tensors, with one value if a rank has one sample: only true scalars count there.
             number = _metric(value) if own or not isinstance(value, torch.Tensor) or value.dim() == 0 else None
             if number is not None:
                 metrics[str(name)] = number
@@ -89,7 +88,7 @@ def read_result(returned: Any) -> LossResult:
 
 
 def nominal_units(num_samples: int, weighted: bool, last_units: float | None) -> float:
-    """The divisor used inside the backward, equal on all ranks before the step's true N is known.
+    """Return the divisor used inside the backward, equal on all ranks before the step's true N is known.
 
     Without weights it is N itself, so that no correction is needed. With weights it is the power of two nearest to the last
     step's N: the correction is then the only rounding, and the result does not depend on what `nominal` was.
@@ -101,7 +100,7 @@ def nominal_units(num_samples: int, weighted: bool, last_units: float | None) ->
 
 
 def ignores_labels(batch: Any) -> bool:
-    """Whether a batch carries labels of which some are -100, so that a mean over samples would be wrong."""
+    """Return whether some labels of a batch are -100, so that a mean over samples would be wrong."""
     if not isinstance(batch, Mapping):
         return False
     labels = batch.get("labels")

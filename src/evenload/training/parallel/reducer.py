@@ -1,23 +1,23 @@
-"""Sums gradients over ranks in buckets, each as soon as it is complete, while the backward goes on.
+"""Sum gradients over ranks in buckets, each as soon as it is complete, during the backward.
 
 Note [Why not DistributedDataParallel]
-  Measured against DDP behind detachable hooks (ARCHITECTURE.md, "The reducer"). Hooks on the accumulation of a gradient, as
-  FSDP2 has them, need no wrapper around the user's model, sum gradients of several losses and models in one step, leave
-  unused parameters without gradient, let a rank compute without contributing, and go away without a trace.
+  Hooks on the accumulation of a gradient, as in FSDP2, need no wrapper around the user's model, sum gradients of several
+  losses and models in one step, leave unused parameters without gradient, let a rank compute without contributing, and can
+  be removed completely.
 
 Note [Gradients are views]
   After the first micro-batch `.grad` of a parameter is a view into its bucket: nothing is copied back after the reduction,
-  and the buckets take the place of the gradients rather than adding to them.
+  and the buckets replace the gradients instead of needing memory beside them.
 
 Note [When a bucket is complete]
-  The n-th call of `backward` in a step learns which parameters receive a gradient, and how often, in the last micro-batch
-  (re-entrant checkpointing accumulates several times). From the second step on a bucket leaves when that many arrived, in
-  one order on all ranks. A gradient that comes after its bucket left is seen by all ranks in the exchange, and the attempt is
-  done again without expectations. One that doesn't come only makes its bucket leave at the end.
+  The n-th call of `backward` in a step records which parameters receive a gradient, and how often, in the last micro-batch
+  (re-entrant checkpointing accumulates several times). From the second step on a bucket leaves when that many have arrived,
+  in one order on all ranks. If a gradient comes after its bucket left, all ranks see it in the exchange and repeat the
+  attempt without expectations. If one does not come, its bucket leaves at the end.
 
 Note [Idle passes]
-  A rank without samples runs forward and backward all the same, so that collectives in the model match; what it computes is
-  thrown away, NaN included, and counts as zero.
+  A rank without samples still runs forward and backward, so that collectives in the model match; its results are discarded,
+  NaN included, and count as zero.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ PLAIN_BACKWARD = (
 )
 
 Expectation = tuple[int, ...]
-"""How often each slot accumulates in the last micro-batch of a call; 0: never."""
+"""Number of times each slot accumulates in the last micro-batch of a call."""
 
 
-class Waiting(Protocol):
-    """A sum under way."""
+class PendingSum(Protocol):
+    """A sum in progress."""
 
     def wait(self) -> None:
-        """Returns when whatever is computed next sees the sum."""
+        """Return when subsequent computation sees the sum."""
 
 
-class Summing(Protocol):
-    """Who sums a bucket over all: the process groups of ranks (`Groups`), or the lanes of one process (bucket_sums.py)."""
+class BucketSummer(Protocol):
+    """Sums a bucket: over the process groups of ranks (`Groups`), or over the lanes of one process (bucket_sums.py)."""
 
-    def sum_async(self, tensor: torch.Tensor, /) -> Waiting:
-        """Begins a sum, in place."""
+    def sum_async(self, tensor: torch.Tensor, /) -> PendingSum:
+        """Begin a sum, in place."""
 
 
 class Slot:
@@ -74,7 +74,7 @@ class Slot:
         self.touched = False  # by any micro-batch of this call, idle or not
         self.filled = False  # the view holds this call's gradient
         self.skipped = False  # a call of this update was skipped, so all of it is
-        self.stash: torch.Tensor | None = None  # a gradient that was there before this call
+        self.stash: torch.Tensor | None = None  # the gradient from before this call
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
 
@@ -86,16 +86,16 @@ class Bucket:
     slots: list[Slot] = field(default_factory=list)
     missing: int = 0
     """Arrivals still expected in this call; meaningful only with an expectation."""
-    pending: Waiting | None = None
+    pending: PendingSum | None = None
 
 
 class BucketReducer:
-    """Holds the buckets of all models of a job and their hooks."""
+    """The buckets of all models of a job, and their hooks."""
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        groups: Summing,
+        groups: BucketSummer,
         segments: BucketSegments | None = None,
         *,
         check: Callable[[], None] = lambda: None,
@@ -104,13 +104,13 @@ class BucketReducer:
         grad_norms: GradNorms | None = None,
     ) -> None:
         """Args:
-        models: whose parameters.
-        groups: who sums the buckets.
+        models: the models whose gradients are summed.
+        groups: sums the buckets.
         segments: which parameters may share a bucket.
-        check: called at each gradient that comes, in the thread it comes in.
+        check: called at each gradient, in the thread that computed it.
         pins: buckets lie in pinned memory, to be copied to a GPU.
-        strategy: what a person calls this, for messages.
-        grad_norms: told what leaves and what comes back, where norms are measured.
+        strategy: its name in messages.
+        grad_norms: receives what leaves and what returns, if norms are measured.
         """
         self._groups = groups
         self._segments = segments or BucketSegments()
@@ -147,7 +147,7 @@ class BucketReducer:
             slot.handle = slot.param.register_post_accumulate_grad_hook(self._hook(slot))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Takes the hooks off; the parameters stay as they are."""
+        """Remove the hooks; the parameters stay as they are."""
         for slot in self.slots:
             if slot.handle is not None:
                 slot.handle.remove()
@@ -156,7 +156,7 @@ class BucketReducer:
     # -- one call of step.backward ------------------------------------------------------------------------------------
 
     def begin(self, expected: Expectation | None) -> None:
-        """Sets aside gradients of earlier calls in this step, and waits for new ones."""
+        """Set aside gradients of earlier calls in this step, and expect new ones."""
         self._live, self._running, self.has_run = True, False, False
         self._last = self._idle = self.late = False
         self._expected = expected
@@ -175,37 +175,37 @@ class BucketReducer:
         self._queue = [bucket for bucket in self.buckets if bucket.missing] if expected else []
 
     def micro(self, *, last: bool, idle: bool) -> None:
-        """Tells which micro-batch the next backward belongs to."""
+        """Describe the micro-batch of the next backward."""
         self._running, self._last, self._idle, self.has_run = True, last, idle, True
         if idle:
             for slot in self.slots:
                 slot.param.grad = None
 
     def end_micro(self) -> None:
-        """The backward of a micro-batch is over: gradients that come now are not ours."""
+        """End the backward of a micro-batch; later gradients come from elsewhere."""
         self._running = False
 
     def end_idle(self) -> None:
-        """After the backward of an idle micro-batch: throws its gradients away."""
+        """Discard the gradients of an idle micro-batch after its backward."""
         for slot in self.slots:
             slot.param.grad = slot.view if slot.filled else None
         if self._last and not self.late:
             self._launch_queue()
 
     def observed(self) -> Expectation:
-        """What arrived in the last micro-batch."""
+        """Return the arrivals in the last micro-batch."""
         return tuple(slot.arrivals for slot in self.slots)
 
     def touched_key(self) -> float:
-        """A checksum of the set of parameters that received a gradient, and above 32 bits how many can; exact in a float64."""
+        """Return a checksum of the parameters that received a gradient and, above 32 bits, their number; exact in a float64."""
         return float(zlib.crc32(bytes([slot.touched for slot in self.slots])) + (len(self.slots) % 2**20 << 32))
 
     def touched(self) -> list[int]:
-        """For each slot whether it received a gradient on this rank."""
+        """Return for each slot whether it received a gradient on this rank."""
         return [int(slot.touched) for slot in self.slots]
 
     def flush(self, touched: Sequence[int]) -> None:
-        """Sends all that has not left yet: `touched` as in `finish`."""
+        """Send all buckets that have not left yet; `touched` as in `finish`."""
         self._live = False
         self._launch_queue()
         for bucket in self.buckets:
@@ -213,7 +213,7 @@ class BucketReducer:
                 self._launch(bucket)
 
     def finish(self, touched: Sequence[int], correction: float) -> bool:
-        """Waits for all sums, corrects them by `correction`, and puts them into `.grad`.
+        """Wait for all sums, multiply them by `correction`, and put them into `.grad`.
 
         Args:
             touched: for each slot whether any rank gave it a gradient; equal on all ranks.
@@ -239,11 +239,11 @@ class BucketReducer:
                 slot.stash = None
         if not sums or bool(torch.isfinite(sum(sums, torch.zeros((), dtype=torch.float64, device=sums[0].device)))):
             return True
-        # A large but finite gradient may overflow the sum: look at each value.
+        # A large but finite gradient may overflow the sum: check each value.
         return all(bool(torch.isfinite(bucket.flat).all()) for bucket in self.buckets if bucket.pending is not None)
 
     def rollback(self) -> None:
-        """Ends an attempt that all ranks will do again: sends what the others wait for, restores what was there before."""
+        """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
         self._live = False
         self._launch_queue()
         for bucket in self.buckets:
@@ -255,7 +255,7 @@ class BucketReducer:
             slot.stash = None
 
     def abort(self) -> None:
-        """Ends an attempt that failed on this rank: restores what was there before, and waits for nobody."""
+        """End an attempt that failed on this rank: restore earlier gradients without waiting for other ranks."""
         if not self._live:
             return
         self._live = self._running = False
@@ -264,15 +264,15 @@ class BucketReducer:
             slot.stash = None
 
     def release(self) -> None:
-        """After `flush`, where somebody else keeps the sums: no gradient is left on the parameters."""
+        """Remove all gradients after `flush`, when another reducer keeps the sums."""
         for slot in self.slots:
             slot.param.grad = slot.stash = None
 
     def clear(self, touched: Sequence[int]) -> None:
-        """Takes the gradients of a call away, so that an optimizer's step changes nothing.
+        """Remove the gradients of a call, so that an optimizer's step changes nothing.
 
-        Another call of the same step may add to the same parameters: its part alone would be half an update, so they stay
-        without gradient until `clear_skip`.
+        Another call of the same step may add to the same parameters, which would be half an update; so they stay without
+        gradient until `clear_skip`.
         """
         for slot in self.slots:
             if touched[slot.index]:
@@ -280,16 +280,16 @@ class BucketReducer:
                 slot.skipped = True
 
     def clear_skip(self) -> None:
-        """An optimizer has stepped, or a new step began: gradients count again."""
+        """Let gradients count again: an optimizer has stepped, or a new step began."""
         for slot in self.slots:
             slot.skipped = False
 
     def covers(self, param: torch.Tensor) -> bool:
-        """Whether a parameter has a place in a bucket."""
+        """Return whether a parameter is in a bucket."""
         return id(param) in self._covered
 
     def leftovers(self) -> list[str]:
-        """Names of parameters that hold a gradient other than zero."""
+        """Return the names of parameters with a nonzero gradient."""
         return [
             slot.name for slot in self.slots if slot.param.grad is not None and bool(slot.param.grad.count_nonzero())
         ]
@@ -297,7 +297,7 @@ class BucketReducer:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _add_model(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        """Fills buckets in the reverse order of registration, which is near the order gradients come in."""
+        # The reverse order of registration is near the order in which gradients arrive.
         groups: dict[tuple[torch.dtype, torch.device, int], list[tuple[str, nn.Parameter]]] = {}
         for name, param in reversed(named):
             where = param.dtype, param.device, self._segments.of(param)
@@ -366,7 +366,7 @@ class BucketReducer:
                     f"the gradient of {slot.name} is sparse; strategy={self._strategy!r} sums dense gradients: use "
                     "sparse=False"
                 )
-            # Hooks run with autograd off, unless the user's own backward builds a graph, which a leaf's gradient never joins.
+            # Hooks run without autograd, unless the user's own backward builds a graph, which a leaf's gradient never joins.
             view = slot.view
             if slot.filled:
                 view.add_(grad.detach())
@@ -383,7 +383,6 @@ class BucketReducer:
             self._next += 1
 
     def _launch_queue(self) -> None:
-        """Sends the rest of what is expected, in the one order of all ranks."""
         for bucket in self._queue[self._next :]:
             self._launch(bucket)
         self._next = len(self._queue)
@@ -397,7 +396,6 @@ class BucketReducer:
         bucket.pending = self._groups.sum_async(bucket.flat)
 
     def _held(self) -> list[torch.Tensor]:
-        """Own gradients that have not left yet."""
         return [slot.view for b in self.buckets if b.pending is None for slot in b.slots if slot.filled]
 
     def _final(self, slot: Slot, touched: bool) -> torch.Tensor | None:

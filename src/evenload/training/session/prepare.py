@@ -1,4 +1,4 @@
-"""What `run.prepare` does: takes models and loaders, checks them, and gives back what the loop needs."""
+"""`run.prepare`: check models and loaders, and return what the loop needs."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.planner import LEAD_STEPS, Planner, PlanSource
 from evenload.training.step.step import StepLoader
 
-_TOLD_GAIN = 1.05
-"""Separate processes are named where they would be so many times as fast."""
+_REPORTED_GAIN = 1.05
+"""Separate processes are recommended if they would be this many times as fast."""
 
 
 def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
-    """Moves the model to the device (unless it was cut over several) and converts its BatchNorm; the same object.
+    """Move the model to the device (unless it was cut over several) and convert its BatchNorm; return the same object.
 
     Raises:
-        ConfigError: it can't be trained here as it is.
+        ConfigError: it can't be trained as it is.
     """
     name = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ConfigError(f"{name}: give run.prepare the bare model (model.module); Evenload sums the gradients itself")
+        raise ConfigError(
+            f"{name}: pass the bare model (model.module) to run.prepare; Evenload sums the gradients itself"
+        )
     parameters = list(model.named_parameters())
     lazy = [key for key, p in parameters if nn.parameter.is_lazy(p)]
     if lazy:
@@ -56,26 +58,26 @@ def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
             f"{name} has no trainable parameter ({len(parameters)} parameters, all frozen or none at all); a frozen model "
             "needs no run.prepare: move it with model.to(run.device)"
         )
-    _put(context, model)
+    _move(context, model)
     if context.config.batch_norm == "global" and context.num_sharing > 1:
         converted, left = batchnorm.convert(model)
         if converted:
             context.recorder.event(
                 "batch_norm",
                 f"{converted} BatchNorm modules of {name} take their statistics over all ranks "
-                '(batch_norm="local" leaves them alone)',
+                '(batch_norm="local" leaves them unchanged)',
             )
         if left:
             context.recorder.event(
                 "batch_norm",
-                f"{name}: {', '.join(left)} are subclasses of BatchNorm with their own forward and keep statistics of their "
+                f"{name}: {', '.join(left)} are subclasses of BatchNorm with their own forward and keep statistics of one "
                 "rank alone",
             )
     return model
 
 
-def _put(context: TrainingContext, model: nn.Module) -> None:
-    """Moves the model to this rank's device; one that `evenload.place` has cut stays where it is, and that is recorded.
+def _move(context: TrainingContext, model: nn.Module) -> None:
+    """Move the model to this rank's device; record the placement of one that `evenload.place` has cut.
 
     Raises:
         ConfigError: it is cut in a way that this run can't train.
@@ -104,7 +106,7 @@ def _put(context: TrainingContext, model: nn.Module) -> None:
 
 
 def attach_models(context: TrainingContext, models: Sequence[nn.Module]) -> None:
-    """Makes all models' gradients the job's.
+    """Attach all models to the strategy and the engine.
 
     Raises:
         DesyncError: the ranks prepare different models.
@@ -115,8 +117,8 @@ def attach_models(context: TrainingContext, models: Sequence[nn.Module]) -> None
     different = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if different:
         raise DesyncError(
-            f"run.prepare got other models on ranks {', '.join(map(str, different))} than on rank 0 (number, names, shapes "
-            "or frozen parameters differ); build the same model on all ranks"
+            f"run.prepare received different models: rank {', '.join(map(str, different))} differs from rank 0 (in number, "
+            "names, shapes or frozen parameters); build the same model on all ranks"
         )
     context.engine.strategy.attach(models, context.groups)
     context.engine.attach(models)
@@ -125,13 +127,13 @@ def attach_models(context: TrainingContext, models: Sequence[nn.Module]) -> None
 def prepare_loader(
     context: TrainingContext, loader: DataLoader[Any], index: int, source: PlanSource | None = None
 ) -> StepLoader:
-    """Wraps a DataLoader whose batch_size is the global batch; the `index`-th of the job has an order of its own."""
+    """Wrap a DataLoader whose batch_size is the global batch; the `index`-th of the job has its own order of samples."""
 
     def announce(decision: Decision, _: int) -> None:
         context.recorder.event(
             "balance",
             decision.reason and decision.reason + _outlook(planner.outlook()),
-            # Plans count the steps of their own loader, records those of all loaders.
+            # Plans count the steps of one loader, records those of all loaders.
             step=context.loop.steps_done + LEAD_STEPS,
             decision=decision.kind,
             shares=list(decision.shares),
@@ -156,7 +158,7 @@ def prepare_loader(
         announce=announce,
         is_guess=is_guess,
         source=source,
-        on_contention=functools.partial(_tell_contention, context)
+        on_contention=functools.partial(_report_contention, context)
         if context.num_sharing > context.groups.world_size
         else None,
     )
@@ -176,50 +178,49 @@ def prepare_loader(
 
 
 def refuse(value: Any) -> None:
-    """Says why `run.prepare` doesn't take something.
+    """Explain why `run.prepare` doesn't accept an object.
 
     Raises:
         ConfigError: always.
     """
     if isinstance(value, torch.optim.Optimizer | LRScheduler):
         raise ConfigError(
-            f"run.prepare got a {type(value).__name__}: optimizers and schedulers stay your own; use them as they are, and "
-            "give them to run.resume so that checkpoints hold them"
+            f"run.prepare received a {type(value).__name__}: optimizers and schedulers stay your own; use them as they are, and "
+            "pass them to run.resume so that checkpoints hold them"
         )
     if isinstance(value, StepLoader):
-        raise ConfigError("run.prepare got a loader that is prepared already")
-    got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-    raise ConfigError(f"run.prepare takes models and DataLoaders; it got {got}")
+        raise ConfigError("run.prepare received a loader that is already prepared")
+    received = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise ConfigError(f"run.prepare takes models and DataLoaders; it received {received}")
 
 
 def check_optimizer(context: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
-    """Raises StepError before a step of parameters whose gradients are this rank's alone: the ranks would drift apart."""
+    """Raise StepError if an optimizer steps parameters with gradients of this rank alone: the ranks would diverge."""
     covers = context.engine.strategy.covers
-    strays = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not covers(p)]
-    if not strays:
+    uncovered = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not covers(p)]
+    if not uncovered:
         return
     raise StepError(
-        f"{type(optimizer).__name__} steps {len(strays)} parameters that are in no model given to run.prepare (the first has "
-        f"shape {tuple(strays[0].shape)}): their gradients are this rank's alone. Give the module that holds them to "
+        f"{type(optimizer).__name__} steps {len(uncovered)} parameters that are in no model given to run.prepare (the first has "
+        f"shape {tuple(uncovered[0].shape)}), so their gradients are not summed over ranks. Pass the module that holds them to "
         "run.prepare too"
     )
 
 
 def check_models_prepared(context: TrainingContext, models: Sequence[nn.Module]) -> None:
-    """Raises where steps are asked for without a model, or with devices that no model uses."""
+    """Raise if there is no prepared model, or devices that no model uses."""
     if not models:
-        raise StepError("no model was given to run.prepare; write: model, loader = run.prepare(model, loader)")
+        raise StepError("no model was passed to run.prepare; write: model, loader = run.prepare(model, loader)")
     if len(context.spec.devices) > 1 and not any(split_of(model) for model in models):
         raise ConfigError(devices_without_effect(context.spec))
 
 
-def _tell_contention(context: TrainingContext, found: Contention) -> None:
-    """Says where separate processes would be faster than replicas in one; otherwise only writes it down."""
+def _report_contention(context: TrainingContext, found: Contention) -> None:
     message = ""
-    if found.gain >= _TOLD_GAIN:
+    if found.gain >= _REPORTED_GAIN:
         message = (
-            f"the replicas share one interpreter: side by side the slowest computes {found.side_by_side_s * 1e3:.3g} ms a step, "
-            f"and waits up to {max(found.waiting_s) * 1e3:.3g} ms of it for the others' Python (in turns they take "
+            f"the replicas share one interpreter: computing concurrently, the slowest takes "
+            f"{found.side_by_side_s * 1e3:.3g} ms a step, and waits up to {max(found.waiting_s) * 1e3:.3g} ms of it for the others' Python (in turns they take "
             f"{', '.join(f'{s * 1e3:.3g}' for s in found.alone_s if s)} ms); separate processes (strategy='ddp') would take "
             f"about {found.separate_s * 1e3:.3g} ms, {found.gain:.2f}× as fast"
         )
@@ -227,24 +228,20 @@ def _tell_contention(context: TrainingContext, found: Contention) -> None:
 
 
 def _outlook(outlook: Mapping[str, float]) -> str:
-    """What the new shares are expected to bring."""
     if not outlook:
         return ""
     return f" (expected {outlook['over_equal']:.2f}× equal shares, {outlook['over_best_alone']:.2f}× the best device alone)"
 
 
 def check_same_loader(context: TrainingContext, loader: DataLoader[Any], operation: Operation) -> None:
-    """Raises DesyncError, on all ranks, where one has other data: its part of a batch would be of other samples."""
-    told = fingerprint.describe_mismatch(context.control.exchange(operation, fingerprint.fingerprint_of(loader)))
-    if told:
-        raise DesyncError(told)
+    """Raise DesyncError on all ranks if the data differs: the parts of a batch would be of different samples."""
+    mismatch = fingerprint.describe_mismatch(context.control.exchange(operation, fingerprint.fingerprint_of(loader)))
+    if mismatch:
+        raise DesyncError(mismatch)
 
 
 def _most_workers(context: TrainingContext) -> int | None:
-    """How many loader workers a rank may have where they are chosen by measurement: two for each of its cores, four at least.
-
-    More than cores, for workers mostly wait where the data is far away.
-    """
+    # Two workers per core, at least four: with remote data, workers mostly wait.
     if context.config.num_workers != "auto":
         return None
     spec = context.spec
@@ -253,7 +250,7 @@ def _most_workers(context: TrainingContext) -> int | None:
 
 
 def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tuple[int, bool]:
-    """The global batch: of a batch_sampler what it tells, else what fixed shares sum up to; and whether it is a guess."""
+    """Return the global batch, of the batch_sampler or else of fixed shares, and whether it is a guess."""
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:
         return size, False
@@ -282,8 +279,8 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
         epoch_steps=epoch_steps,
         devices=names,
     )
-    how = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
+    message = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
         str(context.config.balance), "shares as set"
     )
     if context.num_sharing > 1:
-        context.recorder.event("shares", how, shares=list(planner.shares))
+        context.recorder.event("shares", message, shares=list(planner.shares))

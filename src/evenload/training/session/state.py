@@ -1,4 +1,4 @@
-"""When a checkpoint is written and what is in it: `run.resume` and `run.checkpoint`."""
+"""Contents and times of checkpoints: `run.resume` and `run.checkpoint`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class RunState:
-    """Evenload's own part of the state: cursors, randomness, the loss scale, the shares."""
+    """Evenload's own state in a checkpoint: cursors, randomness, the loss scale, the shares."""
 
     def __init__(self, context: TrainingContext, loaders: list[StepLoader]) -> None:
         self._context = context
@@ -33,7 +33,7 @@ class RunState:
         self.adaptive_batch: AdaptiveBatch | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and generator states."""
+        """Return plain values and generator states."""
         generators = randomness.capture(self._context.device)
         if generators["numpy"] is not None:
             kind, keys, *rest = generators["numpy"]
@@ -51,10 +51,10 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts this run where the checkpoint stands."""
+        """Continue from the checkpoint's position."""
         if len(state["loaders"]) != len(self._loaders):
             raise CheckpointError(
-                f"the checkpoint was made with {len(state['loaders'])} prepared loaders, now there are {len(self._loaders)}"
+                f"the checkpoint holds {len(state['loaders'])} prepared loaders, but this script prepared {len(self._loaders)}"
             )
         self.finished = bool(state["finished"])
         self._context.loop.restore(int(state["steps_done"]))
@@ -75,7 +75,7 @@ class RunState:
         elif state is not None and in_epoch and state["batch_size"] != state["base"]:
             raise CheckpointError(
                 f"the checkpoint stands inside an epoch in batches of {state['batch_size']}, which batch_max let grow from "
-                f"{state['base']}: set batch_max as it was until the epoch is over, or start anew with --fresh"
+                f"{state['base']}: keep batch_max until the epoch is over, or start from scratch with --fresh"
             )
 
 
@@ -87,34 +87,34 @@ class Saver:
         self._run_state = RunState(context, loaders)
         self._last_s = 0.0
         self._last_step = -1
-        self._asked = False
+        self._called = False
         self._loaded = False
         self._took_s = 0.0
         self.resumed = False
 
     @property
     def adaptive_batch(self) -> AdaptiveBatch | None:
-        """What lets the global batch grow; it is part of a checkpoint."""
+        """The adaptive batch, whose state is part of a checkpoint."""
         return self._run_state.adaptive_batch
 
     def add_adaptive_batch(self, adaptive_batch: AdaptiveBatch | None) -> None:
-        """Make what lets the global batch grow a part of the checkpoints."""
+        """Include an adaptive batch in the checkpoints."""
         self._run_state.adaptive_batch = adaptive_batch or self._run_state.adaptive_batch
 
     def resume(self, named: dict[str, Any]) -> bool:
-        """Registers the state and loads the newest checkpoint, if there is one."""
+        """Register the state and load the newest checkpoint, if there is one."""
         context = self._context
         if self.resumed:
-            raise CheckpointError("run.resume was called twice; give it all state at once")
+            raise CheckpointError("run.resume was called twice; pass all state in one call")
         for name, value in named.items():
             if name == "evenload":
-                raise CheckpointError("the name 'evenload' is Evenload's own; give this state another name")
+                raise CheckpointError("the name 'evenload' is reserved; give this state another name")
             context.registry.register(name, value)
         context.registry.register("evenload", self._run_state)
         self.resumed = True
         found = None if context.config.fresh else files.newest(context.folder)
         rows = context.control.exchange(Operation.RESUME, broadcast.checkpoint_key(found))
-        # Rank 0 writes them, so its newest one counts, whatever lies in a folder of that name on another machine.
+        # Rank 0 writes them, so its newest one counts, not one in a folder of the same name on another machine.
         missing = broadcast.ranks_without(rows, context.folder)
         if rows[0][0] < 0:
             return False
@@ -128,16 +128,16 @@ class Saver:
         epochs = ", ".join(str(loader.epoch) for loader in self._run_state._loaders)
         context.recorder.event(
             "resumed",
-            f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts anew"
+            f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts from scratch"
             if finished
             else f"resuming at step {step_index}"
-            + (f"; sent to ranks {missing}, which don't see rank 0's run folder" if missing else ""),
+            + (f"; sent to ranks {missing}, which can't see rank 0's run folder" if missing else ""),
             step=step_index,
         )
         return True
 
     def checkpoint(self, every: str | int | None) -> bool:
-        """Writes a checkpoint now, or when it is time; returns whether it did."""
+        """Write a checkpoint now, or when it is due; return whether one was written."""
         context = self._context
         if not self.resumed:
             raise CheckpointError(
@@ -147,8 +147,8 @@ class Saver:
         if context.loop.step is not None and context.loop.step.arm:
             return False  # a measurement's step is no training
         if context.spec.mode == "verify":
-            return False  # nothing is changed on the disk
-        self._asked = True
+            return False  # verify leaves the disk unchanged
+        self._called = True
         step = self._step_after_body()
         context.loop.check_between_steps("run.checkpoint")
         if every is not None and not self._is_time(every, step):
@@ -157,32 +157,32 @@ class Saver:
         return True
 
     def save(self) -> float:
-        """Writes a checkpoint between two steps, of everything as it is now; how many seconds it took.
+        """Write a checkpoint between two steps, and return the seconds it took.
 
-        One that the last loop body wrote is written again: what the body did after it belongs to the step.
+        One that the last loop body wrote is replaced: what the body did after it belongs to the step.
 
         Raises:
-            CheckpointError: it can't be written; on all ranks.
+            CheckpointError: it can't be written; raised on all ranks.
         """
         self._write(self._context.loop.steps_done)
         return self._took_s
 
     @property
     def took_s(self) -> float:
-        """How long the last checkpoint of this session took; 0 before the first."""
+        """Seconds that the last checkpoint of this session took; 0 before the first."""
         return self._took_s
 
     def close(self) -> None:
-        """The script ended well: the last steps are saved too, and where its loop ran to the end the run is marked finished."""
+        """Save the last steps of a script that ended without an error; mark the run finished if its loop ran to the end."""
         context, loop = self._context, self._context.loop
         if not self.resumed or loop.is_half_done:
             return
-        # Nobody called run.checkpoint in this session, but it went on from one, which a request to stop may have written: the
-        # next start must not begin there again.
-        went_on = self._loaded and (loop.ran_out or loop.steps_done > self._last_step)
-        if not self._asked and not went_on:
+        # Without run.checkpoint this session may have resumed from a checkpoint that a stop request wrote: the next start must
+        # not begin there again.
+        continued = self._loaded and (loop.ran_out or loop.steps_done > self._last_step)
+        if not self._called and not continued:
             return
-        # A script that leaves its loop early (the time is over, somebody asked it to stop) may go on later.
+        # A script that leaves its loop early (time limit, stop request) may continue later.
         self._run_state.finished = loop.step is None and not loop.left_early
         step = self._step_after_body()
         if step > self._last_step:
@@ -194,8 +194,8 @@ class Saver:
             and not context.config.dry_run
             and (newest := files.newest(context.folder)) is not None
         ):
-            # The last steps are saved already: only told that they were the last. What the script did to its objects since
-            # then (averaged weights put in place) is none of the checkpoint's.
+            # The last steps are saved already; only mark them as the last. Later changes of the script's objects (averaged
+            # weights swapped in) don't belong to the checkpoint.
             files.update_values(newest, "evenload", {"finished": True})
 
     def _step_after_body(self) -> int:
@@ -227,12 +227,12 @@ class Saver:
         if failure is not None:
             raise failure
         if rows[0][0]:
-            raise CheckpointError("rank 0 could not write the checkpoint")
+            raise CheckpointError("rank 0 failed to write the checkpoint")
         self._took_s = time.monotonic() - began_s
         context.recorder.event("checkpoint", f"checkpoint at step {step}", step=step)
 
     def unregistered(self) -> list[str]:
-        """Kinds of schedulers and averaged models that are alive but were not given to `run.resume`."""
+        """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""
         if not self.resumed:
             return []
         held = {id(value) for value in self._context.registry.values()} | {
@@ -240,7 +240,7 @@ class Saver:
         }
         found = []
         for value in gc.get_objects():
-            # type(), not isinstance: asking some objects for their __class__ runs code of theirs.
+            # type(), not isinstance: reading __class__ of some objects runs their code.
             if issubclass(type(value), LRScheduler | AveragedModel) and id(value) not in held:
                 found.append(type(value).__name__)
         return sorted(found)
