@@ -219,8 +219,9 @@ def _report_contention(context: TrainingContext, found: Contention) -> None:
     message = ""
     if found.gain >= _REPORTED_GAIN:
         message = (
-            f"the replicas share one interpreter: computing concurrently, the slowest takes "
-            f"{found.side_by_side_s * 1e3:.3g} ms a step, and waits up to {max(found.waiting_s) * 1e3:.3g} ms of it for the others' Python (in turns they take "
+            "the replicas share one interpreter: computing concurrently, the slowest takes "
+            f"{found.side_by_side_s * 1e3:.3g} ms a step, and waits up to {max(found.waiting_s) * 1e3:.3g} ms of it for the "
+            "others' Python (in turns they take "
             f"{', '.join(f'{s * 1e3:.3g}' for s in found.alone_s if s)} ms); separate processes (strategy='ddp') would take "
             f"about {found.separate_s * 1e3:.3g} ms, {found.gain:.2f}× as fast"
         )
