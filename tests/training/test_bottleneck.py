@@ -19,7 +19,7 @@ from evenload.records.reader import read_events
 from evenload.records.values import RankTimes, StepRecord
 from evenload.testing import run_ranks
 from evenload.training.data.tuning import ReadSettings, SettingsOrigin
-from evenload.training.step.bottleneck import Bottleneck
+from evenload.training.step.bottleneck import LoadingMonitor
 from evenload.views.run.summary import summarize_run
 from evenload.views.run.summary_text import format_run_summary
 from tests.records.make import make_step
@@ -33,7 +33,7 @@ def slow(step: int, *data_s: float, seconds: float = 0.5) -> StepRecord:
     return make_step(step, ranks=ranks, seconds=seconds, shares=(128,) * len(ranks))
 
 
-def told(watch: Bottleneck, records: list[StepRecord], readings: Any = None) -> list[tuple[int, str, str]]:
+def told(watch: LoadingMonitor, records: list[StepRecord], readings: Any = None) -> list[tuple[int, str, str]]:
     found = []
     for record in records:
         for one in watch.take(record, readings or GIVEN):
@@ -42,7 +42,7 @@ def told(watch: Bottleneck, records: list[StepRecord], readings: Any = None) -> 
 
 
 def test_the_rank_that_waits_is_told_once_and_again_when_it_is_over() -> None:
-    watch = Bottleneck()
+    watch = LoadingMonitor()
     first = told(watch, [slow(step, 0.0, 0.0) for step in range(30)])
     assert first == []
     ((step, kind, message),) = told(watch, [slow(step, 0.01, 0.3) for step in range(30, 60)])
@@ -57,19 +57,19 @@ def test_the_rank_that_waits_is_told_once_and_again_when_it_is_over() -> None:
 
 
 def test_the_slower_of_two_is_named() -> None:
-    ((_, _, message),) = told(Bottleneck(), [slow(step, 0.29, 0.3) for step in range(20)])
+    ((_, _, message),) = told(LoadingMonitor(), [slow(step, 0.29, 0.3) for step in range(20)])
     assert "rank 1's step" in message
 
 
 def test_ranks_that_wait_in_turns_are_told_once_each() -> None:
     records = [slow(step, 0.30 - 0.02 * (step // 15 % 2), 0.29) for step in range(120)]
-    found = told(Bottleneck(), records)
+    found = told(LoadingMonitor(), records)
     assert [re.findall(r"rank \d", message)[0] for _, _, message in found] == ["rank 0", "rank 1"]
 
 
 def test_one_step_that_takes_long_says_nothing() -> None:
     late = [slow(step, 0.0, 4.8, seconds=5.0) if step % 10 == 5 else slow(step, 0.0, 0.0) for step in range(100)]
-    assert told(Bottleneck(), late) == []
+    assert told(LoadingMonitor(), late) == []
 
 
 def test_who_waits_beside_the_others_or_very_little_is_not_spoken_of() -> None:
@@ -81,13 +81,13 @@ def test_who_waits_beside_the_others_or_very_little_is_not_spoken_of() -> None:
         )
         for step in range(40)
     ]
-    assert told(Bottleneck(), beside) == []
+    assert told(LoadingMonitor(), beside) == []
     tiny = [make_step(step, ranks=(RankTimes(data_s=0.001, compute_s=0.001),) * 2, seconds=0.002) for step in range(40)]
-    assert told(Bottleneck(), tiny) == []
+    assert told(LoadingMonitor(), tiny) == []
 
 
 def test_a_search_is_told_by_its_end_with_what_was_measured() -> None:
-    watch = Bottleneck()
+    watch = LoadingMonitor()
     tried, more, chosen = (
         ReadSettings(0, 0, origin=SettingsOrigin.TRIAL),
         ReadSettings(4, 2, origin=SettingsOrigin.TRIAL),
@@ -104,7 +104,7 @@ def test_a_search_is_told_by_its_end_with_what_was_measured() -> None:
 
 
 def test_loaders_that_take_turns_tell_nothing() -> None:
-    watch = Bottleneck()
+    watch = LoadingMonitor()
     for step in range(40):
         assert told(watch, [slow(step, 0.0, 0.0)], GIVEN if step % 2 else GIVEN[::-1]) == []
 
@@ -164,7 +164,7 @@ def test_auto_gives_the_slow_rank_workers_and_says_why(tmp_path: Path) -> None:
 
 
 def test_replicas_of_one_process_tell_once() -> None:
-    watch = Bottleneck()
+    watch = LoadingMonitor()
     found = []
     for step, origin in enumerate([SettingsOrigin.TRIAL] * 12 + [SettingsOrigin.CHOSEN] * 4):
         found += watch.take(slow(step, 0.01, 0.01), [ReadSettings(origin=origin)] * 2)

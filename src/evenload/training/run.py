@@ -105,7 +105,7 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """True if this is the rank that prints and writes."""
         return self.rank == 0
 
     def prepare(self, *objects: Any) -> Any:

@@ -61,7 +61,7 @@ class BatchReport:
     num_steps: int
     epoch_steps: int | None
     is_first: bool
-    """Whether this is the first report of its kind: that the batch stays, or that the noise can't be measured."""
+    """True if this is the first report of its kind: that the batch stays, or that the noise can't be measured."""
 
 
 class BatchGrowth(PlanSource):

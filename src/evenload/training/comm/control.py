@@ -82,11 +82,11 @@ class RankGroup(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the run is over."""
+        """True if the run is over."""
 
     @property
     def gone(self) -> bool:
-        """Whether the script destroyed the process groups."""
+        """True if the script destroyed the process groups."""
 
 
 class Control:

@@ -67,7 +67,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return immediately."""
+        """True if `wait` would return immediately."""
         return self._work is None or self._work.is_completed()
 
     def fail(self, error: PeerLostError) -> None:
@@ -199,7 +199,7 @@ class Groups:
 
     @property
     def gone(self) -> bool:
-        """Whether the script destroyed the process groups (`dist.destroy_process_group`)."""
+        """True if the script destroyed the process groups (`dist.destroy_process_group`)."""
         return self.control is not None and not dist.is_initialized()
 
     def subset(self, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -151,12 +151,12 @@ class Subset:
 
     @property
     def closed(self) -> bool:
-        """Whether the run is over."""
+        """True if the run is over."""
         return self.groups.closed
 
     @property
     def gone(self) -> bool:
-        """Whether the script destroyed the process groups."""
+        """True if the script destroyed the process groups."""
         return self.groups.gone
 
 

@@ -30,7 +30,7 @@ class Statistics:
         self._clock = clock
         self.idle = False
         self.in_use = False
-        """Whether a model of the job takes its statistics over several ranks."""
+        """True if a model of the job takes its statistics over several ranks."""
 
     @property
     def world_size(self) -> int:

@@ -21,7 +21,7 @@ class GradNorms:
 
     def __init__(self) -> None:
         self.on = False
-        """Whether this attempt is measured."""
+        """True if this attempt is measured."""
         self._held: Callable[[], Iterable[torch.Tensor]] = tuple
         self._left: list[torch.Tensor] = []
         self._summed: list[torch.Tensor] = []

@@ -40,7 +40,7 @@ class StepContext:
     other_gpus: tuple[torch.device, ...] = ()
     """Further GPUs of a model that lies on several."""
     computes_idle: bool = True
-    """Whether a micro-batch without samples of this rank is computed on one that doesn't count, for its collectives."""
+    """True if a micro-batch without samples of this rank is computed on one that doesn't count, for its collectives."""
     reseed: Callable[..., None] | None = None
     """Seeds the generators of loss_fn by a key; None seeds all generators of the process."""
     check: Callable[[], None] = lambda: None

@@ -47,7 +47,7 @@ class Precision:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the scale can't explain a non-finite gradient any more."""
+        """True if the scale can't explain a non-finite gradient any more."""
         return self.scale <= 1.0
 
     def state_dict(self) -> dict[str, float]:

@@ -132,7 +132,7 @@ class BucketReducer:
         self._next = 0
         self.late = False
         self.has_run = False
-        """Whether a backward ran in this attempt."""
+        """True if a backward ran in this attempt."""
         seen: set[int] = set()
         for model_index, model in enumerate(models):
             prefix = f"{model_index}." if len(models) > 1 else ""

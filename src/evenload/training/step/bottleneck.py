@@ -44,7 +44,7 @@ class _Reader:
     """Settings that an event has reported; several loaders may alternate."""
 
 
-class Bottleneck:
+class LoadingMonitor:
     """Watches the last steps for ranks that wait for samples."""
 
     def __init__(self) -> None:

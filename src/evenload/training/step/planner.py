@@ -45,7 +45,7 @@ class PlanSource:
     """Supplies parts of a loader's plans from outside the planner; see `Planner.use`. All ranks must supply the same."""
 
     sets_shares = False
-    """Whether `shares` replaces the planner's own assignments, which then learn nothing from the steps."""
+    """True if `shares` replaces the planner's own assignments, which then learn nothing from the steps."""
 
     def shares(self, global_step: int, num_samples: int) -> Shares:
         """Return the shares of a step, where `sets_shares`."""
@@ -183,7 +183,7 @@ class Planner:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the replicas of this process compute the next step in turns, to be measured."""
+        """True if the replicas of this process compute the next step in turns, to be measured."""
         balancer = self._balancer
         return isinstance(balancer, ReplicaBalancer) and not self._source.sets_shares and balancer.takes_turns
 
@@ -230,7 +230,7 @@ class Planner:
 
     @property
     def has_decision(self) -> bool:
-        """Whether this rank (rank 0) has a decision to send."""
+        """True if this rank (rank 0) has a decision to send."""
         return self._pending is not None
 
     def sync_decision(self, step: int) -> None:

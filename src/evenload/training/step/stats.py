@@ -13,7 +13,7 @@ from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes, StepRecord
 from evenload.training.comm.clock import Segment
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
-from evenload.training.step.bottleneck import Bottleneck
+from evenload.training.step.bottleneck import LoadingMonitor
 from evenload.training.step.report import RankReport
 
 
@@ -30,10 +30,10 @@ class StepStats:
         self.redone = False
         self.compiled = False
         self.stop_requested = False
-        """Whether a rank had received a request to stop before one of the backwards; the same on all ranks."""
+        """True if a rank had received a request to stop before one of the backwards; the same on all ranks."""
         self.begun_s = time.perf_counter()
         self.body_since_s = self.begun_s
-        """When the user's code continued after the last backward."""
+        """Time at which the user's code continued after the last backward."""
         self._times: list[dict[Segment, float]] = []
         self._memory: list[int] = []
         self._readings: list[float] = []
@@ -71,7 +71,7 @@ class StepStats:
 
     @property
     def unusual(self) -> bool:
-        """Whether the times are not those of a usual step: it was repeated, or a rank compiled."""
+        """True if the times are not those of a usual step: it was repeated, or a rank compiled."""
         return self.redone or not self._times or any(times["compile"] > 0 for times in self._times)
 
     def rank_times(self) -> tuple[RankTimes, ...]:
@@ -89,7 +89,7 @@ class StepRecorder:
         self._recorder = recorder
         self._writes = writes
         self._last_s: float | None = None
-        self._bottleneck = Bottleneck()
+        self._bottleneck = LoadingMonitor()
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """Record an event; every rank may call it, rank 0 writes it."""

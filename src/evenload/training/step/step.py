@@ -137,15 +137,15 @@ class StepLoop:
         self.steps_done = 0
         """Global index of the next step to run, over all epochs and sessions."""
         self.failed = False
-        """Whether the last backward raised."""
+        """True if the last backward raised."""
         self.left_early = False
-        """Whether the last loop over a loader was left before the end of its epoch."""
+        """True if the last loop over a loader was left before the end of its epoch."""
         self.ran_out = False
-        """Whether a loop over a loader came to the end of its epoch in this session."""
+        """True if a loop over a loader came to the end of its epoch in this session."""
         self.stop_requested = False
-        """Whether a rank received a request to stop; the same on all ranks."""
+        """True if a rank received a request to stop; the same on all ranks."""
         self.stopped = False
-        """Whether the script is being ended on request, with its state saved, on all ranks."""
+        """True if the script is being ended on request, with its state saved, on all ranks."""
         self._listeners: list[StepListener] = []
         self._optimizer_stepped = False
         self._session_steps = 0
@@ -196,7 +196,7 @@ class StepLoop:
 
     @property
     def awaits_optimizer(self) -> bool:
-        """Whether an optimizer that steps now uses a step's gradients, in a loop body or after a loop that was left."""
+        """True if an optimizer that steps now uses a step's gradients, in a loop body or after a loop that was left."""
         return self.step is not None or self._dropped is not None
 
     def optimizer_done(self) -> None:
@@ -261,7 +261,7 @@ class StepLoop:
 
     @property
     def is_half_done(self) -> bool:
-        """Whether the running step has gradients that nobody has used yet.
+        """True if the running step has gradients that nobody has used yet.
 
         An optimizer of torch calls `optimizer_done`. An update by hand is recognised by the parameters it changed, or by
         the gradients it removed; one through ``.data`` that leaves its gradients can't be recognised.

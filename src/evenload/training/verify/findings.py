@@ -36,7 +36,7 @@ class Comparison:
     """One comparison of the real split with one process."""
 
     what: str
-    """What was left out; ``as it is`` for nothing."""
+    """Parts left out; ``as it is`` for none."""
     difference: float
     """‖Δg‖/‖g‖ over all parameters."""
     norm: float

@@ -21,7 +21,7 @@ class Tracked:
     name: str
     param: nn.Parameter
     prepared: bool
-    """Whether a model given to `run.prepare` holds it; otherwise only an optimizer of the script does."""
+    """True if a model given to `run.prepare` holds it; otherwise only an optimizer of the script does."""
 
 
 def tracked_parameters(models: Sequence[nn.Module]) -> list[Tracked]:

@@ -48,7 +48,7 @@ _DROPPING = (
 
 @dataclass(frozen=True)
 class Variant:
-    """What a comparison leaves out, to test whether it explains the difference."""
+    """Parts to leave out of a comparison, to test whether they explain the difference."""
 
     no_dropout: bool = False
     shared_draws: bool = False
@@ -102,7 +102,7 @@ class VerifyCall:
     loss_fn: LossFn
     call_index: int
     wide: bool
-    """Whether everything is in float64, without autocast."""
+    """True if everything is in float64, without autocast."""
     precision: Precision
     default_dtype: torch.dtype
     """torch's default dtype in the script."""
