@@ -372,7 +372,7 @@ def test_an_optimizer_of_parameters_that_nobody_sums(tmp_path):
             "StepError: SGD steps 2 parameters that are in no model given to run.prepare (the first has shape (1, 1))"
             in line
         )
-        assert "Give the module that holds them to run.prepare too" in line
+        assert "Pass the module that holds them to run.prepare too" in line
 
 
 def test_a_parameter_unfrozen_on_one_rank_only(tmp_path):

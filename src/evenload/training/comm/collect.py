@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, DesyncError, PeerLostError
-from evenload.training.comm.control import Control, Operation, RankGroup
+from evenload.training.comm.control import Control, Operation
+from evenload.training.comm.groups import RankGroup
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,

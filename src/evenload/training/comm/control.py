@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from evenload.errors import DesyncError, LaunchError, PeerLostError, StepError
+from evenload.training.comm.groups import RankGroup
 
 CAPACITY = 56
 """Values of one exchange; more values take further rounds."""
@@ -55,38 +55,6 @@ _DOING = {
     Operation.MEASURE: "is at the edge of a measured block",
     Operation.GROUP: "calls run.group",
 }
-
-
-class RankGroup(Protocol):
-    """Members of an exchange: all ranks (`Groups`), or those of one of the user's groups."""
-
-    @property
-    def control(self) -> dist.ProcessGroup | None:
-        """Process group of the exchanges; None for a single rank."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of members."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The members, in the order of an exchange's rows."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Time limit of an exchange."""
-
-    @property
-    def closed(self) -> bool:
-        """True if the run is over."""
-
-    @property
-    def gone(self) -> bool:
-        """True if the script destroyed the process groups."""
 
 
 class Control:

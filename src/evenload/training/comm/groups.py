@@ -287,6 +287,28 @@ class Groups:
                 dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class Subset:
+    """Members of one of the user's process groups, which take part in an exchange instead of all ranks."""
+
+    control: dist.ProcessGroup
+    rank: int
+    """Rank of this process among all ranks."""
+    ranks: tuple[int, ...]
+    timeout_s: float
+    closed: bool
+    gone: bool
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+RankGroup = Groups | Subset
+"""Members of an exchange."""
+
+
 def common_backend(rows: Sequence[tuple[bool, int]]) -> str:
     """Return the backend of the gradients from each rank's (wants NCCL, GPU): NCCL refuses two ranks on one GPU."""
     distinct = len({gpu for _, gpu in rows}) == len(rows)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from evenload.errors import ConfigError, DesyncError, PeerLostError, StepError
 from evenload.training.comm.control import Control, Operation
-from evenload.training.comm.groups import Groups
+from evenload.training.comm.groups import Groups, Subset
 
 KINDS = ("node", "cuda", "cpu")
 _WORD_BITS = 48
@@ -126,40 +126,6 @@ def _make(own: _GroupRequest, everyone: list[_GroupRequest], groups: Groups) -> 
     return by_machine[own.machine]
 
 
-@dataclass(frozen=True)
-class Subset:
-    """The ranks of one process group, as the `RankGroup` of an exchange."""
-
-    control: dist.ProcessGroup
-    ranks: tuple[int, ...]
-    groups: Groups
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process among all ranks."""
-        return self.groups.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
-
-    @property
-    def timeout_s(self) -> float:
-        """Time limit of an exchange."""
-        return self.groups.timeout_s
-
-    @property
-    def closed(self) -> bool:
-        """True if the run is over."""
-        return self.groups.closed
-
-    @property
-    def gone(self) -> bool:
-        """True if the script destroyed the process groups."""
-        return self.groups.gone
-
-
 def subset_of(group: object, groups: Groups) -> Subset | None:
     """Return the members of a process group; None for a rank outside of it.
 
@@ -178,4 +144,4 @@ def subset_of(group: object, groups: Groups) -> Subset | None:
             f"run.reduce(group=...): that group has the backend {backends} alone, and numbers travel over the CPU; make it with "
             "run.group"
         )
-    return Subset(group, ranks, groups)  # type: ignore[arg-type]
+    return Subset(group, groups.rank, ranks, groups.timeout_s, groups.closed, groups.gone)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from evenload.errors import StepError
@@ -12,7 +12,21 @@ from evenload.training.comm.control import CAPACITY
 
 OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED = 0, 1, 2, 3
 """Status of an attempt on one rank; `UNWANTED`: it was interrupted for another replica, or used shared randomness."""
-_FIXED = 12
+_SCALARS: dict[str, Callable[[float], float]] = {
+    "status": int,
+    "weighted": bool,
+    "units": float,
+    "loss_sum": float,
+    "touched_key": float,
+    "has_decision": bool,
+    "elapsed_s": float,
+    "memory_bytes": float,
+    "state_key": float,
+    "reading": float,
+    "stop_requested": bool,
+}
+"""Fields of a row and their types; a checksum of the names of the metrics follows."""
+_FIXED = len(_SCALARS) + 1
 _TIMES_END = _FIXED + len(SEGMENTS)
 MAX_METRICS = CAPACITY - _TIMES_END
 
@@ -56,22 +70,9 @@ class RankReport:
         limit = MAX_METRICS - (self.squared_norm is not None)
         if len(names) > limit:
             raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {limit} are averaged")
-        values = [
-            float(self.status),
-            float(self.weighted),
-            self.units,
-            self.loss_sum,
-            self.touched_key,
-            float(self.has_decision),
-            self.elapsed_s,
-            self.memory_bytes,
-            float(zlib.crc32("\0".join(names).encode())),
-            self.state_key,
-            self.reading,
-            float(self.stop_requested),
-            *(self.seconds[name] for name in SEGMENTS),
-            *(self.metrics[name] for name in names),
-        ]
+        checksum = float(zlib.crc32("\0".join(names).encode()))
+        values = [*(float(getattr(self, name)) for name in _SCALARS), checksum]
+        values += [*(self.seconds[name] for name in SEGMENTS), *(self.metrics[name] for name in names)]
         values += [0.0] * (CAPACITY - len(values))
         if self.squared_norm is not None:
             values[-1] = self.squared_norm
@@ -85,21 +86,11 @@ def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured
         StepError: ranks that succeeded returned different metrics.
     """
     good = [row for row in rows if row[0] == OK]
-    if len(good) == len(rows) and len({row[8] for row in good}) > 1:
+    if len(good) == len(rows) and len({row[_FIXED - 1] for row in good}) > 1:
         raise StepError(f"loss_fn returned different metrics on different ranks (here: {', '.join(names) or 'none'})")
     return [
         RankReport(
-            status=int(row[0]),
-            weighted=bool(row[1]),
-            units=row[2],
-            loss_sum=row[3],
-            touched_key=row[4],
-            has_decision=bool(row[5]),
-            elapsed_s=row[6],
-            memory_bytes=row[7],
-            state_key=row[9],
-            reading=row[10],
-            stop_requested=bool(row[11]),
+            **{name: kind(value) for (name, kind), value in zip(_SCALARS.items(), row, strict=False)},  # type: ignore[arg-type]
             seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
             metrics=dict(zip(names, row[_TIMES_END : _TIMES_END + len(names)], strict=True)),
             squared_norm=row[CAPACITY - 1] if measured else None,

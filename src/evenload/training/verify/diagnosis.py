@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from evenload.training.compute.batchnorm import has_global_statistics
 from evenload.training.verify import causes
 from evenload.training.verify.findings import NARROW_INSIDE, Comparison, DifferenceCause, compare
-from evenload.training.verify.saved_state import batch_norms, is_global
+from evenload.training.verify.saved_state import batch_norms
 from evenload.training.verify.sides import Gradient, Variant, VerifyCall
 
 
@@ -48,7 +49,7 @@ class Diagnosis:
         """Return the variant to compare next, the cause of the difference, or None if there is no more to find."""
         call, tolerance = self._call, self.tolerance
         good = self.comparisons[-1].difference <= tolerance
-        own = [(name, module) for name, module in batch_norms(call.models) if not is_global(module)]
+        own = [(name, module) for name, module in batch_norms(call.models) if not has_global_statistics(module)]
         if not math.isfinite(one.norm()) or not math.isfinite(one.loss):
             return _not_finite(one)
         if good and not variant.no_own_batch_norm:

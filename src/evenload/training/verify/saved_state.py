@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from evenload.training.compute.batchnorm import has_global_statistics
-
 
 @dataclass(frozen=True)
 class Tracked:
@@ -136,11 +134,6 @@ def batch_norms(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
     ]
-
-
-def is_global(module: nn.Module) -> bool:
-    """Return whether a BatchNorm module takes its statistics over all ranks."""
-    return has_global_statistics(module)
 
 
 def params_key(models: Sequence[nn.Module]) -> list[float]:

@@ -30,7 +30,7 @@ from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepRecorder, StepStats
 from evenload.training.verify.double import in_double
 from evenload.training.verify.random_draws import SharedDraws
-from evenload.training.verify.saved_state import Tracked, batch_norms, is_global, no_dropout, switched_off
+from evenload.training.verify.saved_state import Tracked, batch_norms, no_dropout, switched_off
 
 Span = tuple[int, int]
 """Global positions ``[low, high)`` of the epoch."""
@@ -251,7 +251,9 @@ class VerifyCall:
 
     @contextmanager
     def _varied(self, variant: Variant) -> Iterator[None]:
-        norms = [m for _, m in batch_norms(self.models) if variant.no_batch_norm or not is_global(m)]
+        norms = [
+            m for _, m in batch_norms(self.models) if variant.no_batch_norm or not batchnorm.has_global_statistics(m)
+        ]
         with ExitStack() as stack:
             if variant.no_batch_norm or variant.no_own_batch_norm:
                 stack.enter_context(switched_off(norms))

@@ -24,6 +24,7 @@ from torch import nn
 from evenload.errors import StepError
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
+from evenload.training.compute.batchnorm import has_global_statistics
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import read_result
@@ -36,7 +37,6 @@ from evenload.training.verify.findings import NARROW_INSIDE, TOLERANCES, CallRep
 from evenload.training.verify.saved_state import (
     Tracked,
     batch_norms,
-    is_global,
     params_key,
     put_back,
     switched_off,
@@ -230,7 +230,7 @@ def _notes(models: Sequence[nn.Module], shares: Sequence[int], norm: float) -> l
         notes.append(
             "the shares are equal, which hides forgotten weights; without --balance and init(balance=...) they are uneven"
         )
-    if any(not is_global(module) for _, module in batch_norms(models)) and len(shares) > 1:
+    if any(not has_global_statistics(module) for _, module in batch_norms(models)) and len(shares) > 1:
         notes.append("the model has BatchNorm modules that take statistics of one rank alone")
     if _is_compiled(models):
         notes.append("compiled models ran uncompiled")
