@@ -163,7 +163,7 @@ class PoolChoices:
         self._of_needs: dict[
             int, PoolChoice
         ] = {}  # by identity: they live as long as the snapshot, and most are one object
-        self._alike: dict[tuple[object, ...], PoolChoice] = {}
+        self._by_groups: dict[tuple[object, ...], PoolChoice] = {}
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 
     def of(self, job: Job) -> PoolChoice:
@@ -198,9 +198,9 @@ class PoolChoices:
         ordered = [tuple(sorted(zones, key=rank)) for zones in groups.values()]
         ordered.sort(key=lambda zones: rank(zones[0]))
         key = (*ordered, needs.one_host, needs.one_kind)
-        if key not in self._alike:
-            self._alike[key] = PoolChoice(tuple(ordered), needs.one_host, needs.one_kind)
-        return self._alike[key]
+        if key not in self._by_groups:
+            self._by_groups[key] = PoolChoice(tuple(ordered), needs.one_host, needs.one_kind)
+        return self._by_groups[key]
 
     def _may_use(self, job: Job, reservation: Reservation) -> bool:
         """Return whether a reservation is for the job's user, or the job has ended or can be preempted before it begins."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import validation
@@ -18,10 +18,16 @@ from evenload.stored_names import STORED_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
-class JobEvent:
-    """Time and job of an event."""
+class Event:
+    """Base of all events."""
 
     time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent(Event):
+    """Base of the events of a job."""
+
     job: str
 
 
@@ -137,95 +143,61 @@ class SpecChanged(JobEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceAdded:
+class DeviceAdded(Event):
     """A device was added to the queue, or measured again."""
 
-    time_s: float
     device: Device
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceClosed:
+class DeviceClosed(Event):
     """Nothing new may start on a device: held externally, memory in use, broken, or closed by an admin."""
 
-    time_s: float
     device: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceOpened:
+class DeviceOpened(Event):
     """A device may be used again."""
 
-    time_s: float
     device: str
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRemoved:
+class DeviceRemoved(Event):
     """A device that no job holds was removed from the queue."""
 
-    time_s: float
     device: str
 
 
 @dataclass(frozen=True, slots=True)
-class LimitsSet:
+class LimitsSet(Event):
     """A user's limits changed."""
 
-    time_s: float
     user: str
     limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
-class ReservationSet:
+class ReservationSet(Event):
     """Devices are reserved, or a reservation of the same id is changed."""
 
-    time_s: float
     reservation: Reservation
 
 
 @dataclass(frozen=True, slots=True)
-class ReservationEnded:
+class ReservationEnded(Event):
     """A reservation ended or was cancelled."""
 
-    time_s: float
     reservation: str
 
 
 @dataclass(frozen=True, slots=True)
-class SettingsSet:
+class SettingsSet(Event):
     """The queue's settings changed."""
 
-    time_s: float
     settings: Settings
-
-
-Event = (
-    Submitted
-    | Placed
-    | JobStarted
-    | Reported
-    | MemoryMeasured
-    | ResizeRequested
-    | StopRequested
-    | Yielded
-    | Ended
-    | Lost
-    | Cancelled
-    | JobHeld
-    | Released
-    | SpecChanged
-    | DeviceAdded
-    | DeviceClosed
-    | DeviceOpened
-    | DeviceRemoved
-    | LimitsSet
-    | ReservationSet
-    | ReservationEnded
-    | SettingsSet
-)
 
 
 Command = Placed | ResizeRequested | StopRequested | Cancelled
@@ -237,8 +209,12 @@ def stored_kind(kind: type[Any]) -> str:
     return STORED_EVENTS.get(kind.__name__, kind.__name__)
 
 
-KINDS: dict[str, type[Any]] = {stored_kind(kind): kind for kind in get_args(Event)}
-"""Stored name → class."""
+KINDS: dict[str, type[Event]] = {
+    stored_kind(kind): kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Event) and kind not in (Event, JobEvent)
+}
+"""Stored name → class, of all events above."""
 
 
 def as_row(event: Event) -> dict[str, Any]:
