@@ -7,7 +7,7 @@ that each step's shares take at best (so that the scatter of single steps doesn'
 first slow one to the first whose shares, and all later ones, are within 5 % of the optimum. Prefetched batches of the old
 shares, and the lead of a decision, are in that count.
 
-Method, traces: 100 seeded simulations of a threefold slow-down or recovery (tests/balance/simulate.py: 2 to 4 ranks,
+Method, traces: 100 seeded simulations of a threefold slow-down or recovery (tests/unit/balance/simulate.py: 2 to 4 ranks,
 noise of 3 to 5 %), and 100 of 200 steps where one step in ten has a rank that takes two to four times as long.
 
 Bars: within 5 % after at most 10 steps in 10 of 10 runs and in 95 of 100 traces, rank and factor told; at most one
@@ -106,7 +106,7 @@ def _read(folder: Path, change_at: int, slowed: int) -> dict[str, Any]:
 
 
 def _traces(count: int) -> dict[str, Any]:
-    from tests.balance.simulate import scenario
+    from tests.unit.balance.simulate import scenario
 
     late = []
     for seed in range(count):
@@ -118,8 +118,8 @@ def _traces(count: int) -> dict[str, Any]:
 
 
 def _spikes(count: int) -> dict[str, Any]:
-    from tests.balance.simulate import run_trace, spikes
-    from tests.balance.test_rebalance import needless_moves
+    from tests.unit.balance.simulate import run_trace, spikes
+    from tests.unit.balance.test_rebalance import needless_moves
 
     restless = []
     for seed in range(count):

@@ -1,6 +1,6 @@
 """How far a training on several ranks is from the same training in one process.
 
-Method: the cases of tests/exact (20 AdamW steps in float64, splits 24:6:2, 31:1:0 and others each step, several numbers of
+Method: the cases of tests/ranks/exact (20 AdamW steps in float64, splits 24:6:2, 31:1:0 and others each step, several numbers of
 micro-batches, ragged batches, token weights, clipping, BatchNorm, a GAN, ...), run by pytest in this process; the
 differences are ||theirs - ours|| / ||ours|| over all parameters at the end, over all gradients (the largest of all steps),
 and of losses and metrics.
@@ -22,7 +22,7 @@ _TESTS = Path(__file__).parents[1] / "tests" / "exact"
 def measure(quick: bool) -> dict[str, Any]:
     """Runs the cases and collects their differences."""
     import pytest
-    from tests.exact import measure as measured
+    from tests.ranks.exact import measure as measured
 
     measured.TABLE.clear()
     arguments = [str(_TESTS), "-q", "-p", "no:cacheprovider", "--no-header"]

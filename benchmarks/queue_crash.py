@@ -25,7 +25,7 @@ DECIDES_S = 2.0
 
 def measure(quick: bool) -> dict[str, Any]:
     """One long run."""
-    from tests.scheduler.daemon_crash import run
+    from tests.system.scheduler.daemon_crash import run
 
     found = run(10 if quick else NUM_KILLS, seed=11)
     decided_s = found.pop("decided_after_s")

@@ -22,7 +22,7 @@ NAMED_S = 10.0
 
 def measure(quick: bool) -> dict[str, Any]:
     """One long run."""
-    from tests.scheduler.external_box import run
+    from tests.system.scheduler.external_box import run
 
     found = run(10 if quick else NUM_STARTS, seed=7)
     return {

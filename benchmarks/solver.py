@@ -2,7 +2,7 @@
 
 Method: random costs (fixed seconds and seconds a sample over a factor of eight, every tenth rank with a memory cap), seeds
 0 to 19; the time of one `split_batch` call, in one thread, of which the slowest and the median are told. Equality with
-brute force on small cases is a property test (tests/balance/test_split.py).
+brute force on small cases is a property test (tests/unit/balance/test_split.py).
 
 Bar: at most 20 ms.
 """

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.scheduler.backends.ray_box import ray_address, ray_box
-from tests.scheduler.backends.slurm_cluster import slurm, slurm_session, srun_here
+from tests.system.scheduler.backends.ray_box import ray_address, ray_box
+from tests.system.scheduler.backends.slurm_cluster import slurm, slurm_session, srun_here
 
 __all__ = ["ray_address", "ray_box", "slurm", "slurm_session", "srun_here"]
 """Fixtures of clusters that are started once, by the first test that needs one."""

@@ -229,7 +229,9 @@ EXPERIMENTS = (
         (_lab("visible", 60), _evenload("doctor", 90)),
         _visible,
     ),
-    Experiment("E2", "The tests that need a GPU", "no failures", (_pytest("tests/gpu", 480),), _tests, ("pytest",)),
+    Experiment(
+        "E2", "The tests that need a GPU", "no failures", (_pytest("tests/ranks/gpu", 480),), _tests, ("pytest",)
+    ),
     Experiment(
         "E3",
         "One rank alone against the plain loop",
@@ -309,8 +311,8 @@ EXPERIMENTS = (
     Experiment(
         "E13",
         "Two ranks on one GPU: exact?",
-        "tests/gpu/test_cuda.py passes",
-        (_pytest("tests/gpu/test_cuda.py", 240),),
+        "tests/ranks/gpu/test_cuda.py passes",
+        (_pytest("tests/ranks/gpu/test_cuda.py", 240),),
         _tests,
         ("pytest",),
     ),

@@ -6,8 +6,8 @@ import json
 import tarfile
 from pathlib import Path
 
-from tests.cli.queue_box import box_in
 from tests.paths import TESTS
+from tests.system.cli.queue_box import box_in
 
 
 def test_a_queue_folder_of_an_earlier_version_continues(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""The measure itself: what is wrong on purpose must be seen, far above the bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenload.testing import run_ranks
+from evenload.training.compute import micro_steps
+from tests.ranks.exact.measure import BOUND, check, difference
+from tests.ranks.exact.ranks import Setting, train
+from tests.ranks.exact.reference import Reference
+from tests.ranks.exact.tasks import TASKS
+
+
+def _weigh_all_ranks_alike(run: Any) -> None:
+    """What DistributedDataParallel does: a mean over ranks of local means."""
+    backward = run._context.engine.strategy.backward
+    step = run._loaders[0]
+
+    def wrong(loss: torch.Tensor, *, last: bool, idle: bool) -> None:
+        share = max(1, step.planner.shares[run.rank])
+        backward(loss * (32 / 3 / share), last=last, idle=idle)
+
+    run._context.engine.strategy.backward = wrong
+
+
+def _leave_a_micro_batch_out(run: Any) -> None:
+    backward = run._context.engine.strategy.backward
+    run._context.engine.strategy.backward = lambda loss, *, last, idle: backward(
+        loss if last or run.rank != 2 else loss * 0, last=last, idle=idle
+    )
+
+
+def _normalise_locally(run: Any) -> None:
+    from evenload.training.compute import batchnorm
+
+    for model in run._models:
+        batchnorm.restore(model)
+
+
+WRONG = {
+    "equal weights": ("Clipped", Setting((24, 6, 2), 8), _weigh_all_ranks_alike),
+    "a micro-batch less": ("Clipped", Setting((24, 6, 2), 8), _leave_a_micro_batch_out),
+    "local BatchNorm": ("Normed", Setting((16, 8, 8)), _normalise_locally),
+}
+
+
+def train_wrongly(folder: str, strategy: str) -> list[Any]:
+    torch.set_num_threads(1)
+    records = []
+    for index, (name, setting, wrong) in enumerate(WRONG.values()):
+        setting = replace(setting, strategy=strategy)
+        records.append(train(TASKS[name](), setting, f"{folder}/{index}", wrong=wrong))
+    nominal = micro_steps.nominal_units
+    micro_steps.nominal_units = lambda *args: nominal(*args) * 1.000001  # type: ignore[assignment]
+    records.append(
+        train(TASKS["Tokens"](), Setting((24, 6, 2), 8, strategy=strategy), f"{folder}/ok")
+    )  # nominal cancels: still right
+    return records
+
+
+def test_wrong_arithmetic_is_seen(strategy: str, tmp_path: Path) -> None:
+    ranks = run_ranks(train_wrongly, 3, str(tmp_path), strategy)
+    for index, (what, (name, _, _)) in enumerate(WRONG.items()):
+        records = [results[index] for results in ranks]
+        expected = Reference(TASKS[name](), records[0].num_micro).train()
+        found = difference(records[0], expected)
+        assert found.grads > 1e-3, f"{what}: {found}"
+        assert found.params > 1e-3, f"{what}: {found}"
+        with pytest.raises(AssertionError):
+            check(what, records, expected, listed=False)
+    check("Tokens other nominal units", [results[-1] for results in ranks], Reference(TASKS["Tokens"](), 3).train())
+
+
+def test_the_reference_depends_on_what_it_should() -> None:
+    """K matters with BatchNorm and not without; the order of samples and the clipping matter."""
+    assert difference(Reference(TASKS["Normed"](), 3).train(), Reference(TASKS["Normed"](), 1).train()).params > 1e-4
+    plain = Reference(TASKS["Clipped"](), 1).train()
+    assert difference(Reference(TASKS["Clipped"](), 3).train(), plain).worst < BOUND
+    other = TASKS["Clipped"]()
+    other.order = lambda epoch: list(range(other.num_samples))  # type: ignore[method-assign]
+    assert difference(Reference(other, 1).train(), plain).params > 1e-4
+    assert difference(Reference(TASKS["Task"](), 1).train(), plain).params > 1e-4

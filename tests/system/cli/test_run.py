@@ -1,0 +1,113 @@
+"""`evenload run` as a user types it: what is refused, what is passed on."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenload.cli.main import COMMANDS, main
+from tests.ranks.launch.scripts import run
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise SystemExit('it ran')")
+
+
+def _refused(capfd, *arguments):
+    with pytest.raises(SystemExit) as leave:
+        main(["run", *arguments])
+    output, error = capfd.readouterr()
+    assert leave.value.code == 2 and "Traceback" not in error and "it ran" not in output + error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "no script to run"),
+        (["nope.py"], "no script nope.py"),
+        (["."], "is a folder"),
+        (["-m", "nope"], "no module nope"),
+        (["-d", "cpu:x", "train.py"], "'cpu:x' is no device"),
+        (["-d", "cuda:7", "train.py"], "no GPU 7 here"),
+        (["-d", "cpu:2", "--balance", "1,2,3", "train.py"], "3 shares for 2 ranks"),
+        (["--balance", "half", "train.py"], "--balance half"),
+        (["--balance", "0,0", "-d", "cpu:2", "train.py"], "not all of them 0"),
+        (["--micro-batch", "0", "train.py"], "--micro-batch 0"),
+        (["--precision", "fp8", "train.py"], "--precision fp8"),
+        (["--batch-max", "1", "train.py"], "--batch-max 1: expected a number of samples"),
+        (["--batch-max", "64", "--batch-lr", "linear", "train.py"], "--batch-lr linear: expected one of auto"),
+        (["--strategy", "magic", "train.py"], "--strategy magic"),
+        (["--seed", "-1", "train.py"], "--seed -1"),
+        (["-d", "cpu:2", "--throttle", "1", "train.py"], "1 speeds for 2 ranks"),
+        (["-d", "cpu", "--throttle", "2", "train.py"], "more than 0 and at most 1"),
+        (["--nnodes", "2", "train.py"], "say where the machines meet"),
+        (["--rdzv-endpoint", "box:29500", "train.py"], "say how many machines there are"),
+        (["--max-restarts", "3", "train.py"], "--max-restarts 3"),
+        (["--nproc-per-node", "2", "-d", "cpu", "train.py"], "--nproc-per-node 2 and -d cpu both"),
+        (["--nproc-per-node", "0", "train.py"], "expected a number of ranks"),
+        (["-c", "nope.toml", "train.py"], "can't be read"),
+        (["--no-such-option", "train.py"], "No such option"),
+    ],
+)
+def test_wrong_uses_are_refused_with_a_reason(script, capfd, arguments, told):
+    assert told in _refused(capfd, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed = 2", "seed is set twice, differently: --seed 1 and seed = 2 in run.toml"),
+        ("sed = 2", "there is no setting 'sed'"),
+        ("seed = ", "invalid TOML"),
+        ("port = 'a'", "expected a number from 0 to 65535"),
+        ("precision = 'fp8'", "fp8"),
+    ],
+)
+def test_wrong_files(script, capfd, text, told):
+    Path("run.toml").write_text(text)
+    assert told in _refused(capfd, "-d", "cpu", "--seed", "1", "-c", "run.toml", "train.py")
+
+
+def test_settings_reach_the_workers_from_options_and_file(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        "precision = 'bf16'\nseed = 5\nbalance = [3, 1]\ndevices = 'cpu:2'\nthrottle = [1, 0.5]\n"
+    )
+    body = "print(sorted(spec.settings.items()) if spec.rank == 0 else '')"
+    options = ["-c", "run.toml", "--seed", "5", "--micro-batch", "4", "--fresh", "--log-every", "2"]
+    code, stdout, stderr = run(tmp_path, body, *options)
+    assert (code, stderr) == (0, "")
+    expected = {
+        "balance": [3, 1],
+        "fresh": True,
+        "log_every_s": 2.0,
+        "micro_batch": 4,
+        "precision": "bf16",
+        "seed": 5,
+    }
+    assert str(sorted(expected.items())) in stdout
+
+
+def test_a_dry_run_prints_ranks_and_settings_with_their_sources(tmp_path):
+    (tmp_path / "run.toml").write_text("precision = 'bf16'\n")
+    body = "print('dry', spec.settings['dry_run'])"
+    code, stdout, _ = run(tmp_path, body, "--nproc-per-node", "2", "--dry-run", "--seed", "3", "-c", "run.toml")
+    assert code == 0 and stdout.count("dry True") == 2
+    assert "evenload: seed = 3 (--seed 3)" in stdout
+    assert "evenload: precision = 'bf16' (precision = 'bf16' in run.toml)" in stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], []])
+def test_help_loads_neither_torch_nor_numpy(arguments):
+    code = (
+        "import sys\nfrom evenload.cli.main import main\ntry:\n    main(sys.argv[1:])\n"
+        "except SystemExit as leave:\n    assert not leave.code\n"
+        "print('HEAVY', sorted({'torch', 'numpy', 'rich', 'psutil'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "HEAVY []" in done.stdout, done.stderr
+    if arguments in ([], ["--help"]):
+        assert all(f"\n  {name}" in done.stdout for name in COMMANDS)

@@ -1,0 +1,114 @@
+"""What of the backend on Ray needs no Ray: nodes as devices, bundles, and the queue with its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenload.errors import QueueError
+from evenload.job.protocol import ProgressReport
+from evenload.scheduler.backends.ray.devices import NodeBundle, bundles_of, devices_of
+from evenload.scheduler.backends.ray.queue import RayQueue
+from evenload.scheduler.core import events
+from evenload.scheduler.core.states import JobState
+from evenload.stored_names import RAY_LOG
+from tests.system.scheduler.backends.test_texts import a_job
+
+NODES: list[dict[str, Any]] = [
+    {"NodeID": "a", "Alive": True, "Resources": {"CPU": 16.0, "GPU": 2.0, "accelerator_type:A100": 1.0}},
+    {"NodeID": "b", "Alive": True, "Resources": {"CPU": 2.0, "memory": 1e9}},
+    {"NodeID": "c", "Alive": False, "Resources": {"CPU": 8.0}},
+    {"NodeID": "d", "Alive": True, "Resources": {"GPU": 1.0}},
+]
+
+
+def test_nodes_as_devices() -> None:
+    devices = devices_of(NODES)
+    assert [device.id for device in devices] == ["a/a100/0", "a/a100/1", "b/cpu/0", "b/cpu/1", "d/gpu/0"]
+    assert bundles_of(devices) == (NodeBundle("a", 0, 2), NodeBundle("b", 2, 0), NodeBundle("d", 0, 1))
+    assert [bundle.resources() for bundle in bundles_of(devices)] == [{"GPU": 2.0}, {"CPU": 2.0}, {"GPU": 1.0}]
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def a_queue(root: Path) -> RayQueue:
+    queue = RayQueue(root, Clock())
+    queue.update_devices(devices_of(NODES))
+    return queue
+
+
+def test_jobs_of_the_log_are_there_again(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    first = queue.submit(a_job("ray", devices=2, environment={"A": "b"}), "ann")
+    array = queue.submit(a_job("ray", array="0-1", after=first), "ann")
+    queue.decide()
+    queue.record(events.JobStarted(1003.0, first))
+    queue.update_progress(first, ProgressReport(first, 1, 5, 10, 100, 2.0, 0.0, "running", 0.0))
+    assert queue.queue_state.jobs[first].spec.preemptible, "it has reported, so it can save"
+    queue.commit()
+    queue.close()
+
+    again = a_queue(tmp_path)
+    assert again.queue_state.jobs[first].state is JobState.PENDING
+    assert again.queue_state.jobs[first].reason == "the queue on Ray was restarted"
+    assert again.program(first)[0].environment == {"A": "b"}
+    assert [d.id for d in again.describe([array])] == [f"{array}_0", f"{array}_1"]
+    assert [again.queue_state.jobs[name].unmet for name in (f"{array}_0", f"{array}_1")] == [(first,), (first,)]
+    assert again.submit(a_job("ray"), "ann") == "3"
+
+
+def test_the_log_of_an_earlier_version_is_imported(tmp_path: Path) -> None:
+    """A log that the previous version wrote, and a crash while it wrote one more line."""
+    log = tmp_path / RAY_LOG
+    log.write_text((Path(__file__).parent / "recorded" / "ray_events.jsonl").read_text() + '{"kind": "Beg')
+    queue = RayQueue(tmp_path, Clock())
+    states = {status.id: status.state for status in queue.describe([])}
+    pending = JobState.PENDING
+    assert states == {"1": pending, "2_0": pending, "2_1": pending, "3": JobState.SUCCEEDED, "4": JobState.CANCELLED}
+    (first,) = queue.describe(["1"])
+    assert (first.step, first.total, first.attempt) == (10, 100, 1) and first.extra == {"user": "ann", "name": "gpt"}
+    assert queue.queue_state.jobs["1"].reason == "the queue on Ray was restarted"
+    assert queue.queue_state.jobs["1"].spec.preemptible
+    assert queue.program("1")[0].environment == {"A": "b"} and queue.program("2_1")[1] == 1
+    assert set(queue.queue_state.devices) == {device.id for device in devices_of(NODES)}
+    queue.close()
+
+    assert not log.exists()
+    again = RayQueue(tmp_path, Clock())
+    assert {status.id: status.state for status in again.describe([])} == states
+    assert again.submit(a_job("ray"), "ann") == "5"
+    again.close()
+
+
+def test_who_may_cancel(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    job = queue.submit(a_job("ray"), "ann")
+    with pytest.raises(QueueError, match=f"job {job} belongs to ann; bob can't cancel it"):
+        queue.cancel(job, "bob")
+    with pytest.raises(QueueError, match="no job 99 in this queue"):
+        queue.cancel("99", "ann")
+    assert queue.cancel(job, "ann") == []
+    with pytest.raises(QueueError, match=f"job {job} has ended: CANCELLED"):
+        queue.cancel(job, "ann")
+
+
+def test_a_node_that_leaves(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    job = queue.submit(a_job("ray", devices=2), "ann")
+    queue.decide()
+    queue.update_devices(devices_of(node for node in NODES if node["NodeID"] != "b"))
+    assert set(queue.queue_state.closed) == {"b/cpu/0", "b/cpu/1"}
+    queue.record(events.Lost(2000.0, job, "its node died"))
+    queue.update_devices(devices_of(node for node in NODES if node["NodeID"] != "b"))
+    assert not any(name.startswith("b/") for name in queue.queue_state.devices)
+    assert queue.describe([job])[0].reason.startswith("asks for devices that are not here")
+    with pytest.raises(QueueError, match="it asks for a device of kind cpu; this queue has 0 such"):
+        queue.submit(a_job("ray"), "ann")

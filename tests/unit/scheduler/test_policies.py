@@ -1,0 +1,283 @@
+"""What each policy prefers, and the bound on starving under all of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core import events
+from evenload.scheduler.core.values import POLICIES, Limits
+from evenload.scheduler.policies import policy_named
+from evenload.scheduler.policies.elastic import Bid, share_out
+from tests.unit.scheduler.queue import Queue, box, is_preemption, spec
+
+LINEAR = tuple(float(k) for k in range(1, 17))
+FLAT = (1.0, 1.05, 1.06, 1.06)
+
+
+def test_all_policies_have_names_and_no_other_name_is_one() -> None:
+    assert [policy_named(name).__name__ for name in POLICIES] == list(POLICIES)
+    with pytest.raises(ConfigError, match="there is no such policy; there are default, fifo"):
+        policy_named("best")
+
+
+def test_fifo_is_in_order_of_submission_whatever_the_priority() -> None:
+    queue = Queue(box(1), policy="fifo")
+    queue.submit(1, name="first")
+    queue.now_s = 1.0
+    queue.submit(1, name="urgent", priority=9)
+    queue.settle()
+    assert queue.running == {"first"}
+
+
+def test_priority_puts_classes_first_and_never_swaps_equals() -> None:
+    queue = Queue(box(1), policy="priority", min_run_s=0.0)
+    queue.submit(1, name="low")
+    queue.settle()
+    queue.now_s = 10.0
+    queue.submit(1, name="equal")
+    assert queue.settle() == []
+    queue.submit(1, name="high", priority=1)
+    queue.settle()
+    assert queue.running == {"high"}
+
+
+class TestFairShare:
+    def test_the_users_take_turns_by_what_they_had(self) -> None:
+        queue = Queue(box(4), policy="fair_share", min_run_s=0.0)
+        for _ in range(8):
+            queue.submit(1, user="ann")
+        queue.settle()
+        queue.now_s = 10.0
+        for _ in range(8):
+            queue.submit(1, user="bob")
+        queue.settle()
+        assert sorted(queue.queue_state.jobs[j].spec.user for j in queue.running) == ["ann", "ann", "bob", "bob"]
+
+    def test_a_larger_share_is_worth_more(self) -> None:
+        queue = Queue(box(4), policy="fair_share", min_run_s=0.0)
+        queue.apply(events.LimitsSet(0.0, "bob", Limits(share=3.0)))
+        for _ in range(4):
+            queue.submit(1, user="ann")
+            queue.submit(1, user="bob")
+        queue.settle()
+        assert sorted(queue.queue_state.jobs[j].spec.user for j in queue.running) == ["ann", "bob", "bob", "bob"]
+
+    def test_use_is_forgotten_with_its_half_life(self) -> None:
+        queue = Queue(box(1), policy="fair_share", min_run_s=0.0, half_life_s=3600.0, starve_after_s=1e9)
+        queue.submit(1, user="ann", name="a1")
+        queue.settle()
+        queue.now_s = 36000.0
+        queue.ended("a1")
+        queue.submit(1, user="ann", name="a2")
+        queue.submit(1, user="bob", name="b1")
+        queue.settle()
+        assert queue.running == {"b1"}
+        queue.ended("b1")
+        queue.now_s = 36000.0 + 50 * 3600.0  # ann's ten hours are as good as forgotten, but still more than nothing
+        queue.submit(1, user="cyd", name="c1")
+        queue.settle()
+        assert queue.running == {"c1"}
+
+    def test_equal_users_do_not_swap_devices(self) -> None:
+        queue = Queue(box(3), policy="fair_share", min_run_s=0.0)
+        for index in range(12):
+            queue.submit(1, user=("ann", "bob")[index % 2])
+        swaps = 0
+        for step in range(60):
+            queue.now_s = 60.0 * step
+            swaps += sum(is_preemption(c) for c in queue.settle())
+        assert swaps <= 3
+
+
+def test_las_sinks_jobs_at_the_thresholds() -> None:
+    queue = Queue(box(2), policy="las", min_run_s=0.0, las_thresholds_device_s=(100.0, 1000.0))
+    queue.submit(2, name="old")
+    queue.settle()
+    queue.now_s = 1.0
+    queue.submit(2, name="new")
+    queue.now_s = 49.0
+    assert queue.settle() == []
+    queue.now_s = 50.0
+    queue.settle()
+    assert queue.running == {"new"}
+    queue.now_s = 100.0
+    queue.settle()  # both have sunk: the order of submission again
+    assert queue.running == {"old"}
+    queue.now_s = 549.0
+    assert queue.settle() == []
+    queue.now_s = 550.0
+    queue.settle()
+    assert queue.running == {"new"}
+
+
+def test_srpt_counts_devices_and_progress() -> None:
+    queue = Queue(box(4), policy="srpt", min_run_s=0.0, restart_s=0.0)
+    queue.submit(4, name="wide", estimate_s=100.0)
+    queue.now_s = 1.0
+    queue.submit(1, name="narrow", estimate_s=300.0)  # 300 device-seconds are less than 400
+    queue.settle()
+    assert queue.running == {"narrow"}
+    queue.report("narrow", done=1.0, total=1001.0, rate=1.0)  # it turns out to be 1,000
+    queue.settle()
+    assert queue.running == {"wide"}
+
+
+def test_equals_of_unknown_length_swap_only_when_one_has_doubled() -> None:
+    queue = Queue(box(1), policy="srpt", min_run_s=0.0)
+    queue.submit(1, name="a")
+    queue.submit(1, name="b")
+    swaps = 0
+    for step in range(600):
+        queue.now_s = 60.0 * step
+        swaps += sum(is_preemption(c) for c in queue.settle())
+    assert 1 <= swaps <= 8
+
+
+class TestDefault:
+    def test_short_before_long_and_whoever_had_less_before_whoever_had_more(self) -> None:
+        queue = Queue(box(1), min_run_s=0.0)
+        queue.submit(1, user="ann", name="used", estimate_s=1e9)
+        queue.settle()
+        queue.now_s = 200_000.0
+        queue.ended("used")
+        queue.submit(1, user="ann", name="ann", estimate_s=1000.0)
+        queue.submit(1, user="bob", name="bob", estimate_s=1500.0)
+        queue.submit(1, user="bob", name="long", estimate_s=1e5)
+        queue.settle()
+        assert queue.running == {"bob"}
+
+    def test_waiting_counts(self) -> None:
+        queue = Queue(box(1), ageing_s=600.0, restart_s=0.0)
+        queue.submit(1, name="blocks", preemptible=False)
+        queue.settle()
+        queue.submit(1, name="long", estimate_s=1000.0)
+        queue.now_s = 1800.0
+        queue.submit(1, name="short", estimate_s=300.0)
+        queue.ended("blocks")
+        queue.settle()
+        assert queue.running == {"long"}  # 1000 / (1 + 3) < 300
+
+    def test_elastic_jobs_get_their_minimum_in_order_and_the_rest_where_it_helps(self) -> None:
+        queue = Queue(box(8), min_run_s=0.0)
+        queue.submit((1, 8), name="flat", rates=FLAT, total=1e4)
+        queue.submit((1, 8), name="linear", rates=LINEAR[:8], total=1e4)
+        queue.submit(2, name="rigid", estimate_s=100.0)
+        queue.settle()
+        assert len(queue.devices("rigid")) == 2
+        assert len(queue.devices("linear")) >= 4 > len(queue.devices("flat"))
+
+    def test_elastic_jobs_shrink_for_those_who_come(self) -> None:
+        queue = Queue(box(8), min_run_s=0.0)
+        queue.submit((1, 8), name="linear", rates=LINEAR[:8], total=1e6)
+        queue.settle()
+        assert len(queue.devices("linear")) == 8
+        queue.now_s = 1000.0
+        queue.submit(4, name="rigid", estimate_s=100.0)
+        commands = queue.settle()
+        assert any(isinstance(c, events.ResizeRequested) and c.is_forced for c in commands)
+        assert len(queue.devices("rigid")) == 4 and 1 <= len(queue.devices("linear")) <= 4
+
+
+class TestGoodput:
+    def test_devices_go_where_the_curve_says(self) -> None:
+        queue = Queue(box(8, 2), policy="goodput")
+        queue.submit((1, 16), name="flat", rates=FLAT, total=1e5)
+        queue.submit((1, 16), name="linear", rates=LINEAR, total=1e5)
+        queue.settle()
+        assert len(queue.devices("linear")) >= 8 > len(queue.devices("flat"))
+
+    def test_a_small_gain_is_not_worth_a_restart(self) -> None:
+        queue = Queue(box(4), policy="goodput")
+        queue.submit((1, 4), name="flat", rates=FLAT[:1], total=1e6)
+        queue.settle()
+        assert len(queue.devices("flat")) == 1
+        queue.now_s = 1000.0
+        queue.report("flat", 1000.0, 1e6, 1.0, rates=(1.0, 1.02, 1.03, 1.03))
+        assert queue.settle() == []
+        queue.report("flat", 1000.0, 1e6, 1.0, rates=(1.0, 1.9, 2.7, 3.5))
+        queue.settle()
+        assert len(queue.devices("flat")) == 4
+
+    def test_almost_done_is_not_restarted(self) -> None:
+        queue = Queue(box(4), policy="goodput", restart_s=30.0)
+        queue.submit((1, 4), name="job", rates=(1.0,), total=1000.0)
+        queue.settle()
+        queue.now_s = 970.0
+        queue.report("job", 970.0, 1000.0, 1.0, rates=(1.0, 2.0, 3.0, 4.0))
+        assert queue.settle() == []
+
+    def test_a_higher_class_is_served_first(self) -> None:
+        queue = Queue(box(8), policy="goodput", min_run_s=0.0)
+        queue.submit((1, 8), name="low", rates=LINEAR[:8], total=1e3)
+        queue.submit((1, 8), name="high", rates=LINEAR[:8], total=1e6, priority=1)
+        queue.settle()
+        assert len(queue.devices("high")) == 8 and "low" not in queue.running
+
+    def test_money_keeps_jobs_small(self) -> None:
+        for weight, at_most in ((0.0, 16), (0.2, 4)):
+            queue = Queue(box(8, 2, price_per_hour=3.0), policy="goodput", price_weight=weight)
+            queue.submit((1, 16), name="job", rates=tuple(k**0.7 for k in range(1, 17)), total=1e6)
+            queue.settle()
+            assert (len(queue.devices("job")) > 4) == (at_most > 4)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 5.0), st.lists(st.floats(0.01, 3.0), min_size=1, max_size=5)), min_size=1, max_size=4
+    ),
+    st.integers(0, 10),
+)
+def test_marginal_gain_is_optimal_on_concave_curves(jobs: list[tuple[float, list[float]]], num: int) -> None:
+    queue = Queue(box(1))
+    bids = []
+    for weight, steps in jobs:
+        name = queue.submit(1)
+        curve = [0.0, *itertools.accumulate(sorted(steps, reverse=True))]
+        values = tuple(weight * v for v in curve[1:])
+        bids.append(Bid(queue.queue_state.jobs[name], 0, tuple(range(1, len(curve))), values, 0.0, curve))
+    sizes = share_out(bids, num, 0.0)
+    assert sum(sizes.values()) <= num
+    own = sum(b.values[sizes[b.job.id] - 1] for b in bids if sizes[b.job.id])
+    best = max(
+        sum(b.values[k - 1] for b, k in zip(bids, choice, strict=True) if k)
+        for choice in itertools.product(*(range(len(b.sizes) + 1) for b in bids))
+        if sum(choice) <= num
+    )
+    assert own == pytest.approx(best)
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("fifo", "priority")])
+def test_nobody_starves(policy: str) -> None:
+    """Short jobs without end against one long gang: it gets devices half of the time once it starves."""
+    queue = Queue(box(2), policy=policy, min_run_s=60.0, starve_after_s=3600.0, max_preemptions_per_hour=100)
+    gang = queue.submit(2, name="gang", user="ann", estimate_s=7200.0)
+    held_s = 0.0
+    ends: dict[str, float] = {}
+    for step in range(1, 600):
+        queue.now_s = 60.0 * step
+        for name, time_s in list(ends.items()):
+            if time_s <= queue.now_s and name in queue.running:
+                queue.ended(name)
+                del ends[name]
+        while len(queue.queue_state.jobs) < 6:
+            queue.submit(1, user="bob", estimate_s=120.0, name=f"s{queue.num}")
+        queue.settle()
+        held_s = queue.queue_state.jobs[gang].held_until(queue.now_s)
+        for name in queue.running - {gang}:
+            ends.setdefault(name, queue.now_s + 120.0)
+        if held_s >= 7200.0:
+            break
+    assert held_s >= 7200.0 and queue.now_s <= 3600.0 + 2 * 7200.0 + 600.0
+
+
+def test_an_elastic_gang_of_a_large_minimum_waits_for_it() -> None:
+    queue = Queue(box(4), policy="goodput", min_run_s=0.0)
+    queue.submit(spec((3, 4), rates=LINEAR[:4], total=1e4), name="gang")
+    queue.submit((1, 2), name="small", rates=(1.0, 1.1), total=1e3)
+    queue.settle()
+    assert len(queue.devices("gang")) >= 3
