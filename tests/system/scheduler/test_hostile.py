@@ -238,7 +238,7 @@ def test_nobody_plays_a_runner(queue: Box, ann: str) -> None:
         said = as_user(MALLORY, lambda fence=fence: _ask(queue, "runner", job=ann, attempt=1, fence=fence))
         assert "daemon's own runners" in said
         break
-    assert "no say" in str(_refused(queue, "runner", job=ann, attempt=7, fence=1))
+    assert "is over" in str(_refused(queue, "runner", job=ann, attempt=7, fence=1))
     assert queue.state(ann)["state"] == "RUNNING"
 
 

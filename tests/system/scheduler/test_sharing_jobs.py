@@ -92,9 +92,9 @@ def test_jobs_are_measured_and_then_share(queue: Box, tmp_path: Path) -> None:
     (device,) = queue.call("status")["devices"]
     assert (device["job"], device["jobs"], device["excess_bytes"]) == (first, [first, third], 0)
     shown = "\n".join(text(view_of(queue.folder, JobFilter())))
-    assert f"jobs {first}, {third}" in shown and f"shares with {third}, takes 0.1" in shown
+    assert f"jobs {first}, {third}" in shown and f"shares with {third}, uses 0.1" in shown
     story = job_text(summarize_job(queue.folder, first))
-    assert "may share it" in story and "of its device at most" in story and f"job {third}" in story
+    assert "may share its device" in story and "of its device at peak" in story and f"job {third}" in story
     (tmp_path / "end").touch()
     for job in rows:
         assert queue.wait_for(job, "SUCCEEDED", "FAILED")["state"] == "SUCCEEDED"
