@@ -47,7 +47,7 @@ def test_out_of_memory_alone_puts_buffers_back(strategy: str, tmp_path: Path) ->
 
 
 def test_a_late_gradient_and_the_same_randomness_again(strategy: str, tmp_path: Path) -> None:
-    """A parameter that is used for the first time in step 3, after its bucket was learnt to be complete without it."""
+    """A parameter that is used for the first time in step 3, after its bucket was recorded as complete without it."""
     setting = Setting((24, 6, 2), 8, strategy=strategy, bucket_bytes=None)
     ranks = run_ranks(_train_drawing, 3, setting, str(tmp_path))
     records = [record for record, _ in ranks]

@@ -1,4 +1,4 @@
-"""Checksums see every bit and every place; sketches see values and forgive rounding."""
+"""Checksums see every bit and every place; sketches see values and tolerate rounding."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_shapes_layouts_and_empty_ones() -> None:
     assert checksum(z.conj()) == checksum(z.conj().resolve_conj()) != checksum(z)
 
 
-def test_a_sketch_forgives_rounding_and_sees_values() -> None:
+def test_a_sketch_tolerates_rounding_and_sees_values() -> None:
     x = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 0.02
     projection, norm = sketch(x)
     assert norm == pytest.approx(float(x.double().norm()), rel=1e-12)

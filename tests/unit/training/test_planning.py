@@ -1,4 +1,4 @@
-"""Rulings and plans: integers, the same on all ranks, ahead of time."""
+"""Share assignments and plans: integers, the same on all ranks, ahead of time."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_shares_that_do_not_fit_are_told() -> None:
         _planner((24, 8))
 
 
-def test_a_saved_ruling_is_taken_where_it_fits() -> None:
+def test_a_saved_assignment_is_taken_where_it_fits() -> None:
     planner, _ = _planner()
     planner.load_state_dict({"shares": [20, 8, 4], "num_micro": 1, "world_size": 3}, step=100)
     assert planner.plan(0, 0, 100, 0, 32).shares == (20, 8, 4)
