@@ -17,7 +17,7 @@ class Meter:
     def __init__(self, devices: Mapping[str, Device]) -> None:
         """Start with empty sums."""
         self._devices = devices
-        self._holding: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._held: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._cost: dict[str, float] = {}
         self._energy_kwh: dict[str, float] = {}
         self._num_preempted: dict[str, int] = {}
@@ -44,7 +44,7 @@ class Meter:
                 self.samples.append(sample)
 
     def _settle(self, job: Job, time_s: float) -> None:
-        since_s, held = self._holding.get(job.id, (time_s, ()))
+        since_s, held = self._held.get(job.id, (time_s, ()))
         if held == job.devices:
             return
         hours = (time_s - since_s) / 3600.0
@@ -53,10 +53,10 @@ class Meter:
             self._cost[job.id] = self._cost.get(job.id, 0.0) + hours * sum(d.price_per_hour for d in devices)
             energy_kwh = hours * sum(d.power_w for d in devices) / 1000.0
             self._energy_kwh[job.id] = self._energy_kwh.get(job.id, 0.0) + energy_kwh
-        self._holding[job.id] = (time_s, job.devices)
+        self._held[job.id] = (time_s, job.devices)
 
     def _outcome(self, job: Job) -> JobOutcome:
-        self._holding.pop(job.id, None)
+        self._held.pop(job.id, None)
         return JobOutcome(
             job=job.id,
             user=job.spec.user,
