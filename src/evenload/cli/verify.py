@@ -98,7 +98,7 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any]) -> tuple[int, di
         if not path.exists():
             script = " ".join(target[: 2 if target[0] == "-m" else 1])
             print(
-                f"evenload: not verified: {script} ended without calling `step.backward(loss_fn)`; if it resumed a "
+                f"evenload: not verified: {script} ended without `step.backward(loss_fn)`; if it resumed a "
                 "finished run, add --fresh to start with the script's own weights",
                 file=sys.stderr,
             )
