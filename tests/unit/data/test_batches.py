@@ -122,8 +122,8 @@ def test_containers_are_new_and_tensors_the_same_on_the_cpu() -> None:
 def test_pinned_batches_reach_the_gpu() -> None:
     from torch.utils.data import DataLoader
 
+    from tests.ranks.data.test_streams import Stream
     from tests.unit.data.fakes import Board, Numbers, lockstep, make_ranks
-    from tests.unit.data.test_streams import Stream
 
     for data in (Numbers(20), Stream(20)):
         for num_workers in (0, 2):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import threading
 import tomllib
 from pathlib import Path
@@ -265,17 +264,6 @@ def test_find_run_takes_the_run_or_the_newest_below(tmp_path: Path) -> None:
     assert find_run(tmp_path / "old") == (tmp_path / "old", 1)
     with pytest.raises(ConfigError, match="found a file;"):
         find_run(tmp_path / "old" / "steps.jsonl")
-
-
-def test_records_import_no_torch_nor_other_heavy_things() -> None:
-    import subprocess
-
-    code = (
-        "import sys, evenload.records.recorder, evenload.records.reader; "
-        "print(sorted({'torch', 'numpy', 'tensorboard', 'rich', 'google'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]"
 
 
 def test_busy_is_the_own_seconds() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,13 +180,3 @@ def test_no_queue_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 def test_what_is_too_large_can_be_capped(jobs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(capsys, str(jobs), "-c", "1x2", "--cap")[0]["num_jobs"] == 24
-
-
-def test_simulating_never_loads_torch(jobs: Path) -> None:
-    code = (
-        "import sys; from evenload.cli.main import main\n"
-        f"try: main(['simulate', {str(jobs)!r}, '-c', '1x4'])\nexcept SystemExit: pass\n"
-        "print('torch' in sys.modules, 'numpy' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines()[-1] == "False False"

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from evenload.errors import ConfigError, DataError
 from evenload.training.data import evaluate
 from evenload.training.data.evaluate import cut_parts, cut_rounds, evaluation_batches
+from tests.ranks.data.test_randomness import Noisy
+from tests.ranks.data.test_streams import Stream
 from tests.unit.data.fakes import CPU, Board, Numbers, make_ranks
-from tests.unit.data.test_randomness import Noisy
-from tests.unit.data.test_streams import Stream
 
 
 def side_by_side(loader: Any, weights: list[float], **settings: Any) -> list[list[Any]]:
