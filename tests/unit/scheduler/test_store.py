@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.ledger import Fence, RunnerStarted
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import DATABASE, QueueStore
-from tests.paths import ROOT
 from tests.unit.scheduler.queue import box, spec
 from tests.unit.scheduler.store_history import Happenings
 
@@ -256,19 +252,3 @@ def test_settings_with_an_infinity_come_back(store: QueueStore) -> None:
     store.close()
     with QueueStore(store.folder, holder="the next") as again:
         assert again.queue_state.settings == chosen
-
-
-def test_killed_between_any_two_writes_nothing_is_lost_and_nothing_is_half(tmp_path: Path) -> None:
-    memory = Path("/dev/shm")  # what a killed process leaves is the same there, and a thousand waits for the disk less
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.system.scheduler.store_crash", folder, "25"],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=110,
-        )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["random"]["kills"] == 25 and found["random"]["events"] > 100
-    assert found["commit"]["statements"] > 10 and found["opening"]["statements"] > 10
