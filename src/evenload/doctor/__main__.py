@@ -19,8 +19,6 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """The options of either command line; `main` describes them."""
-
     port: int = 0
     backend: str = "auto"
     folder: str = "runs"
@@ -37,7 +35,6 @@ class DoctorRequest:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the doctor and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m evenload.doctor",
         description="Check this machine for training.",
@@ -68,11 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(request: DoctorRequest) -> int:
-    """Check this machine, print the findings and return the exit code.
-
-    Raises:
-        ConfigError: an unknown check, or options that contradict each other.
-    """
+    """Raise `ConfigError` for an unknown check or options that contradict each other."""
     _check(request)
     if request.host or request.serve or request.script or request.data:
         return _show_hosts(request)

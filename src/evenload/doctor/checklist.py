@@ -115,5 +115,4 @@ def chosen(names: Sequence[str], groups: tuple[tuple[Check, ...], ...]) -> tuple
 
 
 def every_name() -> tuple[str, ...]:
-    """Return the names of all checks of this machine, those of ``--full`` last."""
     return tuple(check.name for groups in (GROUPS, FULL) for group in groups for check in group)

@@ -12,8 +12,6 @@ Status = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number (``--full``)."""
-
     what: str
     """Such as ``cuda:0 matmul bfloat16``."""
     value: float
@@ -23,8 +21,6 @@ class Figure:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     name: str
     """The name of the check, set by `runner` from the checklist."""
     status: Status
@@ -39,20 +35,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Options:
-    """The user's options, passed to every check."""
-
     port: int = 0
     """The TCP port of the run; 0 for any free port."""
     backend: str = "auto"
     """Of the all-reduce: ``nccl``, ``gloo``, or ``auto`` (nccl if there are GPUs)."""
     folder: str = "runs"
-    """The folder that runs will write to."""
     host: str = ""
-    """The other machine, ``HOST[:PORT]``; empty to check this machine only."""
     script: str = ""
-    """A script to compare between the two machines."""
     data: str = ""
-    """A data path to compare between the two machines."""
     temporary: str = ""
     """The user's folder for temporary files, set by `runner` (children have separate ones)."""
     private: bool = False
@@ -64,17 +54,14 @@ class Options:
 
     @property
     def root_path(self) -> Path:
-        """The root as a path."""
         return Path(self.root)
 
 
 def ok(found: str, expected: str = "", figures: Sequence[Figure] = ()) -> Finding:
-    """Return a finding without a problem."""
     return Finding("", "ok", found, expected, figures=tuple(figures))
 
 
 def warn(found: str, expected: str, fix: str, figures: Sequence[Figure] = ()) -> Finding:
-    """Return a finding that would slow a run."""
     return Finding("", "warn", found, expected, fix, tuple(figures))
 
 
@@ -89,7 +76,6 @@ def skip(found: str) -> Finding:
 
 
 def read_finding(row: Mapping[str, Any]) -> Finding:
-    """Parse a finding from the output of a child."""
     return Finding(**{**row, "figures": tuple(Figure(**figure) for figure in row.get("figures", ()))})
 
 

@@ -44,7 +44,6 @@ class GpuState:
     power_limit_w: float | None = None
     power_default_w: float | None = None
     clock_mhz: int | None = None
-    """The SM clock set for applications."""
     clock_default_mhz: int | None = None
     width: int | None = None
     """PCIe link width in use."""
@@ -58,13 +57,11 @@ class GpuState:
     is_row_lost: bool | None = None
     """A faulty memory row could not be replaced."""
     mode: int | None = None
-    """Its compute mode."""
     is_split: bool | None = None
     """MIG is enabled."""
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
         return f"cuda:{self.index} ({self.name})"
 
 

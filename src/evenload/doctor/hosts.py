@@ -22,11 +22,6 @@ _HELLO_S = 2.0
 
 
 def examine_host(host: str, port: int, script: str, data: str, *, json_: bool) -> int:
-    """Examine another machine, print the findings, and return the exit code.
-
-    Raises:
-        ConfigError: HOST is invalid, or two ports are named.
-    """
     options = Options(host=str(_endpoint(host, port)), script=script, data=data)
     findings = run_checks(options, deadline_s=DEADLINE_S, groups=HOSTS)
     print(as_json(findings) if json_ else as_text(findings))
@@ -34,11 +29,7 @@ def examine_host(host: str, port: int, script: str, data: str, *, json_: bool) -
 
 
 def serve(host: str, port: int, script: str, data: str) -> int:
-    """Answer doctors of other machines until Ctrl-C; return the exit code.
-
-    Raises:
-        ConfigError: HOST is not an address of this machine, or the port can't be opened.
-    """
+    """Answer doctors of other machines until Ctrl-C."""
     endpoint = _endpoint(host, port) if host else Endpoint("0.0.0.0", port or DEFAULT_PORT)
     report = make_host_report("", script, data)
     if script and not report.digest:
@@ -119,19 +110,7 @@ def _listen(endpoint: Endpoint, is_named: bool) -> socket.socket:
 
 
 def check_options(*, host: str, serving: bool, script: str, data: str, json_: bool, alone: tuple[str, ...]) -> None:
-    """Refuse options that contradict each other or have no effect.
-
-    Args:
-        host: ``--host``.
-        serving: ``--serve``.
-        script: ``--script``.
-        data: ``--data``.
-        json_: ``--json``.
-        alone: the given options that have a meaning only for one machine.
-
-    Raises:
-        ConfigError: there are such.
-    """
+    """Raise `ConfigError` for options without effect; ``alone`` are those given that need a single machine."""
     if not host and not serving:
         for option, value in (("--script", script), ("--data", data)):
             if value:

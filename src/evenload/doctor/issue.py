@@ -29,13 +29,7 @@ _MAC_ADDRESS = re.compile(r"[0-9A-Fa-f]{2}(:[0-9A-Fa-f]{2}){5}")
 
 
 def as_issue(findings: Sequence[Finding], devices: Finding, with_names: bool = False) -> str:
-    """Format a Markdown block for an issue.
-
-    Args:
-        findings: at least one; from ``Options(private=True)`` unless ``with_names``.
-        devices: the finding of `DEVICES`.
-        with_names: keep names of machines and users, folders and addresses.
-    """
+    """Format a Markdown block; without ``with_names``, the findings come from ``Options(private=True)``."""
     findings_text = as_text(findings, who=None if with_names else "this machine")
     text = "\n".join([*_versions(), devices.found, "", findings_text])
     if not with_names:

@@ -18,12 +18,7 @@ WIDTH = 110
 
 
 def as_text(findings: Sequence[Finding], who: str | None = None) -> str:
-    """Format one line per finding, followed by the expectation and the fix of each problem.
-
-    Args:
-        findings: at least one.
-        who: the name of this machine in the first line; its host name by default.
-    """
+    """Format the findings with their expectation and fix; ``who`` replaces the host name in the first line."""
     column = max(len(finding.name) for finding in findings)
     machine = platform.node() if who is None else who
     lines = [f"evenload doctor on {machine}, Python {platform.python_version()}", ""]
@@ -50,7 +45,6 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def checks_as_text() -> str:
-    """Format one line per check: its name and its subject."""
     checks = _listed()
     column = max(len(check.name) for check, _ in checks)
     return "\n".join(

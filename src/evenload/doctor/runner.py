@@ -41,15 +41,9 @@ def run_checks(
     deadline_s: float = DEADLINE_S,
     groups: Sequence[tuple[Check, ...]] = GROUPS,
 ) -> tuple[Finding, ...]:
-    """Run the checks, one child process per group, all in parallel.
+    """Run one child process per group, all in parallel; return one finding per check, in their order.
 
-    Args:
-        options: the user's options.
-        deadline_s: children still running after this time are killed; each unfinished check becomes a finding.
-        groups: the checks of each child.
-
-    Returns:
-        One finding per check, in the order of ``groups``. No process is left.
+    Children still running after ``deadline_s`` are killed, so no process is left.
     """
     end = time.monotonic() + deadline_s
     options = options or Options()

@@ -20,8 +20,6 @@ EXPORT_DEBUG = {"nccl": "NCCL_DEBUG=INFO", "gloo": "TORCH_DISTRIBUTED_DEBUG=DETA
 
 @dataclass(frozen=True)
 class AllReduceResult:
-    """Result of one rank."""
-
     rank: int
     seconds: float
     """Of the second all-reduce; the first one includes opening connections."""
@@ -29,7 +27,6 @@ class AllReduceResult:
 
 
 def allreduce(options: Options) -> Finding:
-    """Run two all-reduces of NUM_FLOATS numbers with the backend that a run would choose."""
     began = time.monotonic()
     if (problem := torch_problem()) is not None:
         return skip(problem)

@@ -20,15 +20,12 @@ ENABLE_NTP = "sudo timedatectl set-ntp true   # without systemd: sudo apt-get in
 
 @dataclass(frozen=True)
 class ClockState:
-    """State of the kernel's clock."""
-
     is_synchronized: bool
     error_s: float
     """The kernel's estimate of the maximum error."""
 
 
 def clock(options: Options) -> Finding:
-    """Check the kernel's state of the clock, and compare the time with the installation of Evenload."""
     expected = "a clock synchronized with a time server"
     now_s, installed_s = time.time(), Path(evenload.__file__).stat().st_mtime
     if now_s < installed_s - SLACK_S:

@@ -23,7 +23,6 @@ HOT_FRACTION = 0.01
 
 
 def cores(options: Options) -> Finding:
-    """Check the number of usable cores and the CPU quota."""
     root = options.root_path
     return evaluate_cores(
         hardware.usable_cores(),
@@ -66,7 +65,6 @@ class CoreFrequency:
 
 
 def governor(options: Options) -> Finding:
-    """Check the frequency settings of the usable cores."""
     cores = [_read_core(options.root_path, core) for core in hardware.usable_cores()]
     cores = [core for core in cores if core.governor or core.limit_khz]
     if not cores:
@@ -101,7 +99,6 @@ def governor(options: Options) -> Finding:
 
 
 def throttling(options: Options) -> Finding:
-    """Check throttling by a CPU quota or by heat."""
     root = options.root_path
     for folder in hardware.cgroup_folders("cpu", root):
         counts = system_files.table(folder / "cpu.stat")

@@ -10,7 +10,6 @@ from evenload.doctor.system_files import GIB
 
 
 def devices(options: Options) -> Finding:
-    """List the CPU, the GPUs and the driver, one per line."""
     cpu = hardware.cpu(root=options.root_path)
     quota = hardware.cpu_quota(options.root_path)
     limit = "" if quota is None else f", a quota of {quota:g}"

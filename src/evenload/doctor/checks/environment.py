@@ -36,7 +36,6 @@ PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def variables(options: Options) -> Finding:
-    """Check the variables that a run started from here would inherit."""
     environ = os.environ
     own = [name for name in TORCHRUN if name in environ]
     world_size = environ.get("WORLD_SIZE", "1")

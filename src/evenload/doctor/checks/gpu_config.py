@@ -81,7 +81,6 @@ def generations(options: Options) -> Finding:
 
 @gpu_check
 def mode(gpus: Sequence[GpuState], options: Options) -> Finding:
-    """Check that each GPU accepts processes and is visible as a whole."""
     expected = "compute mode Default and no MIG on each GPU"
     closed = [gpu for gpu in gpus if gpu.mode not in (None, DEFAULT_MODE)]
     if closed:

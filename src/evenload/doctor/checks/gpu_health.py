@@ -60,7 +60,6 @@ def throttling(gpus: Sequence[GpuState], options: Options) -> Finding:
 
 @gpu_check
 def clocks(gpus: Sequence[GpuState], options: Options) -> Finding:
-    """Check whether the power limit or the clocks of a GPU were lowered."""
     parts, fixes = [], []
     for gpu in gpus:
         limit, default = gpu.power_limit_w, gpu.power_default_w

@@ -16,7 +16,6 @@ SLOWS_FRACTION, STOPS_FRACTION = 0.05, 0.9
 
 
 def memory_held(options: Options) -> Finding:
-    """Check the memory in use on the GPUs visible to this process."""
     processes = hardware.gpu_processes(root=options.root_path)
     if options.private:
         processes = tuple(replace(process, name="", user="") for process in processes)
@@ -26,7 +25,6 @@ def memory_held(options: Options) -> Finding:
 def evaluate_memory(
     gpus: Sequence[ComputeDevice], used_bytes: Sequence[int], processes: Sequence[hardware.GpuProcess]
 ) -> Finding:
-    """Evaluate the used memory of each GPU."""
     if not gpus:
         return skip(NO_GPU)
     fractions = [

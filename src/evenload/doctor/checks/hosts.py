@@ -40,7 +40,6 @@ bandwidth = _check(findings.bandwidth)
 
 @functools.cache
 def _gather(host: str, script: str, data_path: str) -> HostFacts:
-    """Collect the facts once for all checks of one child process."""
     endpoint = parse_endpoint(host)
     try:
         addresses = resolve(endpoint)

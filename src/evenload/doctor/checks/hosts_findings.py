@@ -32,8 +32,6 @@ _NETWORK_FILES = (
 
 @dataclass(frozen=True)
 class HostFacts:
-    """The facts about another machine; those that are unknown are empty."""
-
     endpoint: Endpoint
     addresses: tuple[Address, ...] = ()
     unresolved: str = ""
@@ -58,7 +56,6 @@ class HostFacts:
 
 
 def name(facts: HostFacts) -> Finding:
-    """Judge the name."""
     host = facts.endpoint.host
     expected = f"{host} is an address of the other machine"
     if facts.unresolved:
@@ -71,7 +68,6 @@ def name(facts: HostFacts) -> Finding:
 
 
 def port(facts: HostFacts) -> Finding:
-    """Judge if Evenload answers at the port."""
     number = facts.endpoint.port
     expected = f"`evenload doctor --serve`, or a run's coordinator, answers at {facts.endpoint}"
     serve = f"evenload doctor --serve --port {number}   # on {facts.endpoint.host}, before this command here"
@@ -101,7 +97,6 @@ def port(facts: HostFacts) -> Finding:
 
 
 def interface(facts: HostFacts) -> Finding:
-    """Judge the interface over which the other machine is reached."""
     if facts.unresolved:
         return Finding("interface", "skip", facts.missing)
     if facts.route is None:
@@ -124,7 +119,6 @@ def interface(facts: HostFacts) -> Finding:
 
 
 def mtu(facts: HostFacts) -> Finding:
-    """Judge if large packets arrive."""
     if facts.measurement is None or facts.route is None:
         return Finding("MTU", "skip", facts.missing)
     here, there = facts.route.mtu, facts.measurement.remote.mtu
@@ -140,7 +134,6 @@ def mtu(facts: HostFacts) -> Finding:
 
 
 def other_ports(facts: HostFacts) -> Finding:
-    """Judge if ports that the system picks are open, both ways."""
     if facts.measurement is None:
         return Finding("other ports", "skip", facts.missing)
     expected = "gloo and NCCL listen at ports that the system picks: all from 1024 up are open between the machines"
@@ -159,7 +152,6 @@ def other_ports(facts: HostFacts) -> Finding:
 
 
 def versions(facts: HostFacts) -> Finding:
-    """Compare Evenload, Python and torch."""
     if facts.measurement is None or facts.local is None:
         return Finding("versions", "skip", facts.missing)
     own, remote = facts.local, facts.measurement.remote
@@ -186,7 +178,6 @@ def versions(facts: HostFacts) -> Finding:
 
 
 def clocks(facts: HostFacts) -> Finding:
-    """Compare the clocks."""
     if facts.measurement is None:
         return Finding("clocks", "skip", facts.missing)
     apart_s = facts.measurement.clock_offset_s
@@ -199,7 +190,6 @@ def clocks(facts: HostFacts) -> Finding:
 
 
 def code(facts: HostFacts) -> Finding:
-    """Compare the scripts."""
     if facts.measurement is None or facts.local is None:
         return Finding("same code", "skip", facts.missing)
     own, remote = facts.local, facts.measurement.remote
@@ -219,7 +209,6 @@ def code(facts: HostFacts) -> Finding:
 
 
 def data(facts: HostFacts) -> Finding:
-    """Compare the data."""
     if facts.measurement is None or facts.local is None:
         return Finding("same data", "skip", facts.missing)
     own, remote = facts.local.data, facts.measurement.remote.data
@@ -247,7 +236,6 @@ def data(facts: HostFacts) -> Finding:
 
 
 def round_trip(facts: HostFacts) -> Finding:
-    """Judge the time of a message there and back."""
     if facts.interrupted:
         fix = f"evenload doctor --serve --port {facts.endpoint.port}   # on {facts.endpoint.host}, and leave it there"
         return Finding("round trip", "fail", facts.interrupted, "an answer", fix)
@@ -262,7 +250,6 @@ def round_trip(facts: HostFacts) -> Finding:
 
 
 def bandwidth(facts: HostFacts) -> Finding:
-    """Judge the bandwidth, each way."""
     measurement = facts.measurement
     if measurement is None:
         return Finding("bandwidth", "skip", facts.missing)

@@ -20,25 +20,20 @@ MIN_PACKETS = 10_000
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """A network card that is up."""
-
     name: str
     speed_mbit_per_s: int | None
     """None if unknown, as for virtual cards."""
     duplex: str
     num_received: int
     num_lost: int
-    """Receive errors and drops."""
 
     @property
     def speed(self) -> str:
-        """The speed for messages."""
         known = self.speed_mbit_per_s
         return "(speed unknown)" if known is None else f"{known / 1000:g} Gbit/s"
 
 
 def link(options: Options) -> Finding:
-    """Check the network cards that are up, and NCCL_SOCKET_IFNAME, for runs on several machines."""
     root = options.root_path
     names = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     nccl_names = os.environ.get("NCCL_SOCKET_IFNAME", "")  # prefixes; after "=" names; after "^" prefixes to avoid

@@ -19,7 +19,6 @@ HARMLESS = frozenset({"test", "this", "antigravity", "__main__"})
 
 
 def interpreter(options: Options) -> Finding:
-    """Check the running Python, the shell's environment, the module search path and this folder."""
     if hidden := _shadowing(Path.cwd()):
         names = [Path(name).stem for name in hidden]
         found = (

@@ -21,8 +21,6 @@ REDIRECT = 0x04 | 0x08 | 0x10
 
 @dataclass(frozen=True)
 class GpuPath:
-    """The PCIe path between one GPU and the others."""
-
     bus: str
     iommu_type: str
     """``DMA``, ``DMA-FQ``, ``identity``; empty without an IOMMU."""
@@ -31,7 +29,6 @@ class GpuPath:
 
 
 def iommu(options: Options) -> Finding:
-    """Check the IOMMU groups and bridges of two or more GPUs of NVIDIA or AMD."""
     gpus = [_read_path(options.root_path, device) for device in gpu_devices(options.root_path)]
     if len(gpus) < 2:
         return skip(f"{len(gpus)} GPU on the PCI bus; the check needs two")

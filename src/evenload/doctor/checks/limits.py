@@ -20,7 +20,6 @@ PROCESSES_BASE, PROCESSES_PER_RANK = 64, 128
 
 
 def open_files(options: Options) -> Finding:
-    """Check the limit of open files (``ulimit -n``) against the need of the ranks on this machine."""
     soft, hard = system_files.limits(resource.RLIMIT_NOFILE)
     num_ranks = max(2, system_files.num_gpu_files(options.root_path))
     needed = FILES_BASE + FILES_PER_RANK * num_ranks
@@ -35,7 +34,6 @@ def open_files(options: Options) -> Finding:
 
 
 def processes(options: Options) -> Finding:
-    """Check the limit of processes (``ulimit -u``) and those of the cgroups, minus the running ones."""
     root = options.root_path
     soft, hard = system_files.limits(resource.RLIMIT_NPROC)
     cgroup_left, cgroup = math.inf, ""
@@ -57,17 +55,7 @@ def processes(options: Options) -> Finding:
 def evaluate_processes(
     soft: float, hard: float, *, num_own: int, cgroup_left: float, cgroup: str, num_ranks: int, is_root: bool
 ) -> Finding:
-    """Evaluate the limits of processes.
-
-    Args:
-        soft: ``ulimit -u``; the kernel does not apply it to root.
-        hard: the maximum to which a user may raise it.
-        num_own: running processes and threads of this user.
-        cgroup_left: processes that the tightest cgroup still allows.
-        cgroup: the folder of that cgroup.
-        num_ranks: the ranks of a run on this machine.
-        is_root: this user is root.
-    """
+    """``soft`` is ``ulimit -u``, which does not apply to root; ``cgroup_left`` is what the tightest cgroup still allows."""
     needed = PROCESSES_BASE + PROCESSES_PER_RANK * num_ranks
     expected = f"space for {needed} more, for {num_ranks} ranks with loader workers"
     user_left = math.inf if is_root else soft - num_own

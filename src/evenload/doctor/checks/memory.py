@@ -32,7 +32,6 @@ class FreeMemory:
 
 
 def memory(options: Options) -> Finding:
-    """Check the free memory against the need of the ranks on this machine."""
     num_ranks = max(2, system_files.num_gpu_files(options.root_path))
     state = _read_free(options.root_path)
     if state is None:
@@ -73,7 +72,6 @@ def _read_free(root: Path) -> FreeMemory | None:
 
 
 def pressure(options: Options) -> Finding:
-    """Check the use of swap, and the time that processes were stalled for lack of memory."""
     table = system_files.table(options.root_path / "proc/meminfo")
     total, free, memory_kib = (table.get(key, 0) for key in ("SwapTotal", "SwapFree", "MemTotal"))
     fraction = (total - free) / memory_kib if memory_kib else 0.0

@@ -21,7 +21,6 @@ def host_name(options: Options) -> Finding:
 
 
 def evaluate_host_name(name: str, gloo_interfaces: str = "") -> Finding:
-    """Evaluate a host name and the value of GLOO_SOCKET_IFNAME on this machine."""
     known = _interfaces()
     names = [interface.name for interface in known] or [name for _, name in socket.if_nameindex()]
     for wanted in filter(None, gloo_interfaces.split(",")):
@@ -53,7 +52,6 @@ def evaluate_host_name(name: str, gloo_interfaces: str = "") -> Finding:
 
 
 def port(options: Options) -> Finding:
-    """Check that the port of the rendezvous can be bound."""
     if options.port == 0:
         return ok(f"any free port, such as {hardware.free_port()}")
     expected = f"port {options.port} is free"

@@ -12,7 +12,6 @@ from evenload.doctor.finding import Finding, Options, ok, warn
 
 
 def numa(options: Options) -> Finding:
-    """Check that GPUs, network cards and memory are on the nodes of the usable cores."""
     root = options.root_path
     nodes = _read_nodes(root)
     if len(nodes) < 2:
@@ -39,7 +38,6 @@ def numa(options: Options) -> Finding:
 
 
 def _read_nodes(root: Path) -> dict[int, tuple[int, ...]]:
-    """Return the cores of each node that has any."""
     found = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cores = system_files.numbers(system_files.text(folder / "cpulist"))
@@ -49,7 +47,6 @@ def _read_nodes(root: Path) -> dict[int, tuple[int, ...]]:
 
 
 def _read_devices(root: Path) -> dict[str, int]:
-    """Return the node of each GPU and of each physical network card."""
     files = {f"GPU {device.name}": device / "numa_node" for device in gpu_devices(root)}
     files |= {card.name: card / "device/numa_node" for card in sorted((root / "sys/class/net").glob("*"))}
     nodes = {name: system_files.number(path) for name, path in files.items()}

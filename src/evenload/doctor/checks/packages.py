@@ -28,7 +28,6 @@ NO_TORCH = "torch is not installed (see packages)"
 
 
 def packages(options: Options) -> Finding:
-    """Check the installed versions without importing anything."""
     found: dict[str, str | None] = {}
     for name in REQUIRED:
         try:
@@ -39,7 +38,6 @@ def packages(options: Options) -> Finding:
 
 
 def evaluate_packages(python: str, found: Mapping[str, str | None]) -> Finding:
-    """Evaluate a set of versions; None stands for a missing package."""
     if release(python) < release(PYTHON):
         return fail(f"Python {python}", f"Python {PYTHON} or newer", "uv venv --python 3.12")
     wrong = {

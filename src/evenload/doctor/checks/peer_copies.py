@@ -48,13 +48,7 @@ def compare_copies(
     copy: Callable[[torch.Tensor, torch.device], torch.Tensor],
     end_s: float = float("inf"),
 ) -> Finding:
-    """Copy known numbers from each device to every other one, and compare them on the host.
-
-    Args:
-        devices: at least two.
-        copy: copies a tensor to a device.
-        end_s: by `time.monotonic`; no pair is started after it.
-    """
+    """Copy known numbers between all pairs of devices; start no pair after ``end_s`` (by `time.monotonic`)."""
     import torch
 
     wrong = []

@@ -27,7 +27,6 @@ NUM_FLOATS = 2**24
 
 
 def device_speeds(options: Options) -> Finding:
-    """Measure matmuls in each precision, and copies within memory, on every device."""
     if (problem := torch_problem()) is not None:
         return skip(problem)
     import torch
@@ -47,7 +46,6 @@ def device_speeds(options: Options) -> Finding:
 
 
 def link_speeds(options: Options) -> Finding:
-    """Measure copies between the host and each GPU, and between all pairs of GPUs."""
     if (problem := torch_problem()) is not None:
         return skip(problem)
     gpus = [device for device in _devices() if device != "cpu"]
@@ -86,12 +84,7 @@ def allreduce_speed(options: Options) -> Finding:
 
 
 def evaluate_speeds(figures: Sequence[Figure], measured: str) -> Finding:
-    """Compare devices of the same name, and links of the same kind, with the fastest of them.
-
-    Args:
-        figures: ``what`` is the device or link, its kind in brackets, and the kind of measurement.
-        measured: the number of devices or links, for the message.
-    """
+    """Compare devices of the same name, and links of the same kind (in brackets in ``what``), with the fastest of them."""
     by_kind: dict[str, list[Figure]] = {}
     for figure in figures:
         by_kind.setdefault(_kind(figure.what), []).append(figure)

@@ -32,7 +32,6 @@ MAX_PATH_LENGTH = 60
 
 
 def shared_memory(options: Options) -> Finding:
-    """Check the size and free space of /dev/shm."""
     root = options.root_path
     is_container = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
     try:
@@ -61,8 +60,6 @@ def evaluate_shared_memory(total_bytes: int | None, free_bytes: int, *, is_conta
 
 @dataclass(frozen=True)
 class FolderState:
-    """Result of a test write to a folder."""
-
     folder: str
     kind: str = ""
     """Of its file system; empty if unknown."""
@@ -78,12 +75,10 @@ class FolderState:
 
     @property
     def text(self) -> str:
-        """Free space and file system for messages."""
         return f"{self.free_bytes / GIB:.1f} GiB free in {self.folder}" + (f", {self.kind}" if self.kind else "")
 
 
 def runs(options: Options) -> Finding:
-    """Check the folder that runs will write records and checkpoints to."""
     state = _test_folder(Path(options.folder).absolute())
     elsewhere = "evenload run --project-dir ~/runs/first train.py"
     if state.error:
@@ -108,7 +103,6 @@ def runs(options: Options) -> Finding:
 
 
 def temporary(options: Options) -> Finding:
-    """Check the folder for temporary files: sockets of loader workers, compiled kernels, files of the launcher."""
     state = _test_folder(Path(options.temporary or "/tmp"))
     fix = "export TMPDIR=/var/tmp" if state.folder != "/var/tmp" else "export TMPDIR=/tmp"
     if state.error:

@@ -25,8 +25,6 @@ BLACKWELL = (10, 0)
 
 @dataclass(frozen=True)
 class Wheel:
-    """Build of the installed torch."""
-
     version: str
     cuda: str | None
     """Such as ``13.0``; None for a build without CUDA."""
@@ -47,7 +45,6 @@ class Libraries:
 
 
 def wheel(options: Options) -> Finding:
-    """Check the wheel against the driver and the GPUs."""
     if importlib.util.find_spec("torch") is None:
         return skip(NO_TORCH)
     try:
@@ -65,7 +62,6 @@ def wheel(options: Options) -> Finding:
 def evaluate_wheel(
     built: Wheel, driver: hardware.GpuDriver | None, gpus: Sequence[ComputeDevice], nvml_problem: str = ""
 ) -> Finding:
-    """Evaluate a wheel on a machine with this driver and these GPUs."""
     if built.is_rocm:
         return skip(f"torch {built.version} for ROCm; this check supports NVIDIA only")
     if nvml_problem:
@@ -150,7 +146,6 @@ def libraries(options: Options) -> Finding:
 
 
 def evaluate_libraries(libraries: Libraries, *, num_gpus: int, library_path: str) -> Finding:
-    """Evaluate a set of library versions."""
     found = f"CUDA {libraries.cuda}, cuDNN {_dots(libraries.cudnn_loaded)}, NCCL {_dots(libraries.nccl_loaded)}"
     reinstall = pip_install("--force-reinstall", TORCH)
     fix = "unset LD_LIBRARY_PATH" if library_path else reinstall
