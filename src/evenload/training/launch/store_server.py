@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from typing import Any
@@ -37,26 +38,38 @@ class StoreServer:
         host, self._port = listener.getsockname()[:2]
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._descriptor = listener.detach()
+        self._lock = threading.Lock()
+        self._closed = False
         # Importing torch takes seconds, in which the supervisor must notice a failing worker.
         self._thread = threading.Thread(target=self._serve, args=(world_size,), name="evenload-store")
         self._thread.start()
+
+    @property
+    def is_starting(self) -> bool:
+        """The thread still runs, perhaps in the import of torch; the interpreter waits for it when it exits."""
+        return self._thread.is_alive()
 
     def _serve(self, world_size: int) -> None:
         try:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-            self._store = TCPStore(
-                self._host,
-                self._port,
-                world_size,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=self._descriptor,
-            )
+            with self._lock:
+                if self._closed:
+                    return
+                self._store = TCPStore(
+                    self._host,
+                    self._port,
+                    world_size,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=self._descriptor,
+                )
         except Exception as error:
             self.error = error
 
     def close(self) -> None:
-        """Stop serving, after the workers have ended."""
-        self._thread.join()
-        self._store = None
+        """Stop serving, after the workers have ended; does not wait for an import of torch."""
+        with self._lock:
+            if self._store is None and self.error is None and not self._closed:
+                os.close(self._descriptor)
+            self._closed, self._store = True, None

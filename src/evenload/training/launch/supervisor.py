@@ -38,6 +38,7 @@ from evenload.training.launch.stop_status import StopStatus
 from evenload.training.launch.store_server import StoreServer, listen
 from evenload.training.launch.target import check_target
 from evenload.training.launch.throttle import ThrottleController, check_factors
+from evenload.training.launch.worker import end_process
 
 RUN_FOLDER_FILE = "run_folder"
 """File in the launch folder to which rank 0 writes the path of the run folder."""
@@ -148,10 +149,13 @@ def launch(
     supervisor = _Supervisor(request, folder, report)
     try:
         with supervisor.stop_signals(exits_afterwards):
-            return supervisor.run(workers, own_cores(workers, host))
+            code = supervisor.run(workers, own_cores(workers, host))
     finally:
         supervisor.close()
         shutil.rmtree(folder, ignore_errors=True)
+    if exits_afterwards and supervisor.store_is_starting:
+        end_process(code)  # the interpreter would wait seconds for the import of torch
+    return code
 
 
 def _command(request: LaunchRequest) -> str:
@@ -240,6 +244,10 @@ class _Supervisor:
         finally:
             for caught, handler in before.items():
                 signal.signal(caught, signal.SIG_IGN if ignore_afterwards else handler)
+
+    @property
+    def store_is_starting(self) -> bool:
+        return self._store is not None and self._store.is_starting
 
     def close(self) -> None:
         """End all workers and release all resources; safe at any time."""

@@ -263,11 +263,11 @@ def _exit(code: int, spec: WorkerSpec) -> None:
     if error is not None and not code:
         code = 1
         _report_failure(error, spec, code)
-    _end(code)
+    end_process(code)
 
 
-def _end(code: int) -> NoReturn:
-    # As the interpreter does: loggers and trackers flush here.
+def end_process(code: int) -> NoReturn:
+    """End this process without waiting for its threads; run exit functions first, in which loggers and trackers flush."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -313,7 +313,7 @@ def _at_interpreter_exit() -> None:
         return  # another rank reports the cause, and this one keeps its exit code
     # An exception in an exit function leaves exit code 0, which would hide a failed save.
     atexit.unregister(_at_interpreter_exit)
-    _end(1)
+    end_process(1)
 
 
 if __name__ == "__main__":
