@@ -47,7 +47,7 @@ class RendezvousConfig:
     node_rank: int | None = None
     """As the user fixed it; None leaves it to the coordinator. 0 makes this machine the coordinator."""
     wait_s: float | None = None
-    """Time to wait for the other machines; None: CONNECT_WAIT_S for the coordinator, GATHER_WAIT_S for the members."""
+    """Time to wait for the other machines; None: GATHER_WAIT_S for the coordinator, CONNECT_WAIT_S for the members."""
     job_id: str = ""
     """A name that is the same on all machines of a job (torchrun's --rdzv-id)."""
     command: str = "evenload run"
