@@ -52,8 +52,6 @@ _MOST_STEPS = 10_000
 
 @dataclass(frozen=True)
 class MeasurementOptions:
-    """Arms and lengths of a measurement."""
-
     after_steps: int = 24
     """Steps of training before it: the balancer needs about twenty to settle."""
     num_rounds: int = 6
@@ -63,11 +61,7 @@ class MeasurementOptions:
 
 
 def read_options(raw: Mapping[str, Any]) -> MeasurementOptions:
-    """Read `WorkerSpec.options`.
-
-    Raises:
-        ConfigError: an unknown option or arm, or a number out of range.
-    """
+    """Read `WorkerSpec.options`; ConfigError for an unknown option or arm, or a number out of range."""
     known = MeasurementOptions.__dataclass_fields__
     if unknown := raw.keys() - known.keys():
         raise ConfigError(
@@ -88,8 +82,6 @@ def read_options(raw: Mapping[str, Any]) -> MeasurementOptions:
 
 
 class Measurement(StepListener):
-    """One measurement in one session, as extra steps of a `StepLoop`."""
-
     def __init__(self, context: TrainingContext, options: MeasurementOptions) -> None:
         self._context = context
         self._options = options
@@ -103,7 +95,6 @@ class Measurement(StepListener):
         self._saved: _SavedRun | None = None
 
     def on_boundary(self, step: Step) -> None:
-        """Note when a step of training ended."""
         self._ends_s.append(time.perf_counter())
 
     def is_due(self, num_steps: int) -> bool:
@@ -111,11 +102,7 @@ class Measurement(StepListener):
         return not self._done and num_steps >= self._options.after_steps
 
     def extra_steps(self, loader: StepLoader) -> Iterator[Step]:
-        """Yield the steps of all rounds.
-
-        Raises:
-            ConfigError: the script can't be measured like this, with the reason.
-        """
+        """Yield the steps of all rounds; raise ConfigError if the script can't be measured."""
         self._done = True
         self._check(loader)
         context, options = self._context, self._options

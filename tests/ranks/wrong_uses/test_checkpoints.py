@@ -47,7 +47,10 @@ def test_checkpoint_in_the_middle_of_a_step(init):
     job.run.resume(model=job.model)
     for step in job.loader:
         step.backward(job.loss)
-        with _raises(StepError, "run.checkpoint was called between step.backward and optimizer.step()"):
+        with _raises(
+            StepError,
+            "run.checkpoint was called between step.backward and optimizer.step(), when the step is half done",
+        ):
             job.run.checkpoint()
         job.update()
         assert job.run.checkpoint()

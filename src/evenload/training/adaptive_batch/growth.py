@@ -70,13 +70,7 @@ class BatchGrowth(PlanSource):
     def __init__(
         self, loader: GlobalLoader, planner: Planner, *, base: int, limit: int, record: Callable[[BatchReport], None]
     ) -> None:
-        """Args:
-        loader: the loader whose batch grows.
-        planner: its planner.
-        base: the user's batch_size.
-        limit: `batch_max`.
-        record: called on rank 0 with each choice, once its epoch has begun.
-        """
+        """`base` is the user's batch_size; `record` is called on rank 0 with each choice, once its epoch has begun."""
         self.base = base
         self.limit = limit
         self.now = EpochBatch(base, 0.0)
@@ -113,7 +107,6 @@ class BatchGrowth(PlanSource):
         self._rests.append(_rest(cost))
 
     def next_batch_size(self) -> int:
-        """Choose the global batch of the next epoch; see `PlanSource`."""
         before, choice = self.now, None
         integers = None
         if self._planner.rank == 0:
@@ -146,7 +139,6 @@ class BatchGrowth(PlanSource):
         return self._loader.cursor().samples_total // self.base, self.base
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
         return {
             "base": self.base,
             "batch_size": self.now.batch_size,
@@ -159,9 +151,7 @@ class BatchGrowth(PlanSource):
     def load_state_dict(self, state: Mapping[str, Any] | None, *, in_epoch: bool) -> None:
         """Continue with a checkpoint's batch, before the planner and after the loader have loaded theirs.
 
-        Args:
-            state: result of `state_dict`; None from a run without `batch_max`.
-            in_epoch: whether the checkpoint is inside an epoch, whose batch must stay.
+        `state` is None from a run without `batch_max`; a checkpoint `in_epoch` keeps its batch to the end of the epoch.
         """
         if state is None:
             return

@@ -28,11 +28,9 @@ class RateFollower:
         return self._gain(isinstance(optimizer, SGD))
 
     def expected(self) -> dict[str, float]:
-        """Return the present factors of the optimizers that have stepped."""
         return {name: self._gain(name == SGD.__name__) for name in self.gains}
 
     def before(self, optimizer: Optimizer) -> None:
-        """Scale the rates of an optimizer that is about to step."""
         self.after()  # after a step that raised
         gain = self.gain(optimizer)
         self.gains[SGD.__name__ if isinstance(optimizer, SGD) else type(optimizer).__name__] = gain
@@ -43,7 +41,6 @@ class RateFollower:
             group["lr"] = group["lr"] * gain
 
     def after(self) -> None:
-        """Restore the rates after the step."""
         for group, rate in self._set:
             group["lr"] = rate
         self._set = []

@@ -18,22 +18,15 @@ from evenload.training.step.step import Step, StepListener, StepLoader
 
 @dataclass(frozen=True)
 class AdaptiveBatch(StepListener):
-    """A batch that grows, and the learning rate that follows it."""
-
     growth: BatchGrowth
     rates: RateFollower
 
     def on_trained(self, step: Step, usual: bool) -> None:
-        """Measure the step."""
         self.growth.observe(step.batch, step.stats, usual)
 
 
 def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int) -> AdaptiveBatch | None:
-    """Return the adaptive batch of the `index`-th loader; None without `batch_max`, or if nothing is trained.
-
-    Raises:
-        ConfigError: `batch_max` can't be used with these settings.
-    """
+    """Return the adaptive batch of the `index`-th loader; None without `batch_max`, or if nothing is trained."""
     limit = context.config.batch_max
     if limit is None:
         return None
@@ -79,7 +72,6 @@ def check_adaptive_batch(context: TrainingContext, adaptive_batch: AdaptiveBatch
 
 
 def _check(context: TrainingContext, loader: DataLoader[Any], limit: int, index: int) -> int:
-    """Return the user's batch_size."""
     spelled = _spelled(context)
     if context.config.strategy != "ddp":
         raise ConfigError(

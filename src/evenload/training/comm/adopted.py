@@ -18,10 +18,7 @@ def adopt_group() -> WorkerSpec:
     """Return the spec of this process by the script's own process group.
 
     The group takes precedence over the variables of torchrun or srun, whose tasks may start further processes. Only our own
-    launcher must agree with it.
-
-    Raises:
-        LaunchError: the group's backend doesn't allow our groups, or its ranks differ from those of our launcher.
+    launcher must agree with it: LaunchError otherwise, or if the group's backend doesn't allow our groups.
     """
     _check_backend()
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -52,16 +52,11 @@ def reduce_value(value: Any, op: str, members: RankGroup, control: Control) -> A
 
 
 def any_flag(flag: Any, control: Control) -> bool:
-    """Return whether any rank's flag is true."""
     return any(row[0] for row in control.exchange(Operation.ANY, [float(bool(flag))]))
 
 
 def _outline(value: Any, op: str) -> str:
-    """Describe the structure of a value, without its numbers.
-
-    Raises:
-        ConfigError: a part can't be reduced.
-    """
+    """Describe the structure of a value, without its numbers; ConfigError if a part can't be reduced."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_outline(value[key], op)}" for key in sorted(value, key=repr)) + "}"
     if isinstance(value, list | tuple):

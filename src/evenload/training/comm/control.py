@@ -21,8 +21,6 @@ _HEAD = 4
 
 
 class Operation(enum.IntEnum):
-    """Operation of a rank at an exchange."""
-
     INIT = 0
     PREPARE = 1
     AGREE = 2
@@ -131,7 +129,6 @@ class Control:
         return tensor.tolist()
 
     def barrier(self, operation: Operation = Operation.BARRIER) -> None:
-        """Wait until all ranks have arrived."""
         self.exchange(operation)
 
 

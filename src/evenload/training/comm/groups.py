@@ -50,11 +50,7 @@ class Pending:
             work.get_future().add_done_callback(self._done)
 
     def wait(self) -> None:
-        """Wait for the end.
-
-        Raises:
-            PeerLostError: a peer went away, or the generation was aborted.
-        """
+        """Wait for the end; raise PeerLostError if a peer went away, or the generation was aborted."""
         try:
             if self._future is not None:
                 self._future.wait()
@@ -67,7 +63,6 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """True if `wait` would return immediately."""
         return self._work is None or self._work.is_completed()
 
     def fail(self, error: PeerLostError) -> None:
@@ -97,15 +92,8 @@ class Groups:
     def __init__(self, membership: Membership, rank: int, *, backend: str, timeout_s: float, gpu: str = "") -> None:
         """Join all workers of `membership`; return when all have joined.
 
-        Args:
-            membership: the workers.
-            rank: this worker's index in it.
-            backend: of the gradients: ``nccl`` where every rank can have it, or ``gloo``.
-            timeout_s: how long a collective may take.
-            gpu: identifier of this rank's GPU, unique over all machines; empty for a CPU.
-
-        Raises:
-            LaunchError: the store or the peers can't be reached within `timeout_s`.
+        `backend` is that of the gradients, of which NCCL needs a GPU for every rank; `gpu` identifies this rank's among all
+        machines, and is empty for a CPU. LaunchError if the store or the peers can't be reached within `timeout_s`.
         """
         self.rank = rank
         self.timeout_s = timeout_s
@@ -129,7 +117,6 @@ class Groups:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of this generation; 1 inside `alone`."""
         return 1 if self._alone else len(self.membership.workers)
 
     @property
@@ -301,7 +288,6 @@ class Subset:
 
     @property
     def world_size(self) -> int:
-        """Number of members."""
         return len(self.ranks)
 
 

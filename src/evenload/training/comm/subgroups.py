@@ -68,7 +68,6 @@ def user_group(ranks: object, location: RankLocation, groups: Groups, control: C
         ConfigError: not a list of distinct existing ranks, or an unknown kind of ranks.
         DesyncError: the ranks request different groups.
         StepError: in a measurement, where each rank is alone.
-        PeerLostError: a rank is gone.
     """
     num_ranks = len(groups.membership.workers)
     if groups.world_size < num_ranks:
@@ -127,11 +126,7 @@ def _make(own: _GroupRequest, everyone: list[_GroupRequest], groups: Groups) -> 
 
 
 def subset_of(group: object, groups: Groups) -> Subset | None:
-    """Return the members of a process group; None for a rank outside of it.
-
-    Raises:
-        ConfigError: not a process group, one that has ended, or one that can't carry CPU tensors.
-    """
+    """Return the members of a process group; None for a rank outside. ConfigError for one that can't carry numbers."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     try:

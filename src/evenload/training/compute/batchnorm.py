@@ -34,11 +34,9 @@ class Statistics:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that share the statistics."""
         return self._groups.world_size
 
     def begin(self, micro_index: int, *, idle: bool) -> None:
-        """Begin a micro-batch; `idle`: this rank's part of it doesn't count."""
         self.idle = idle
 
     def end(self, micro_index: int) -> None:
@@ -50,7 +48,6 @@ class Statistics:
             return self._groups.gather_statistics(own)
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place."""
         with self._clock.segment("comm"):
             self._groups.sum_statistics(own)
         return own
@@ -112,11 +109,7 @@ _BACK = {swapped: original for original, swapped in _SWAPS.items()}
 
 
 def convert(model: nn.Module) -> tuple[int, list[str]]:
-    """Make the model's BatchNorm modules share statistics.
-
-    Returns:
-        The number of converted modules, and the names of subclasses of BatchNorm, which stay as they are.
-    """
+    """Make the model's BatchNorm modules share statistics; return their number, and the names of subclasses left as they are."""
     converted, left = 0, []
     for name, module in model.named_modules():
         if type(module) in _SWAPS:
@@ -171,12 +164,7 @@ def forward_joined(
 ) -> torch.Tensor:
     """Run the training forward of one of several parts of a batch, all in one autograd graph (data_parallel.py).
 
-    The backward exchanges nothing: the parts' statistics carry their graphs.
-
-    Args:
-        module: the BatchNorm.
-        input: this part, ``(n, channels, ...)``.
-        gather: returns all parts' vectors ``(mean, variance, count)``, with their graphs, on this part's device.
+    `gather` returns all parts' vectors ``(mean, variance, count)`` with their graphs, so the backward exchanges nothing.
     """
     channels = input.shape[1]
     dims = [dim for dim in range(input.dim()) if dim != 1]

@@ -44,7 +44,6 @@ class BufferGuard:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Copy what may change."""
         self._saved = []
         for place in self._places:
             module, name = place
@@ -54,7 +53,6 @@ class BufferGuard:
                 self._saved.append(_Saved(module, name, tensor, tensor._version, tensor.clone() if copied else None))
 
     def forget(self) -> None:
-        """Drop the copies after a successful attempt."""
         if self._changing is None:
             self._changing = set()
         self._changing.update((saved.module, saved.name) for saved in self._saved if saved.changed)
@@ -62,7 +60,6 @@ class BufferGuard:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore what `save` copied."""
         for saved in self._saved:
             if saved.copy is not None:
                 saved.tensor.copy_(saved.copy)

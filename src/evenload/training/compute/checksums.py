@@ -46,14 +46,7 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 @torch.no_grad()
 def queue_checksums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Start the checksums of some tensors; on a GPU nothing waits for them until `fold`.
-
-    Args:
-        tensors: strided tensors of any dtype, shape and device; their order counts.
-
-    Returns:
-        One int64 scalar per block.
-    """
+    """Start the checksums, one int64 scalar per block of the tensors in order; a GPU is not waited for until `fold`."""
     return [_checksum(block) for block in _blocks(tensors)]
 
 
@@ -66,7 +59,6 @@ def fold(queued: Sequence[torch.Tensor]) -> float:
 
 
 def checksum(tensor: torch.Tensor) -> float:
-    """Return the checksum of one tensor."""
     return fold(queue_checksums([tensor]))
 
 

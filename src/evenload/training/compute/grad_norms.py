@@ -17,8 +17,6 @@ MEASURE_EVERY = 4
 
 
 class GradNorms:
-    """Norms of one attempt."""
-
     def __init__(self) -> None:
         self.on = False
         """True if this attempt is measured."""
@@ -32,17 +30,14 @@ class GradNorms:
         self._held = held
 
     def begin(self, on: bool) -> None:
-        """Begin an attempt."""
         self.on = on
         self._left, self._summed, self._first = [], [], None
 
     def leaves(self, flat: torch.Tensor) -> None:
-        """Take a bucket that is about to be summed over the ranks."""
         if self.on:
             self._left.append(_square(flat))
 
     def summed(self, flat: torch.Tensor) -> None:
-        """Take a bucket that holds the final gradient."""
         if self.on:
             self._summed.append(_square(flat))
 
@@ -56,16 +51,13 @@ class GradNorms:
         return float(_total([*self._left, *map(_square, self._held())]))
 
     def norms(self, units: Sequence[float], own: Sequence[float], num_samples: int, per_unit: float) -> Norms | None:
-        """Return the norms of all ranks' parts, or of a single rank's first micro-batch, as mean gradients.
+        """Return the norms of all ranks' parts, or of a single rank's first micro-batch, as mean gradients; None for one part.
 
         Args:
             units: sum of the weights of each rank.
             own: result of `own` on each rank.
             num_samples: the global batch; weights are scaled to samples on average.
             per_unit: the factor from a rank's units to weight x gradient.
-
-        Returns:
-            None if only one part computed anything.
         """
         pairs = [(weight, square) for weight, square in zip(units, own, strict=True) if weight > 0]
         if len(units) == 1 and self._first is not None:

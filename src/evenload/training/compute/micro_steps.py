@@ -50,7 +50,7 @@ class StepContext:
 
 
 @dataclass
-class Sums:
+class LossSums:
     """Sums over this rank's micro-batches."""
 
     weighted: bool = False
@@ -62,17 +62,11 @@ class Sums:
 
 
 def run_micro_steps(
-    context: StepContext, batch: GlobalBatch, loss_fn: LossFn, call_index: int, last_units: float | None, sums: Sums
+    context: StepContext, batch: GlobalBatch, loss_fn: LossFn, call_index: int, last_units: float | None, sums: LossSums
 ) -> None:
-    """Run all micro-batches of `batch`, adding up in `sums`.
+    """Run all micro-batches of `batch`, adding up in `sums`, which are incomplete if this raises.
 
-    Args:
-        context: see `StepContext`.
-        batch: the global batch with its plan.
-        loss_fn: the user's loss function.
-        call_index: which backward of the step this is.
-        last_units: N of the same call in the last step, if there was one.
-        sums: the sums; incomplete if this raises.
+    `last_units` is N of the same backward in the last step, if there was one.
     """
     plan = batch.plan
     own = [m for m in range(plan.num_micro) if context.computes_idle or plan.micro[m][context.rank]]
@@ -108,7 +102,7 @@ def run_micro_steps(
             context.grad_norms.first_micro(sums.units)
 
 
-def _add(sums: Sums, result: LossResult, weight: float) -> None:
+def _add(sums: LossSums, result: LossResult, weight: float) -> None:
     sums.weighted = result.weight is not None
     if result.loss.dtype == torch.float64:
         sums.dtype = torch.float64

@@ -15,8 +15,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Autocast for the forward, a scale for the loss."""
-
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self._device = device
@@ -27,13 +25,11 @@ class Precision:
     growth_interval_steps = 2000
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of one forward."""
         if self.name == "no":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=_DTYPES[self.name])
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after a step."""
         if not self.scaled:
             return
         if not finite:
@@ -51,7 +47,6 @@ class Precision:
         return self.scale <= 1.0
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and its number of good steps."""
         return {"scale": self.scale, "good_steps": float(self._good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

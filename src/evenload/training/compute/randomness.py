@@ -29,7 +29,6 @@ def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] =
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return the states of all generators."""
     torch_state, python_state, numpy_state = get_global_state()
     state: dict[str, Any] = {"torch": torch_state, "python": python_state, "numpy": numpy_state}
     if device.type == "cuda":

@@ -24,8 +24,6 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class LossResult:
-    """Result of a loss_fn for one micro-batch."""
-
     loss: torch.Tensor
     """Scalar with a graph: the mean over the micro-batch's units."""
     weight: float | None

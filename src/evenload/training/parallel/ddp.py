@@ -23,8 +23,6 @@ _NATIVE_DTYPES = frozenset(
 
 
 class ReplicaStrategy:
-    """Replicated data parallelism on a `BucketReducer`."""
-
     def __init__(self, grad_norms: GradNorms | None = None) -> None:
         self._grad_norms = grad_norms
         self._groups: Groups | None = None
@@ -38,7 +36,6 @@ class ReplicaStrategy:
         self._touched: list[int] = []
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
-        """Copy rank 0's parameters and buffers to all ranks, and hook the gradients."""
         self.detach()
         self._groups = groups
         self._segments = BucketSegments(models, groups)
@@ -48,20 +45,17 @@ class ReplicaStrategy:
         self._build(groups)
 
     def detach(self) -> None:
-        """Remove the hooks."""
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
 
     def begin(self, call_index: int, *, expect: bool) -> None:
-        """Set aside gradients of earlier calls of this step."""
         self._follow_parameters()
         self._call_index = call_index
         self._used = self._expectations.get(call_index) if expect else None
         self._of().begin(self._used)
 
     def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        """Run autograd for one micro-batch."""
         reducer = self._of()
         reducer.micro(last=last, idle=idle)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -70,19 +64,16 @@ class ReplicaStrategy:
             reducer.end_idle()
 
     def report(self) -> tuple[float, bool]:
-        """Return the checksum of touched parameters, and whether a gradient came after its bucket had left."""
         reducer = self._of()
         return reducer.touched_key(), reducer.late
 
     def resolve(self, same: bool) -> None:
-        """Exchange the union if ranks touched different parameters."""
         reducer = self._of()
         self._touched = reducer.touched()
         if not same:
             self._touched = _over_ranks(self._touched, self._groups, dist.ReduceOp.MAX)
 
     def finish(self, correction: float) -> bool:
-        """Wait for the buckets; remember the arrivals for the next step."""
         reducer = self._of()
         finite = reducer.finish(self._touched, correction)
         known = self._expectations.get(self._call_index)
@@ -94,36 +85,28 @@ class ReplicaStrategy:
         return finite
 
     def rollback(self) -> None:
-        """Restore the gradients from before the attempt."""
         self._of().rollback()
 
     def abort(self) -> None:
-        """Restore the gradients from before the attempt; sums in progress are dropped."""
         if self._reducer is not None:
             self._reducer.abort()
 
     def clear(self) -> None:
-        """Remove the gradients of the last call."""
         self._of().clear(self._touched)
 
     def clear_skip(self) -> None:
-        """Begin a new update."""
         self._of().clear_skip()
 
     def state_dict(self) -> Mapping[int, Expectation]:
-        """Return the gradients that each call expects."""
         return dict(self._expectations)
 
     def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
-        """Restore what `state_dict` returned."""
         self._expectations = dict(state)
 
     def covers(self, param: torch.Tensor) -> bool:
-        """Return whether the parameter is in a bucket."""
         return self._of().covers(param)
 
     def leftovers(self) -> list[str]:
-        """Return the names of parameters with a nonzero gradient."""
         return self._of().leftovers()
 
     def _build(self, groups: Groups) -> None:

@@ -54,15 +54,13 @@ class PendingSum(Protocol):
 
 
 class BucketSummer(Protocol):
-    """Sums a bucket: over the process groups of ranks (`Groups`), or over the lanes of one process (bucket_sums.py)."""
+    """Sums a bucket: over the process groups of ranks (`Groups`), or over the replicas of one process (bucket_sums.py)."""
 
     def sum_async(self, tensor: torch.Tensor, /) -> PendingSum:
         """Begin a sum, in place."""
 
 
 class Slot:
-    """One parameter's place in a bucket."""
-
     __slots__ = ("arrivals", "filled", "handle", "index", "name", "param", "skipped", "stash", "touched", "view")
 
     def __init__(self, index: int, name: str, param: nn.Parameter, view: torch.Tensor) -> None:
@@ -90,8 +88,6 @@ class Bucket:
 
 
 class BucketReducer:
-    """The buckets of all models of a job, and their hooks."""
-
     def __init__(
         self,
         models: Sequence[nn.Module],
@@ -104,7 +100,6 @@ class BucketReducer:
         grad_norms: GradNorms | None = None,
     ) -> None:
         """Args:
-        models: the models whose gradients are summed.
         groups: sums the buckets.
         segments: which parameters may share a bucket.
         check: called at each gradient, in the thread that computed it.
@@ -147,7 +142,6 @@ class BucketReducer:
             slot.handle = slot.param.register_post_accumulate_grad_hook(self._hook(slot))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Remove the hooks; the parameters stay as they are."""
         for slot in self.slots:
             if slot.handle is not None:
                 slot.handle.remove()
@@ -201,7 +195,6 @@ class BucketReducer:
         return float(zlib.crc32(bytes([slot.touched for slot in self.slots])) + (len(self.slots) % 2**20 << 32))
 
     def touched(self) -> list[int]:
-        """Return for each slot whether it received a gradient on this rank."""
         return [int(slot.touched) for slot in self.slots]
 
     def flush(self, touched: Sequence[int]) -> None:
@@ -213,14 +206,9 @@ class BucketReducer:
                 self._launch(bucket)
 
     def finish(self, touched: Sequence[int], correction: float) -> bool:
-        """Wait for all sums, multiply them by `correction`, and put them into `.grad`.
+        """Wait for all sums, multiply them by `correction`, put them into `.grad`, and return whether all are finite.
 
-        Args:
-            touched: for each slot whether any rank gave it a gradient; equal on all ranks.
-            correction: the factor from the nominal units (and the loss scale) to the true ones.
-
-        Returns:
-            Whether all gradients are finite.
+        `touched` holds 1 for each slot to which any rank gave a gradient; equal on all ranks.
         """
         self.flush(touched)
         sums = []
@@ -271,8 +259,7 @@ class BucketReducer:
     def clear(self, touched: Sequence[int]) -> None:
         """Remove the gradients of a call, so that an optimizer's step changes nothing.
 
-        Another call of the same step may add to the same parameters, which would be half an update; so they stay without
-        gradient until `clear_skip`.
+        Another call of the same step would make half an update, so its parameters stay without gradient until `clear_skip`.
         """
         for slot in self.slots:
             if touched[slot.index]:
@@ -285,11 +272,9 @@ class BucketReducer:
             slot.skipped = False
 
     def covers(self, param: torch.Tensor) -> bool:
-        """Return whether a parameter is in a bucket."""
         return id(param) in self._covered
 
     def leftovers(self) -> list[str]:
-        """Return the names of parameters with a nonzero gradient."""
         return [
             slot.name for slot in self.slots if slot.param.grad is not None and bool(slot.param.grad.count_nonzero())
         ]

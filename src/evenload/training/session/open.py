@@ -47,10 +47,7 @@ _FRESH_FOR = "fresh_for_job"
 
 
 def open_context(script: dict[str, Any]) -> TrainingContext:
-    """Join the job that this process was started for.
-
-    Args:
-        script: arguments of `evenload.init`.
+    """Join the job that this process was started for; `script` holds the arguments of `evenload.init`.
 
     Raises:
         ConfigError: settings are wrong or contradict each other.

@@ -34,11 +34,7 @@ _REPORTED_GAIN = 1.05
 
 
 def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
-    """Move the model to the device (unless it was cut over several) and convert its BatchNorm; return the same object.
-
-    Raises:
-        ConfigError: it can't be trained as it is.
-    """
+    """Move the model to the device unless it was cut over several, convert its BatchNorm, and refuse what can't be trained."""
     name = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ConfigError(
@@ -77,11 +73,7 @@ def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
 
 
 def _move(context: TrainingContext, model: nn.Module) -> None:
-    """Move the model to this rank's device; record the placement of one that `evenload.place` has cut.
-
-    Raises:
-        ConfigError: it is cut in a way that this run can't train.
-    """
+    """Move the model to this rank's device; of one that `evenload.place` has cut, check and record the placement."""
     name = type(model).__name__
     placement = split_of(model)
     if placement is None:
@@ -106,11 +98,7 @@ def _move(context: TrainingContext, model: nn.Module) -> None:
 
 
 def attach_models(context: TrainingContext, models: Sequence[nn.Module]) -> None:
-    """Attach all models to the strategy and the engine.
-
-    Raises:
-        DesyncError: the ranks prepare different models.
-    """
+    """Attach all models to the strategy and the engine; raise DesyncError if the ranks prepare different ones."""
     shapes = [(name, tuple(p.shape), p.requires_grad) for model in models for name, p in model.named_parameters()]
     key = float(zlib.crc32(repr(shapes).encode()))
     rows = context.control.exchange(Operation.PREPARE, [float(len(models)), key])
@@ -178,11 +166,7 @@ def prepare_loader(
 
 
 def refuse(value: Any) -> None:
-    """Explain why `run.prepare` doesn't accept an object.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raise ConfigError with the reason why `run.prepare` doesn't accept an object."""
     if isinstance(value, torch.optim.Optimizer | LRScheduler):
         raise ConfigError(
             f"run.prepare received a {type(value).__name__}: optimizers and schedulers stay your own; use them as they are, and "

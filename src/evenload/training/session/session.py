@@ -30,8 +30,6 @@ from evenload.training.verify.verifier import Verifier
 
 
 class Session(StepListener):
-    """Everything around the steps of one job in this process."""
-
     def __init__(
         self, context: TrainingContext, saver: Saver, models: list[nn.Module], loaders: list[StepLoader]
     ) -> None:
@@ -55,7 +53,6 @@ class Session(StepListener):
         )
 
     def prepare(self, value: Any) -> Any:
-        """Prepare one object; see `Run.prepare`."""
         if isinstance(value, nn.Module):
             if not any(value is model for model in self._models):
                 self._models.append(prepare.prepare_model(self._context, value))
@@ -73,13 +70,11 @@ class Session(StepListener):
         return prepare.refuse(value)
 
     def attach(self) -> None:
-        """Attach the models to the engine after a call of prepare."""
         if len(self._models) != self._attached:
             prepare.attach_models(self._context, self._models)
             self._attached = len(self._models)
 
     def resume(self, state: Mapping[str, Any]) -> bool:
-        """See `Run.resume`."""
         if not self._loaders:
             raise ConfigError(
                 "run.resume was called before run.prepare(model, loader): prepare first; resume restores the loader's position"
@@ -91,7 +86,6 @@ class Session(StepListener):
         return loaded
 
     def evaluate(self, loader: DataLoader[Any], batches: Callable[..., Iterator[Any]]) -> Iterator[Any]:
-        """See `Run.batches`."""
         if isinstance(loader, StepLoader):
             raise ConfigError(
                 "run.batches received a loader from run.prepare, which is for training; pass a plain DataLoader"
@@ -122,7 +116,6 @@ class Session(StepListener):
             yield from batches
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """See `Run.log`."""
         step = self._context.loop.step
         if step is not None and step.arm:
             return  # a measurement's step is no training

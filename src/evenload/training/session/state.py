@@ -33,7 +33,6 @@ class RunState:
         self.adaptive_batch: AdaptiveBatch | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and generator states."""
         generators = randomness.capture(self._context.device)
         if generators["numpy"] is not None:
             kind, keys, *rest = generators["numpy"]
@@ -51,7 +50,6 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the checkpoint's position."""
         if len(state["loaders"]) != len(self._loaders):
             raise CheckpointError(
                 f"the checkpoint holds {len(state['loaders'])} prepared loaders, but this script prepared {len(self._loaders)}"
@@ -80,8 +78,6 @@ class RunState:
 
 
 class Saver:
-    """Writes and reads the checkpoints of one job."""
-
     def __init__(self, context: TrainingContext, loaders: list[StepLoader]) -> None:
         self._context = context
         self._run_state = RunState(context, loaders)
@@ -94,15 +90,12 @@ class Saver:
 
     @property
     def adaptive_batch(self) -> AdaptiveBatch | None:
-        """The adaptive batch, whose state is part of a checkpoint."""
         return self._run_state.adaptive_batch
 
     def add_adaptive_batch(self, adaptive_batch: AdaptiveBatch | None) -> None:
-        """Include an adaptive batch in the checkpoints."""
         self._run_state.adaptive_batch = adaptive_batch or self._run_state.adaptive_batch
 
     def resume(self, named: dict[str, Any]) -> bool:
-        """Register the state and load the newest checkpoint, if there is one."""
         context = self._context
         if self.resumed:
             raise CheckpointError("run.resume was called twice; pass all state in one call")
@@ -160,9 +153,6 @@ class Saver:
         """Write a checkpoint between two steps, and return the seconds it took.
 
         One that the last loop body wrote is replaced: what the body did after it belongs to the step.
-
-        Raises:
-            CheckpointError: it can't be written; raised on all ranks.
         """
         self._write(self._context.loop.steps_done)
         return self._took_s

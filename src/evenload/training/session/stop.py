@@ -57,11 +57,7 @@ class Stopper(StepListener):
             stop_requested()  # a wrong variable of the queue is an error at init, not in the first step
 
     def listen(self) -> None:
-        """Catch signals from now on: the state to save is registered.
-
-        Raises:
-            SystemExit: with code 75, if a stop was requested before the first step.
-        """
+        """Catch signals from now on; exit with code 75 if a stop was requested before the first step."""
         if not self._acts:
             return
         context = self._context
@@ -81,7 +77,6 @@ class Stopper(StepListener):
             stop_status.write(self._context.spec.launch_dir, self._context.spec.rank, StopStatus.CANNOT_SAVE)
 
     def close(self, well: bool) -> None:
-        """End the run and restore the signal handlers."""
         if not self._acts:
             return
         if well and self._is_main and not self._context.loop.stopped:

@@ -24,8 +24,6 @@ LEAST_DATA_S = 0.002
 
 @dataclass(frozen=True)
 class LoadingEvent:
-    """One event to write."""
-
     kind: str
     message: str
     fields: Mapping[str, Any]
@@ -45,8 +43,6 @@ class _Reader:
 
 
 class LoadingMonitor:
-    """Watches the last steps for ranks that wait for samples."""
-
     def __init__(self) -> None:
         self._window: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
         self._readers: list[_Reader] = []
@@ -55,12 +51,7 @@ class LoadingMonitor:
         self._num_steps = 0
 
     def take(self, record: StepRecord, readings: Sequence[ReadSettings]) -> list[LoadingEvent]:
-        """Take one committed step of training and return the events to record.
-
-        Args:
-            record: the step.
-            readings: each rank's reading of its samples in it.
-        """
+        """Return the events to record for one committed step of training, given each rank's reading of its samples."""
         if len(readings) != len(self._readers):
             # The first step of a session, or of another set of ranks: workers start in it.
             self._readers = [_Reader(reading) for reading in readings]

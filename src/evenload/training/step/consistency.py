@@ -77,18 +77,11 @@ class Consistency:
         self._norms: dict[str, list[float]] = {}
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        """Take the models of the job."""
         self._models = list(models)
         self._last_step = self._last_good = -1
 
     def begin(self, step: int, *, first_call: bool, world_size: int) -> None:
-        """Queue the checksum before a backward, if one is due. All ranks call it.
-
-        Args:
-            step: global index of the step.
-            first_call: whether this is the step's first backward; later ones are not checked.
-            world_size: ranks that take part in this step.
-        """
+        """Queue the checksum before the first backward of a step, if one is due. All ranks call it."""
         self._queued, self._key = None, 0.0
         wanted = self.every > 0 and world_size > 1 and first_call
         # The first step of a session is checked too: the loaded state may differ.
@@ -103,11 +96,7 @@ class Consistency:
         return self._key
 
     def check(self, step: int, keys: Sequence[float]) -> None:
-        """Compare the checksums of all ranks from the exchange.
-
-        Raises:
-            DivergenceError: on all ranks, if a rank's state differs; an event has been recorded.
-        """
+        """Compare the checksums of all ranks; if they differ, record an event and raise DivergenceError on all ranks."""
         if not all(keys):
             return  # none is due, or not on a rank that has just joined
         if len(set(keys)) == 1 or not (found := self._find_differences()):
@@ -133,7 +122,6 @@ class Consistency:
         return disagreements(marks, None if same_kind else tolerances(state, marks))
 
     def _compare_structure(self, shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the tensors whose names, shapes or dtypes differ."""
         everyone = [
             json.loads(text) for text in self._exchange_texts(json.dumps({k: repr(v) for k, v in shapes.items()}))
         ]
@@ -208,11 +196,9 @@ def state_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 def disagreements(
     marks: Mapping[str, Sequence[tuple[float, float]]], tolerance: Mapping[str, float] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tensors on which ranks disagree, each with the ranks that disagree with the majority.
+    """Return the tensors on which ranks disagree, each with the ranks outside of the majority.
 
-    Args:
-        marks: for each tensor every rank's mark (checksum or projection) and norm.
-        tolerance: allowed difference of marks and norms; None compares the marks alone, exactly.
+    `marks` holds each rank's (checksum or projection, norm); without `tolerance` the first are compared exactly.
     """
     found = {}
     for name, pairs in marks.items():

@@ -43,7 +43,6 @@ class TrainingContext:
 
 
 def device_names(context: TrainingContext) -> list[str]:
-    """Return a name for the device of each rank."""
     if context.spec.device_names:
         return list(context.spec.device_names)
     return [

@@ -87,7 +87,6 @@ class Engine:
         self._skipped: dict[int, int] = {}
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        """Take the models whose gradients are the job's."""
         self.models = list(models)
         has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self.statistics.in_use = has_statistics and self.statistics.world_size > 1
@@ -133,7 +132,7 @@ class Engine:
         return loss
 
     def slow_down(self, since_s: float) -> None:
-        """Compute on if this rank is throttled; see `executor.pay`."""
+        """Compute on if this rank is throttled; see `executor.slow_down`."""
         slow_down(self.throttle, self.device, since_s)
 
     def _attempts(self, batch: GlobalBatch, planner: Planner, stats: StepStats, loss_fn: LossFn) -> torch.Tensor:

@@ -19,7 +19,7 @@ from evenload.job import stop_requested
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.compute import batchnorm, randomness
-from evenload.training.compute.micro_steps import LossFn, StepContext, Sums, run_micro_steps
+from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext, run_micro_steps
 from evenload.training.compute.weighting import ignores_labels
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
@@ -32,8 +32,6 @@ from evenload.training.step.stats import StepStats
 
 @dataclass(frozen=True)
 class BackwardAttempt:
-    """A backward to compute."""
-
     batch: GlobalBatch
     planner: Planner
     stats: StepStats
@@ -114,13 +112,11 @@ class RankExecutor:
         self._has_statistics = False
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        """Take the models of the job."""
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self._context = replace(self._context, other_gpus=randomness.other_gpus(models, self._context.device))
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that take part."""
         return self._context.statistics.world_size
 
     def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
@@ -129,7 +125,7 @@ class RankExecutor:
             # A rank that does something else would leave the others inside a collective of the forward.
             with self._clock.segment("wait"):
                 self._control.exchange(Operation.BEGIN)
-        sums = Sums()
+        sums = LossSums()
         status = self._compute(attempt, sums)
         return AttemptResult(self._exchange(attempt, sums, status), sums.nominal, sums.dtype)
 
@@ -137,7 +133,7 @@ class RankExecutor:
     def _exchanges_in_forward(self) -> bool:
         return self._has_statistics and self._context.statistics.world_size > 1
 
-    def _compute(self, attempt: BackwardAttempt, sums: Sums) -> int:
+    def _compute(self, attempt: BackwardAttempt, sums: LossSums) -> int:
         graphs = compiled_graphs()
         started_s = time.perf_counter()
         stats = attempt.stats
@@ -158,7 +154,7 @@ class RankExecutor:
             stats.compiled = True
         return LATE_GRADIENT if self._strategy.report()[1] else OK
 
-    def _exchange(self, attempt: BackwardAttempt, sums: Sums, status: int) -> list[RankReport]:
+    def _exchange(self, attempt: BackwardAttempt, sums: LossSums, status: int) -> list[RankReport]:
         grad_norms = self._context.grad_norms
         seconds = dict(self._clock.take())
         if attempt.stats.compiled:
@@ -195,7 +191,6 @@ def slow_down(throttle: ComputeThrottle, device: torch.device, since_s: float) -
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a device ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

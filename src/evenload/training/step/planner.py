@@ -33,8 +33,6 @@ ReplicaTimes = tuple[Sequence[float], Sequence[float], float, bool]
 
 @dataclass(frozen=True)
 class ShareAssignment:
-    """Shares and caps from a step on."""
-
     from_step: int
     shares: Shares
     min_num_micro: int
@@ -57,15 +55,12 @@ class PlanSource:
 
 
 class FixedProportions(PlanSource):
-    """Splits every step in the same proportions."""
-
     sets_shares = True
 
     def __init__(self, proportions: Sequence[int]) -> None:
         self._proportions = tuple(proportions)
 
     def shares(self, global_step: int, num_samples: int) -> Shares:
-        """Return `num_samples` in the proportions."""
         return scale_shares(self._proportions, num_samples)
 
 
@@ -87,9 +82,7 @@ class Planner:
         source: PlanSource | None = None,
     ) -> None:
         """Args:
-        batch_size: the usual global batch, in samples.
         balance: ``auto``, ``even`` or fixed shares.
-        micro_batch: cap for every rank, or ``auto``.
         announce: called on rank 0 with each decision and the step from which it holds.
         is_guess: `batch_size` is unknown (a batch_sampler without one): the first step's size replaces it.
         on_contention: called with what the replicas of one process cost one another; None where the ranks are processes.
@@ -151,11 +144,9 @@ class Planner:
         return self._revision
 
     def next_batch_size(self) -> int | None:
-        """Return the global batch of the next epoch; None keeps it. All ranks call it between two epochs."""
         return self._source.next_batch_size()
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
-        """Return rank 0's integers on all ranks."""
         return self._control.agree(values)
 
     @property
@@ -165,7 +156,6 @@ class Planner:
 
     @property
     def shares(self) -> Shares:
-        """The newest assignment's shares."""
         return self._assignments[-1].shares
 
     def speeds(self) -> tuple[float, ...]:
@@ -244,7 +234,7 @@ class Planner:
             self._pending = None
 
     def lower_caps(self, plan: StepPlan, failed: Sequence[bool]) -> StepPlan:
-        """Return the same step in smaller micro-batches, which hold from now on: some ranks ran out of memory.
+        """Return the step in smaller micro-batches, which hold from now on: ranks ran out of memory.
 
         Raises:
             DataError: a rank can't hold a single sample.

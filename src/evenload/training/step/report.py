@@ -61,11 +61,7 @@ class RankReport:
     """The squared norm of this rank's own gradient, in the units of its backwards; None in a step that measures none."""
 
     def row(self) -> list[float]:
-        """Return the report as numbers, always equally many: a rank that failed early does not know the metrics.
-
-        Raises:
-            StepError: more metrics than a row holds.
-        """
+        """Return the report as numbers, always equally many: a rank that failed early does not know the metrics."""
         names = sorted(self.metrics)
         limit = MAX_METRICS - (self.squared_norm is not None)
         if len(names) > limit:
@@ -80,11 +76,7 @@ class RankReport:
 
 
 def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured: bool = False) -> list[RankReport]:
-    """Read all ranks' rows; `names` are this rank's own metrics, sorted; `measured` rows hold norms.
-
-    Raises:
-        StepError: ranks that succeeded returned different metrics.
-    """
+    """Read all ranks' rows; `names` are this rank's own metrics, sorted; `measured` rows hold norms."""
     good = [row for row in rows if row[0] == OK]
     if len(good) == len(rows) and len({row[_FIXED - 1] for row in good}) > 1:
         raise StepError(f"loss_fn returned different metrics on different ranks (here: {', '.join(names) or 'none'})")

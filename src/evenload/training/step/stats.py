@@ -39,7 +39,6 @@ class StepStats:
         self._readings: list[float] = []
 
     def add(self, reports: Sequence[RankReport]) -> None:
-        """Add the reports of all ranks on one backward."""
         if not self._times:
             self._times = [dict(report.seconds) for report in reports]
         else:
@@ -66,7 +65,6 @@ class StepStats:
         )
 
     def readings(self) -> list[ReadSettings]:
-        """Return how each rank read its samples."""
         return [decode_settings(code) for code in self._readings]
 
     @property
@@ -75,7 +73,6 @@ class StepStats:
         return self.redone or not self._times or any(times["compile"] > 0 for times in self._times)
 
     def rank_times(self) -> tuple[RankTimes, ...]:
-        """Return the times as the records hold them."""
         return tuple(
             RankTimes(**{f"{name}_s": seconds for name, seconds in times.items()}, memory_bytes=memory)
             for times, memory in zip(self._times, self._memory, strict=True)
@@ -97,7 +94,6 @@ class StepRecorder:
             self._recorder.event(kind, message, step=step, **fields)
 
     def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
-        """Record a committed step."""
         now = time.perf_counter()
         since = stats.begun_s if self._last_s is None else self._last_s
         self._last_s = now
@@ -123,10 +119,8 @@ class StepRecorder:
             self._recorder.event(event.kind, event.message, step=index, **event.fields)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the user's own numbers."""
         if self._writes:
             self._recorder.log(metrics, step)
 
     def close(self, ended_well: bool) -> None:
-        """Write the last event and close the files and loggers."""
         self._recorder.close(ended_well)

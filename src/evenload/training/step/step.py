@@ -157,7 +157,6 @@ class StepLoop:
         self._listeners.append(listener)
 
     def restore(self, steps_done: int) -> None:
-        """Set the index of the next step."""
         self.steps_done = steps_done
 
     def stop(self) -> None:
@@ -169,7 +168,6 @@ class StepLoop:
         self.step = None
 
     def begin(self, step: Step) -> None:
-        """Begin the loop body of `step`."""
         self.step = step
         self._optimizer_stepped = False
         self._dropped = None
@@ -179,7 +177,6 @@ class StepLoop:
         self.engine.clock.switch("optimizer")
 
     def backward(self, step: Step, loss_fn: LossFn) -> torch.Tensor:
-        """Run a backward of the running step; see `Step.backward`."""
         if self.step is not step:
             raise StepError("this step is over; call step.backward inside the loop body of its own step")
         for listener in self._listeners:
@@ -207,13 +204,7 @@ class StepLoop:
             self._dropped = None
 
     def end(self, step: Step, *, finished: bool = True) -> None:
-        """End the loop body of `step`: record it and commit it.
-
-        Args:
-            step: the running step.
-            finished: False where the loop was left by `break` or an error. If the step's gradients are unused then, it is
-                no step of training.
-        """
+        """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
         dropped = not finished and not step.committed and self.is_half_done
         self.stop_requested = self.stop_requested or step.stats.stop_requested
         at_boundary = finished and not step.arm and not (self.stop_requested and self.is_half_done)
@@ -251,12 +242,10 @@ class StepLoop:
         self.engine.recorder.step(step.record_index, step.batch.plan, step.stats, step.arm)
 
     def end_epoch(self) -> None:
-        """Note that a loop over a loader came to the end of its epoch."""
         self.engine.clock.switch("other")
         self.left_early, self.ran_out = False, True
 
     def due_listener(self) -> StepListener | None:
-        """Return the listener whose extra steps begin now, after a committed step."""
         return next((listener for listener in self._listeners if listener.is_due(self._session_steps)), None)
 
     @property

@@ -24,7 +24,7 @@ from evenload.errors import ConfigError, StepError
 from evenload.job import stop_requested
 from evenload.training.comm.clock import Segment, StepClock
 from evenload.training.compute import batchnorm
-from evenload.training.compute.micro_steps import StepContext, Sums, run_micro_steps
+from evenload.training.compute.micro_steps import LossSums, StepContext, run_micro_steps
 from evenload.training.compute.precision import Precision
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.replicas import ReplicaDevice
@@ -118,7 +118,7 @@ class ReplicaStatistics(batchnorm.Statistics):
 class _ReplicaResult:
     """One replica's part of an attempt."""
 
-    sums: Sums = field(default_factory=Sums)
+    sums: LossSums = field(default_factory=LossSums)
     status: int = OK
     touched_key: float = 0.0
     seconds: Mapping[Segment, float] = field(default_factory=dict)
@@ -287,7 +287,7 @@ class ThreadedExecutor:
         reports = []
         for index, thread in enumerate(self._threads.all):
             part = parts.get(index)
-            sums = part.sums if part is not None else Sums(weighted=pattern.sums.weighted)
+            sums = part.sums if part is not None else LossSums(weighted=pattern.sums.weighted)
             own = dict(part.seconds) if part is not None else dict.fromkeys(process_s, 0.0)
             reports.append(
                 RankReport(

@@ -23,7 +23,6 @@ MAX_SLICES = 4
 
 
 def data_cause(call: VerifyCall) -> DifferenceCause | None:
-    """Test whether reading the same samples twice gives the same batch."""
     for span in call.slices():
         if not same_data(call.read(span), call.read_anew(span)):
             return DifferenceCause(
@@ -36,7 +35,6 @@ def data_cause(call: VerifyCall) -> DifferenceCause | None:
 
 
 def repeat_cause(call: VerifyCall, one: Gradient, variant: Variant, tolerance: float) -> DifferenceCause | None:
-    """Test whether one process computes the same gradient twice."""
     again = distance(call.one_process(call.slices(), variant), one)
     if again <= tolerance:
         return None

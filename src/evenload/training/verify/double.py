@@ -40,7 +40,6 @@ class Float64Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called by torch in place of `func`."""
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0].double()

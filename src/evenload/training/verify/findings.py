@@ -22,8 +22,6 @@ NARROW_INSIDE = 1e-5
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """A parameter whose gradient differs."""
-
     name: str
     difference: float
     """‖Δg‖/‖g‖ of this parameter alone."""
@@ -33,8 +31,6 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison of the real split with one process."""
-
     what: str
     """Parts left out; ``as it is`` for none."""
     difference: float
@@ -63,8 +59,6 @@ class DifferenceCause:
 
 @dataclass(frozen=True)
 class CallReport:
-    """One call of `step.backward`."""
-
     call: int
     shares: tuple[int, ...]
     num_micro: int
@@ -80,8 +74,6 @@ class CallReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """One step of a script."""
-
     equal: bool
     step: int
     devices: tuple[str, ...]

@@ -27,7 +27,6 @@ class SharedDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called by torch in place of `func`."""
         kwargs = dict(kwargs or {})
         if func in _LIKE:
             like = args[0]

@@ -59,12 +59,10 @@ class Variant:
     """All BatchNorm runs in evaluation mode."""
 
     def code(self) -> int:
-        """Return the variant as one integer, for the other ranks."""
         return self.no_dropout + 2 * self.shared_draws + 4 * self.no_own_batch_norm + 8 * self.no_batch_norm
 
     @classmethod
     def of(cls, code: int) -> Variant:
-        """Return the variant of an integer."""
         return cls(bool(code & 1), bool(code & 2), bool(code & 4), bool(code & 8))
 
 
@@ -78,11 +76,9 @@ class Gradient:
     weighted: bool = False
 
     def norm(self) -> float:
-        """Return the 2-norm over all parameters."""
         return math.sqrt(self.dot(self))
 
     def dot(self, other: Gradient) -> float:
-        """Return the inner product, summed in float64."""
         return math.fsum(
             float((a.double() * b.double()).sum())
             for a, b in zip(self.values, other.values, strict=True)
@@ -109,7 +105,6 @@ class VerifyCall:
     _data: dict[Span, Any] = field(default_factory=dict)
 
     def slices(self) -> list[Span]:
-        """Return the positions of each micro-batch over all ranks."""
         plan = self.batch.plan
         return [plan.slice_of(m) for m in range(plan.num_micro) if sum(plan.micro[m])]
 
@@ -136,7 +131,6 @@ class VerifyCall:
     # -- the real split -------------------------------------------------------------------------------------------------
 
     def split(self, variant: Variant) -> Gradient:
-        """Compute the step on the real split; all ranks call it together."""
         context = self.context
         strategy = ReplicaStrategy()
         strategy.attach(self.models, context.groups)
@@ -192,11 +186,7 @@ class VerifyCall:
     ) -> Gradient:
         """Compute in plain PyTorch: each span's mean loss times its weight, summed, divided once.
 
-        Args:
-            spans: micro-batches, each computed whole.
-            variant: what is left out.
-            shift: added to the seed, for other random numbers.
-            within: for each span the micro-batch that it is a part of; by default itself.
+        `shift` is added to the seed; `within` gives the micro-batch that each span is a part of, by default itself.
         """
         num_samples = sum(high - low for low, high in spans)
         units, loss_sum, weighted = 0.0, 0.0, False
@@ -272,8 +262,6 @@ class VerifyCall:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Disables the functions of dropout."""
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -69,7 +69,6 @@ class Verifier(StepListener):
             raise SystemExit(0)
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
-        """Verify one call of `step.backward` before it runs."""
         context, models = self._context, self._models
         keys = context.control.exchange(Operation.BACKWARD, params_key(models))
         tracked = tracked_parameters(models)
@@ -88,7 +87,6 @@ class Verifier(StepListener):
             self._calls.append(_with_ranks(report, keys))
 
     def on_end(self, step: Step) -> None:
-        """Write the report on rank 0 and end the script."""
         if self._done:
             return
         self._done = True
