@@ -18,10 +18,7 @@ _CHUNK_BYTES = 256 << 20
 
 
 def checkpoint_key(checkpoint: Path | None) -> list[float]:
-    """Return what identifies a checkpoint without reading it: its step, time of writing (μs), and size of the small file.
-
-    It is the same for one file seen from two machines, and for a copy that kept its time.
-    """
+    """Return step, time of writing (μs) and size of the small file: equal for one checkpoint on all machines."""
     if checkpoint is None:
         return [-1.0, 0.0, 0.0]
     try:
@@ -32,11 +29,7 @@ def checkpoint_key(checkpoint: Path | None) -> list[float]:
 
 
 def ranks_without(rows: Sequence[Sequence[float]], folder: Path) -> list[int]:
-    """Return the ranks that don't see rank 0's newest checkpoint.
-
-    Args:
-        rows: Each rank's `checkpoint_key`.
-        folder: The run folder, for the error.
+    """Return the ranks that don't see rank 0's newest checkpoint, from each rank's `checkpoint_key`.
 
     Raises:
         CheckpointError: A rank has a newer checkpoint, whose steps would be lost.
@@ -54,11 +47,7 @@ def ranks_without(rows: Sequence[Sequence[float]], folder: Path) -> list[int]:
 
 
 def broadcast_state(state: dict[str, Any] | None, groups: Groups) -> dict[str, Any]:
-    """Return rank 0's state on all ranks; the others pass None.
-
-    Raises:
-        PeerLostError: A rank was lost meanwhile.
-    """
+    """Return rank 0's state on all ranks; the others pass None. PeerLostError if a rank was lost meanwhile."""
     payload = files.to_bytes(state) if state is not None else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([payload.numel()])
     try:

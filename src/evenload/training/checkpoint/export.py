@@ -35,11 +35,7 @@ def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
 
 
 def pick_model(model: nn.Module | None, prepared: Sequence[nn.Module]) -> nn.Module:
-    """Return `model`, or the only prepared one.
-
-    Raises:
-        ConfigError: No model is given, and none or several are prepared.
-    """
+    """Return `model`, or the only prepared one; ConfigError if none or several are prepared."""
     if model is not None:
         return model
     if len(prepared) != 1:

@@ -37,12 +37,7 @@ _SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
-    """Write one checkpoint and return its folder.
-
-    Args:
-        folder: The run folder.
-        step: Committed steps; names the checkpoint.
-        state: Nested dicts, lists and tuples of tensors and plain values.
+    """Write the checkpoint of step `step` into a run folder, and return the checkpoint's folder.
 
     Raises:
         CheckpointError: A write failed, or the state holds values that can't be saved.
@@ -72,23 +67,17 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run folder, if there is one."""
     # Other names, such as a user's copy "step-00000400.bak", are ignored.
     found = [path for path in (folder / FOLDER).glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return max(found, key=step_of, default=None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of steps committed when the checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def update_values(checkpoint: Path, name: str, values: Mapping[str, Any]) -> None:
-    """Change plain values in the state of the object registered as `name`; tensors stay unchanged.
-
-    Raises:
-        CheckpointError: The checkpoint can't be read or written.
-    """
+    """Change plain values in the state of the object registered as `name`; CheckpointError if the file is unusable."""
     skeleton = _read_skeleton(checkpoint)
     skeleton["state"][name].update(values)
     partial = checkpoint / f".{SKELETON}.partial"
@@ -100,11 +89,7 @@ def update_values(checkpoint: Path, name: str, values: Mapping[str, Any]) -> Non
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """Read a whole checkpoint, tensors on the CPU.
-
-    Raises:
-        CheckpointError: The checkpoint is missing, damaged, or of another schema.
-    """
+    """Read a whole checkpoint, tensors on the CPU; CheckpointError if it is missing, damaged, or of another schema."""
     skeleton = _read_skeleton(checkpoint)
     if skeleton.get("schema") != _SCHEMA:
         raise CheckpointError(f"{checkpoint} has schema {skeleton.get('schema')}; this version reads {_SCHEMA}")
@@ -139,7 +124,6 @@ def map_state(
 
 
 def to_bytes(state: Any) -> torch.Tensor:
-    """Serialise a state to a tensor of bytes, to send to other ranks."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)

@@ -19,15 +19,9 @@ from evenload.training.comm.groups import Groups
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can be registered."""
+    def state_dict(self) -> Any: ...
 
-    def state_dict(self) -> Any:
-        """Return the state, as tensors and plain values in dicts, lists and tuples."""
-        ...
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Load a state."""
-        ...
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Registry:
@@ -38,11 +32,7 @@ class Registry:
         self._last_step = last_step
 
     def register(self, name: str, value: Any) -> None:
-        """Register an object under a name; registering it again under that name has no effect.
-
-        Raises:
-            CheckpointError: The object has no state, or the name is taken.
-        """
+        """Register an object, twice without effect; CheckpointError if it has no state or the name is taken."""
         if not isinstance(value, Stateful):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict; give such objects to "
@@ -54,16 +44,13 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names in the order of registration."""
         return tuple(self._objects)
 
     @property
     def last_step(self) -> int:
-        """Steps committed so far."""
         return self._last_step()
 
     def values(self) -> tuple[Stateful, ...]:
-        """The registered objects."""
         return tuple(self._objects.values())
 
     def capture(self) -> dict[str, Any]:
@@ -71,11 +58,7 @@ class Registry:
         return {name: value.state_dict() for name, value in self._objects.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load all state.
-
-        Raises:
-            CheckpointError: Names differ, or a state does not fit its object.
-        """
+        """Load all state; CheckpointError if names differ or a state does not fit its object."""
         missing, extra = self._objects.keys() - state.keys(), state.keys() - self._objects.keys()
         if missing or extra:
             raise CheckpointError(
@@ -91,7 +74,6 @@ class Registry:
                 raise CheckpointError(f"the checkpoint's {name} does not fit this script's: {error}") from error
 
     def send(self, groups: Groups, to: int) -> None:
-        """Send all state to a peer that calls `receive`."""
         payload = files.to_bytes(self.capture())
         try:
             dist.send(torch.tensor([payload.numel()]), group=groups.control, group_dst=to)
@@ -100,7 +82,6 @@ class Registry:
             raise PeerLostError(f"the state did not reach rank {to}: {error}") from error
 
     def receive(self, groups: Groups, source: int) -> None:
-        """Receive and load the state of a peer that calls `send`."""
         size = torch.zeros(1, dtype=torch.int64)
         try:
             dist.recv(size, group=groups.control, group_src=source)
@@ -112,5 +93,4 @@ class Registry:
 
 
 def clone_state(state: Any) -> Any:
-    """Return a copy of captured state that later steps don't change."""
     return files.map_state(state, lambda value, _: value.detach().clone() if isinstance(value, torch.Tensor) else value)

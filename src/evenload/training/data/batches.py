@@ -29,11 +29,7 @@ class MicroBatch:
 
 
 def transfer_seconds(batch: Any, device: torch.device) -> tuple[float, float]:
-    """Return the seconds to copy a batch to a GPU from pageable and from pinned memory, each the best of three.
-
-    Raises:
-        RuntimeError: The batch can't be pinned.
-    """
+    """Return the seconds to copy a batch to a GPU, pageable and pinned; RuntimeError if it can't be pinned."""
     pinned = pin(batch)
 
     def once(source: Any) -> float:
@@ -66,7 +62,6 @@ def move(batch: Any, device: torch.device, kept: frozenset[int] = frozenset()) -
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch in pinned memory, where no DataLoader worker pinned it."""
     return _map(batch, lambda leaf: leaf.pin_memory(), "pin_memory")
 
 
@@ -76,7 +71,6 @@ def map_leaves(batch: Any, one: Callable[[Any], Any]) -> Any:
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """Return the tensors of a batch, and its other objects that have a `to` method, in order."""
     found: list[Any] = []
 
     def add(leaf: Any) -> Any:

@@ -14,17 +14,11 @@ _MAX_VALUES_SEARCHED = 100
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
-    """Return True where the dataset is iterable and has no keys."""
     return isinstance(loader.dataset, IterableDataset)
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse a loader that can't be split exactly, or a setting that would have no effect.
-
-    Raises:
-        ConfigError: Not a DataLoader, or a setting of it without effect.
-        DataError: A dataset, sampler or batch size that can't be split over ranks.
-    """
+    """Refuse a loader that can't be split exactly (DataError), or a setting that would have no effect (ConfigError)."""
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"expected a torch.utils.data.DataLoader, got {type(loader).__module__}.{type(loader).__qualname__}; "
@@ -48,7 +42,6 @@ def check_loader(loader: Any) -> None:
 
 
 def has_plain_batches(loader: DataLoader[Any]) -> bool:
-    """Return True where batches hold `batch_size` keys of the sampler, False for a user's batch_sampler."""
     return loader.batch_size is not None
 
 
@@ -63,7 +56,6 @@ def is_plain_shuffle(sampler: Any) -> bool:
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return the sampler, the batch sampler and all samplers nested in them, each once."""
     found: list[Any] = []
     waiting = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     while waiting:

@@ -16,13 +16,10 @@ class Cursor:
 
     epoch: int = 0
     step: int = 0
-    """Committed steps of this epoch."""
     position: int = 0
     """Committed global samples of this epoch's order."""
     global_step: int = 0
-    """Steps committed since the start of training."""
     samples_total: int = 0
-    """Samples committed since the start of training."""
     seed: int = 0
     """Seed of the order; another seed would mix two orders in one epoch."""
     epoch_samples: int = -1
@@ -33,16 +30,11 @@ class Cursor:
     """States of the sampler's own generators before this epoch's order was drawn."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return integers and text only."""
         return {**dataclasses.asdict(self), "generators": list(self.generators)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
-        """Read the values of `state_dict`.
-
-        Raises:
-            CheckpointError: A value is missing or unknown.
-        """
+        """Read the values of `state_dict`; CheckpointError if one is missing or unknown."""
         try:
             return cls(**{**state, "generators": tuple(state["generators"])})
         except (KeyError, TypeError) as error:

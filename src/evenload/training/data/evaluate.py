@@ -48,17 +48,7 @@ def evaluation_batches(
 
     The loader's sampler, batch_sampler, workers, pin_memory and collate_fn are honoured. The ranks' parts of one round,
     joined by rank, are the samples in the loader's order. Every rank reads an iterable dataset whole (see stream.py).
-
-    Args:
-        user_loader: A loader that was not given to `prepare`.
-        rank: This rank.
-        world_size: Number of ranks.
-        weights: Relative speed of each rank, at least 0, equal on all ranks.
-        agree: Broadcasts rank 0's integers to all ranks.
-        seed: Seed of shuffling and keyed randomness.
-        epoch: The same epoch gives the same batches.
-        device: Target of the batches.
-        keyed_rng: Key randomness inside the dataset by (seed, epoch, position).
+    `weights` are the relative speeds of the ranks, at least 0, equal on all ranks.
 
     Raises:
         ConfigError: The loader was prepared for training, or is not a DataLoader.
@@ -82,19 +72,13 @@ def evaluation_batches(
 
 
 def close_persistent_workers() -> None:
-    """Shut down the persistent workers of all loaders evaluated so far."""
     for reader in list(_persistent_readers.values()):
         reader.close()
     _persistent_readers.clear()
 
 
 def cut_rounds(bounds: Sequence[int], world_size: int) -> list[tuple[int, int]]:
-    """Return the rounds ``[low, high)``; see Note [Equally many batches].
-
-    Args:
-        bounds: First position of each batch, then the number of samples.
-        world_size: Number of ranks.
-    """
+    """See Note [Equally many batches]; `bounds` has the first position of each batch, then the number of samples."""
     batches = list(itertools.pairwise(bounds))
     num_samples = bounds[-1]
     if all(high - low >= world_size for low, high in batches):

@@ -37,9 +37,7 @@ class DatasetFingerprint:
     batch_size: float
     num_steps: float
     num_keys: float
-    """Keys of the sampler."""
     kinds: float
-    """Checksum of the classes of dataset and sampler."""
     indices: float
     """Checksum of the indices that subsets and samplers hold."""
     integers: float
@@ -47,11 +45,9 @@ class DatasetFingerprint:
     projection: float
     """Floats that the dataset holds in memory, projected on a fixed row of ±1."""
     norm: float
-    """Norm of these floats."""
 
 
 def fingerprint_of(loader: DataLoader[Any]) -> list[float]:
-    """Return the `DatasetFingerprint` of this rank's loader, as a row to exchange."""
     dataset = loader.dataset
     samplers = [] if checks.is_stream(loader) else checks.samplers_of(loader)
     parts = list(_parts(dataset))
@@ -173,7 +169,6 @@ def _signs() -> torch.Tensor:
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
-    """Return a plain tensor or numeric array as a tensor; None for anything else."""
     if type(value) is torch.Tensor:
         return value if value.layout is torch.strided and not value.is_quantized else None
     numpy = sys.modules.get("numpy")
@@ -225,7 +220,6 @@ def _each(texts: Sequence[str]) -> str:
 
 
 def _differing_ranks(ranks: Sequence[DatasetFingerprint]) -> str:
-    """Name the ranks whose data differs from rank 0's."""
     first = ranks[0]
     found = [
         str(rank)

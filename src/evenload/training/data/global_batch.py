@@ -14,8 +14,6 @@ from evenload.training.data.tuning import ReadSettings
 
 
 class GlobalBatch:
-    """One global batch: its plan, and the samples of this process in each micro-batch."""
-
     def __init__(
         self,
         plan: StepPlan,
@@ -27,17 +25,7 @@ class GlobalBatch:
         on_replan: Callable[[], None],
         reading: ReadSettings,
     ) -> None:
-        """Create one step's batch.
-
-        Args:
-            plan: Assigns the samples to ranks.
-            ranks: This rank, or all replicas of this process (strategy ``dp``).
-            global_step: Steps committed before this one.
-            device: Target of the micro-batches.
-            read: Returns the collated samples at global positions ``[low, high)``.
-            on_replan: Called after the plan has changed.
-            reading: The loader workers of this rank.
-        """
+        """`ranks`: this rank, or all replicas of this process. `read`: the collated samples ``[low, high)``."""
         self.plan = plan
         self.global_step = global_step
         self.reading = reading
@@ -49,17 +37,14 @@ class GlobalBatch:
 
     @property
     def epoch(self) -> int:
-        """The epoch, counted from 0."""
         return self.plan.epoch
 
     @property
     def epoch_step(self) -> int:
-        """The step within its epoch, counted from 0."""
         return self.plan.step
 
     @property
     def num_samples(self) -> int:
-        """Samples of the global batch."""
         return self.plan.num_samples
 
     def micro(self, micro_index: int, rank: int | None = None, device: torch.device | None = None) -> MicroBatch:
@@ -76,16 +61,11 @@ class GlobalBatch:
         return MicroBatch(move(self._held[low, high], device or self._device), num_samples, idle=num_samples == 0)
 
     def read_all(self) -> None:
-        """Read all parts of this process now, so that threads only move them."""
         for low, high in self.unread_spans():
             self._held[low, high] = self._read(low, high)
 
     def replan(self, plan: StepPlan) -> None:
-        """Split the same samples in another way; unchanged parts are kept, the rest is read again.
-
-        Raises:
-            StepError: The plan covers other samples.
-        """
+        """Split the same samples in another way (else StepError); keep unchanged parts, read the rest again."""
         if (plan.start, plan.num_samples) != (self.plan.start, self.plan.num_samples):
             raise StepError(
                 f"a step over samples {self.plan.start} to {self.plan.start + self.plan.num_samples} can't be replanned "
@@ -105,11 +85,9 @@ class GlobalBatch:
         return move(self._read(low, high), self._device)
 
     def spans(self) -> list[tuple[int, int]]:
-        """Return the global positions ``[low, high)`` that this process reads, micro-batch by micro-batch."""
         return spans_of(self.plan, self._ranks)
 
     def unread_spans(self) -> list[tuple[int, int]]:
-        """Return the spans not read yet."""
         return [span for span in self.spans() if span not in self._held]
 
 

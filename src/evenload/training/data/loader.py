@@ -25,8 +25,6 @@ from evenload.training.data.tuning import PINNING_PAYS, ReadSettings, StepCost, 
 
 
 class StepPlanner(Protocol):
-    """The loader's view of the step planner."""
-
     world_size: int
     rank: int
 
@@ -53,22 +51,11 @@ class GlobalLoader:
     ``batch_size`` is the global batch. Map-style datasets are read by key: the order of samples is a function of
     (seed, epoch), or of the user's sampler drawn once and shared. For iterable datasets see stream.py.
 
-    A loop that was left by `break` and starts again begins the next epoch, as with a plain DataLoader; until then the cursor
-    stays in the epoch that was left. A loop left before any step was committed (`next(iter(loader))`) has not begun the epoch.
+    A loop that was left by `break` and starts again begins the next epoch, as with a plain DataLoader; until then the
+    cursor stays in the epoch that was left. A loop left before any step was committed has not begun the epoch.
 
-    Args:
-        user_loader: The user's loader.
-        planner: Assigns samples to ranks.
-        seed: Seed of the order and of keyed randomness.
-        device: Target of the batches.
-        keyed_rng: Key randomness inside the dataset by (seed, epoch, global position).
-        clock: Counts the wait for samples as ``data``.
-        most_workers: Choose the number of workers by measurement, up to this many; None leaves the user's.
-        ranks: Ranks whose parts this process reads (all its replicas); the planner's rank by default.
-
-    Raises:
-        ConfigError: Not a DataLoader, or a setting of it without effect.
-        DataError: The loader can't be split over ranks.
+    With `most_workers` the number of workers is chosen by measurement, up to this many. `ranks` are those whose parts this
+    process reads (all its replicas); the planner's rank by default.
     """
 
     def __init__(
@@ -116,12 +103,11 @@ class GlobalLoader:
         self._committed: weakref.ref[GlobalBatch] | None = None
 
     def __len__(self) -> int:
-        """Return the steps of an epoch, on any devices; TypeError where the user's loader has no length."""
+        """TypeError where the user's loader has no length."""
         return len(self.user_loader) if self._resized is None else self.num_steps(self._resized) or 0
 
     @property
     def epoch(self) -> int:
-        """The epoch of the present iteration, or of the next one."""
         return self._cursor.epoch
 
     @property
@@ -131,12 +117,10 @@ class GlobalLoader:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of an epoch; None where the sampler has no length."""
         sampler = self.user_loader.sampler
         return len(sampler) if isinstance(sampler, Sized) else None
 
     def num_steps(self, batch_size: int) -> int | None:
-        """Steps of an epoch in batches of `batch_size`; None where the sampler has no length."""
         if self.num_samples is None:
             return None
         return len(order.regular_bounds(self.num_samples, self.user_loader, batch_size)) - 1
@@ -147,11 +131,9 @@ class GlobalLoader:
 
     @property
     def dataset(self) -> Any:
-        """The user's dataset."""
         return self.user_loader.dataset
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """Iterate from the cursor to the end of its epoch, or over the next epoch if an iteration was left."""
         self._leave()
         if self._begun:
             self._next_epoch()
@@ -164,18 +146,13 @@ class GlobalLoader:
         return steps
 
     def cursor(self) -> Cursor:
-        """Return the position after the last committed step."""
         before = self._generators_before
         if before is None:
             before = randomness.save_generators(self._generators)
         return Cursor(**{**vars(self._cursor), "generators": before})
 
     def commit(self, batch: GlobalBatch) -> None:
-        """Count a step; called once for each, before the next batch is requested.
-
-        Raises:
-            StepError: The batch was committed before, or its epoch is over.
-        """
+        """Count a step, once for each and before the next batch is requested; else StepError."""
         if batch.epoch != self._cursor.epoch:
             raise StepError(
                 f"step {batch.epoch_step} of epoch {batch.epoch} was committed when the loader was in epoch "
@@ -194,11 +171,7 @@ class GlobalLoader:
         )
 
     def load(self, cursor: Cursor) -> None:
-        """Continue at a cursor, in mid-epoch if need be.
-
-        Raises:
-            DataError: The cursor does not fit this loader.
-        """
+        """Continue at a cursor, in mid-epoch if need be; DataError if it does not fit this loader."""
         if cursor.position > 0 and cursor.seed != self._seed:
             raise DataError(
                 f"the checkpoint is in the middle of an epoch whose order was drawn with seed {cursor.seed}, now the seed is "
@@ -218,7 +191,6 @@ class GlobalLoader:
 
     @property
     def reading(self) -> ReadSettings:
-        """The loader workers of this rank now."""
         return self._reader.reading
 
     def observe(self, cost: StepCost) -> None:
@@ -227,7 +199,6 @@ class GlobalLoader:
             self._tuner.observe(cost)
 
     def close(self) -> None:
-        """Shut down all workers, persistent ones too."""
         self._leave()
         self._reader.close()
 

@@ -45,12 +45,10 @@ class SampleOrder:
 
     @property
     def num_steps(self) -> int:
-        """Global batches of the epoch."""
         return len(self.bounds) - 1
 
     @property
     def num_samples(self) -> int:
-        """Samples of the epoch, without those that drop_last drops."""
         return self.bounds[-1]
 
     def keys(self, low: int, high: int) -> list[Any]:
@@ -59,11 +57,7 @@ class SampleOrder:
         return part.tolist() if isinstance(part, torch.Tensor) else list(part)
 
     def step_at(self, position: int) -> int:
-        """Return the step that begins at a position.
-
-        Raises:
-            DataError: No step begins there, so the batches have changed.
-        """
+        """Return the step that begins at a position; DataError if none does, because the batches have changed."""
         step = bisect.bisect_left(self.bounds, position)
         if step == len(self.bounds) or self.bounds[step] != position:
             raise DataError(

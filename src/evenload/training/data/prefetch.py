@@ -46,22 +46,12 @@ _EMPTY = ReadTask(epoch=0, low=0, keys=())
 
 
 class _FailedRead:
-    """The error of a prefetched task, raised when the task is requested."""
-
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class Prefetcher:
-    """Return collated samples for tasks, prefetched where there are workers.
-
-    Args:
-        loader: The user's map-style loader.
-        seed: Seed of keyed randomness.
-        rank: Part of the workers' base seed, which differs by rank.
-        keyed: Key randomness inside the dataset by global position.
-        reading: Number of workers and depth of the queue.
-    """
+    """Return collated samples for tasks, prefetched where there are workers. `rank` counts in the workers' base seed."""
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, rank: int, keyed: bool, reading: ReadSettings) -> None:
         self._loader = loader
@@ -81,11 +71,7 @@ class Prefetcher:
         self._set(reading)
 
     def change(self, reading: ReadSettings) -> bool:
-        """Switch to other workers; prefetched samples are read again, and keyed randomness makes them the same.
-
-        Returns:
-            True if tasks must be prefetched again.
-        """
+        """Switch to other workers and return True if tasks must be prefetched again; keyed samples are the same."""
         if reading == dataclasses.replace(self.reading, origin=reading.origin):
             self.reading = reading
             return False
@@ -96,12 +82,7 @@ class Prefetcher:
         return True
 
     def read_ahead(self, epoch: int, wanted: Callable[[], Iterator[ReadTask]]) -> None:
-        """Set the tasks that will be requested, in order, and cancel sent tasks that are not among them.
-
-        Args:
-            epoch: Part of the base seed of workers started now.
-            wanted: Yields the tasks from now to the end of the epoch, positions rising; called again each time.
-        """
+        """Prefetch the tasks that each call of `wanted` yields, in order; cancel sent tasks that are not among them."""
         self._open = True
         if not self._depth:
             return
@@ -125,11 +106,7 @@ class Prefetcher:
             self._disable_workers(error)
 
     def get(self, task: ReadTask) -> Any:
-        """Return the collated samples of a task, reading them now where they were not prefetched.
-
-        Raises:
-            Exception: Any error of the dataset, the collate_fn or a worker.
-        """
+        """Return the collated samples of a task, reading them now where they were not prefetched; raise the dataset's errors."""
         if not self._depth or self.workers_failed:
             return self._read_locally(task)
         try:
@@ -152,7 +129,6 @@ class Prefetcher:
             self.close()
 
     def close(self) -> None:
-        """Shut down the workers."""
         iterator, self._iterator = self._iterator, None
         self._source, self._peeked = iter(()), None
         for held in (self._urgent, self._queue, self._live, self._ready):
@@ -261,7 +237,6 @@ class Prefetcher:
             self._pop_result()
 
     def _pop_result(self) -> None:
-        """Receive one result, which sends one task; drop the result if its task was cancelled."""
         num_sent = self._num_sent
         try:
             data = next(self._iterator)

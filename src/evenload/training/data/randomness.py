@@ -42,13 +42,11 @@ def reseed(seed: int) -> None:
 
 
 def get_global_state() -> tuple[Any, ...]:
-    """Return the states of the global generators."""
     numpy = sys.modules.get("numpy")
     return torch.default_generator.get_state(), random.getstate(), numpy.random.get_state() if numpy else None
 
 
 def set_global_state(state: tuple[Any, ...]) -> None:
-    """Restore the states that `get_global_state` returned."""
     torch.default_generator.set_state(state[0])
     random.setstate(state[1])
     if state[2] is not None:
@@ -57,7 +55,6 @@ def set_global_state(state: tuple[Any, ...]) -> None:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Restore the global generators after the body."""
     state = get_global_state()
     try:
         yield
@@ -103,7 +100,6 @@ def save_generators(generators: Iterable[Any]) -> tuple[str, ...]:
 
 
 def load_generators(generators: Iterable[Any], states: Iterable[str]) -> None:
-    """Restore the states that `save_generators` returned."""
     for generator, state in zip(generators, states, strict=True):
         _set(generator, pickle.loads(base64.b64decode(state)))
 

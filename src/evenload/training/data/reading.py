@@ -28,13 +28,12 @@ class ReadTask:
     low: int
     """Global position of the first sample; the others follow."""
     keys: tuple[Any, ...]
-    """The dataset's keys; empty where nothing is to be read."""
+    """Empty where nothing is to be read."""
     serial: int = -1
     """Position in the order of sending; -1 outside a queue."""
 
     @property
     def span(self) -> tuple[int, int]:
-        """Global positions ``[low, high)``."""
         return self.low, self.low + len(self.keys)
 
 
@@ -52,8 +51,7 @@ class TaskDataset(Dataset[Any]):
     position of the first sample before collation. A dataset with ``__getitems__`` reads a whole task in one call, so it is
     seeded once, by the task's first position: its random draws depend on the split of the batch.
 
-    Args:
-        cancelled: Shared flags by ``serial % len``; a task whose flag is set is left before its next sample.
+    `cancelled` has shared flags by ``serial % len``; a task whose flag is set is left before its next sample.
     """
 
     def __init__(
@@ -153,7 +151,6 @@ class WorkerInit:
         self._lowers_priority = not torch.cuda.is_available()
 
     def __call__(self, worker_id: int) -> None:
-        """Run in the worker, before it reads."""
         if self._lowers_priority:
             # Ranks that compute on the same cores go first: prefetching fills the gaps, and their times stay comparable.
             os.nice(_WORKER_NICENESS)
@@ -168,19 +165,11 @@ class WorkerInit:
 
 
 def read_settings(loader: DataLoader[Any], *, pinned: bool) -> ReadSettings:
-    """Return the user's settings."""
     return ReadSettings(loader.num_workers, (loader.prefetch_factor or 0) if loader.num_workers else 0, pinned)
 
 
 def inner_loader(loader: DataLoader[Any], dataset: Any, reading: ReadSettings, **batching: Any) -> DataLoader[Any]:
-    """Return a torch DataLoader over `dataset` with the settings of the user's loader.
-
-    Args:
-        loader: The user's loader.
-        dataset: Read by the workers.
-        reading: Number of workers, depth of the queue, and pinning.
-        batching: batch_sampler, batch_size, drop_last and collate_fn of the inner loader.
-    """
+    """Return a torch DataLoader over `dataset` with the settings of the user's loader, `reading` and `batching`."""
     workers: dict[str, Any] = {}
     if reading.num_workers > 0:
         workers = {

@@ -36,10 +36,7 @@ from evenload.training.data.reading import (
 
 
 class StreamBatch:
-    """The samples of one global batch."""
-
     def __init__(self, samples: Sequence[Any], position: int) -> None:
-        """Create a batch; `position` is the global position of the first sample."""
         self._samples = samples
         self._position = position
 
@@ -47,23 +44,14 @@ class StreamBatch:
         return len(self._samples)
 
     def samples(self, low: int, high: int) -> list[Any]:
-        """Return the samples at the global positions ``[low, high)``."""
         return [self._samples[index] for index in range(low - self._position, high - self._position)]
 
     def joined(self, other: StreamBatch) -> StreamBatch:
-        """Return this batch and the following one as one batch."""
         return StreamBatch([*self._samples, *other._samples], self._position)
 
 
 class StreamReader:
-    """Read the stream batch by batch, in the order of the user's loader.
-
-    Args:
-        loader: The user's loader. It is not referenced, so a reader can be cached for as long as the loader lives.
-        seed: Seed of the stream's randomness.
-        keyed: Draw from generators seeded by (seed, epoch).
-        pin: Pin collated batches.
-    """
+    """Read the stream in batches, in the order of the user's loader, which is not referenced."""
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, keyed: bool, pin: bool) -> None:
         self._dataset = loader.dataset
@@ -90,11 +78,7 @@ class StreamReader:
             )
 
     def begin(self, epoch: int, skip_batches: int = 0, skip_samples: int = 0) -> None:
-        """Start the stream of an epoch, and read past the samples used before.
-
-        Raises:
-            DataError: The skipped batches don't hold as many samples as were used.
-        """
+        """Start an epoch and read past the samples used before; DataError if the batches don't hold as many."""
         self._epoch = epoch
         if self._inner is not None:
             # The same base seed on every rank, for the same streams.
@@ -129,13 +113,11 @@ class StreamReader:
         return pin_batch(data) if self._pin else data
 
     def pause(self) -> None:
-        """End or leave the epoch. Workers end unless they are persistent."""
         self._generators = None
         if self._inner is None or not self._persistent:
             self.close()
 
     def close(self) -> None:
-        """Shut down the workers."""
         batches, self._batches = self._batches, None
         if self._inner is not None:
             shut_down_workers(batches)
@@ -189,13 +171,11 @@ class PackedSamples(Sequence[Any]):
     """
 
     def __init__(self, buffer: torch.Tensor, ends: list[int]) -> None:
-        """Create from a buffer of bytes, where sample i ends at ``ends[i]``."""
         self._buffer = buffer
         self._ends = ends
 
     @classmethod
     def pack(cls, samples: list[Any]) -> PackedSamples:
-        """Pack samples, in the worker."""
         stream = io.BytesIO()
         ends = []
         for sample in samples:

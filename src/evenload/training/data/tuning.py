@@ -42,8 +42,6 @@ _ANY_NUMBER = 1 << 30
 
 
 class SettingsOrigin(IntEnum):
-    """The source of a rank's settings."""
-
     USER = 0
     """Set by the user, in the DataLoader."""
     TRIAL = 1
@@ -54,8 +52,6 @@ class SettingsOrigin(IntEnum):
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """The loader workers of one rank."""
-
     num_workers: int = 0
     prefetch: int = 0
     """Tasks (parts of a micro-batch) prefetched by each worker; 0 without workers."""
@@ -65,11 +61,9 @@ class ReadSettings:
 
     @property
     def depth(self) -> int:
-        """Outstanding tasks."""
         return self.num_workers * self.prefetch
 
     def code(self) -> float:
-        """Encode as one number, for the exchange of a step."""
         return float(((self.num_workers * 64 + min(self.prefetch, 63)) * 2 + self.pinned) * 4 + self.origin)
 
     def __str__(self) -> str:
@@ -83,7 +77,6 @@ class ReadSettings:
 
 @functools.lru_cache(maxsize=256)
 def decode_settings(code: float) -> ReadSettings:
-    """Decode the number of `ReadSettings.code`."""
     rest, origin = divmod(int(code), 4)
     rest, pinned = divmod(rest, 2)
     num_workers, prefetch = divmod(rest, 64)
@@ -92,22 +85,16 @@ def decode_settings(code: float) -> ReadSettings:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of a step, equal on all ranks."""
-
     seconds: float
-    """Seconds of the whole step."""
     num_samples: int
-    """Samples of the global batch."""
     data_s: tuple[float, ...]
     """Each rank's wait for samples; without workers its reading."""
     busy_s: tuple[float, ...]
     """Each rank's forward, backward and optimizer."""
     readings: tuple[ReadSettings, ...]
-    """Each rank's settings."""
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes that the step was measured with."""
         return tuple((reading.num_workers, reading.prefetch) for reading in self.readings)
 
 
@@ -127,7 +114,6 @@ class _TrialResult:
     """True for a rank where most steps wait little, and a few much."""
 
     def is_late(self, rank: int) -> bool:
-        """Return True if the rank waits long enough to try more workers."""
         return self.waiting[rank] >= NEGLIGIBLE
 
 
@@ -143,14 +129,6 @@ class _Change(Enum):
 
 
 class WorkerTuner:
-    """Choose the workers of one rank's loader, in step with all other ranks.
-
-    Args:
-        first: Settings to begin with.
-        most_workers: Upper limit on this rank.
-        rank: Index of this loader's rank in `StepCost`.
-    """
-
     def __init__(self, first: ReadSettings, most_workers: int, rank: int = 0) -> None:
         self.reading = replace(first, origin=SettingsOrigin.TRIAL)
         self._rank = rank
@@ -198,7 +176,6 @@ class WorkerTuner:
         )
 
     def pin(self) -> None:
-        """Pin memory from now on."""
         self.reading = replace(self.reading, pinned=True)
 
     def disable_workers(self) -> None:
@@ -236,7 +213,6 @@ class WorkerTuner:
 
 
 def _apply_change(size: tuple[int, int], change: _Change, trial: _TrialResult, rank: int, most: int) -> tuple[int, int]:
-    """Apply a change to one rank's size."""
     num_workers, prefetch = size
     is_late = trial.is_late(rank)
     match change:
@@ -254,7 +230,6 @@ def _apply_change(size: tuple[int, int], change: _Change, trial: _TrialResult, r
 
 
 def _power_of_two(ratio: float, most: int) -> int:
-    """Return the smallest power of two from `ratio` on, between 1 and `most`."""
     wanted = 1 << math.ceil(math.log2(max(1.0, min(ratio, 1024.0))))
     return max(1, min(wanted, most))
 

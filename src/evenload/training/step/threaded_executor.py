@@ -78,22 +78,18 @@ class ReplicaStatistics(batchnorm.Statistics):
         return len(self._threads) if thread is None else len(self._exchanges[thread.micro_index].members)
 
     def begin_attempt(self, micro: Sequence[Sequence[int]]) -> None:
-        """Begin an attempt in which replica r has ``micro[m][r]`` samples of micro-batch m."""
         hint = '; batch_norm="local" leaves them alone'
         self._exchanges = [ReplicaExchange([r for r, share in enumerate(row) if share], hint) for row in micro]
 
     def cancel(self) -> None:
-        """Wake all replicas that wait for another one."""
         for exchange in self._exchanges:
             exchange.cancel()
 
     def begin(self, micro_index: int, *, idle: bool) -> None:
-        """Begin a micro-batch of the calling replica."""
         thread = this_replica()
         thread.micro_index, thread.idle = micro_index, idle
 
     def end(self, micro_index: int) -> None:
-        """End the calling replica's part of a micro-batch."""
         self._exchanges[micro_index].leave(this_replica().index)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
@@ -101,7 +97,6 @@ class ReplicaStatistics(batchnorm.Statistics):
         return torch.stack([value.to(own.device) for value in self._exchange(own)])
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sum over replicas, in their order."""
         first, *others = self._exchange(own)
         total: torch.Tensor = first.to(own.device, copy=True)
         for value in others:
@@ -116,8 +111,6 @@ class ReplicaStatistics(batchnorm.Statistics):
 
 @dataclass
 class _ReplicaResult:
-    """One replica's part of an attempt."""
-
     sums: LossSums = field(default_factory=LossSums)
     status: int = OK
     touched_key: float = 0.0
@@ -140,17 +133,6 @@ class ThreadedExecutor:
         seed: int,
         throttles: Sequence[ComputeThrottle],
     ) -> None:
-        """Create the executor.
-
-        Args:
-            threads: One per replica.
-            strategy: The strategy of the replicas.
-            statistics: BatchNorm statistics over the replicas.
-            precision: The run's precision; the replicas follow its scale.
-            clock: Clock of the calling thread.
-            seed: Seed of all keyed randomness.
-            throttles: Throttles, one per replica.
-        """
         self._threads = threads
         self._strategy = strategy
         self._statistics = statistics
@@ -183,7 +165,6 @@ class ThreadedExecutor:
 
     @property
     def num_ranks(self) -> int:
-        """This process alone."""
         return 1
 
     def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
@@ -225,7 +206,6 @@ class ThreadedExecutor:
         return parts
 
     def _work(self, index: int, attempt: BackwardAttempt, part: _ReplicaResult) -> None:
-        """Compute one replica's part, in its thread."""
         thread = self._threads.all[index]
         part.began_s = time.perf_counter()
         clock = thread.clock = StepClock(thread.device)
@@ -333,7 +313,6 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _gpu_generators_kept(threads: Sequence[ReplicaThread]) -> Iterator[None]:
-    """Restore the generators of the GPUs of other replicas than the first after the body."""
     generators = [
         torch.cuda.default_generators[thread.device.index or 0] for thread in threads if thread.device.type == "cuda"
     ]
@@ -346,7 +325,6 @@ def _gpu_generators_kept(threads: Sequence[ReplicaThread]) -> Iterator[None]:
 
 
 def _runnable_s() -> float:
-    """Return the seconds that this thread was runnable so far: running, or waiting for a processor (on Linux)."""
     try:
         running_ns, waiting_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -361,11 +339,7 @@ def _listed(names: Sequence[str]) -> str:
 def open_threaded_executor(
     places: Sequence[ReplicaDevice], spec: WorkerSpec, precision: Precision, clock: StepClock, seed: int
 ) -> tuple[ThreadedStrategy, ReplicaStatistics, ThreadedExecutor]:
-    """Open the replicas of this process, one per place: their strategy, statistics and executor.
-
-    Raises:
-        ConfigError: Torch doesn't see one of the GPUs.
-    """
+    """Open the replicas of this process, one per place; ConfigError if torch doesn't see one of the GPUs."""
     for place in places:
         device = torch.device(place.device)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -23,12 +23,7 @@ class BucketSegments:
     """
 
     def __init__(self, models: Sequence[nn.Module] = (), groups: Groups | None = None) -> None:
-        """Gather the devices of all ranks' parameters; a collective call.
-
-        Raises:
-            ConfigError: NCCL can't sum them on these devices.
-            PeerLostError: Another rank was lost.
-        """
+        """Gather all ranks' devices; a collective call. ConfigError if NCCL can't sum on them."""
         self._numbers: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         self._unused = itertools.count()
         params = list({id(p): p for model in models for p in model.parameters()}.values())

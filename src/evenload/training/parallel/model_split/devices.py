@@ -26,24 +26,17 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class DeviceCapacity:
-    """The memory that a model may use on one device."""
-
     device: torch.device
     limit_bytes: int
     is_set: bool
     """True for a limit that the user set; else it is a part of the free memory."""
 
     def describe(self) -> str:
-        """Return the device and its limit, for an error."""
         return f"{self.device} {format_bytes(self.limit_bytes)} ({'as set' if self.is_set else '90 % of what is free'})"
 
 
 def choose(devices: Any, spec: WorkerSpec) -> list[tuple[torch.device, int | None]]:
-    """Return the devices, each with the limit that the user set, or None.
-
-    Args:
-        devices: The argument of `place`; None selects this rank's own devices.
-        spec: This rank.
+    """Return the devices, each with the limit that the user set, or None; this rank's own devices for None.
 
     Raises:
         ConfigError: Fewer than two or unknown devices, or other devices than the command line assigned to this rank.
@@ -66,10 +59,7 @@ def measure_capacities(
 ) -> list[DeviceCapacity]:
     """Return the memory that the model may use on each device: the user's limit, or nine tenths of the free memory.
 
-    Args:
-        chosen: Devices with limits.
-        held_bytes: Memory of the model now, which counts as free.
-        num_ranks_here: Ranks of this machine, which share its memory.
+    `held_bytes`, the model's memory now, counts as free; the `num_ranks_here` ranks of this machine share its memory.
     """
     counts = Counter(device for device, limit in chosen if limit is None)
     capacities = []
@@ -83,11 +73,7 @@ def measure_capacities(
 
 
 def parse_bytes(text: Any, where: str) -> int:
-    """Return the bytes of ``6GiB``, ``500MB`` or an integer.
-
-    Raises:
-        ConfigError: Any other value.
-    """
+    """Return the bytes of ``6GiB``, ``500MB`` or an integer; ConfigError for any other value."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     match = _SIZE.match(text) if isinstance(text, str) else None
@@ -99,11 +85,7 @@ def parse_bytes(text: Any, where: str) -> int:
 
 
 def parse_device(entry: Any, where: str, expected: str) -> torch.device:
-    """Return a GPU with its index, or the CPU.
-
-    Raises:
-        ConfigError: Any other device, or a GPU that torch doesn't see; `where` and `expected` are part of the message.
-    """
+    """Return a GPU with its index, or the CPU; ConfigError for any other device, or a GPU that torch doesn't see."""
     try:
         if not isinstance(entry, str | torch.device):
             raise TypeError
@@ -122,7 +104,6 @@ def parse_device(entry: Any, where: str, expected: str) -> torch.device:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a text such as ``1.2 GiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -161,7 +142,6 @@ def _entry(entry: Any, devices: Any) -> tuple[torch.device, int | None]:
 
 
 def _check_against(chosen: Sequence[tuple[torch.device, int | None]], devices: Any, spec: WorkerSpec) -> None:
-    """Refuse devices that differ from those that the command line assigned to this rank."""
     names = tuple(str(device) for device, _ in chosen)
     if len(spec.devices) > 1:
         if names != spec.devices:

@@ -40,8 +40,6 @@ _LONG_S = 0.2
 
 @dataclass
 class UnitCost:
-    """The cost of one unit, summed over its calls in a forward."""
-
     first_call: int | None = None
     """Index in the order of first calls; None where it was never called."""
     input_bytes: int = 0
@@ -49,13 +47,10 @@ class UnitCost:
     seconds: list[float] = field(default_factory=list)
     """Seconds on each device; infinite where it can't run."""
     problem: str = ""
-    """Error of a device where it can't run."""
 
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """The costs of a model's units, and the size of its output."""
-
     units: tuple[UnitCost, ...]
     output_bytes: int
     measured: bool
@@ -70,15 +65,7 @@ def measure(
 ) -> ModelCosts:
     """Run the model on an example and time its units; see Note [Measuring a model that fits nowhere].
 
-    Args:
-        model: The model, on any device.
-        units: The units to time.
-        example: A micro-batch: a tuple of positional arguments, a dict of keyword arguments, or a single argument.
-        devices: The devices to time them on.
-        cache: Reused between calls with the same devices and example.
-
-    Raises:
-        ConfigError: The model can't be run on the example.
+    `cache` is reused between calls with the same devices and example. ConfigError if the model can't run on the example.
     """
     home = next(model.parameters()).device
     args, kwargs = read_example(example)
@@ -101,7 +88,7 @@ def measure(
 
 
 def estimate(units: Sequence[LayerUnit], devices: Sequence[torch.device]) -> ModelCosts:
-    """Estimate seconds in proportion to parameters; see Note [Without an example]."""
+    """See Note [Without an example]."""
     rates = _seconds_per_number(devices)
     costs = []
     for unit in units:
@@ -111,7 +98,6 @@ def estimate(units: Sequence[LayerUnit], devices: Sequence[torch.device]) -> Mod
 
 
 def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a call."""
     if type(example) is tuple:
         return example, {}
     if isinstance(example, dict) and all(isinstance(key, str) for key in example):
@@ -150,7 +136,6 @@ class _UnitTimer:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Time every call of a unit in the body on all devices first."""
         handles = [
             unit.module.register_forward_pre_hook(self._hook(index), with_kwargs=True)
             for index, unit in enumerate(self._units)
@@ -284,7 +269,6 @@ def _copy_s(num_bytes: int, a: torch.device, b: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], Any], devices: Sequence[torch.device]) -> float:
-    """Return the shortest of three runs after one to warm up."""
     best_s = math.inf
     with torch.no_grad():
         for turn in range(4):

@@ -25,8 +25,6 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LayerUnit:
-    """A module that stays whole."""
-
     name: str
     module: nn.Module
 
@@ -40,7 +38,7 @@ class LayerGroup:
 
 
 def find_units(model: nn.Module) -> list[LayerUnit]:
-    """Return the modules that stay whole, in order of registration; see Note [What is a layer]."""
+    """See Note [What is a layer]."""
     if not any(True for _ in model.children()):
         return [LayerUnit("", model)]
     return list(_open("", model, set()))
@@ -63,13 +61,7 @@ def open_more(units: Sequence[LayerUnit]) -> list[LayerUnit] | None:
 
 
 def in_order(units: Sequence[LayerUnit], calls: Sequence[int | None]) -> list[int]:
-    """Return the indices of the units in the order they run.
-
-    Args:
-        units: Units in order of registration.
-        calls: Index of each unit's first call. None for a unit that was never called (its weights are used directly, or not
-            at all), which follows the unit registered before it.
-    """
+    """Return the units' indices by their first calls; an uncalled unit follows the one registered before."""
     keys: list[tuple[int, int]] = []
     last = -1
     for index in range(len(units)):
@@ -108,7 +100,6 @@ def owners_of(units: Sequence[LayerUnit], order: Sequence[int]) -> dict[int, int
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters and buffers of a module."""
     yield from module.parameters()
     yield from module.buffers()
 
@@ -120,7 +111,6 @@ def loose_tensors(model: nn.Module, units: Sequence[LayerUnit]) -> list[torch.Te
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's parameters and buffers."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(module))
 
 

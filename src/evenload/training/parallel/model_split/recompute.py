@@ -39,11 +39,7 @@ class RecomputeGuard:
             self._watched.append((module, device, state))
 
     def end(self, module: nn.Module) -> None:
-        """End a layer.
-
-        Raises:
-            StepError: The layer drew random numbers that could not be drawn again.
-        """
+        """End a layer; StepError if it drew random numbers that could not be drawn again."""
         if not self._watched or self._watched[-1][0] is not module:
             return
         _, device, before = self._watched.pop()

@@ -42,15 +42,12 @@ Devices = Sequence[str | torch.device | tuple[str | torch.device, str | int]] | 
 
 @dataclass(frozen=True)
 class _ModelChain:
-    """A model as a chain of layers."""
-
     units: list[LayerUnit]
     order: list[int]
     """Indices of the units in the order they run."""
     groups: list[LayerGroup]
     costs: ModelCosts
     layers: list[LayerCost]
-    """Costs of the groups."""
 
 
 def place(
@@ -106,7 +103,6 @@ def place(
 
 
 def lines_of(split: ModelSplit) -> list[str]:
-    """Return one line for each device."""
     lines = []
     total_s = math.fsum(piece.expected_s or 0.0 for piece in split.pieces)
     for piece in split.pieces:
@@ -172,11 +168,7 @@ def _check_parameters(model: nn.Module) -> None:
 def _decide(
     model: nn.Module, capacities: Sequence[DeviceCapacity], example: Any, optimizer_states: int, returns: str
 ) -> tuple[_ModelChain, Cut]:
-    """Return the best cut, with units as coarse as possible.
-
-    Raises:
-        ConfigError: No cut fits.
-    """
+    """Return the best cut, with units as coarse as possible; ConfigError if none fits."""
     devices = [capacity.device for capacity in capacities]
     limits = [capacity.limit_bytes for capacity in capacities]
     links = layer_costs.measure_links(devices) if example is not None else layer_costs.no_links(len(devices))
@@ -210,7 +202,6 @@ def _layers(
     costs: ModelCosts,
     optimizer_states: int,
 ) -> list[LayerCost]:
-    """Return the costs of the layers; tensors of no unit count to the first."""
     owners = layer_units.owners_of(units, order)
     held = [0] * len(units)
     for tensor in tensors_of(model):
@@ -232,7 +223,6 @@ def _layers(
 
 
 def _held_bytes(tensor: torch.Tensor, optimizer_states: int) -> int:
-    """Return the bytes of a tensor with its gradient and optimizer state."""
     own = tensor.numel() * tensor.element_size()
     return own * (2 + optimizer_states) if tensor.requires_grad else own
 

@@ -33,8 +33,6 @@ from evenload.training.parallel.model_split.recompute import RecomputeGuard
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """The layers of a split model on one device."""
-
     device: str
     first: str
     """Name of the first layer; empty without layers."""
@@ -65,7 +63,6 @@ class ModelSplit:
         return tuple(piece.device for piece in self.pieces)
 
     def sentence(self) -> str:
-        """Return a sentence for the records."""
         parts = [f"{piece.num_layers} on {piece.device}" for piece in self.pieces]
         return (
             f"{self.model} is split over {len(self.pieces)} devices: of its {self.num_layers} layers {', '.join(parts)}"
@@ -84,7 +81,6 @@ class LayerPreHook:
     """Index of its device in the split."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return args and kwargs on the layer's device."""
         forward = _current()
         if forward is not None and self.on_one_device:
             forward.pause(module)
@@ -103,7 +99,6 @@ class LayerPostHook:
     """Forward hook of a layer, called after an error too: check operations between layers again."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the layer; the output stays where it is."""
         forward = _current()
         if forward is not None:
             forward.resume(module)
@@ -119,7 +114,6 @@ class ModelPreHook:
     """Types of the devices."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin to check operations between layers."""
         forwards = _forwards()
         forwards.append(_ForwardState(module, args, kwargs, self.kinds))
         forwards[-1].enter()
@@ -130,10 +124,8 @@ class ModelPostHook:
     """Forward hook of the whole model, called after an error too."""
 
     returns: str
-    """``first`` moves the output to the input's device; ``last`` leaves it."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output on its target device."""
         forwards = _forwards()
         if not forwards or forwards[-1].module is not module:
             return None
@@ -145,7 +137,6 @@ class ModelPostHook:
 
 
 def split_of(model: nn.Module) -> ModelSplit | None:
-    """Return the split of a model by `place`; None for other models."""
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, ModelPreHook):
             return hook.split
@@ -206,8 +197,6 @@ _UNCHECKED = frozenset(
 
 
 class _ForwardState:
-    """One forward of a split model in this thread."""
-
     def __init__(self, module: nn.Module, args: Any, kwargs: Any, kinds: tuple[str, ...]) -> None:
         self.module = module
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -247,7 +236,6 @@ class _ForwardState:
         self._paused.append(module)
 
     def resume(self, module: nn.Module) -> None:
-        """Enter the mode again after the layer, also after an error."""
         if not self._paused or self._paused[-1] is not module:
             return
         self._paused.pop()
@@ -323,7 +311,6 @@ def _target_device(
 
 
 def _is_in_place(name: str) -> bool:
-    """Return True for ``add_``, ``__iadd__``, ``__setitem__``, which change the first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 

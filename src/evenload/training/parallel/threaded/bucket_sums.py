@@ -15,8 +15,6 @@ import torch
 
 @dataclass
 class _BucketParts:
-    """One bucket of all replicas."""
-
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
     ready: list[torch.cuda.Event] = field(default_factory=list)
     """Recorded when a part on a GPU was complete."""
@@ -48,7 +46,6 @@ class BucketSums:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, members: Sequence[int]) -> None:
-        """Begin an attempt of these replicas."""
         self._members = tuple(members)
         self._counts = dict.fromkeys(self._members, 0)
         self._buckets = []
@@ -96,12 +93,9 @@ class BucketSums:
 
 
 class ReplicaBuckets:
-    """The interface of one replica's reducer to the sums."""
-
     def __init__(self, sums: BucketSums, index: int) -> None:
         self._sums = sums
         self._index = index
 
     def sum_async(self, flat: torch.Tensor) -> _PendingSum:
-        """Add one bucket."""
         return self._sums.add(self._index, flat)

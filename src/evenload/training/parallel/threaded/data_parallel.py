@@ -162,7 +162,6 @@ def _arguments(inputs: Any, module_kwargs: Mapping[str, Any] | None) -> tuple[tu
 
 
 def _home(module: nn.Module) -> torch.device | None:
-    """Return the module's device; None without parameters and buffers."""
     found = dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers()))
     if any(device.type == "meta" for device in found):
         raise ConfigError(f"{_WHAT}: {type(module).__name__} has parameters on the meta device; materialise them first")
@@ -185,8 +184,6 @@ def _check_shares(shares: Any, key: Sequence[str]) -> None:
 
 
 class _ScatteredCall:
-    """One call of a module, split for its devices."""
-
     def __init__(
         self,
         module: nn.Module,
@@ -209,12 +206,10 @@ class _ScatteredCall:
         self._seconds: dict[int, Callable[[], float]] = {}
 
     def alone(self) -> Any:
-        """Run in the calling thread, on the module's device."""
         args, kwargs = self._pieces[0]
         return self._module(*args, **kwargs)
 
     def side_by_side(self, home: torch.device | None, record: DeviceSpeeds | None) -> list[Any]:
-        """Run each part in its thread, on a replica of the module; return the results in order."""
         check_replicable([self._module], _WHAT)
         threads = self._threads
         user_modules = UserModules([self._module])
@@ -244,7 +239,6 @@ class _ScatteredCall:
     def _work(
         self, thread: ReplicaThread, replica: Replica, exchange: ReplicaExchange, generators: ReplicaGenerators
     ) -> Any:
-        """Run one part, in its thread."""
         args, kwargs = self._pieces.pop(thread.index)
         replica_module = replica.modules[id(self._module)]
         with generators.mode_of(thread), timed(thread.device) as seconds:

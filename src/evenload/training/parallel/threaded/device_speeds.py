@@ -57,7 +57,6 @@ class DeviceSpeeds:
         self._pending = dict(parts)
 
     def shares(self, num_samples: int) -> list[int]:
-        """Return the samples of each device in the next call."""
         self._collect()
         self._calls += 1
         self._is_known = self._is_known or all(len(points) >= _FIRST_CALLS for points in self._points)
@@ -75,7 +74,6 @@ class DeviceSpeeds:
         return shares
 
     def _collect(self) -> None:
-        """Read the times of the last call, which has ended by now."""
         pending, self._pending = self._pending, {}
         for index, (num_samples, seconds) in pending.items():
             time_s = seconds()

@@ -53,19 +53,16 @@ class ThreadedStrategy:
         self._touched: list[int] = []
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
-        """Build a replica of the models for each thread, and hook the gradients."""
         self._remove_hooks()
         check_replicable(models, "strategy='dp'")
         self._models = list(models)
         self._build()
 
     def detach(self) -> None:
-        """Remove the hooks and end the threads."""
         self._remove_hooks()
         self.threads.close()
 
     def begin(self, call_index: int, *, expect: bool) -> None:
-        """Begin an attempt; `active_replicas` sets its replicas."""
         self._call_index = call_index
         self._active = ()
         self._expect = expect
@@ -100,7 +97,6 @@ class ThreadedStrategy:
                 self._replicas[0].write_back_attributes()
 
     def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        """Run autograd for one micro-batch of the calling replica."""
         reducer = self._own_reducer()
         reducer.micro(last=last, idle=idle)
         try:
@@ -120,7 +116,6 @@ class ThreadedStrategy:
         return reducer.touched_key(), reducer.late
 
     def resolve(self, same: bool) -> None:
-        """Record the parameters that any replica touched."""
         rows = [self._reducers[index].touched() for index in self._active]
         self._touched = [max(column) for column in zip(*rows, strict=True)]
 
@@ -142,11 +137,9 @@ class ThreadedStrategy:
         return finite
 
     def rollback(self) -> None:
-        """Restore the gradients from before the attempt."""
         self.abort()
 
     def abort(self) -> None:
-        """Restore the gradients from before the attempt, if one has begun."""
         if not self._active:
             return
         self._sums.wait()
@@ -156,29 +149,23 @@ class ThreadedStrategy:
         self._active = ()
 
     def clear(self) -> None:
-        """Remove the gradients of the last call."""
         self._reducers[0].clear(self._touched)
         self._publish_gradients()
 
     def clear_skip(self) -> None:
-        """Begin a new update."""
         if self._reducers:
             self._reducers[0].clear_skip()
 
     def state_dict(self) -> Mapping[int, Expectation]:
-        """Return the gradients that each call expects."""
         return dict(self._expectations)
 
     def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
-        """Restore the state of `state_dict`."""
         self._expectations = dict(state)
 
     def covers(self, param: torch.Tensor) -> bool:
-        """Return True for a parameter of the models."""
         return id(param) in self._names
 
     def leftovers(self) -> list[str]:
-        """Return the names of parameters with a nonzero gradient."""
         return [
             self._names[id(p)]
             for p in self._parameters()
@@ -229,7 +216,6 @@ class ThreadedStrategy:
         self._active = ()
 
     def _refresh(self, active: Sequence[int], buffer_owner: int) -> None:
-        """Update the replicas from the user's models."""
         if self._user_modules is None:
             return
         for index, changed, gone in self._user_modules.changes():
@@ -258,12 +244,10 @@ class ThreadedStrategy:
         return self._user_modules.parameters if self._user_modules is not None else []
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield the user's parameters with those of the first replica."""
         own = self._replicas[0].parameters
         return ((param, own[id(param)]) for param in self._parameters())
 
     def _publish_gradients(self) -> None:
-        """Set the user's gradients to the first replica's."""
         if not self._replicas:
             return
         for param, own in self._pairs():
@@ -285,6 +269,5 @@ def _owner_check(thread: ReplicaThread) -> Callable[[], None]:
 
 
 def _guard(param: torch.Tensor) -> None:
-    """Hook of the user's own parameters, which no replica computes with."""
     param.grad = None
     raise StepError(PLAIN_BACKWARD if current_replica() is None else _NOT_REPLICATED)

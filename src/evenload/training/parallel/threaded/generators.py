@@ -58,7 +58,6 @@ class ReplicaGenerators:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Save and set each replica's own state in the body."""
         real = torch.default_generator
         vars(torch.random)["default_generator"] = _CurrentGenerator(real)
         try:
@@ -67,7 +66,6 @@ class ReplicaGenerators:
             vars(torch.random)["default_generator"] = real
 
     def mode_of(self, thread: ReplicaThread) -> contextlib.AbstractContextManager[Any]:
-        """Return the context that a replica computes in."""
         if self.separate and thread.device.type == "cpu" and thread.generator is not None:
             return GeneratorMode(thread.generator)
         return contextlib.nullcontext()
@@ -92,7 +90,6 @@ class GeneratorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Pass the generator to an operation that draws."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)

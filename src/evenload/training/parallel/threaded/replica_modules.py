@@ -29,12 +29,10 @@ ParameterOf = Callable[[nn.Parameter], torch.Tensor]
 
 
 def all_modules(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return each module of the models once, in order."""
     return list({id(module): module for model in models for module in model.modules()}.values())
 
 
 def all_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return each parameter of the models once, in order."""
     return list({id(param): param for model in models for param in model.parameters()}.values())
 
 
@@ -70,7 +68,6 @@ class UserModules:
             yield index, changed, gone
 
     def mark_seen(self, index: int) -> None:
-        """Take the module's present attributes as known to the replicas."""
         self._seen[index] = dict(self.modules[index].__dict__)
 
     def _structure(self) -> list[tuple[Any, ...]]:
@@ -119,11 +116,9 @@ class Replica:
 
     @property
     def all_modules(self) -> list[nn.Module]:
-        """The replica modules, in the order of the user's."""
         return list(self.modules.values())
 
     def apply_changes(self, index: int, changed: Mapping[str, Any], gone: Sequence[str]) -> None:
-        """Apply the user's changes of a module's attributes."""
         replica_module = self.modules[id(self._user_modules.modules[index])]
         for name, value in changed.items():
             replica_module.__dict__[name] = self._to_replica(value)

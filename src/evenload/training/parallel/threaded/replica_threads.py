@@ -53,7 +53,6 @@ class ReplicaThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread on its cores; raises the error of its setup."""
         self._works = queue.SimpleQueue()
         # A daemon, which concurrent.futures doesn't offer: a replica that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._loop, name=f"evenload-replica-{self.index}", daemon=True)
@@ -109,12 +108,10 @@ _num_threads_lock = threading.Lock()
 
 
 def current_replica() -> ReplicaThread | None:
-    """Return the replica thread that this code runs in; None in every other thread."""
     return _local.thread
 
 
 def this_replica() -> ReplicaThread:
-    """Return the replica thread that this code runs in."""
     if _local.thread is None:
         raise RuntimeError("this thread computes for no replica")
     return _local.thread
@@ -128,7 +125,6 @@ class TurnLock:
 
     @contextlib.contextmanager
     def held(self, clock: StepClock) -> Iterator[None]:
-        """Hold the lock in the body."""
         with clock.segment("wait"):
             self._lock.acquire()
         try:
@@ -138,7 +134,6 @@ class TurnLock:
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """Release the lock while the body waits for other replicas."""
         self._lock.release()
         try:
             yield
@@ -149,9 +144,7 @@ class TurnLock:
 class ReplicaExchange:
     """Exchange values between the replicas of one micro-batch: the n-th call of each belongs to the n-th of the others.
 
-    Args:
-        members: Indices of the replicas that take part.
-        hint: Another remedy, for the error where a replica does not take part.
+    `hint` is another remedy, for the error where a replica does not take part.
     """
 
     def __init__(self, members: Sequence[int], hint: str = "") -> None:
@@ -165,12 +158,7 @@ class ReplicaExchange:
         self._failure: Exception | None = None
 
     def gather(self, index: int, value: Any) -> list[Any]:
-        """Return the values of all members, in their order.
-
-        Raises:
-            StepError: Another replica ended without this exchange.
-            ReplicaCancelledError: This replica's work was cancelled.
-        """
+        """Return the members' values; StepError if one ended without giving its own."""
         with self._changed:
             number = self._round
             self._values[index] = value
@@ -189,13 +177,11 @@ class ReplicaExchange:
             return self._result
 
     def leave(self, index: int) -> None:
-        """Mark a replica's part of the micro-batch as done."""
         with self._changed:
             self._left.add(index)
             self._check_complete()
 
     def cancel(self) -> None:
-        """Wake all waiting replicas with `ReplicaCancelledError`."""
         self._fail(ReplicaCancelledError())
 
     def _check_complete(self) -> None:
@@ -255,7 +241,6 @@ class ReplicaThreads:
 
     @classmethod
     def on(cls, places: Sequence[ReplicaDevice]) -> ReplicaThreads:
-        """Create one thread per place."""
         return cls([ReplicaThread(i, torch.device(p.device), p.cores, p.num_threads) for i, p in enumerate(places)])
 
     def __len__(self) -> int:
@@ -264,14 +249,9 @@ class ReplicaThreads:
     def run(
         self, works: Mapping[int, Callable[[], Value]], on_failure: Callable[[], None] = lambda: None
     ) -> dict[int, Value]:
-        """Run all works side by side, each in the thread of its replica, and wait for all.
+        """Run all works side by side, each in the thread of its replica, and wait for all; raise the first error.
 
-        Args:
-            works: By index of the replica.
-            on_failure: Called once after the first failure, to wake replicas that wait for the failed one.
-
-        Raises:
-            BaseException: The first error of a work; `ReplicaCancelledError` only where there is no other.
+        `on_failure` is called once after the first failure, to wake replicas that wait for the failed one.
         """
         if self._pid != os.getpid():
             self._start()
@@ -299,7 +279,6 @@ class ReplicaThreads:
         return {index: future.result() for index, future in running.items()}
 
     def check(self) -> None:
-        """Raise ReplicaCancelledError after a failure of another replica; called between micro-batches."""
         if self._cancelled:
             raise ReplicaCancelledError
 
@@ -308,7 +287,6 @@ class ReplicaThreads:
         self._cancelled = True
 
     def close(self) -> None:
-        """End the threads."""
         if self._pid == os.getpid():
             for thread in self.all:
                 thread.close()

@@ -23,7 +23,7 @@ def num_samples_of(value: Any) -> int | None:
 
 
 def cut(value: Any, low: int, high: int, num_samples: int, device: torch.device) -> Any:
-    """Return the samples ``[low, high)`` of all tensors that hold `num_samples`, everything else whole; on `device`.
+    """Return the samples ``[low, high)`` of all tensors that hold `num_samples`, and everything else whole, on `device`.
 
     Raises:
         ConfigError: A packed sequence or nested tensor, which can't be split.
@@ -45,13 +45,7 @@ def cut(value: Any, low: int, high: int, num_samples: int, device: torch.device)
 
 
 def join(parts: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str = "the output") -> Any:
-    """Join the replicas' results into that of the whole batch.
-
-    Args:
-        parts: Results of the replicas, equal in structure.
-        sizes: Samples of each.
-        device: Target of the result.
-        path: Name of the result in errors.
+    """Join the replicas' results, equal in structure, into that of the whole batch; `path` names the result in errors.
 
     Raises:
         ConfigError: The results can't be joined along the samples.
