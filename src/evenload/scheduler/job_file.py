@@ -76,7 +76,6 @@ class JobFile:
 
     @property
     def backend_options(self) -> Mapping[str, str]:
-        """Options of the selected backend."""
         return self.options.get(self.backend, {})
 
     def indices(self) -> tuple[int | None, ...]:
@@ -90,7 +89,6 @@ class JobFile:
         return tuple(word.replace("{index}", str(index)) for word in self.command)
 
     def environment_of(self, index: int | None) -> dict[str, str]:
-        """Return the job's variables, and the index of an element."""
         return dict(self.environment) if index is None else {**self.environment, INDEX_VARIABLE: str(index)}
 
     def name_of(self, index: int | None) -> str:
@@ -101,11 +99,7 @@ class JobFile:
 def to_spec(job: JobFile, user: str, *, index: int | None = None, array: str = "") -> JobSpec:
     """Return the values that the queue schedules an element by.
 
-    Args:
-        job: the request.
-        user: its owner; a daemon replaces it by the user that the kernel reports.
-        index: of the array's element.
-        array: id of the array in the queue.
+    A daemon replaces `user` by the one that the kernel reports. `array` is the id of the array in the queue.
     """
     return JobSpec(
         user=user,
@@ -133,15 +127,7 @@ def to_spec(job: JobFile, user: str, *, index: int | None = None, array: str = "
 
 
 def to_program(job: JobFile, uid: int, folder: str, *, snapshot: str = "", index: int | None = None) -> JobProgram:
-    """Return the program of an element.
-
-    Args:
-        job: the request.
-        uid: its owner.
-        folder: absolute; where it was submitted.
-        snapshot: the copy of the working tree, if one was taken.
-        index: of the array's element.
-    """
+    """Return the program of an element; `folder` is absolute, `snapshot` the copy of the working tree, if any."""
     return JobProgram(
         command=job.command_of(index),
         folder=folder,
@@ -189,8 +175,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], Callable[..., Any]]
 def read_table(path: Path) -> dict[str, Any]:
     """Read the table of a job file and make its folder absolute; its values are not parsed yet.
 
-    Raises:
-        ConfigError: the file can't be read, is not TOML, or has an unknown key.
+    Raises `ConfigError` if the file can't be read, is not TOML, or has an unknown key.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -206,14 +191,10 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def job_from(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> JobFile:
-    """Parse a table of values from a file or from options.
+    """Parse a table of values from a file or from options, by the keys of `KEYS` and the names of `BACKENDS`.
 
-    Args:
-        values: by the keys of `KEYS` and the names of `BACKENDS`.
-        sources: key → how and where it was written, for errors.
-
-    Raises:
-        ConfigError: a key is unknown, a value is invalid, or two values contradict each other.
+    `sources` (key → how and where it was written) is for errors. Raises `ConfigError` if a key is unknown, a value is
+    invalid, or two values contradict each other.
     """
     read_values: dict[str, Any] = {}
     options: dict[str, dict[str, str]] = {}
@@ -237,7 +218,6 @@ def job_from(values: Mapping[str, Any], sources: Mapping[str, str] | None = None
 
 
 def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Check the combination of values."""
     where = {key: sources.get(key, f"{key} = {value!r}") for key, value in values.items()}
     if job.backend not in BACKENDS:
         raise ConfigError(f"{where['backend']}: expected one of {', '.join(BACKENDS)}{_nearest(job.backend, BACKENDS)}")
@@ -274,14 +254,9 @@ def as_table(job: JobFile) -> dict[str, Any]:
 
 
 def merged(options: Mapping[str, tuple[Any, str]], path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge options and a job file; return the table, and where each value was written.
+    """Merge options (key → value, how it was written) with a job file; return the table and each value's source.
 
-    Args:
-        options: key → (value, how it was written on the command line).
-        path: the job file, if any.
-
-    Raises:
-        ConfigError: the file can't be read, or contradicts an option.
+    Raises `ConfigError` if the file can't be read, or contradicts an option.
     """
     values = {key: value for key, (value, _) in options.items()}
     sources = {key: written for key, (_, written) in options.items()}

@@ -28,9 +28,7 @@ MAX_RANGE = 1_000
 def ids_of(texts: Sequence[str], folder: Path) -> list[str]:
     """Return the ids that the user's texts stand for: `12`, `12-21`, or the name of a job or an array.
 
-    Raises:
-        ConfigError: a range is invalid.
-        QueueError: there is no job of that name.
+    Raises `ConfigError` for an invalid range, and `QueueError` for an unknown name.
     """
     return list(dict.fromkeys(job for text in texts for job in _ids(text, folder)))
 
@@ -65,7 +63,6 @@ def _ids_of_name(text: str, jobs: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def newest_jobs(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield all jobs, the newest first."""
     if not has_readable_file(folder):
         with connect(folder, start=False) as client:
             yield from listed_jobs(client, newest_first=True)
@@ -92,11 +89,7 @@ def listed_jobs(client: Client, **fields: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def job_state(folder: Path, job: str) -> tuple[str, str]:
-    """Return a job's state and its reason.
-
-    Raises:
-        QueueError: there is no such job, or neither the daemon nor the file can be read.
-    """
+    """Return a job's state and its reason; `QueueError` without such a job, or without daemon and readable file."""
     try:
         client = connect(folder, start=False)
     except QueueError:
@@ -110,11 +103,7 @@ def job_state(folder: Path, job: str) -> tuple[str, str]:
 
 
 def stored_job(folder: Path, job: str) -> Job:
-    """Read a job from the queue's file.
-
-    Raises:
-        QueueError: there is no such job, or the file can't be read.
-    """
+    """Read a job from the queue's file; `QueueError` if there is no such job, or the file can't be read."""
     from evenload.scheduler.store.reader import Reader
 
     with Reader(folder) as reader:
@@ -157,7 +146,6 @@ def row_of_job(folder: Path, job: Job) -> JobRow:
 
 
 def row_of_attempt(attempt: AttemptRecord) -> AttemptRow:
-    """Return an attempt in the form of `messages.AttemptRow`."""
     return {
         "attempt": attempt.fence.attempt,
         "devices": list(attempt.devices),
@@ -175,5 +163,4 @@ def row_of_line(line: JobLine) -> dict[str, Any]:
 
 
 def has_readable_file(folder: Path) -> bool:
-    """True if this user may read the queue's file."""
     return os.access(folder / "queue.sqlite", os.R_OK)

@@ -28,29 +28,24 @@ _NOTIFIERS = ("command", "webhook", "mail")
 
 
 def read_text(value: Any) -> str:
-    """Parse one line of text."""
     if not isinstance(value, str) or not value or any(ord(letter) < 32 or ord(letter) == 127 for letter in value):
         raise ValueError("one line of text")
     return value
 
 
 def read_name(value: Any) -> str:
-    """Parse a job's name, which appears in lists and folder names."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError("a name of letters, digits and _ . + = @ , - (at most 100, the first a letter, digit or _)")
     return value
 
 
 def read_bool(value: Any) -> bool:
-    """Parse `true` or `false`."""
     if not isinstance(value, bool):
         raise ValueError("true or false")
     return value
 
 
 def read_count(least: int, most: int, what: str) -> Any:
-    """Return a parser of integers from `least` to `most`."""
-
     def read(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise ValueError(f"{what} from {least} to {most}")
@@ -166,7 +161,6 @@ def read_array(value: Any) -> tuple[tuple[int, ...], int | None]:
 
 
 def read_environment(value: Any) -> dict[str, str]:
-    """Parse a table of variables."""
     if not isinstance(value, dict):
         raise ValueError('a table of variables, such as { SEED = "1" }')
     for name, part in value.items():
@@ -177,7 +171,6 @@ def read_environment(value: Any) -> dict[str, str]:
 
 
 def read_variables(value: Any) -> tuple[str, ...]:
-    """Parse names of variables."""
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, list | tuple):
         raise ValueError('a list of names of variables, such as ["WANDB_API_KEY"]')
@@ -224,7 +217,6 @@ def read_notify(value: Any) -> tuple[str, ...]:
 
 
 def read_options(value: Any) -> dict[str, str]:
-    """Parse the table of a backend."""
     if not isinstance(value, dict):
         raise ValueError('a table, such as [slurm] with partition = "gpu" below it')
     for name, part in value.items():

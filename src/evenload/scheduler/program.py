@@ -55,11 +55,7 @@ class JobProgram:
 
 
 def program_from(row: Mapping[str, Any]) -> JobProgram:
-    """Return the program of a row.
-
-    Raises:
-        QueueError: it lacks a field; unknown fields of a later version are ignored.
-    """
+    """Return the program of a row; `QueueError` if it lacks a field. Unknown fields of a later version are ignored."""
     known = {field.name: row[field.name] for field in fields(JobProgram) if field.name in row}
     try:
         return validation.build(JobProgram, known, "")

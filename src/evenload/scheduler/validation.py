@@ -47,13 +47,7 @@ _parts: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 def build(kind: type[_T], row: Any, what: str) -> _T:
     """Make a dataclass of plain values; lists become tuples or frozensets, objects the dataclasses of the fields.
 
-    Args:
-        kind: the dataclass.
-        row: an object with its fields; those with a default may be missing.
-        what: names the object in errors.
-
-    Raises:
-        ConfigError: a field is unknown, missing or doesn't fit; the message names it.
+    Raises `ConfigError`, with the field and with `what`, if a field is unknown, missing or doesn't fit.
     """
     try:
         return kind(**_values(kind, row))
@@ -62,11 +56,7 @@ def build(kind: type[_T], row: Any, what: str) -> _T:
 
 
 def arguments(function: Callable[..., Any], row: Any, what: str) -> dict[str, Any]:
-    """Return the keyword-only arguments of a function from plain values; one with ``**kwargs`` takes unknown fields as well.
-
-    Raises:
-        ConfigError: as `build`.
-    """
+    """Return a function's keyword-only arguments from plain values, checked as by `build`; ``**kwargs`` takes unknown fields."""
     try:
         return _values(getattr(function, "__func__", function), row)
     except _Mismatch as error:
@@ -74,11 +64,7 @@ def arguments(function: Callable[..., Any], row: Any, what: str) -> dict[str, An
 
 
 def check(value: Any) -> None:
-    """Check that all fields of a dataclass, and of those inside, hold what they are declared to hold.
-
-    Raises:
-        ConfigError: naming the field.
-    """
+    """Raise `ConfigError` unless all fields of a dataclass, and of those inside, are of the declared types."""
     try:
         _check(value)
     except _Mismatch as error:
@@ -163,7 +149,6 @@ def _fields(kind: Any) -> dict[str, _FieldHint]:
 
 
 def _fit(hint: Any, value: Any, metadata: Mapping[str, Any]) -> Any:
-    """Return a value as `hint` declares it."""
     if hint in _EXPECTED:
         return _fit_scalar(hint, value, metadata)
     if hint is Any:

@@ -34,11 +34,9 @@ class Availability:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is left to give out, now or soon."""
         return self.now.num_free == 0 and (not self._coming if self._soon is None else self._soon.num_free == 0)
 
     def take_now(self, choice: PoolChoice, num: int) -> tuple[int, ...] | None:
-        """Take devices that are free now; None if there is no place for the gang."""
         devices = self.now.place(choice, num)
         if devices is not None and self._soon is not None:
             self._soon.take(devices)
@@ -52,7 +50,6 @@ class Availability:
         return devices
 
     def give_back(self, devices: Iterable[int]) -> None:
-        """Return devices that were just taken."""
         devices = tuple(devices)
         self.now.give(devices)
         if self._soon is not None:
@@ -70,7 +67,6 @@ class Availability:
             self._soon.take(devices)
 
     def comes_free(self, devices: Iterable[int]) -> None:
-        """Add devices that a job will give up."""
         if self._soon is None:
             self._coming += devices
         else:

@@ -1,10 +1,9 @@
 """EASY backfilling: reserve devices for the first job that can't start; others use them only if that doesn't delay it.
 
-This is EASY backfilling (Lifka, JSSPP 1995): from the expected ends of the jobs that run follows the earliest time at
-which the first in line can start, and how many devices will be left over then. A later job may start now if it will be
-gone by that time, or if it takes only what is left over. Expected ends come from measured progress, estimates and hard
-time limits; a job that can be preempted counts as gone once it may be. Where no end is known, no job passes unless it
-can be preempted.
+The algorithm is from Lifka (JSSPP 1995). The expected ends of running jobs give the earliest time at which the first in
+line can start, and the number of devices left over then. A later job may start now if it ends before that time, or uses
+only devices that are left over. Expected ends come from measured progress, estimates and hard time limits; a preemptible
+job counts as ended once it may be preempted. If no end is known, only preemptible jobs may pass.
 """
 
 from __future__ import annotations
@@ -69,18 +68,7 @@ def backfill_window(
     host_of: Sequence[int],
     now_s: float,
 ) -> BackfillWindow:
-    """Find when and where the first job in line can start.
-
-    Args:
-        job: the first in line, for which there is no place now.
-        choice: which devices it can use.
-        num: how many it needs.
-        free: devices free now, or coming free at once.
-        releases: when others are expected back; those never expected may be left out or infinite.
-        pool_of: device → pool.
-        host_of: device → host.
-        now_s: the present.
-    """
+    """Find when and where `job`, the first in line, can start; `releases` may omit devices that never come back."""
     groups = choice.groups if choice.one_kind else (choice.pools,)
     group_of = {pool: number for number, group in enumerate(groups) for pool in group}
     counts: dict[tuple[int, int], int] = {}

@@ -1,12 +1,9 @@
 """``decide(snapshot, now_s)``: the commands to give now. Pure: the same snapshot and time give the same commands.
 
-The policy orders the jobs; here they get devices, in that order, as far as limits, reservations and
-protections allow: what is free now starts a job at once; else it waits for devices that are coming free, or displaces
-less deserving jobs and waits for theirs; else, if it is the first that can't start, later jobs may not delay it
-(`core.backfill`). Nothing is remembered between calls: a job that waits for another to save is planned for again.
-
-Cost: one pass over the jobs, one sort by the policy, and a few operations for each device given out. No part looks at all
-pairs of jobs and devices.
+The policy orders the jobs, and each gets devices in that order, as far as limits, reservations and protections allow. It
+starts at once on free devices; else it waits for devices that are coming free, or preempts less deserving jobs and waits
+for theirs; else, if it is the first that can't start, later jobs may not delay it (`core.backfill`). No state is kept
+between calls. Cost: one pass over the jobs, one sort, and a few operations for each device given out.
 """
 
 from __future__ import annotations
@@ -90,8 +87,6 @@ def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
 
 
 class _Planning:
-    """One plan while it is made."""
-
     def __init__(
         self,
         snapshot: QueueSnapshot,

@@ -1,6 +1,6 @@
-"""Classify jobs and devices before planning: running, eligible to start, to be ended; free or coming free.
+"""Classify jobs (running, eligible to start, to be ended) and devices (free, coming free) before planning.
 
-Here also stands which pools of devices a job may use at all, reservations included.
+`PoolChoices` finds the pools of devices that a job may use, reservations included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Eligibility:
 
 
 def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
-    """Classify all jobs and devices in one pass."""
     eligibility = Eligibility()
     index, closed = snapshot.layout.index, snapshot.closed
     is_taken = bytearray(len(snapshot.layout.devices))
@@ -148,7 +147,6 @@ def is_young(job: Job, settings: Settings, now_s: float) -> bool:
 
 
 def is_overdue(job: Job, now_s: float) -> bool:
-    """Return whether it has run for longer than its soft limit."""
     return job.spec.soft_limit_s is not None and job.held_until(now_s) >= job.spec.soft_limit_s
 
 
@@ -156,13 +154,11 @@ class PoolChoices:
     """The pools each job may use, computed once for all jobs with equal needs."""
 
     def __init__(self, snapshot: QueueSnapshot, now_s: float) -> None:
-        """Split pools where devices are reserved."""
         self._snapshot, self._now_s = snapshot, now_s
         self._reservations = [r for r in snapshot.reservations if r.end_s > now_s]
         self._known: dict[tuple[object, ...], PoolChoice] = {}
-        self._of_needs: dict[
-            int, PoolChoice
-        ] = {}  # by identity: they live as long as the snapshot, and most are one object
+        # By identity: they live as long as the snapshot, and most are one object.
+        self._of_needs: dict[int, PoolChoice] = {}
         self._by_groups: dict[tuple[object, ...], PoolChoice] = {}
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 

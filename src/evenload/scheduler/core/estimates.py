@@ -12,7 +12,6 @@ PRIOR_S = 600.0
 
 
 def work_left(job: Job, now_s: float) -> float | None:
-    """Return the work left in the job's own units; None if its total is unknown."""
     if job.total is None:
         return None
     done = job.done
@@ -22,9 +21,9 @@ def work_left(job: Job, now_s: float) -> float | None:
 
 
 def left_s(job: Job, now_s: float) -> float | None:
-    """Return the seconds it will still run on its devices, or on its minimum if it has none. None if unknown.
+    """Return the seconds it will still run on its devices, or on its minimum if it has none.
 
-    A job that outlived its estimate is unknown again.
+    None if unknown; a job that outlived its estimate is unknown again.
     """
     if job.total is not None and (left := work_left(job, now_s)) is not None:
         rate = job.rate_per_s

@@ -19,22 +19,16 @@ from evenload.stored_names import STORED_EVENTS
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all events."""
-
     time_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class JobEvent(Event):
-    """Base of the events of a job."""
-
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted(JobEvent):
-    """A job entered the queue."""
-
     spec: JobSpec
 
 
@@ -55,8 +49,6 @@ class JobStarted(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class Reported(JobEvent):
-    """A job reported its progress."""
-
     done: float
     total: float | None = None
     rate_per_s: float = 0.0
@@ -92,7 +84,6 @@ class StopRequested(JobEvent):
 
     @property
     def is_preemption(self) -> bool:
-        """True if the job goes on later."""
         return self.then is JobState.PENDING
 
 
@@ -159,8 +150,6 @@ class DeviceClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class DeviceOpened(Event):
-    """A device may be used again."""
-
     device: str
 
 
@@ -173,8 +162,6 @@ class DeviceRemoved(Event):
 
 @dataclass(frozen=True, slots=True)
 class LimitsSet(Event):
-    """A user's limits changed."""
-
     user: str
     limits: Limits
 
@@ -188,15 +175,11 @@ class ReservationSet(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReservationEnded(Event):
-    """A reservation ended or was cancelled."""
-
     reservation: str
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsSet(Event):
-    """The queue's settings changed."""
-
     settings: Settings
 
 
@@ -223,11 +206,7 @@ def as_row(event: Event) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Event:
-    """Return the event of a row that `as_row` made.
-
-    Raises:
-        QueueError: there is no such kind of event, or a field is unknown, missing or doesn't fit.
-    """
+    """Return the event of a row that `as_row` made; `QueueError` for an unknown kind, or a field that doesn't fit."""
     kind = KINDS.get(str(row.get("kind")))
     if kind is None:
         raise QueueError(f"an event of kind {row.get('kind')!r}: this version knows {', '.join(KINDS)}")

@@ -1,10 +1,9 @@
 """Forecast of each job: why it is in its state, when it will start, and when it will end.
 
-The present comes from `decide` itself: what it would command now, its order, and why it lets each job wait. The future is
-that order played through once: each job in turn takes the devices that come free first, for as long as it is expected to
-need; a running job that stands behind may lose its devices once it may be preempted, and then stands in line again. Who
-is submitted later, who gets older, and what small jobs do in the gaps is not foreseen, and what depends on a job of which
-nothing is known is unknown, not guessed. Cost: about that of one `decide`.
+The present is the result of `decide`: its commands, its order, and its reasons for waiting jobs. The future is that order
+played through once: each job in turn takes the devices that come free first, for its expected duration; a running job
+further back may lose its devices once it may be preempted, and is then in line again. Later submissions, ageing and
+backfilling are ignored, and times that depend on a job of unknown length are unknown. Costs about one `decide`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from evenload.scheduler.core.values import Job
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The forecast of one job."""
-
     reason: str
     """Reason for its state, for people; empty for a job that simply runs."""
     start_s: float | None = None
@@ -38,13 +35,7 @@ class Forecast:
 
 
 def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> Mapping[str, Forecast]:
-    """Return each job's forecast, in the order of submission.
-
-    Args:
-        snapshot: the queue.
-        now_s: the present.
-        most: times are computed for so many jobs in line only; reasons for all. None for all.
-    """
+    """Return each job's forecast, in the order of submission; with times for the first `most` in line, or for all."""
     return _Future(snapshot, now_s, plan(snapshot, now_s, explain=True)).look(most)
 
 
@@ -70,8 +61,6 @@ class _Gate:
 
 
 class _Future:
-    """One forecast while it is computed."""
-
     def __init__(self, snapshot: QueueSnapshot, now_s: float, planned: Plan) -> None:
         self.snapshot, self.now_s, self.planned = snapshot, now_s, planned
         self.settings = snapshot.settings

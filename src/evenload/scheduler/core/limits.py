@@ -21,7 +21,6 @@ class LimitUse:
     """Devices and jobs that count towards limits, as a plan gives devices out."""
 
     def __init__(self, snapshot: QueueSnapshot, pending: Iterable[Job], holders: Iterable[Job]) -> None:
-        """Count the use of the jobs that hold devices, if anything is limited."""
         self._limits = limits_of(snapshot)
         self._used: dict[str, list[int]] = {}
         self._in_array: dict[str, int] = {}
@@ -30,7 +29,6 @@ class LimitUse:
                 self.add(job, len({*job.devices, *job.target}) if job.target else len(job.devices))
 
     def add(self, job: Job, num_devices: int) -> None:
-        """Count a job that gets devices."""
         if self._limits:
             used = self._used.setdefault(job.spec.user, [0, 0])
             used[0] += num_devices
@@ -39,7 +37,6 @@ class LimitUse:
             self._in_array[job.spec.array] = self._in_array.get(job.spec.array, 0) + 1
 
     def add_devices(self, user: str, num_devices: int) -> None:
-        """Count further devices of a job that was counted."""
         if self._limits:
             self._used[user][0] += num_devices
 

@@ -24,7 +24,6 @@ def occupy(holders: Holders, jobs: Mapping[str, Job], job: Job, devices: Iterabl
 
 
 def vacate(holders: Holders, job: Job, devices: Iterable[str]) -> None:
-    """Remove a job from devices; others that share them stay."""
     for device in devices:
         others = tuple(name for name in holders[device] if name != job.id)
         if others:
@@ -42,12 +41,9 @@ def check(
     *,
     may_join: bool,
 ) -> None:
-    """Check that the job can get a device: it is open, and each holder shares it with the job.
+    """Raise `QueueError` if the job can't get a device: it is closed, or a holder doesn't share it with the job.
 
-    How much memory they take is no question here: what fitted when it was decided is not judged by later rules.
-
-    Raises:
-        QueueError: it can't.
+    Memory is not checked here: what fitted when it was decided is not judged by later rules.
     """
     others = [name for name in holders.get(device, ()) if name != job.id]
     if others and not (may_join and job.spec.share_device and all(may_be_joined(jobs[name]) for name in others)):
@@ -57,11 +53,7 @@ def check(
 
 
 def check_unheld(holders: Holders, device: str) -> None:
-    """Check that no job holds the device.
-
-    Raises:
-        QueueError: a job holds it.
-    """
+    """Raise `QueueError` if a job holds the device."""
     if device in holders:
         raise QueueError(f"device {device} is held by job {', '.join(holders[device])}: close it and wait")
 

@@ -48,7 +48,6 @@ class _Buckets:
         self.top = 0
 
     def add(self, host: int, change: int) -> None:
-        """Add to the number of free devices of a host."""
         before = self.count.get(host, 0)
         after = before + change
         if before:
@@ -66,7 +65,6 @@ class _Buckets:
             self.top -= 1
 
     def best_fit(self, num: int, without: frozenset[int] | set[int] = frozenset()) -> int | None:
-        """Return the host with the fewest free devices that has `num`."""
         for count in range(num, self.top + 1):
             for host in self.hosts[count]:
                 if host not in without:
@@ -100,7 +98,6 @@ class FreeDevices:
             self.num_free += 1
 
     def total(self, pools: tuple[int, ...]) -> int:
-        """Return how many devices are free in these pools."""
         return self._buckets_of(pools).total
 
     def is_hopeless(self, choice: PoolChoice, num: int) -> bool:
@@ -127,7 +124,6 @@ class FreeDevices:
                 self._changed(self._host_of[device], self._pool_of[device], -1)
 
     def give(self, devices: Iterable[int]) -> None:
-        """Make devices free."""
         for device in devices:
             host, pool = self._host_of[device], self._pool_of[device]
             of_pool = self._free.setdefault(host, {}).setdefault(pool, [])
@@ -137,7 +133,6 @@ class FreeDevices:
         self._failed.clear()
 
     def free(self) -> list[int]:
-        """Return the indices of all free devices."""
         return sorted(d for pools in self._free.values() for devices in pools.values() for d in devices)
 
     def largest(self, choice: PoolChoice) -> int:

@@ -31,10 +31,10 @@ class PolicyInput:
 
 @dataclass(frozen=True)
 class PolicyDecision:
-    """The wish of a policy. `decide` follows it as far as limits, devices and protections allow."""
+    """The result of a policy. `decide` follows it as far as limits, devices and protections allow."""
 
     order: Sequence[Job]
-    """All jobs of the view, the most deserving first; higher classes stand before lower ones."""
+    """All jobs of the input, the most deserving first; higher classes stand before lower ones."""
     preempts: bool
     """True if a pending job may displace running ones behind it."""
     reserves: bool = True
@@ -45,4 +45,4 @@ class PolicyDecision:
 
 
 Policy = Callable[[PolicyInput], PolicyDecision]
-"""A pure function: the same view gives the same wishes."""
+"""A pure function: the same input gives the same decision."""

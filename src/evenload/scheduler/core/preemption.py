@@ -18,8 +18,6 @@ from evenload.scheduler.core.values import Job
 
 
 class PreemptionCandidate(NamedTuple):
-    """A running job that may have to stop."""
-
     job: Job
     slots: Sequence[int]
     """Indices of its devices that others could use."""
@@ -68,11 +66,9 @@ class PreemptionCandidates:
 
     @property
     def is_empty(self) -> bool:
-        """True if no job is left that could stop."""
         return self._num_left == 0
 
     def displaced(self) -> set[str]:
-        """Return all jobs that were displaced."""
         return self._gone
 
     def behind(self) -> set[str]:

@@ -22,10 +22,7 @@ _HOUR_S = 3600.0
 
 
 class QueueState:
-    """The state of the queue after the events so far."""
-
     def __init__(self, past: Iterable[events.Event] = ()) -> None:
-        """Fold past events."""
         self.jobs: dict[str, Job] = {}
         """All that have not ended, in the order of submission."""
         self.outcomes: dict[str, JobState] = {}
@@ -60,7 +57,7 @@ class QueueState:
     ) -> None:
         """Take over a stored state, as if its events had been applied.
 
-        Devices stand in the order in which they were added, jobs (those that have not ended) in that of submission.
+        Devices are given in the order in which they were added, unended jobs in the order of submission.
         """
         self.time_s, self.settings, self._layout = time_s, settings, None
         self.devices = {device.id: device for device in devices}
@@ -78,7 +75,6 @@ class QueueState:
 
     @property
     def dependents(self) -> Mapping[str, list[str]]:
-        """Job → jobs that wait for it to end."""
         return self._dependents
 
     def apply(self, event: events.Event) -> tuple[Job, ...]:
@@ -96,7 +92,6 @@ class QueueState:
         return tuple(changed or ())
 
     def snapshot(self) -> QueueSnapshot:
-        """Return the state as a value."""
         return QueueSnapshot(
             jobs=tuple(self.jobs.values()),
             layout=self._drawn(),
@@ -108,7 +103,6 @@ class QueueState:
         )
 
     def refusal(self, spec: JobSpec) -> str | None:
-        """Return why such a job can't be accepted; None if it can."""
         return refusal(spec, self.jobs, self.outcomes, self.users, self._drawn())
 
     def _drawn(self) -> Layout:

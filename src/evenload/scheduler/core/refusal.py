@@ -18,12 +18,7 @@ def refusal(
 ) -> str | None:
     """Return the reason, for the job's owner; None if the job can be accepted.
 
-    Args:
-        spec: the requirements.
-        jobs: those that have not ended.
-        outcomes: those that have.
-        users: their limits.
-        layout: all devices of the queue, closed ones included: those may open again.
+    `layout` includes closed devices, which may open again; `jobs` have not ended, those of `outcomes` have.
     """
     for after in spec.after:
         if after.job not in jobs and after.job not in outcomes:

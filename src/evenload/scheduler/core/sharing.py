@@ -1,12 +1,12 @@
-"""Small jobs that share one device: which may join, which must stop if memory runs out, and how a plan treats them. Pure.
+"""Small jobs that share one device: which may join, and which must stop if memory runs out. Pure.
 
-A plan gives out whole devices. So of the jobs on one device one, the lead, stands for it: the one that is hardest to move.
-The others, its followers, are left out of what the policy orders, and follow the lead when it is displaced. A device comes
-free only when all on it are leaving.
+A plan assigns whole devices, so one job represents each shared device: the lead, which is the hardest to preempt. The
+other jobs, its followers, are hidden from the policy and are preempted together with the lead. The device becomes free
+when all its jobs have stopped.
 
-A job may join a device while all on it share and none is leaving, and while the peaks of memory of all, the newcomer's too,
-times `Settings.share_margin`, fit into the device. Where a peak is not known the job is alone. Joining counts against the
-promise to the first in line as taking the device would (`core.backfill`), unless those on it stay longer anyway.
+A job may join a device if all jobs there share it, none is stopping, and the sum of their peak memory and its own, times
+`Settings.share_margin`, fits into the device. A job with an unknown peak shares with no other. Joining must respect the
+reservation of the first in line (`core.backfill`), unless other jobs hold the device for longer anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 
 _MOST_ASKED = 16
-"""Of devices that have room for a job, so many are tried against the promise to the first in line."""
+"""Number of devices with enough memory that are checked against the reservation of the first in line."""
 
 
 def expected_bytes(job: Job) -> int | None:
@@ -57,7 +57,6 @@ def excess_bytes(jobs: Iterable[Job], memory_bytes: int) -> int:
 
 
 def shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> frozenset[str]:
-    """Return the devices with several jobs, now or by these commands."""
     once: set[str] = set()
     several = set()
     given = [command.devices for command in commands if isinstance(command, Placed)]
@@ -69,8 +68,6 @@ def shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> fro
 
 @dataclass
 class _SharedDevice:
-    """A device held by jobs that share it, or by one that would."""
-
     slot: int
     jobs: list[Job]
     """All that hold it, the first of them first."""
@@ -83,8 +80,6 @@ class _SharedDevice:
 
 
 class Sharing:
-    """Assignment of jobs to shared devices during a plan."""
-
     def __init__(self, snapshot: QueueSnapshot, eligibility: Eligibility, now_s: float, pool_of: Sequence[int]) -> None:
         """Remove followers from the eligible jobs, and stop jobs for which there is not enough memory."""
         self._snapshot, self._settings, self._now_s, self._pool_of = snapshot, snapshot.settings, now_s, pool_of
@@ -170,10 +165,10 @@ class Sharing:
         """Start a job on a device with other jobs; False if there is none that it may join.
 
         Args:
-            job: the one that may join.
+            job: the job to start.
             pools: which devices it can use.
             until_s: from then on it has ended, or can be preempted by the first in line.
-            window: what is promised to the first in line.
+            window: the reservation of the first in line.
             candidates: jobs that could be displaced; the lead of the joined device is removed.
             changed: jobs from which this plan has taken their devices.
         """

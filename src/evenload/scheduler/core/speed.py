@@ -15,12 +15,9 @@ _EXPONENT = 0.9
 
 
 def rates_from(measured: Mapping[int, float], most: int, given: Sequence[float] = ()) -> tuple[float, ...]:
-    """Return the work a second on 1, 2, … `most` devices.
+    """Return the work a second on 1, 2, … `most` devices, from what was measured on some numbers of devices.
 
-    Args:
-        measured: number of devices → work a second.
-        most: how far the curve goes.
-        given: the owner's own curve, of which only the shape counts once something was measured.
+    Of `given`, the owner's own curve, only the shape counts once something was measured.
     """
     known = sorted((num, rate) for num, rate in measured.items() if num > 0 and rate > 0)
     if not known:

@@ -19,8 +19,6 @@ from evenload.errors import QueueError
 
 
 class JobState(StrEnum):
-    """State of a job."""
-
     PENDING = "PENDING"
     STARTING = "STARTING"
     RUNNING = "RUNNING"
@@ -32,8 +30,6 @@ class JobState(StrEnum):
 
 
 class Verb(StrEnum):
-    """Transition of a job."""
-
     PLACE = "place"
     """Devices are given to it."""
     BEGIN = "begin"
@@ -91,11 +87,7 @@ ENDED = frozenset((_S.SUCCEEDED, _S.FAILED, _S.CANCELLED))
 
 
 def next_state(state: JobState, verb: Verb) -> JobState:
-    """Return the state that follows.
-
-    Raises:
-        QueueError: it can't happen in this state.
-    """
+    """Return the state that follows; `QueueError` if the verb can't happen in this state."""
     target = TABLE.get((state, verb))
     if target is None:
         allowed = sorted(str(v) for s, v in TABLE if s is state)

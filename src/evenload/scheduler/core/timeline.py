@@ -15,7 +15,6 @@ class Timeline:
     """Each device with the time from which it is free for good, given the jobs placed on it so far."""
 
     def __init__(self, layout: Layout, pool_of: Sequence[int], closed: Iterable[str], now_s: float) -> None:
-        """Start with all devices free from now on, except closed ones."""
         self._pool_of, self._host_of = pool_of, layout.host_of
         self._free_s = [now_s] * len(layout.devices)
         for device in closed:
@@ -29,11 +28,9 @@ class Timeline:
             line.sort()
 
     def free_s(self, slot: int) -> float:
-        """Return when a device is free; infinite if unknown."""
         return self._free_s[slot]
 
     def occupy(self, slots: Iterable[int], until_s: float) -> None:
-        """Mark devices as used until `until_s`."""
         for slot in slots:
             if slot in self._closed:
                 continue

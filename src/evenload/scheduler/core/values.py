@@ -20,8 +20,6 @@ from evenload.scheduler.core.states import JobState
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that a job can compute on."""
-
     id: str
     host: str
     kind: str = "gpu"
@@ -208,7 +206,6 @@ class Job:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices it holds."""
         return len(self.devices)
 
     def held_until(self, now_s: float) -> float:
@@ -231,13 +228,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one user. None for no limit."""
-
     max_devices: int | None = None
     """Held at once."""
     max_running: int | None = None
     max_queued: int | None = None
-    """Jobs that have not ended; a further submit is refused by the shell (`Book.refusal`)."""
+    """Jobs that have not ended; a further submit is refused by the shell (`QueueState.refusal`)."""
     share: float = 1.0
     """Weight in the fair share."""
 
@@ -252,8 +247,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user's limits and use."""
-
     name: str
     limits: Limits = Limits()
     usage_device_s: float = 0.0
@@ -296,8 +289,6 @@ _MAY_BE_INFINITE = {"infinite": True}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of the queue's decisions."""
-
     policy: str = "default"
     min_run_s: float = 300.0
     """A job of the same class doesn't displace one that got its devices less than this ago."""
@@ -360,10 +351,9 @@ class Settings:
 
 
 def settings_from(values: Mapping[str, Any], base: Settings | None = None) -> Settings:
-    """Return settings from a mapping, such as a TOML table or command-line options; unnamed ones are taken from `base`.
+    """Return settings from a mapping (a TOML table, command-line options); those not named are taken from `base`.
 
-    Raises:
-        ConfigError: a name is unknown or a value of the wrong type.
+    Raises `ConfigError` if a name is unknown or a value is of the wrong type.
     """
     known = {name: Settings.__dataclass_fields__[name].type for name in Settings.__dataclass_fields__}
     for name, value in values.items():

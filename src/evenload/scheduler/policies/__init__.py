@@ -10,11 +10,7 @@ from evenload.scheduler.core.values import POLICIES
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the policy of this name; `ConfigError` if there is none."""
     policy = _LOADED.get(name)
     if policy is None:
         if name not in POLICIES:

@@ -18,7 +18,6 @@ from evenload.scheduler.policies.srpt import work
 
 
 def default(inputs: PolicyInput) -> PolicyDecision:
-    """Order the jobs, and size elastic ones if there are any."""
     settings, now_s = inputs.settings, inputs.now_s
     uses = relative_use(inputs) if settings.fairness > 0 else {}
 

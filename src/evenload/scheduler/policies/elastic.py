@@ -27,8 +27,6 @@ _ALL_SIZES = 8
 
 
 class Bid(NamedTuple):
-    """The value of each number of devices to one job."""
-
     job: Job
     floor: int
     """It has this many in any case: 0, or its minimum, or what can't be taken from it."""
@@ -104,10 +102,7 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int) -> Bid:
 def share_out(bids: Sequence[Bid], num_devices: int, device_cost: float) -> dict[str, int]:
     """Return the sizes that maximise the sum of values with `num_devices` beyond the floors.
 
-    Args:
-        bids: one a job.
-        num_devices: what there is beyond the floors.
-        device_cost: a device must add more than this part of one device's speed to its job.
+    A device must add more than `device_cost` (in parts of one device's speed) to its job.
     """
     segments = []
     for index, offer in enumerate(bids):
@@ -131,7 +126,7 @@ def share_out(bids: Sequence[Bid], num_devices: int, device_cost: float) -> dict
 def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] | None:
     """Size elastic jobs: the minimum for each in the given order, and the rest where it speeds up most.
 
-    None where there is no elastic job. Rigid jobs and those for which there is no room are left out.
+    Returns None without elastic jobs. Rigid jobs, and those for which no devices are left, are not in the result.
     """
     if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
         return None

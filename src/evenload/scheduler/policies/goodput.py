@@ -1,21 +1,19 @@
-"""``goodput``: elastic; devices go where they help most by measured speed curves, weighted by what is left to do.
+"""``goodput``: elastic; assign devices by measured speed curves, weighted by the remaining work.
 
-The sizes k maximise ``Σ λ_j · s_j(k_j)`` over all jobs of a class, higher classes first: s is the speed-up over one device
-as measured, and the greatest sum is found by marginal gain on concave hulls (`elastic.share_out`). The weight λ is what a
-second of a job's work on one device costs all jobs together. Jobs stand in the order of ``x · use^fairness / (1 + waited /
-ageing)``, with x the seconds that a job still needs on one device; the r-th from the end has
+The sizes k maximise ``Σ λ_j · s_j(k_j)`` over all jobs of a class, higher classes first. s is the measured speed-up over
+one device; `elastic.share_out` finds the maximum by marginal gain on concave hulls. The weight λ is the cost to all jobs
+of one second of a job's work on one device. Jobs are sorted by ``x · use^fairness / (1 + waited / ageing)``, where x is
+the remaining seconds on one device; the r-th from the end has
 
     λ = (r^q − (r − 1)^q)^(1/q)
 
-which is exact where all curves are k^(1 − 1/q) (heSRPT: Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to
-minimize mean slowdown", 2020): jobs with little left get more devices the more others wait behind them. q → 1 weighs
-all alike, which is the most work done a second; q → ∞ by the number of those behind, which is shortest first. Where what
-is left is only guessed from what was done, the order means less, and q is smaller.
+which is exact if all curves are k^(1 − 1/q) (Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to minimize mean
+slowdown", 2020). A job with little work left gets more devices the more jobs wait behind it. q → 1 weighs all jobs alike
+and maximises the work done per second; q → ∞ weighs by the number of jobs behind, which is shortest first. If the
+remaining work is only guessed from the work done, the order is less reliable, and q is smaller.
 
-Pollux (Qiao et al., OSDI 2021) makes a power mean of all speed-ups greatest, which treats a job of a minute and one of ten
-hours equally.
-
-Sizes are powers of two: a change is then never a small one, and jobs fit into hosts without leaving gaps.
+Pollux (Qiao et al., OSDI 2021) maximises a power mean of all speed-ups, which treats a job of a minute and one of ten
+hours equally. Sizes are powers of two, so that changes are never small and jobs fill hosts without gaps.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _Q_KNOWN, _Q_GUESSED = 3.0, 1.3
 """Tuned on two of the four workloads that docs/scheduling-policies.md names, and on samples of their jobs."""
 
 _LINE = 1.5
-"""Jobs that wait behind others who ask for so many times all devices get none; they are not even looked at."""
+"""Skip jobs that wait behind others which together request this many times all devices."""
 
 
 def goodput(inputs: PolicyInput) -> PolicyDecision:

@@ -15,8 +15,6 @@ DEFAULT_SCALING = 0.9
 
 @dataclass(frozen=True)
 class JobArrival:
-    """A job of a workload."""
-
     time_s: float
     job: str
     spec: JobSpec
@@ -27,7 +25,6 @@ class JobArrival:
 def timed_program(
     duration_s: float, num_devices: int, scaling: float = DEFAULT_SCALING, rates: tuple[float, ...] = ()
 ) -> Callable[[], SimulatedProgram]:
-    """Return a maker of `TimedProgram`."""
     return lambda: TimedProgram(duration_s, num_devices, scaling, rates)
 
 

@@ -28,22 +28,21 @@ class KindFacts:
     memory_bytes: int | None = None
 
     def on(self, device: Device) -> Device:
-        """Return the device with these properties."""
         return replace(device, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 def devices_of(
     text: str, facts: Mapping[str, KindFacts] | None = None, own: tuple[Device, ...] = ()
 ) -> tuple[Device, ...]:
-    """Return the devices, hosts numbered in the order of the text.
+    """Return the devices of a cluster text, hosts numbered in its order.
 
     Args:
-        text: see above.
-        facts: what kinds are like; of `own` too, where given.
-        own: the devices of the queue whose record it is.
+        text: see the module.
+        facts: properties of kinds, also of those in `own`.
+        own: the devices of the queue whose record is simulated.
 
     Raises:
-        ConfigError: the text is not of the form, or facts are given of a kind that it doesn't name.
+        ConfigError: the text is invalid, or facts are given for a kind that it doesn't name.
     """
     facts = facts or {}
     devices: list[Device] = []
@@ -98,12 +97,10 @@ class DeviceShape:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices."""
         return len(self.kinds)
 
 
 def shape_of(devices: tuple[Device, ...]) -> DeviceShape:
-    """Return the shape of devices."""
     hosts: dict[str, int] = {}
     for device in devices:
         hosts[device.host] = hosts.get(device.host, 0) + 1

@@ -39,15 +39,12 @@ _COLUMNS = (
 
 
 def table_arrivals(rows: Sequence[Mapping[str, str]], path: Path, speeds: Path | None = None) -> list[JobArrival]:
-    """Return the jobs of a table, in the order of its rows.
+    """Return the jobs of a table, in the order of its rows; `ConfigError` for an unknown column or invalid row.
 
     Args:
         rows: column → text.
         path: the file they were read from, for errors.
         speeds: a table of steps a second by kind and job type (Gavel's ``simulation_throughputs.json``).
-
-    Raises:
-        ConfigError: a column is unknown, or a row is not as expected.
     """
     columns = {name for name in (rows[0] if rows else ()) if name is not None}  # None: cells beyond the header
     if unknown := columns - {*_COLUMNS, *_IGNORED}:
@@ -144,10 +141,9 @@ def _flag(text: str) -> bool:
 
 
 def read_speeds(path: Path) -> dict[str, dict[tuple[str, int], float]]:
-    """Return job type → (kind, number of devices) → steps a second, of jobs that have their devices for themselves.
+    """Return job type → (kind, number of devices) → steps a second, of jobs that don't share devices.
 
-    Raises:
-        ConfigError: the file is not such a table.
+    Raises `ConfigError` if the file is not such a table.
     """
     try:
         table = json.loads(path.read_text())

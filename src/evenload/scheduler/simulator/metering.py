@@ -12,10 +12,7 @@ from evenload.scheduler.simulator.outcome import ClusterSample, JobOutcome
 
 
 class Meter:
-    """Sums over the time of one simulation."""
-
     def __init__(self, devices: Mapping[str, Device]) -> None:
-        """Start with empty sums."""
         self._devices = devices
         self._held: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._cost: dict[str, float] = {}
@@ -25,7 +22,6 @@ class Meter:
         self.samples: list[ClusterSample] = []
 
     def observe(self, event: events.Event, changed: tuple[Job, ...], queue_state: QueueState) -> None:
-        """Account for an event that was applied and the jobs it changed."""
         if isinstance(event, events.Reported):
             return
         if (isinstance(event, events.StopRequested) and event.then is JobState.PENDING) or (

@@ -28,7 +28,6 @@ class JobOutcome:
 
     @property
     def jct_s(self) -> float:
-        """Job completion time: from its submission to its end."""
         return self.ended_s - self.submitted_s
 
 
@@ -45,8 +44,6 @@ class ClusterSample:
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """A whole simulation."""
-
     policy: str
     num_devices: int
     jobs: tuple[JobOutcome, ...]

@@ -24,11 +24,7 @@ _HOST_SIZE = 4
 
 
 def pollux_arrivals(rows: Sequence[Mapping[str, str]], tables: Path) -> list[JobArrival]:
-    """Return rigid jobs with the replicas of the file, in the order of the rows.
-
-    Raises:
-        ConfigError: a row or an application's tables are not as expected.
-    """
+    """Return rigid jobs with the file's replicas, in the order of the rows; `ConfigError` for an invalid row."""
     arrivals = []
     for number, row in enumerate(rows, start=2):
         try:

@@ -13,8 +13,6 @@ from evenload.scheduler.simulator.cluster import DeviceShape
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """Report of a job to the queue."""
-
     done: float
     total: float
     """All of its work; the simulator hides or disturbs it where the queue isn't to know."""
@@ -61,26 +59,21 @@ class TimedProgram:
         self.is_done = False
 
     def rate(self, shape: DeviceShape) -> float:
-        """Return the seconds of its work done in a second."""
         num = shape.num_devices
         speedup = self._curve[min(num, len(self._curve)) - 1] if self._curve else (num / self._num) ** self._scaling
         return sum(shape.speeds) / len(shape.speeds) * float(speedup)
 
     def start(self, shape: DeviceShape) -> None:
-        """Take the speed of these devices."""
         self._rate = self.rate(shape)
 
     def until_change_s(self) -> float:
-        """Return the seconds until it is done."""
         return (self._total - self._done) / self._rate
 
     def advance(self, seconds: float) -> None:
-        """Run on."""
         self._done = min(self._total, self._done + self._rate * seconds)
         self.is_done = self._total - self._done <= 1e-9 * self._total
 
     def report(self) -> ProgramReport:
-        """Report seconds of work, on as many devices as the trace names."""
         rates = None if self._is_curve_reported else self._curve
         self._is_curve_reported = True
         return ProgramReport(self._done, self._total, self._rate, rates)
@@ -95,11 +88,7 @@ class TypedProgram(TimedProgram):
         self._name, self._rates = name, rates
 
     def rate(self, shape: DeviceShape) -> float:
-        """Return the steps a second.
-
-        Raises:
-            ConfigError: the table has no such kind or number of devices.
-        """
+        """Return the steps a second; `ConfigError` if the table has no such kind or number of devices."""
         num = shape.num_devices
         known = [self._rates.get((kind, num)) for kind in set(shape.kinds)]
         if None in known or not all(known):

@@ -35,8 +35,6 @@ Row = dict[str, str]
 
 @dataclass
 class _RecordedJob:
-    """The record of one job so far."""
-
     job: Job
     work_s: float = 0.0
     """Seconds on the least number of devices, of speed 1."""
@@ -63,11 +61,7 @@ class QueueRecord:
 
 
 def record_of(log: Iterable[events.Event]) -> QueueRecord:
-    """Fold the log.
-
-    Raises:
-        QueueError: the events don't follow each other.
-    """
+    """Fold the log; `QueueError` if its events don't follow each other."""
     queue_state = QueueState()
     seen: dict[str, _RecordedJob] = {}
     reservations: dict[str, Reservation] = {}
@@ -105,11 +99,7 @@ def _cut(reservations: dict[str, Reservation], name: str, time_s: float) -> None
 
 
 def read_log(path: Path) -> QueueRecord:
-    """Read a file with one event a line, as `core.events.as_row` writes them, and fold it.
-
-    Raises:
-        ConfigError: the file is not such a log.
-    """
+    """Read and fold a file with one `core.events.as_row` a line; `ConfigError` if it is not such a log."""
     log = []
     number = 0
     try:
@@ -126,7 +116,6 @@ def read_log(path: Path) -> QueueRecord:
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
-    """Write the table of jobs."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()

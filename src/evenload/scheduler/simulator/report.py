@@ -44,7 +44,6 @@ class SimulationReport:
 
 
 def report_of(outcome: SimulationOutcome, cluster: str = "") -> SimulationReport:
-    """Compute the figures."""
     jobs = [job for job in outcome.jobs if job.state is JobState.SUCCEEDED]
     jcts = [job.jct_s for job in jobs]
     unfairness = [job.jct_s / job.fair_s for job in jobs if job.fair_s > 0]
@@ -79,7 +78,6 @@ def report_of(outcome: SimulationOutcome, cluster: str = "") -> SimulationReport
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; 0 for no values."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -95,7 +93,6 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 def as_row(report: SimulationReport) -> dict[str, Any]:
-    """Return plain values for JSON."""
     return asdict(report)
 
 
@@ -124,7 +121,6 @@ _ONLY_WHERE_SET = ("cost", "energy_kwh")
 
 
 def table(reports: Sequence[SimulationReport]) -> str:
-    """Format reports as text, one row each."""
     columns = [c for c in _COLUMNS if c[0] not in _ONLY_WHERE_SET or any(getattr(r, c[0]) for r in reports)]
     cells = [[title for _, title, _ in columns]]
     cells += [[form.format(getattr(report, name)) for name, _, form in columns] for report in reports]

@@ -29,8 +29,6 @@ _ENDLESS_S = 20 * 365 * 86400.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything about a simulation except the workload."""
-
     devices: tuple[Device, ...]
     settings: Settings = field(default_factory=Settings)
     interval_s: float = 60.0
@@ -75,8 +73,6 @@ def simulate(
 
 @dataclass
 class _RunningProgram:
-    """A job's program while it is in the queue."""
-
     program: SimulatedProgram
     factor: float
     """Factor on the remaining work that the queue sees."""
@@ -88,8 +84,6 @@ class _RunningProgram:
 
 
 class _Simulation:
-    """The clock, the heap of what comes, and the programs."""
-
     def __init__(self, arrivals: Sequence[JobArrival], conditions: Conditions, log: list[events.Event] | None) -> None:
         self.conditions = conditions
         self.queue_state = QueueState()

@@ -64,11 +64,7 @@ def read_workload(path: Path, *, tables: Path | None = None, speeds: Path | None
 
 
 def arrivals_of(rows: Sequence[Mapping[str, str]], path: Path) -> list[JobArrival]:
-    """Return the jobs of a queue's record (`recorded`), which was read from `path`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the jobs of a queue's record (`recorded`), which was read from `path`; `ConfigError` if there are none."""
     if not rows:
         raise ConfigError(f"record {path} holds no job that ran and ended")
     return sorted(table_arrivals(rows, path), key=lambda arrival: arrival.time_s)

@@ -23,11 +23,7 @@ _NETWORK_FUSE = {
 
 
 def refuse_network(folder: Path) -> None:
-    """Refuse a folder on a network file system; one whose file system is unknown is accepted.
-
-    Raises:
-        ConfigError: with the reason and what to do.
-    """
+    """Raise `ConfigError` for a folder on a network file system; one whose file system is unknown is accepted."""
     mount = mount_of(folder)
     if mount is None:
         return

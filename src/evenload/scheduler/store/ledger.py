@@ -39,8 +39,6 @@ Entry = events.Event | RunnerStarted
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One time that devices were given to a job."""
-
     fence: Fence
     devices: tuple[str, ...]
     began_s: float
@@ -79,8 +77,7 @@ class Ledger:
     def apply(self, entry: Entry, changes: Changes) -> tuple[Job, ...]:
         """Apply the next entry of the log, note its changes in `changes`, and return the changed jobs.
 
-        Raises:
-            QueueError: it can't follow the entries before it; nothing is changed then.
+        Raises `QueueError` if it can't follow the entries before it; nothing is changed then.
         """
         if isinstance(entry, RunnerStarted):
             attempt = self._attempt(entry.job, entry.attempt)
@@ -115,11 +112,7 @@ class Ledger:
         return changed
 
     def check(self, fence: Fence) -> None:
-        """Refuse the fence of an attempt that is over.
-
-        Raises:
-            StaleError: the attempt is over, or another one is under way.
-        """
+        """Raise `StaleError` if the fence's attempt is over."""
         attempt = self.open.get(fence.job)
         if attempt is not None and attempt.fence == fence:
             return
@@ -144,7 +137,6 @@ class Ledger:
         return attempt
 
     def _follow(self, job: Job, event: events.Event, changes: Changes) -> None:
-        """End and begin attempts as the event did."""
         before = self.open.get(job.id)
         number = job.attempt if job.devices else None
         if before is not None and before.fence.attempt != number:

@@ -19,11 +19,7 @@ class WriterLock:
     """
 
     def __init__(self, path: Path, holder: str) -> None:
-        """Take the lock, or raise at once.
-
-        Raises:
-            QueueError: another process holds it; the message names it.
-        """
+        """Take the lock; `QueueError`, which names the holder, if another process has it."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -45,8 +45,6 @@ class JobLine(NamedTuple):
 
 
 class LogEntry(NamedTuple):
-    """An entry of the log with its number."""
-
     number: int
     entry: Entry
     extra: dict[str, Any] | None
@@ -56,11 +54,7 @@ class Reader:
     """Each method reads one consistent state, without uncommitted events. Used from one thread."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the queue in `folder`.
-
-        Raises:
-            QueueError: there is none, or it is of another version.
-        """
+        """Open the queue in `folder`; `QueueError` if there is none, or it is of another version."""
         path = folder / DATABASE
         if not path.is_file():
             raise QueueError(f"there is no queue in {folder}")
@@ -116,17 +110,10 @@ class Reader:
         first: int = 0,
         last: int = -1,
     ) -> str:
-        """Return the values of an SQL expression for each job, joined in the order of submission; empty without jobs.
+        """Return the values of an SQL expression (as in `text`) for each job, joined in the order of submission.
 
-        SQLite builds the text of 100,000 lines several times faster than Python.
-
-        Args:
-            expression: as in `text`.
-            separator: between two jobs' texts.
-            states: only those in one of these; all if empty.
-            user: only this user's.
-            first: only those from this number on.
-            last: only those up to this number; -1 for all.
+        SQLite builds the text of 100,000 lines several times faster than Python. Only jobs with numbers from `first` to
+        `last` are included (-1: to the end); the text is empty without jobs.
         """
         span = [f"number >= {int(first)}", *([f"number <= {int(last)}"] if last >= 0 else [])]
         where, values = _where(states, user, span)
@@ -139,13 +126,11 @@ class Reader:
         return (0, -1) if first is None else (first, last)
 
     def counts(self, user: str | None = None) -> dict[JobState, int]:
-        """Return the number of jobs in each state."""
         where, values = ("", ()) if user is None else ("WHERE user = ?", (user,))
         found = self._query(f"SELECT state, count(*) FROM jobs {where} GROUP BY state", *values)
         return {JobState(state): num for state, num in found}
 
     def job(self, name: str) -> Job | None:
-        """Return a job; None if there is none with this id."""
         from evenload.scheduler.core.values import Job
         from evenload.scheduler.store import rows
 
@@ -158,7 +143,6 @@ class Reader:
         return dict(json.loads(found[0][0])) if found else None
 
     def attempts(self, name: str) -> list[AttemptRecord]:
-        """Return the attempts of a job."""
         from evenload.scheduler.store import tables
 
         with self._sql_errors():
@@ -185,7 +169,6 @@ class Reader:
             raise QueueError(f"the queue {self._path} can't be read: {error}") from error
 
     def close(self) -> None:
-        """Close the file."""
         self._connection.close()
 
     def __enter__(self) -> Self:

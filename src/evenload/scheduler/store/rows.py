@@ -14,11 +14,7 @@ _T = TypeVar("_T")
 
 
 def text_of(row: Any, what: str) -> str:
-    """Return plain values as JSON.
-
-    Raises:
-        QueueError: JSON or SQLite has no way to write it.
-    """
+    """Return plain values as JSON; `QueueError` if JSON or SQLite has no way to write them."""
     try:
         text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
         text.encode()
@@ -28,11 +24,7 @@ def text_of(row: Any, what: str) -> str:
 
 
 def entry_row(entry: Entry) -> dict[str, Any]:
-    """Return an entry as plain values, without its kind.
-
-    Raises:
-        QueueError: a field doesn't hold what it is declared to hold.
-    """
+    """Return an entry as plain values, without its kind; `QueueError` if a field has the wrong type."""
     try:
         validation.check(entry)
     except ConfigError as error:
@@ -41,7 +33,6 @@ def entry_row(entry: Entry) -> dict[str, Any]:
 
 
 def entry_from(kind: str, body: str) -> Entry:
-    """Return the entry that `entry_row` made the text of."""
     row = json.loads(body)
     return RunnerStarted(**row) if kind == RunnerStarted.__name__ else events.from_row({"kind": kind, **row})
 
@@ -52,11 +43,7 @@ def value_text(value: Any) -> str:
 
 
 def value_from(kind: type[_T], text: str) -> _T:
-    """Return the value that `value_text` made the text of.
-
-    Raises:
-        QueueError: it doesn't fit; the queue was changed by another program.
-    """
+    """Return the value that `value_text` made the text of; `QueueError` if another program damaged it."""
     try:
         return validation.build(kind, json.loads(text), kind.__name__)
     except ConfigError as error:

@@ -24,8 +24,6 @@ CURRENT_TABLES = ("jobs", "programs", "attempts", "devices", "users", "reservati
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One step from a version to the next, applied as one transaction."""
-
     statements: tuple[str, ...]
     refolds: bool = False
     """The current tables are filled from the log afterwards."""
@@ -68,11 +66,7 @@ MIGRATIONS: tuple[Migration, ...] = (_FIRST,)
 
 
 def version_of(connection: sqlite3.Connection) -> int:
-    """Return the version of a queue's file; 0 for an empty one.
-
-    Raises:
-        QueueError: it is no queue.
-    """
+    """Return the version of a queue's file, 0 for an empty one; `QueueError` if it is no queue."""
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     owner = int(connection.execute("PRAGMA application_id").fetchone()[0])
     tables = int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
@@ -82,11 +76,7 @@ def version_of(connection: sqlite3.Connection) -> int:
 
 
 def check_version(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Refuse a file of another version.
-
-    Raises:
-        QueueError: it is newer, older, or no queue.
-    """
+    """Raise `QueueError` for a file of another version, or one that is no queue."""
     version = version_of(connection)
     if version > len(migrations):
         raise QueueError(_newer(connection, version, len(migrations)))
@@ -104,8 +94,7 @@ def migrate(
 ) -> None:
     """Migrate a file to this version, step by step; `refold` fills the current tables from the log.
 
-    Raises:
-        QueueError: it is newer than this version, or no queue.
+    Raises `QueueError` if the file is newer than this version, or no queue.
     """
     version = version_of(connection)
     if version > len(migrations):
@@ -129,7 +118,6 @@ def migrate(
 
 
 def file_of(connection: sqlite3.Connection) -> str:
-    """Return the path of the database."""
     return str(connection.execute("PRAGMA database_list").fetchone()[2])
 
 

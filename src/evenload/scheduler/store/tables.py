@@ -20,8 +20,6 @@ _ATTEMPT_COLUMNS = "fence, job, attempt, devices, began_s, ended_s, ending, reas
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """A row of the log."""
-
     number: int
     time_s: float
     kind: str
@@ -41,11 +39,7 @@ class History:
 
 
 def log_row(number: int, entry: Entry, extra: Mapping[str, Any] | None) -> LogRow:
-    """Return the row of an entry.
-
-    Raises:
-        QueueError: it can't be stored.
-    """
+    """Return the row of an entry; `QueueError` if it can't be stored."""
     row = rows.entry_row(entry)
     what = f"the event {type(entry).__name__}"
     return LogRow(
@@ -64,7 +58,6 @@ def write(
     changes: Changes,
     log: list[LogRow],
 ) -> None:
-    """Write log and changes, inside the caller's transaction."""
     connection.executemany(
         "INSERT INTO events (number, time_s, kind, job, body, extra) VALUES (?, ?, ?, ?, ?, ?)",
         [(row.number, row.time_s, row.kind, row.job, row.body, row.extra) for row in log],
@@ -76,7 +69,6 @@ def write(
 def write_current(
     connection: sqlite3.Connection, ledger: Ledger, changes: Changes, programs: Mapping[Any, str]
 ) -> None:
-    """Write the current state of everything that changed."""
     queue_state = ledger.queue_state
     connection.executemany(_JOB_WRITE, [_job_row(job) for job in changes.jobs.values()])
     connection.executemany("INSERT INTO programs (job, body) VALUES (?, ?)", programs.items())
@@ -126,7 +118,6 @@ def read_ledger(connection: sqlite3.Connection) -> Ledger:
 
 
 def read_history(connection: sqlite3.Connection) -> History:
-    """Read the history from the current tables."""
     changes = Changes()
     for (body,) in connection.execute("SELECT body FROM jobs ORDER BY number"):
         job = rows.value_from(Job, body)
@@ -138,7 +129,6 @@ def read_history(connection: sqlite3.Connection) -> History:
 
 
 def fold_history(connection: sqlite3.Connection) -> History:
-    """Fold the history from the log alone."""
     ledger, changes, programs = Ledger(), Changes(), {}
     for row in read_log(connection):
         ledger.apply(rows.entry_from(row.kind, row.body), changes)
@@ -148,7 +138,6 @@ def fold_history(connection: sqlite3.Connection) -> History:
 
 
 def refold(connection: sqlite3.Connection) -> None:
-    """Fill the empty current tables from the log."""
     history = fold_history(connection)
     write_current(connection, history.ledger, history.changes, history.programs)
 
@@ -164,7 +153,6 @@ def read_log(connection: sqlite3.Connection, after: int = 0, job: str | None = N
 
 
 def read_attempts(connection: sqlite3.Connection, condition: str, *values: Any) -> Iterator[AttemptRecord]:
-    """Yield the attempts that satisfy an SQL condition, in the order of their fences."""
     found = connection.execute(f"SELECT {_ATTEMPT_COLUMNS} FROM attempts WHERE {condition} ORDER BY fence", values)
     for number, job, attempt, devices, began_s, ended_s, ending, reason, runner in found:
         facts = None if runner is None else json.loads(runner)
@@ -173,13 +161,11 @@ def read_attempts(connection: sqlite3.Connection, condition: str, *values: Any) 
 
 
 def get_fact(connection: sqlite3.Connection, name: str, default: Any) -> Any:
-    """Return a fact by its name."""
     found = connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
     return default if found is None else found[0]
 
 
 def put_fact(connection: sqlite3.Connection, name: str, value: Any) -> None:
-    """Write a fact."""
     connection.execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", (name, value))
 
 

@@ -42,8 +42,8 @@ class QueueStore:
             migrations: for tests.
 
         Raises:
-            ConfigError: the folder can't be used, or lies on a network file system.
-            QueueError: another process writes it, or the file is none of this version or an earlier one.
+            ConfigError: the folder can't be used, or is on a network file system.
+            QueueError: another process writes it, or the file is of a later version, or no queue.
         """
         self.folder = folder
         try:
@@ -75,7 +75,6 @@ class QueueStore:
 
     @property
     def last(self) -> int:
-        """The number of the last event recorded."""
         return self._ledger.last
 
     def attempts(self) -> tuple[AttemptRecord, ...]:
@@ -83,14 +82,12 @@ class QueueStore:
         return tuple(self._ledger.open.values())
 
     def attempt(self, job: str) -> AttemptRecord | None:
-        """Return the job's running attempt; None without one."""
         return self._ledger.open.get(job)
 
     def fence(self, job: str) -> Fence:
         """Return the fence of the job's running attempt, for its runner.
 
-        Raises:
-            QueueError: none is under way, or it isn't committed yet: after a crash it would never have been.
+        Raises `QueueError` if there is none, or it isn't committed yet: after a crash it would never have existed.
         """
         attempt = self._ledger.open.get(job)
         if attempt is None:
@@ -100,11 +97,7 @@ class QueueStore:
         return attempt.fence
 
     def check(self, fence: Fence) -> None:
-        """Refuse a runner of an earlier attempt.
-
-        Raises:
-            StaleError: the attempt is over.
-        """
+        """Raise `StaleError` for a runner of an earlier attempt."""
         self._ledger.check(fence)
 
     def record(
@@ -188,7 +181,6 @@ class QueueStore:
         self._log: list[tables.LogRow] = []
 
     def _undo(self, connection: sqlite3.Connection) -> None:
-        """Return to the state on disk."""
         try:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
