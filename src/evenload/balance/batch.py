@@ -37,7 +37,6 @@ class StepOverhead:
     """Waiting for samples, by the sample of the global batch."""
 
     def predict_s(self, num_samples: int) -> float:
-        """Return the seconds of a step."""
         return self.fixed_s + self.per_sample_s * num_samples
 
 
@@ -60,14 +59,10 @@ def efficiency(noise: float, base: int, batch_size: int) -> float:
 
 
 def rate_gain(noise: float, base: int, batch_size: int, *, rule: str) -> float:
-    """Return the factor on the learning rate for `batch_size` in place of `base`.
+    """Return the factor on the learning rate for `batch_size` in place of `base`; all in samples.
 
-    Args:
-        noise: the noise scale, in samples.
-        base: the batch that the learning rate was chosen for.
-        batch_size: the batch of now.
-        rule: ``adascale`` (Johnson et al. 2020, "AdaScale SGD": its gain ratio, with the variance written by the noise
-            scale), ``sqrt`` (as usual for Adam and its kin), or ``none``.
+    ``adascale``: the gain ratio of Johnson et al. 2020, "AdaScale SGD", with the variance written by the noise scale;
+    ``sqrt``: as usual for Adam.
     """
     if rule == "none" or batch_size == base:
         return 1.0
@@ -108,16 +103,10 @@ def choose_batch(
     may_try: bool,
     tried_from: int | None = None,
 ) -> BatchChoice:
-    """Choose the batch of the next epoch.
+    """Choose the batch of the next epoch; `base` is the user's batch, `now` that of the epoch that ended, all in samples.
 
-    Args:
-        base: the user's batch.
-        limit: the largest that is allowed.
-        now: the batch of the epoch that ended.
-        noise: the noise scale, in samples.
-        seconds_of: what a step of a batch takes.
-        may_try: overhead can't be separated from samples, because only one size ran: another one may be tried for it.
-        tried_from: the batch before, where `now` is such a trial: staying must pay against that one.
+    `may_try`: only one size ran, so overhead can't be separated from samples yet, and another size may be tried for it.
+    `tried_from`: the batch before, where `now` is such a trial: staying must pay against that one.
     """
 
     def goodput(size: int) -> float:

@@ -37,8 +37,6 @@ _TELLING_SPREAD = 1.02
 
 @dataclass(frozen=True)
 class CostSample:
-    """One step of one rank."""
-
     step: int
     num_samples: int
     """Samples computed, those of weight 0 included: ``max(share, K)``."""
@@ -57,7 +55,6 @@ class OverheadRatio:
 
     @property
     def is_measured(self) -> bool:
-        """True if samples have determined it."""
         return self.error_samples is not None
 
 
@@ -93,15 +90,10 @@ class Fit:
 def fit_cost(
     points: Sequence[CostSample], shape: OverheadRatio | None = None, least_noise: float = _LEAST_NOISE
 ) -> Fit:
-    """Fit a rank's cost.
+    """Fit a rank's cost to steps at one speed, at least one, oldest first, all seconds above 0.
 
     Weighted least squares on the relative errors of the groups' medians, with the shape as one more equation
-    ``a - shape * c = 0``; a below 0 becomes 0.
-
-    Args:
-        points: steps of one rank at one speed, at least one, oldest first, all seconds above 0.
-        shape: the prior of ``a / c``; None for the default, 0.
-        least_noise: the scatter is taken to be at least this, as a part of a step's seconds.
+    ``a - shape * c = 0``; a below 0 becomes 0. The scatter is at least ``least_noise``, as a part of a step's seconds.
     """
     shape = shape or OverheadRatio()
     groups = _group(points)
@@ -142,7 +134,6 @@ def fit_cost(
 
 
 def is_varied(points: Sequence[CostSample]) -> bool:
-    """Return whether the steps differ enough in samples per micro-batch to separate a from c."""
     density = [num_samples / num_micro for num_samples, num_micro in _group(points)]
     return max(density) > _TELLING_SPREAD * min(density)
 

@@ -48,7 +48,6 @@ class SpeedTracker:
 
     @property
     def fit(self) -> Fit:
-        """The fit of the last `refit`."""
         if self._fit is None:
             return self.refit()
         return self._fit

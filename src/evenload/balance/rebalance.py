@@ -39,7 +39,6 @@ on the cost is no line (a quota's periods, cores that two ranks share), and each
 steps make up for one."""
 _MOST_HALVINGS = 4
 _LEAST_MICRO_GAIN = 0.02
-"""Another K changes what BatchNorm computes and is announced, so it must pay this much over the best split of the K."""
 _REPORTED_CHANGE = 1.1
 _LOST_AFTER = 32
 """A decision that hasn't appeared after so many steps was not carried out; what is measured holds."""
@@ -75,7 +74,6 @@ class Decision:
     reason: str
     """A sentence for people."""
     before_s: float
-    """Expected seconds of the slowest rank under the shares until now."""
     expected_s: float
     """The same under the new shares."""
 
@@ -93,15 +91,9 @@ class Balancer:
         num_micro_batches: int | None = None,
         num_warmup: int = 1,
     ) -> None:
-        """Start without measurements.
-
-        Args:
-            num_samples: the global batch, in samples.
-            world_size: how many ranks there are.
-            caps: most samples of each rank in one micro-batch.
-            shares: what the run starts with; None for equal shares.
-            num_micro_batches: the K it starts with; None for the smallest that the caps allow.
-            num_warmup: so many first observations are left out: a run's first step allocates and tunes.
+        """``caps``: most samples of each rank in one micro-batch. ``shares`` and ``num_micro_batches`` are what the run starts
+        with; by default equal shares and the smallest K that the caps allow. The first ``num_warmup`` observations are left
+        out, because a run's first step allocates and tunes.
         """
         self.num_samples = num_samples
         self.shares = shares or even_shares(num_samples, world_size)
@@ -133,11 +125,7 @@ class Balancer:
         return tuple(track.fit.cost for track in self._tracks) if self._has_fits else None
 
     def observe(self, observation: Observation) -> Decision | None:
-        """Add one step, in order; return new shares where they pay.
-
-        Raises:
-            ConfigError: the observation is of another number of ranks.
-        """
+        """Add one step, in order; return new shares where they pay."""
         if not len(observation.shares) == len(observation.seconds) == len(self._tracks):
             raise ConfigError(
                 f"step {observation.step} shows {len(observation.shares)} shares and {len(observation.seconds)} times: "

@@ -88,8 +88,6 @@ class _ReplicaTrial:
 
 
 class ReplicaBalancer:
-    """Estimates what the replicas of one process cost, and decides how much each computes."""
-
     def __init__(
         self,
         num_samples: int,
@@ -100,15 +98,9 @@ class ReplicaBalancer:
         num_micro_batches: int | None = None,
         adapts: bool = True,
     ) -> None:
-        """Start without measurements.
+        """As `Balancer`; a replica with a share of 0 samples is left out.
 
-        Args:
-            num_samples: the global batch, in samples.
-            num_replicas: how many there are.
-            caps: most samples of each in one micro-batch.
-            shares: what it starts with; None for equal shares. One with 0 samples is left out.
-            num_micro_batches: the K it starts with; None for the smallest that the caps allow.
-            adapts: whether shares may move; otherwise only the contention is measured.
+        Without ``adapts`` shares never move, and only the contention is measured.
         """
         self.num_samples = num_samples
         self.shares = shares or even_shares(num_samples, num_replicas)
@@ -138,13 +130,11 @@ class ReplicaBalancer:
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:
-        """The cost of each replica; None until all have been measured."""
         known = tuple(cost for cost in self._costs if cost is not None)
         return known if len(known) == len(self._costs) else None
 
     @property
     def takes_turns(self) -> bool:
-        """True if the next step is to be computed in turns."""
         return self._turns_left > 0
 
     def take_contention(self) -> Contention | None:

@@ -56,9 +56,6 @@ def scale_shares(shares: Sequence[int], num_samples: int) -> tuple[int, ...]:
 
     Largest remainders, in integers, ties to the lower rank. A share of 0 stays 0, and no share grows when there are
     fewer samples, so the caps still hold.
-
-    Raises:
-        ConfigError: the shares sum to 0, so there are no proportions.
     """
     total = sum(shares)
     if total < 1 or min(shares) < 0 or num_samples < 0:
@@ -79,21 +76,10 @@ def num_micro(shares: Sequence[int], caps: Caps) -> int:
 
 
 def micro_shares(shares: Sequence[int], slices: Sequence[int], caps: Caps = None) -> tuple[tuple[int, ...], ...]:
-    """Spread each rank's share over the micro-batches.
+    """Spread each rank's share over the micro-batches: ``micro[m][rank]``, rows sum to ``slices``, columns to ``shares``.
 
     With the slices of `slice_sizes` every entry is ``n_r / K`` rounded down or up, so it is solvable exactly when
-    ``n_r <= K * cap_r``. Any other slices are served too, as evenly as they allow.
-
-    Args:
-        shares: samples of each rank; they sum to the global batch.
-        slices: samples of each micro-batch; the same sum.
-        caps: most samples of each rank in one micro-batch.
-
-    Returns:
-        ``micro[m][rank]``: row m sums to ``slices[m]``, column rank to ``shares[rank]``.
-
-    Raises:
-        ConfigError: the sums differ, or no spread keeps to the caps.
+    ``n_r <= K * cap_r``. Any other slices are served too, as evenly as they allow; `ConfigError` if no spread keeps to the caps.
     """
     checked = _check_caps(caps, len(shares))
     if sum(shares) != sum(slices) or min(shares, default=-1) < 0 or min(slices, default=-1) < 0:
@@ -152,17 +138,10 @@ def split_batch(
     dealt one by one to the rank that would be done with it first, so among equal optima no rank is needlessly slow, and
     a rank gets 0 where the others finish the batch before it would finish its first sample.
 
-    Args:
-        num_samples: the global batch, in samples.
-        costs: cost of each rank.
-        caps: most samples of each rank in one micro-batch.
-        num_micro: K. None takes the K of the shortest step; of equal ones the smallest.
-        quantum: shares are multiples of so many samples, except one that takes what the batch has over. A compiled model
-            then meets few sizes. Where no cap binds, no rank ends more than a quantum of its samples after the finest
-            split; where the caps leave no room for multiples, the finest split is returned.
-
-    Raises:
-        ConfigError: a cost is not a finite number of at least 0, or the caps don't let K micro-batches hold the batch.
+    Without ``num_micro``, K is that of the shortest step; of equal ones the smallest. Shares are multiples of ``quantum``,
+    except one that takes what the batch has over: a compiled model then meets few sizes. Where no cap binds, no rank ends
+    more than a quantum of its samples after the finest split; where the caps leave no room for multiples, the finest split
+    is returned. Raises `ConfigError` for a negative or infinite cost, or if the caps don't let K micro-batches hold the batch.
     """
     world_size = len(costs)
     if world_size < 1 or num_samples < 1:

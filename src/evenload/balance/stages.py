@@ -51,7 +51,6 @@ class LayerCost:
 
     @property
     def num_bytes(self) -> int:
-        """Memory it needs on its device."""
         return self.held_bytes + self.activation_bytes
 
 
@@ -66,10 +65,8 @@ class Cut:
     device_s: tuple[float, ...]
     """Of the layers of each device, without transfers."""
     device_bytes: tuple[int, ...]
-    """Memory of each device."""
 
     def device_of(self, layer_index: int) -> int:
-        """Return the device of a layer."""
         return next(d for d in range(len(self.device_bytes)) if self.bounds[d] <= layer_index < self.bounds[d + 1])
 
 
@@ -80,17 +77,10 @@ def cut_chain(
     output_bytes: int = 0,
     slack: float = 0.0,
 ) -> Cut | None:
-    """Return the best cut of a chain over devices in their given order.
+    """Return the best cut of a chain over devices in their given order; None where no cut keeps to the limits.
 
-    Args:
-        layers: in the order they run.
-        limits_bytes: memory of each device.
-        links: ``links[a][b]`` is the way from device a to device b; only a < b, and those back to 0, are looked at.
-        output_bytes: of what the last layer gives, which goes back to device 0.
-        slack: what part of the least time may be given for even memory; 0.02 allows 2 %.
-
-    Returns:
-        None where no cut keeps to the limits.
+    ``links[a][b]`` is the way from device a to device b; only a < b, and those back to 0, are used. ``output_bytes`` go back
+    to device 0. ``slack`` is the part of the least time that may be given for even memory; 0.02 allows 2 %.
     """
     chain = _CutSolver(layers, links, output_bytes)
     best = chain.fastest(limits_bytes)

@@ -19,7 +19,6 @@ class ComputeDevice:
     index: int
     """The device index of its kind on its node; -1 for the CPU."""
     memory_bytes: int
-    """All the memory there is."""
     num_cores: int = 0
     """CPU cores a rank on it may use; 0 where that means nothing."""
 
@@ -45,7 +44,6 @@ class Cost:
     per_sample_error_s: float = float("inf")
 
     def predict_s(self, num_samples: int, num_micro: int) -> float:
-        """Return the seconds this rank needs for its share of a step."""
         return num_micro * self.per_micro_s + self.per_sample_s * max(num_samples, num_micro)
 
 
@@ -68,22 +66,18 @@ class StepPlan:
 
     @property
     def num_micro(self) -> int:
-        """K, the same for all ranks."""
         return len(self.micro)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.micro[0])
 
     @property
     def num_samples(self) -> int:
-        """Samples of the global batch."""
         return sum(sum(row) for row in self.micro)
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each rank in this step."""
         return tuple(sum(row[rank] for row in self.micro) for rank in range(self.world_size))
 
     def slice_of(self, micro_index: int, rank: int | None = None) -> tuple[int, int]:

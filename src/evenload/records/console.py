@@ -29,7 +29,6 @@ class RunInfo:
         self._times: deque[tuple[int, float, float]] = deque(maxlen=ETA_STEPS)
 
     def add(self, record: Record) -> None:
-        """Update from one record."""
         if isinstance(record, StepRecord):
             self._times.append((record.step, record.time, record.seconds))
         elif isinstance(record, Event):
@@ -47,7 +46,6 @@ class RunInfo:
             self.solo_per_s = tuple(float(speed) for speed in speeds)
 
     def name(self, rank: int) -> str:
-        """Return the device name of a rank, or ``rank N`` if it is unknown."""
         return self.devices[rank] if rank < len(self.devices) else f"rank {rank}"
 
     def left_s(self, last: StepRecord) -> float | None:
@@ -108,7 +106,6 @@ class ProgressLines:
         return self.finish()
 
     def finish(self) -> list[str]:
-        """Return a line for the steps since the last line; empty if there are none."""
         if not self._window:
             return []
         text = plain_line(self._window, self.info)
@@ -118,7 +115,6 @@ class ProgressLines:
 
 
 def header_parts(last: StepRecord, summary: WindowSummary, info: RunInfo) -> list[str]:
-    """Return the first parts of a progress display: arm, position, loss, throughput, busy time, bottleneck."""
     return [
         last.arm,
         info.position(last),
@@ -130,7 +126,6 @@ def header_parts(last: StepRecord, summary: WindowSummary, info: RunInfo) -> lis
 
 
 def plain_line(window: Sequence[StepRecord], info: RunInfo) -> str:
-    """Format one line for a window of at least one step."""
     last = window[-1]
     summary = summarize_steps(window, info.solo_per_s)
     parts = [*header_parts(last, summary, info), *_rank_parts(summary.ranks), info.left(last)]
@@ -152,7 +147,6 @@ def format_bottleneck(bottleneck: StepBottleneck | None) -> str:
 
 
 def format_percent(fraction: float) -> str:
-    """Format a fraction as ``97 %``."""
     return f"{fraction * 100:.0f} %" if math.isfinite(fraction) else "? %"
 
 
@@ -179,12 +173,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rank_range(ranks: Sequence[RankSummary], first: int = 0) -> str:
-    """Format the range of shares and busy times of several ranks, and the rank that waits least.
-
-    Args:
-        ranks: at least one.
-        first: the index of the first of them.
-    """
+    """Format shares and busy times of one or more ranks from index ``first`` on as ranges, and the rank that waits least."""
     least = min(range(len(ranks)), key=lambda index: ranks[index].wait)
     return (
         f"shares {min(r.share for r in ranks)} to {max(r.share for r in ranks)}, "

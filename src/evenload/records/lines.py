@@ -1,8 +1,4 @@
-"""Conversion between records and lines of JSON.
-
-The seconds of the ranks are written as columns (``"ranks": {"wait_s": [0.1, 0.2], ...}``), which is short and easy to
-process with other tools.
-"""
+"""Conversion between records and lines of JSON; the ranks' seconds are columns (``"ranks": {"wait_s": [0.1, 0.2], ...}``)."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ STEPS_FILE = "steps.jsonl"
 
 
 def header_line(time: float) -> bytes:
-    """Return the first line of both files."""
     return _encode({"schema": SCHEMA, "time": time})
 
 
@@ -70,10 +65,9 @@ def late_metrics_line(late: LateMetrics) -> bytes:
 
 
 def parse_line(line: bytes) -> Record | None:
-    """Parse a line of either file; return None for the header and for a line cut short by a crash.
+    """Return None for the header and for a line cut short by a crash.
 
-    Raises:
-        ConfigError: another version of Evenload wrote the file, with another schema.
+    Raises `ConfigError` if another version of Evenload wrote the file, with another schema.
     """
     try:
         row = json.loads(line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -33,7 +33,6 @@ class TimedBlock:
 
     @property
     def per_s(self) -> tuple[float, ...]:
-        """Samples/s."""
         return tuple(count / time_s for count, time_s in zip(self.num_samples, self.seconds, strict=True))
 
 
@@ -129,21 +128,10 @@ def evaluate(blocks: Sequence[TimedBlock]) -> MeasurementResult:
 
 
 def blocks_to_rows(blocks: Sequence[TimedBlock]) -> list[dict[str, Any]]:
-    """Convert blocks to plain values for an event."""
-    return [
-        {
-            "arm": block.arm,
-            "round": block.round,
-            "num_samples": list(block.num_samples),
-            "seconds": list(block.seconds),
-            "shares": list(block.shares),
-        }
-        for block in blocks
-    ]
+    return [asdict(block) for block in blocks]
 
 
 def blocks_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[TimedBlock]:
-    """Read back what `blocks_to_rows` returned."""
     return [
         TimedBlock(row["arm"], row["round"], tuple(row["num_samples"]), tuple(row["seconds"]), tuple(row["shares"]))
         for row in rows
@@ -151,13 +139,7 @@ def blocks_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[TimedBlock]:
 
 
 def format_measurement(found: MeasurementResult, devices: Sequence[str] = (), throttle: Sequence[float] = ()) -> str:
-    """Format the speed of each arm and its fraction of the sum of the solo speeds as a table.
-
-    Args:
-        found: the estimates.
-        devices: the name of each rank's device.
-        throttle: the requested relative speed of each rank; empty if no rank is throttled.
-    """
+    """``throttle`` holds the requested relative speed of each rank; empty if no rank is throttled."""
     total = found.solo_sum
     rows = [
         (

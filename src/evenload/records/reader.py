@@ -16,18 +16,13 @@ _BLOCK_BYTES = 1 << 16
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether the folder contains the records of a run."""
     return (folder / EVENTS_FILE).is_file() or (folder / STEPS_FILE).is_file()
 
 
 def find_run(path: Path) -> tuple[Path, int]:
-    """Find the run folder at ``path``: the folder itself, or the newest run directly below it.
+    """Return the folder itself, or the newest run directly below it, and the number of runs found.
 
-    Returns:
-        The folder, and the number of runs found.
-
-    Raises:
-        ConfigError: there is no such folder, or it contains no run.
+    Raises `ConfigError` if there is none.
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
@@ -43,15 +38,13 @@ def find_run(path: Path) -> tuple[Path, int]:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Read all events of a run in the order of writing; empty if there are none yet."""
     return [record for record in _read(folder / EVENTS_FILE) if isinstance(record, Event)]
 
 
 def read_steps(folder: Path) -> list[StepRecord]:
-    """Read the steps of a run, each once, with all metrics logged for them; empty if there are none yet.
+    """Read the steps of a run, each once, with all metrics logged for them.
 
-    A resume from an older checkpoint repeats steps; the repeated ones replace those that the resume discarded. Metrics
-    logged for a step without a record are left out.
+    A resume from an older checkpoint repeats steps; the repeated ones replace those that the resume discarded.
     """
     steps: dict[tuple[str, int], StepRecord] = {}
     newest: dict[str, int] = {}
@@ -69,14 +62,10 @@ def read_steps(folder: Path) -> list[StepRecord]:
 
 
 class RecordTail:
-    """Return records as another process appends them to a run folder, without a thread.
+    """Return records as another process appends them to a run folder, which need not exist yet.
 
-    The folder need not exist yet. A line is read once its newline is written; a line cut short by a crash is skipped.
-    A folder that was moved aside and created again (`--fresh`) is read from its beginning.
-
-    Args:
-        folder: the run folder.
-        since_s: skip older records, in seconds since 1970; most of the records of earlier sessions are not even parsed.
+    A line is read once its newline is written; a line cut short by a crash is skipped. A folder that was moved aside and
+    created again (`--fresh`) is read from its beginning. Records older than ``since_s`` (since 1970) are skipped.
     """
 
     def __init__(self, folder: Path, since_s: float | None = None) -> None:
@@ -85,11 +74,7 @@ class RecordTail:
         self._tails = (_FileTail(folder / EVENTS_FILE, since_s), _FileTail(folder / STEPS_FILE, since_s))
 
     def poll(self) -> list[Record]:
-        """Return the records since the last call in the order of their times; empty if there are none.
-
-        Raises:
-            ConfigError: another version of Evenload wrote them.
-        """
+        """Return the records since the last call in the order of their times."""
         return list(heapq.merge(*(tail.poll() for tail in self._tails), key=lambda record: record.time))
 
 

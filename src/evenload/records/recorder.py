@@ -30,19 +30,10 @@ class Recorder:
     Metrics from `log` become part of the record of their step. If that record is already written (an evaluation after
     the last step of an epoch), they follow on a separate line, which the reader joins to the step.
 
-    Args:
-        folder: the run folder, created if missing; None on ranks that write nothing.
-        loggers: names of loggers, such as ``"tensorboard"``. Each follows the records in a separate thread; a failure is
-            reported once and retried, and never stops training.
-        logger_options: the options of each logger, by its name.
-        hyperparameters: the settings of the run, for the loggers.
-        console: print progress lines and event messages on stdout; for scripts started without a launcher.
-        log_every_s: seconds between two progress lines.
-        total_steps: steps of the whole run, if known; for the time left.
-
-    Raises:
-        ConfigError: the folder is not writable or holds records of another schema, or the package of a logger is missing
-            (the latter on every rank).
+    ``folder`` is created if missing. ``console`` prints progress lines and event messages on stdout, for scripts started
+    without a launcher. Each logger follows the records in a separate thread; a failure is reported once and retried, and
+    never stops training. Raises `ConfigError` if the folder is not writable or holds records of another schema, or, on
+    every rank, if the package of a logger is missing.
     """
 
     def __init__(
@@ -83,13 +74,8 @@ class Recorder:
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """Write one event; print its message, unless empty, if this recorder prints.
 
-        Args:
-            kind: one word for programs, such as ``rebalance``.
-            message: one sentence for people.
-            step: the global step it belongs to.
-            **fields: the same information as plain values. The views use ``shares`` (the event is their reason),
-                ``speeds_per_s`` (of kind ``solo_speeds``), ``total_steps``, ``epoch_steps``, ``devices`` (a name for
-                each rank).
+        The views use the fields ``shares`` (the event is their reason), ``speeds_per_s`` (of kind ``solo_speeds``),
+        ``total_steps``, ``epoch_steps`` and ``devices`` (a name for each rank).
         """
         if self._closed:
             return
@@ -115,15 +101,7 @@ class Recorder:
             self._show(record)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Record the user's metrics for a step.
-
-        Args:
-            metrics: numbers by name, or objects that convert to one number (a tensor of one element).
-            step: the global step they belong to.
-
-        Raises:
-            StepError: a value is not a number; also raised on ranks that write nothing.
-        """
+        """Record numbers, or objects that convert to one; raise `StepError` for others, also on ranks that write nothing."""
         for name, value in metrics.items():
             if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
                 raise _not_a_number(name, value)
@@ -149,11 +127,7 @@ class Recorder:
         partial.replace(self._folder / CONFIG_FILE)
 
     def close(self, succeeded: bool = True) -> None:
-        """Write pending metrics, wait briefly for the loggers and close the files; a second call does nothing.
-
-        Args:
-            succeeded: the final status for the loggers.
-        """
+        """Write pending metrics, wait briefly for the loggers and close the files; a second call does nothing."""
         if self._closed:
             return
         with self._lock:

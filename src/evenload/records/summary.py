@@ -16,10 +16,7 @@ COMMUNICATION_BOUND = 0.25
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank over a window, as fractions of the window's wall seconds."""
-
     share: int
-    """Samples in the last step."""
     busy: float
     """Own work: compute, optimizer, data, compile."""
     wait: float
@@ -30,8 +27,6 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class StepBottleneck:
-    """The main reason other than compute that limits the steps."""
-
     kind: Literal["data", "communication"]
     rank: int
     """The rank that it is measured on: the busiest for data, the one that waits least for communication."""
@@ -41,8 +36,6 @@ class StepBottleneck:
 
 @dataclass(frozen=True)
 class WindowSummary:
-    """Statistics of a window of steps; the ranks are those of its last step."""
-
     num_steps: int
     num_samples: int
     seconds: float
@@ -59,14 +52,9 @@ class WindowSummary:
 
 
 def summarize_steps(steps: Sequence[StepRecord], solo_per_s: Sequence[float] = ()) -> WindowSummary:
-    """Compute the statistics of a window.
+    """Compute the statistics of at least one step; if the number of ranks changed, ``ranks`` covers the last number.
 
-    Args:
-        steps: at least one record. If the number of ranks changed, the ranks' figures use the steps with the last number.
-        solo_per_s: samples/s of each rank alone; ignored unless there is one value for each rank of the last step.
-
-    Returns:
-        The statistics; efficiency = (Σ samples / Σ seconds) / Σ solo speeds, busy = Σ_r busy_r / (world · Σ seconds).
+    ``solo_per_s`` is ignored unless there is one value for each rank of the last step.
     """
     world_size = len(steps[-1].ranks)
     same_size = [step for step in steps if len(step.ranks) == world_size]

@@ -12,9 +12,8 @@ from typing import Any
 class RankTimes:
     """Seconds of one rank in one step by segment, and its peak memory.
 
-    The segments are those of the step clock. ``wait_s`` is the part of the reduction after the rank's own backward,
-    ``comm_s`` the collectives inside forward and backward, ``other_s`` everything outside training (evaluation,
-    checkpoints).
+    ``wait_s`` is the part of the reduction after the rank's own backward, ``comm_s`` the collectives inside forward and
+    backward, ``other_s`` everything outside training (evaluation, checkpoints).
     """
 
     data_s: float = 0.0
@@ -28,7 +27,6 @@ class RankTimes:
 
     @property
     def busy_s(self) -> float:
-        """The rank's own seconds: compute + optimizer + data + compile."""
         return self.compute_s + self.optimizer_s + self.data_s + self.compile_s
 
 
@@ -59,9 +57,7 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further scalars of the step, from `loss_fn` and `run.log`."""
     arm: str = ""
-    """The arm of a measurement that the step belongs to; empty in normal training."""
     time: float = field(default_factory=_time.time)
-    """Time of the commit, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +70,7 @@ class Event:
     time: float = field(default_factory=_time.time)
     """Seconds since 1970."""
     step: int | None = None
-    """Global index of the step it belongs to, if any."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The same information as plain values, for programs."""
 
 
 @dataclass(frozen=True)

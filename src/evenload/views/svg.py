@@ -15,14 +15,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def chart(names: Sequence[str], panels: Sequence[Callable[[int], list[str]]], width: int, height: int) -> str:
-    """Draw panels below each other, and the colours' names above.
-
-    Args:
-        names: what the colours mean, in their order.
-        panels: the top of a panel → its elements (`line_panel`, `bar_panel`).
-        width: of the whole picture, in pixels.
-        height: of the plotted area of each panel.
-    """
+    """Draw panels (`line_panel`, `bar_panel` at a given top) below each other, each ``height`` pixels, below a legend."""
     total = TOP + len(panels) * (height + _GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" font-family="sans-serif" font-size="12">',
@@ -40,7 +33,6 @@ def chart(names: Sequence[str], panels: Sequence[Callable[[int], list[str]]], wi
 def line_panel(
     top: int, title: str, below: str, lines: Sequence[Points], width: int, height: int, *, is_log: bool = False
 ) -> list[str]:
-    """Draw a line for each sequence of points; `is_log` gives x a logarithmic scale. Nothing without points."""
     points = [point for line in lines for point in line]
     if not points:
         return []

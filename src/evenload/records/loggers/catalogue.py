@@ -18,8 +18,6 @@ ENTRY_POINTS = "evenload.loggers"
 
 @dataclass(frozen=True)
 class BuiltInLogger:
-    """A logger of Evenload."""
-
     package: str
     """The required package; the extra has the name of the logger."""
     factory: str
@@ -51,15 +49,7 @@ BUILT_IN: Mapping[str, BuiltInLogger] = {
 
 
 def check_loggers(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Check that the loggers can be opened, without importing them; the result is the same on every rank.
-
-    Args:
-        names: the loggers of a run.
-        options: the options of each logger, by its name.
-
-    Raises:
-        ConfigError: an unknown name or option, a name given twice, options of an unused logger, or a missing package.
-    """
+    """Raise `ConfigError` for loggers that cannot be opened, without importing them: the same result on every rank."""
     offered = _offered()
     for name in names:
         if name not in BUILT_IN and name not in offered:
@@ -82,12 +72,7 @@ def check_loggers(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]
 
 
 def open_logger(name: str, context: LoggerContext) -> Logger:
-    """Open a logger that `check_loggers` has accepted.
-
-    Raises:
-        ConfigError: its package cannot be imported, or the logger reports a problem that only the user can fix.
-        Exception: any other error of its library; it may be temporary.
-    """
+    """Open a logger of `check_loggers`; `ConfigError` means that the user must act, other exceptions may be temporary."""
     if name in BUILT_IN:
         module, _, function = BUILT_IN[name].factory.partition(":")
         try:

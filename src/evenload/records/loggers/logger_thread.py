@@ -38,14 +38,8 @@ class LoggerThread:
     """The sender of one run to one logger.
 
     The records are the queue: nothing is kept in memory, so nothing is lost if the logger, its server or this process
-    dies. The next session continues from the stored position.
-
-    Args:
-        name: the name of the logger.
-        folder: the run folder.
-        options: the user's options for this logger.
-        settings: the run's hyperparameters; nested ones are left out.
-        report: called with one sentence for the user, from any thread.
+    dies. The next session continues from the stored position. Nested ``settings`` are left out. ``report`` receives one
+    sentence for the user, from any thread.
     """
 
     def __init__(
@@ -81,15 +75,10 @@ class LoggerThread:
         self._thread = threading.Thread(target=self._run, name=f"evenload-{name}", daemon=True)
 
     def start(self) -> None:
-        """Start to open the logger."""
         self._thread.start()
 
     def wait_open(self, timeout_s: float) -> None:
-        """Wait until the logger is open, or its first attempt has failed, or the timeout has passed.
-
-        Raises:
-            ConfigError: it cannot open until the user fixes something.
-        """
+        """Wait until the first attempt to open has ended; raise `ConfigError` if only the user can make it open."""
         if not self._first_attempt.wait(timeout_s):
             self._report_failure("has not opened yet")
         self._is_detached = True
@@ -97,7 +86,6 @@ class LoggerThread:
             raise self._error
 
     def wake(self) -> None:
-        """Send the new records."""
         self._wake.set()
 
     def finish(self, succeeded: bool = True, timeout_s: float | None = None) -> None:
@@ -240,7 +228,6 @@ class LoggerThread:
             )
 
     def _pause(self, seconds: float) -> None:
-        """Sleep until the time is over or `finish` is called."""
         end = time.monotonic() + seconds
         was_closing = self._closing
         while (left_s := end - time.monotonic()) > 0 and self._closing == was_closing:
@@ -254,17 +241,9 @@ def start_logger_threads(
     settings: Mapping[str, Any],
     report: Callable[[str, str], None],
 ) -> tuple[LoggerThread, ...]:
-    """Open the loggers of a run, all at the same time.
+    """Open the loggers of a run, all at the same time; ``report`` receives the name of a logger and a sentence.
 
-    Args:
-        names: the loggers, checked by `catalogue.check_loggers`.
-        folder: the run folder.
-        options: the options of each logger, by name.
-        settings: the run's hyperparameters.
-        report: called with the name of a logger and a sentence.
-
-    Raises:
-        ConfigError: a logger cannot open until the user fixes something; none stays open.
+    Raises `ConfigError` if one cannot open until the user fixes something; none stays open.
     """
     threads = tuple(
         LoggerThread(name, folder, options.get(name, {}), settings, partial(report, name)) for name in names
@@ -290,19 +269,9 @@ def close_logger_threads(threads: tuple[LoggerThread, ...], succeeded: bool, tim
 
 
 def send(name: str, folder: Path, options: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
-    """Send a logger what it lacks of a finished run, and wait for it.
+    """Send a logger what it lacks of a finished run; return the number of `StepScalars` that it accepted.
 
-    Args:
-        name: the logger, checked by `catalogue.check_loggers`.
-        folder: the run folder.
-        options: the options of this logger.
-        settings: the run's hyperparameters.
-
-    Returns:
-        The number of `StepScalars` that it accepted.
-
-    Raises:
-        ConfigError: it does not open, or does not accept them; a further attempt continues from the same position.
+    Raises `ConfigError` if it does not open or accept them; a further attempt continues from the same position.
     """
     reports: list[str] = []
     thread = LoggerThread(name, folder, options, settings, reports.append)
@@ -318,11 +287,7 @@ def send(name: str, folder: Path, options: Mapping[str, Any], settings: Mapping[
 
 
 def _acquire_lock(path: Path) -> IO[bytes]:
-    """Acquire a lock that ends with this process and that its loader workers do not inherit.
-
-    Raises:
-        BlockingIOError: another process sends this run's steps to this logger.
-    """
+    """Acquire a lock that ends with this process and that its loader workers do not inherit."""
     file = path.open("ab")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

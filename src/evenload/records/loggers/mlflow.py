@@ -55,7 +55,6 @@ class MLflow:
         self._log_settings(context.settings, run.data.params)
 
     def write(self, batch: Sequence[StepScalars]) -> None:
-        """Send the scalars, a thousand values per request."""
         metrics = [
             self._entities.Metric(metric_name(name), float(value), int(row.time * 1000), row.step)
             for row in batch
@@ -70,7 +69,6 @@ class MLflow:
             raise
 
     def close(self, succeeded: bool) -> None:
-        """Set the final status of the run."""
         self._client.set_terminated(self.run_id, status="FINISHED" if succeeded else "FAILED")
 
     def drop(self, for_good: bool) -> None:

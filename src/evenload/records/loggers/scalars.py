@@ -21,27 +21,18 @@ class LoggerPosition:
     """Position of a logger in the records of a run; stored as JSON with these names."""
 
     run_id: str = ""
-    """The identifier of the run at the destination."""
     start: int = 0
     """Byte offset in `steps.jsonl` at which the records of that run begin."""
     offset: int = 0
     """Bytes of `steps.jsonl` that were sent."""
     newest: int = -1
-    """The newest step that was sent."""
     own_loss: bool = False
-    """The user logs a ``loss``."""
     passing: bool = False
     """The last step was left out because the destination has it already; so are its late metrics."""
 
 
 def read_records(path: Path, offset: int) -> tuple[list[Record], int]:
-    """Read about one block of records from an offset on; return them and the offset after them.
-
-    An incomplete last line is left for later. A step 0 is always the first record of a block.
-
-    Raises:
-        OSError: the file is not readable.
-    """
+    """Read about one block of whole lines; a step 0 is always the first record of a block."""
     size = BLOCK_BYTES
     with path.open("rb") as file:
         while True:
@@ -99,12 +90,7 @@ def to_scalars(
 
 
 def scalars_of(record: StepRecord, own_loss: bool) -> dict[str, float]:
-    """Return the user's metrics by their names, the loss, the throughput, and share, seconds and memory of each rank.
-
-    Args:
-        record: the step.
-        own_loss: leave out Evenload's loss because the user logs a ``loss``, here or in other steps.
-    """
+    """Return all scalars of a step; with ``own_loss`` the user logs a ``loss``, here or in other steps, and ours is left out."""
     summary = summarize_steps([record])
     scalars = dict(record.metrics)
     if not own_loss:

@@ -40,7 +40,6 @@ class TensorBoard:
         self._append(first)
 
     def write(self, batch: Sequence[StepScalars]) -> None:
-        """Write the scalars, all or none."""
         events = []
         for row in batch:
             if row.replaces:
@@ -52,7 +51,6 @@ class TensorBoard:
         self._append(events)
 
     def close(self, succeeded: bool) -> None:
-        """Close the event file."""
         self._file.close()
 
     def drop(self, for_good: bool) -> None:

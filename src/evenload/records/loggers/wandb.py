@@ -50,7 +50,6 @@ class WeightsAndBiases:
             self.newest_step = newest_step_in(self._earlier_files()) if offline else self._run.step - 1
 
     def write(self, batch: Sequence[StepScalars]) -> None:
-        """Pass the scalars to the W&B process, which writes and uploads them."""
         for row in batch:
             self._run.log(dict(row.scalars), step=row.step)
 

@@ -1,7 +1,6 @@
 """Reader of W&B's offline files, to find the newest step that is safely on disk.
 
-W&B writes these files from time to time; steps still in memory are lost with its process. A file has a header of seven
-bytes and then a LevelDB log: blocks of 32 KiB with fragments of records, each record a W&B protobuf message.
+A header of seven bytes precedes a LevelDB log: blocks of 32 KiB with fragments of records, each a protobuf message.
 https://github.com/google/leveldb/blob/main/doc/log_format.md
 """
 
@@ -35,7 +34,6 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def records_in(log: bytes) -> Iterator[bytes]:
-    """Yield the complete records of a log."""
     parts: list[bytes] = []
     at = HEADER_BYTES
     while at + HEADER_BYTES <= len(log):

@@ -47,7 +47,6 @@ _COLUMNS = (
 _MIN_JOBS_TO_SPLIT, _MAX_PARTS = 10_000, 4
 """With fewer jobs, a second process would cost as much time as it saves."""
 _FREE = ("id", "name", "user")
-"""Columns as wide as their longest value; the others have a fixed width."""
 _JSON = (
     """printf('{"id":%s,"number":%d,"user":%s,"name":%s,"state":"%s","priority":%d,"min_devices":%d,"max_devices":%d,"""
     """"devices":%s,"submitted_s":%!.17g,"since_s":%!.17g,"attempt":%d,"done":%!.17g,"total":%s,"rate_per_s":%!.17g,"""
@@ -109,10 +108,7 @@ def _texts(
     states: Sequence[JobState],
     user: str | None,
 ) -> Iterator[str]:
-    """Yield the text of each part that is not empty; all but the first are made in forked processes.
-
-    Threads would contend for SQLite's memory. The parts may be milliseconds apart; each job appears once.
-    """
+    """Yield the text of each part that is not empty; all but the first come from processes: threads contend in SQLite."""
 
     def make(part: tuple[int, int]) -> str:
         with Reader(folder) as reader:
@@ -147,7 +143,6 @@ class _ForkedText:
         os._exit(code)
 
     def text(self) -> str | None:
-        """Return the text; None if the process failed."""
         with os.fdopen(self._pipe, encoding="utf-8", closefd=False) as file:
             text = file.read()
         _, status = os.waitpid(self._pid, 0)

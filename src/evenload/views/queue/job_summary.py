@@ -25,8 +25,6 @@ _RECORDS_DELAY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """Everything known about a job."""
-
     job: Mapping[str, Any]
     """As `messages.JobRow`."""
     spec: Mapping[str, Any]
@@ -42,11 +40,7 @@ class JobSummary:
 
 
 def summarize_job(folder: Path, job: str) -> JobSummary:
-    """Return the summary of a job.
-
-    Raises:
-        QueueError: there is no such job, or neither the daemon nor the queue's file can be read.
-    """
+    """Raise `QueueError` if there is no such job, or neither the daemon nor the queue's file can be read."""
     devices: dict[str, Mapping[str, Any]] = {}
     try:
         client = connect(folder, start=False)
@@ -64,7 +58,6 @@ def summarize_job(folder: Path, job: str) -> JobSummary:
 
 
 def device_hours(summary: JobSummary) -> float:
-    """Return devices times hours, over all attempts."""
     return sum(_device_s(summary, attempt) for attempt in summary.attempts) / 3600
 
 
@@ -97,7 +90,6 @@ def as_table(summary: JobSummary) -> dict[str, Any]:
 
 
 def job_text(summary: JobSummary) -> str:
-    """Return the summary as text."""
     rows = [[name, value] for name, value in _facts(summary) if value]
     parts = [_head(summary), "\n".join(aligned(rows)), _attempts(summary)]
     return "\n\n".join(part for part in parts if part)

@@ -24,7 +24,6 @@ _LONG = frozenset(("why", "held by"))
 
 
 def panel(view: QueueView) -> RenderableType:
-    """Return the queue for a rich console."""
     parts: list[RenderableType] = [Text(head(view), style="bold")]
     parts += [Text(note, style="yellow") for note in notes(view)]
     parts += [_rich(table) for table in tables(view)]

@@ -26,8 +26,6 @@ _ENDED = {str(state) for state in ENDED}
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Rows under a title."""
-
     title: str
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
@@ -89,7 +87,6 @@ def tables(view: QueueView) -> list[TextTable]:
 
 
 def text(view: QueueView) -> Iterable[str]:
-    """Return the whole queue, line by line."""
     yield head(view)
     yield from notes(view)
     for table in tables(view):
@@ -227,7 +224,6 @@ def _shared(job: Mapping[str, Any]) -> str:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Return a size as `0.1 GB` or `23 GB`."""
     return f"{num_bytes / 1e9:.2g} GB" if num_bytes < 10e9 else f"{num_bytes / 1e9:.0f} GB"
 
 

@@ -46,28 +46,20 @@ class JobFilter:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """The state of a queue."""
-
     folder: Path
     now_s: float
     is_live: bool
-    """True if it comes from the daemon."""
     jobs: Sequence[Mapping[str, Any]]
     """As `messages.JobRow`, in the order of submission; without the daemon, some fields are missing."""
     counts: Mapping[str, int]
     """Number of jobs by state, of the selected user."""
     devices: Sequence[Mapping[str, Any]] = ()
-    """As `messages.DeviceRow`."""
     reservations: Sequence[Mapping[str, Any]] = ()
     problems: Sequence[str] = ()
 
 
 def view_of(folder: Path, wanted: JobFilter) -> QueueView:
-    """Return the present state of the queue in `folder`.
-
-    Raises:
-        QueueError: there is no queue.
-    """
+    """Return the present state of the queue in `folder`; raise `QueueError` if there is none."""
     try:
         with connect(folder, start=False, timeout_s=_TIMEOUT_S) as client:
             return _view_of_daemon(client, wanted)
@@ -130,11 +122,7 @@ def _view_of_file(folder: Path, wanted: JobFilter) -> QueueView:
 
 
 def parse_states(text: str) -> tuple[JobState, ...]:
-    """Parse `running` or `failed,cancelled`.
-
-    Raises:
-        ConfigError: a state is unknown.
-    """
+    """Parse `running` or `failed,cancelled`."""
     found: dict[JobState, None] = {}
     for name in text.split(","):
         states = STATES_BY_NAME.get(name.strip().lower())

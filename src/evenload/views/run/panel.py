@@ -30,7 +30,6 @@ class BusyBar:
         self.wait = min(1.0 - self.busy, max(0.0, wait))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the bar over the full width."""
         width = options.max_width
         num_busy = round(width * self.busy)
         num_wait = round(width * (self.busy + self.wait)) - num_busy

@@ -1,8 +1,4 @@
-"""Progress display of a launcher: a live area on a terminal, plain lines otherwise.
-
-It reads the run folder that rank 0 writes, from another process and without a thread: the caller calls `poll` in its
-loop.
-"""
+"""Progress display of a launcher, read from the run folder by another process: the caller calls `poll` in its loop."""
 
 from __future__ import annotations
 
@@ -29,16 +25,10 @@ REFRESH_S = 0.1
 
 
 class RunProgress:
-    """Show one run folder on a stream.
+    """Show one run folder on a stream: a live area on a terminal or ``console``, else a line every ``log_every_s``.
 
-    Args:
-        folder: the run folder, which need not exist yet; None until `follow` sets it.
-        stream: the output; a live area if it is a terminal, else plain lines.
-        log_every_s: seconds between two plain lines.
-        devices: the device name of each rank; events of the run may also provide them.
-        since_s: skip older records, in seconds since 1970; now by default, so that earlier sessions in the same folder
-            are not shown again.
-        console: a rich console to draw the live area on instead of the stream.
+    ``folder`` need not exist yet; None until `follow` sets it. Records older than ``since_s`` (since 1970; now by default)
+    are skipped, so that earlier sessions in the same folder are not shown again.
     """
 
     def __init__(
@@ -70,7 +60,6 @@ class RunProgress:
 
     @property
     def ended(self) -> bool:
-        """The run has closed its records."""
         return self._ended
 
     def follow(self, folder: Path) -> None:
@@ -79,11 +68,7 @@ class RunProgress:
             self._records = RecordTail(folder, since_s=self._since_s)
 
     def poll(self) -> None:
-        """Show new records; takes well under a millisecond if there are none.
-
-        Raises:
-            ConfigError: another version of Evenload writes the folder.
-        """
+        """Show new records; takes well under a millisecond if there are none."""
         if self._closed:
             return
         for record in self._records.poll() if self._records is not None else ():

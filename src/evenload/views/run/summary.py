@@ -32,10 +32,7 @@ class SharesSpan:
 
 @dataclass(frozen=True)
 class RankBreakdown:
-    """Time of one rank over the run by segment, and its peak memory."""
-
     device: str
-    """Its name; empty if unknown."""
     num_steps: int
     """Steps in which this rank took part."""
     fractions: dict[str, float]
@@ -45,8 +42,6 @@ class RankBreakdown:
 
 @dataclass(frozen=True)
 class Losses:
-    """The loss of the first and the last step, and the lowest one."""
-
     first: float
     last: float
     best: float
@@ -64,7 +59,6 @@ class RunSummary:
     first_epoch: int
     last_epoch: int
     seconds: float
-    """Wall seconds of all steps."""
     solo_per_s: tuple[float, ...]
     whole: WindowSummary | None
     early: WindowSummary | None
@@ -75,7 +69,6 @@ class RunSummary:
     metrics: dict[str, float]
     """The newest value of each metric."""
     by_arm: dict[str, WindowSummary]
-    """By arm; empty without a measurement."""
     spans: tuple[SharesSpan, ...]
     ranks: tuple[RankBreakdown, ...]
     events: tuple[Event, ...]
