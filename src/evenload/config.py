@@ -20,8 +20,6 @@ SPAWN = "call of evenload.spawn"
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that a setting accepts."""
-
     values: str
     """The accepted values, for the documentation."""
     check: Callable[[Any], Any]
@@ -33,12 +31,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Setting:
-    """The description of one setting."""
-
     kind: Kind
     help: str
     option: str
-    """Its command-line option."""
     commands: tuple[str, ...]
     """The commands that have this option; a file given by ``-c`` may hold any setting."""
     in_script: bool
@@ -294,15 +289,10 @@ SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields
 
 
 def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any], caller: str = COMMAND_LINE) -> Config:
-    """Merge and check the settings of the script and of the command line.
+    """Merge and check the settings of the script and of the command line; None in either means not set.
 
-    Args:
-        script: keyword arguments of `evenload.init`; None means not set.
-        command_line: options of the command by setting; None means not set.
-        caller: source of ``command_line``: `COMMAND_LINE` or `SPAWN`.
-
-    Raises:
-        ConfigError: an unknown setting, a wrong value, or a setting with different values in both.
+    ``caller`` is the source of ``command_line``: `COMMAND_LINE` or `SPAWN`. ConfigError: an unknown setting, a wrong value,
+    or a setting with different values in both.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -327,11 +317,7 @@ def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any], caller: 
 
 
 def check_setting(name: str, value: Any, spelled: str) -> Any:
-    """Return the value of a setting in its normal form.
-
-    Raises:
-        ConfigError: the setting does not accept it; the message starts with ``spelled``.
-    """
+    """Return the value of a setting in its normal form; ConfigError, which starts with ``spelled``, if it is wrong."""
     try:
         return SETTINGS[name].kind.check(value)
     except ValueError as error:
@@ -350,7 +336,6 @@ def as_table(config: Config) -> dict[str, Any]:
 
 
 def option_of(name: str) -> str:
-    """Return the command-line option of a setting."""
     return (SETTINGS[name].option if name in SETTINGS else "") or "--" + name.replace("_", "-")
 
 

@@ -41,10 +41,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuDriver:
-    """The installed NVIDIA driver and the capabilities of the GPUs."""
-
     version: str
-    """Such as ``550.54.15``."""
     cuda: tuple[int, int]
     """The newest supported CUDA version, (major, minor)."""
     capabilities: tuple[tuple[int, int], ...]
@@ -53,8 +50,6 @@ class GpuDriver:
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface."""
-
     name: str
     addresses: tuple[str, ...]
     """Its IPv4 and IPv6 addresses, IPv4 first."""
@@ -64,8 +59,6 @@ class Interface:
 
 @dataclass(frozen=True)
 class Mount:
-    """A mounted file system."""
-
     source: str
     point: str
     fs_type: str
@@ -102,7 +95,7 @@ def gpu_used_bytes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
 
 
 def gpu_driver(environ: Mapping[str, str] = os.environ) -> GpuDriver | None:
-    """Return the installed NVIDIA driver; None without NVML."""
+    """Return None without NVML."""
     with gpu_handles(environ) as (nvml, handles):
         if nvml is None:
             return None
@@ -258,12 +251,7 @@ def _process_owner(pid: int, root: Path) -> tuple[str, str]:
 
 
 def cpu(cores: Sequence[int] | None = None, root: Path = ROOT) -> ComputeDevice:
-    """Return the CPU as one device; ``memory_bytes`` is that of the machine, or the cgroup's limit if lower.
-
-    Args:
-        cores: the cores of a rank; None for all that this process may use.
-        root: root of the machine's files.
-    """
+    """Return the CPU, or those cores of it; ``memory_bytes`` is that of the machine, or the cgroup's limit if lower."""
     chosen = usable_cores() if cores is None else tuple(cores)
     return ComputeDevice(
         name=f"CPU ({'core' if len(chosen) == 1 else 'cores'} {spell_numbers(chosen)})",
@@ -372,7 +360,6 @@ def spell_numbers(numbers: Sequence[int]) -> str:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Return the network interfaces, sorted by name."""
     import psutil
 
     found = []
@@ -405,7 +392,6 @@ def mount_of(path: Path) -> Mount | None:
 
 
 def free_port(host: str = "") -> int:
-    """Return a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -59,11 +59,7 @@ def demo(
 
 
 def find_example(name: str) -> Path:
-    """Return an example's file in the installed package or in the clone.
-
-    Raises:
-        ConfigError: it is in neither.
-    """
+    """Return an example's file in the installed package or in the clone; ConfigError if it is in neither."""
     installed = Path(str(importlib.resources.files(evenload))) / "examples" / name
     clone = Path(evenload.__file__).parents[2] / "examples" / name
     for path in (installed, clone):

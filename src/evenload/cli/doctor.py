@@ -9,8 +9,6 @@ import typer
 
 
 class AllReduceBackend(StrEnum):
-    """Backend of the trial all-reduce."""
-
     auto = "auto"
     gloo = "gloo"
     nccl = "nccl"

@@ -25,7 +25,6 @@ NOT_ENDED = ("PENDING", "STARTING", "RUNNING", "RESIZING", "PREEMPTING")
 
 
 def folder_of(queue: Path | None) -> Path:
-    """Return the queue's folder, absolute."""
     return (paths.default_folder() if queue is None else queue).absolute()
 
 

@@ -60,7 +60,7 @@ def _state_text(folder: Path, job: str) -> str:
 
 
 def _open(path: Path) -> Any:
-    """The log; None while it does not exist."""
+    """Open the log; None while it does not exist."""
     try:
         return path.open("rb")
     except FileNotFoundError:

@@ -55,16 +55,14 @@ class LazyGroup(TyperGroup):
     """Lists `COMMANDS`, and imports a command when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import the command; return None for an unknown one."""
         command = COMMANDS.get(cmd_name)
         return command.load(cmd_name) if command is not None else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands without importing any."""
+        """Write the list without importing any command."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.help) for name, command in COMMANDS.items()])
 

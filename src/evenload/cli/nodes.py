@@ -35,14 +35,8 @@ def read_rendezvous_config(
 ) -> RendezvousConfig | None:
     """Return the configuration of a run on several machines; None for a run on this machine alone.
 
-    Args:
-        given: the options.
-        port: ``--port``, which is the coordinator's.
-        target: script and arguments, for the command to type elsewhere.
-        options: other options of that command.
-
-    Raises:
-        ConfigError: options contradict each other, are incomplete, or have no effect.
+    ``target`` and ``options`` are those of the command to type elsewhere. ConfigError: options contradict each other, are
+    incomplete, or have no effect.
     """
     if given.max_restarts not in (None, 0):
         raise ConfigError(
@@ -100,11 +94,7 @@ def _join(host: str, port: int) -> str:
 
 
 def _one_of(*options: tuple[str, str | None]) -> tuple[str, str] | None:
-    """Return the option that is given.
-
-    Raises:
-        ConfigError: two are given, with different values.
-    """
+    """Return the option that is given; ConfigError if two are, with different values."""
     given = [(option, value) for option, value in options if value is not None]
     if len({value for _, value in given}) > 1:
         listed = " and ".join(f"{option} {value}" for option, value in given)

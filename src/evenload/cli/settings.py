@@ -38,7 +38,6 @@ class ScriptCommand(TyperCommand):
     """Stops parsing options at the script or after ``-m MODULE``, as python does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the options that precede the script or end with ``-m MODULE``."""
         return super().parse_args(ctx, self._end_options(args))
 
     def _end_options(self, args: list[str]) -> list[str]:
@@ -83,16 +82,10 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
 def merge(
     launch: Mapping[str, Any], options: Mapping[str, Any], path: Path | None, nproc_per_node: str | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge the options and the file; return the values by name, and where each was set.
+    """Merge the options and the file given by ``-c``; return the values by name, and where each was set.
 
-    Args:
-        launch: options of `LAUNCH_KEYS`; None means not set.
-        options: options of the settings, as typed; None or False means not set.
-        path: file given by ``-c``.
-        nproc_per_node: torchrun's number of ranks, in place of ``devices``.
-
-    Raises:
-        ConfigError: the file cannot be read, has an unknown key, or contradicts an option; or a value is wrong.
+    None in ``launch``, and None or False in ``options``, mean not set. ConfigError: the file cannot be read, has an unknown
+    key, or contradicts an option; or a value is wrong.
     """
     values = {name: value for name, value in launch.items() if value is not None}
     sources = {name: f"{'-d' if name == 'devices' else option_of(name)} {value}" for name, value in values.items()}

@@ -105,7 +105,6 @@ def _show_queue_job(name: str, queue: Path | None, as_json: bool) -> bool:
 
 
 def _show_backend_job(backend: str, job: str, as_json: bool) -> None:
-    """Show a job of another scheduler."""
     from dataclasses import asdict
 
     from evenload.errors import QueueError

@@ -174,7 +174,6 @@ def _print_dry_run(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
 
 
 def _print_submitted(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:
-    """Print the job's number, its position in the queue, and how to watch it."""
     job, ids, snapshot = submitted.checked.job, submitted.ids, submitted.snapshot
     if as_json:
         values: dict[str, Any] = {"backend": job.backend, "job": ids[0]}

@@ -108,7 +108,6 @@ def _launch(target: tuple[str, ...], values: Mapping[str, Any]) -> tuple[int, di
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Format the report for people."""
     calls = report["calls"]
     lines = ["", f"verify: step {report['step']} on {len(report['devices'])} ranks ({', '.join(report['devices'])})"]
     for call in calls:

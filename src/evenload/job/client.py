@@ -245,7 +245,7 @@ def listening(
 
 
 class _RunnerConnection:
-    """This process's connection to its runner: the contract, a stop request, the last report."""
+    """The contract, a stop request, the last report."""
 
     def __init__(self, contract: RunnerContract | None) -> None:
         self.contract = contract

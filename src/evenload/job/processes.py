@@ -32,13 +32,8 @@ class SessionProcess:
     def __init__(self, command: Sequence[str], *, ends_with_parent: bool = False, **popen: Any) -> None:
         """Start the program.
 
-        Args:
-            command: the program and its arguments.
-            ends_with_parent: the kernel kills it when the thread that started it ends. (Linux; runs code after fork.)
-            **popen: further arguments of `subprocess.Popen`.
-
-        Raises:
-            OSError, ValueError: it can't be started.
+        With ``ends_with_parent`` the kernel kills it when the thread that started it ends. (Linux; runs code after fork.)
+        OSError, ValueError: it can't be started.
         """
         preexec = end_with_parent if ends_with_parent and _libc is not None else None
         self._process = subprocess.Popen(list(command), start_new_session=True, preexec_fn=preexec, **popen)
@@ -99,11 +94,7 @@ def end_with_parent() -> None:
 
 
 def become_reaper() -> None:
-    """Have the kernel make this process the parent of every orphan among its descendants.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Have the kernel make this process the parent of every orphan among its descendants; OSError if it refuses."""
     if _libc is not None and _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"can't adopt orphaned processes: {os.strerror(ctypes.get_errno())}")
 
@@ -143,7 +134,7 @@ def identity_of(pid: int) -> ProcessIdentity | None:
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
-    """Return whether exactly this process still runs."""
+    """Return True if exactly this process still runs."""
     return identity_of(identity.pid) == identity
 
 

@@ -61,8 +61,6 @@ class RunnerContract:
 
 @dataclass(frozen=True, slots=True)
 class ProgressReport:
-    """The progress of a program."""
-
     job: str
     attempt: int
     pid: int
@@ -96,11 +94,7 @@ def write_contract(path: Path, contract: RunnerContract) -> None:
 
 
 def read_contract(path: str) -> RunnerContract:
-    """Read the contract of this program's runner.
-
-    Raises:
-        ConfigError: the file does not exist or holds no contract.
-    """
+    """Read the contract of this program's runner; ConfigError if the file does not exist or holds none."""
     fix = f"A queue's runner sets {VARIABLE} only for its program; outside of a queue, unset it"
     try:
         return RunnerContract(**_read_whole(Path(path), RunnerContract))
@@ -109,21 +103,14 @@ def read_contract(path: str) -> RunnerContract:
 
 
 def write_report(contract: RunnerContract, report: ProgressReport) -> None:
-    """Write the program's progress for the runner.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Write the program's progress for the runner; OSError if it can't be written."""
     _write_whole(Path(contract.report_file), {"schema": SCHEMA, **dataclasses.asdict(report)})
 
 
 def read_report(contract: RunnerContract) -> ProgressReport | None:
-    """Return the program's last report, or None.
+    """Return the program's last report, or None; QueueError if the file holds no report of this attempt.
 
     The program owns the file, so links are not followed, and a report of another attempt is refused.
-
-    Raises:
-        QueueError: the file holds no report of this attempt.
     """
     try:
         report = ProgressReport(**_read_whole(Path(contract.report_file), ProgressReport))
@@ -145,7 +132,6 @@ def request_stop(contract: RunnerContract, reason: str) -> None:
 
 
 def read_stop_reason(path: str) -> str:
-    """Return the reason in a stop file."""
     try:
         return _read_bytes(Path(path)).decode(errors="replace").strip() or "asked by the queue"
     except (OSError, QueueError):

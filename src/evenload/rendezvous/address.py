@@ -36,7 +36,6 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """True if packets to it never leave this machine."""
         return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
 
     def __str__(self) -> str:
@@ -55,11 +54,7 @@ class Route:
 
 
 def resolve(endpoint: Endpoint, limit_s: float = RESOLVE_S) -> tuple[Address, ...]:
-    """Return the addresses of a host.
-
-    Raises:
-        LaunchError: it has none, or the name server doesn't answer.
-    """
+    """Return the addresses of a host; LaunchError if it has none or the name server doesn't answer."""
     answers: list[Any] = []
 
     def look_up() -> None:
@@ -83,11 +78,7 @@ def resolve(endpoint: Endpoint, limit_s: float = RESOLVE_S) -> tuple[Address, ..
 
 
 def numeric(host: str, port: int) -> Address:
-    """Parse a numeric address.
-
-    Raises:
-        OSError: it is not numeric.
-    """
+    """Parse a numeric address; OSError if it is not numeric."""
     family, _, _, _, sockaddr = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     )[0]
@@ -95,7 +86,6 @@ def numeric(host: str, port: int) -> Address:
 
 
 def is_own(address: Address) -> bool:
-    """Return True if an address is this machine's."""
     if address.is_loopback:
         return True
     known = {own for interface in _interfaces() for own in interface.addresses}
@@ -114,7 +104,6 @@ def own_addresses() -> list[str]:
 
 
 def route_to(address: Address) -> Route | None:
-    """Return the route to an address; None if there is none."""
     try:
         with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
             probe.connect(address.sockaddr)  # sends nothing
@@ -125,7 +114,6 @@ def route_to(address: Address) -> Route | None:
 
 
 def route_of(own_address: str) -> Route:
-    """Return the interface that has one of this machine's addresses."""
     name = _interface_of(own_address)
     return Route(name, own_address, _mtu(name))
 
@@ -145,11 +133,7 @@ def gloo_address(interface: str, default: str) -> str:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen at a numeric address; a port that another program closed just before may be used.
-
-    Raises:
-        OSError: it can't be opened.
-    """
+    """Listen at a numeric address, also at a port that another program closed just before; OSError if it can't be opened."""
     address = numeric(host, port)
     listener = socket.socket(address.family)
     try:

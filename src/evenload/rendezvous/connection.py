@@ -34,17 +34,13 @@ FailureKind = Literal["refused", "silent", "unreachable", "failed", "other_progr
 
 @dataclass(frozen=True)
 class ConnectFailure:
-    """The reason why a connection failed."""
-
     kind: FailureKind
     """``other_program``: the answer was not the expected one; ``stalled``: small packets pass, large ones don't."""
     seconds: float = 0.0
-    """Time until the failure was known."""
     detail: str = ""
     """The system's error, for ``failed`` and ``unreachable``."""
 
     def describe(self) -> str:
-        """Return what was observed and what it usually means."""
         match self.kind:
             case "refused":
                 return "connection refused: the machine is up, but nothing listens at that port"
@@ -118,7 +114,6 @@ class Connection:
         return None
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yield messages until the connection is lost."""
         while (message := await self.receive()) is not None:
             yield message
 
@@ -159,7 +154,6 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Close at once; a second call does nothing."""
         self.lost = self.lost or "it was closed here"
         if self._heartbeats is not None:
             self._heartbeats.cancel()
@@ -206,7 +200,6 @@ async def open_stream(
 
 
 async def connect(address: Address, limit_s: float = CONNECT_S) -> Connection | ConnectFailure:
-    """Connect to another supervisor, or return why that failed."""
     opened = await open_stream(address, limit_s)
     return opened if isinstance(opened, ConnectFailure) else Connection(*opened)
 

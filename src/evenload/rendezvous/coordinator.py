@@ -36,8 +36,6 @@ _REPORT_S = 8.0
 
 @dataclass(eq=False)
 class _Member:
-    """A member that has introduced itself."""
-
     connection: Connection
     info: HostInfo
     target: ProbeTarget
@@ -68,15 +66,10 @@ class Coordinator:
         """The text with which later connections are refused."""
 
     async def start(self) -> None:
-        """Accept connections from now on."""
         self._server = await asyncio.start_server(self._accept, sock=self._listener, limit=MAX_MESSAGE_BYTES)
 
     async def gather(self) -> None:
-        """Wait until enough machines are here.
-
-        Raises:
-            LaunchError: too few connected in time, or one of them can't take part.
-        """
+        """Wait until enough machines are here; LaunchError if too few connect in time or one of them can't take part."""
         config = self._config
         left_s = config.gather_wait_s
         while left_s > 0 and not await self._wait_until(self._is_full, min(STATUS_S, left_s)):
@@ -94,12 +87,8 @@ class Coordinator:
     async def assign(self, settings: Mapping[str, Any], store_port: int) -> tuple[World, list[Peer]]:
         """Let all machines probe each other, and send them their ranks.
 
-        Args:
-            settings: what the command line set.
-            store_port: of the store that this machine will serve.
-
-        Raises:
-            LaunchError: a machine can't reach another one, or disconnects meanwhile.
+        ``store_port`` is that of the store that this machine will serve. LaunchError: a machine can't reach another one, or
+        disconnects meanwhile.
         """
         members = self._members[: self._config.max_nodes - 1]
         self._info = self._info_towards(members)
@@ -141,7 +130,6 @@ class Coordinator:
         await self.close()
 
     async def close(self) -> None:
-        """Close the port."""
         if self._server is not None:
             self._server.close()
         self._listener.close()
@@ -222,11 +210,7 @@ class Coordinator:
         return member
 
     def _admit(self, member: _Member) -> None:
-        """Compare a machine with this one.
-
-        Raises:
-            LaunchError: they can't train together.
-        """
+        """Compare a machine with this one; LaunchError if they can't train together."""
         info = member.info
         differences = host_info.compare(self._info_towards([member]), info, member.clock_offset_s)
         if differences.errors:
@@ -264,11 +248,7 @@ class Coordinator:
         self._handlers.clear()
 
     async def _wait_until(self, is_over: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until a condition holds; False if it does not in time.
-
-        Raises:
-            LaunchError: meanwhile a machine connected that can't take part.
-        """
+        """Return False if a condition does not hold in time; LaunchError if a machine connects that can't take part."""
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self._error is None and not is_over():
@@ -343,9 +323,7 @@ class Coordinator:
 def _unreachable(built: World, reports: Sequence[Sequence[Any] | None]) -> str:
     """Return the error about machines that can't reach each other; empty if all can.
 
-    Args:
-        built: the machines.
-        reports: by node rank, the outcomes of a machine's probes, by node rank; None if it did not report.
+    ``reports``: by node rank, the outcomes of a machine's probes, by node rank; None if it did not report.
     """
     problems = []
     for source, failures in zip(built.machines, reports, strict=True):

@@ -37,15 +37,12 @@ class DeviceSlot:
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """The script, settings and devices of this machine's part of a run."""
+    """This machine's part of a run."""
 
     script: Path
     arguments: tuple[str, ...]
-    """Of the script."""
     settings: Mapping[str, Any]
-    """Settings of the command line, by name."""
     slots: tuple[DeviceSlot, ...]
-    """One for each rank of this machine."""
     backend: str
     """The backend that this machine would choose alone."""
 
@@ -78,27 +75,18 @@ class HostInfo:
 
     @property
     def label(self) -> str:
-        """Name and address, for messages."""
         return f"{self.host_name} ({self.address})" if self.address else self.host_name
 
 
 @dataclass(frozen=True)
 class HostDifferences:
-    """Differences between two machines."""
-
     errors: tuple[str, ...] = ()
-    """These make training wrong or impossible."""
+    """They make training wrong or impossible."""
     notes: tuple[str, ...] = ()
 
 
 def collect_host_info(config: RendezvousConfig, launch: LocalLaunch, own_address: str = "") -> HostInfo:
-    """Return the facts of this machine.
-
-    Args:
-        config: what the user requested.
-        launch: what is to be run here.
-        own_address: this machine's address at the rendezvous; empty where that is not known yet.
-    """
+    """Return the facts of this machine; ``own_address`` at the rendezvous is empty where it is not known yet."""
     interface = chosen_interface(own_address) if own_address else ""
     script, arguments = launch.script, launch.arguments
     return HostInfo(
@@ -123,11 +111,7 @@ def collect_host_info(config: RendezvousConfig, launch: LocalLaunch, own_address
 
 
 def from_message(raw: Any) -> HostInfo:
-    """Read a machine's facts from a message.
-
-    Raises:
-        ValueError: it is invalid.
-    """
+    """Read a machine's facts from a message; ValueError if it is invalid."""
     try:
         rank = raw["node_rank"]
         if not raw["slots"]:
@@ -169,13 +153,7 @@ _TEXTS = (
 
 
 def compare(coordinator: HostInfo, member: HostInfo, clock_offset_s: float) -> HostDifferences:
-    """Compare two machines.
-
-    Args:
-        coordinator: the coordinator's facts.
-        member: the other machine's.
-        clock_offset_s: the member's clock minus the coordinator's.
-    """
+    """Compare two machines; ``clock_offset_s`` is the member's clock minus the coordinator's."""
     errors = [
         *_compare_versions(coordinator, member),
         *_compare_code(coordinator, member),
@@ -208,7 +186,7 @@ def version_of(package: str) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """Return the digest of a file's bytes; empty where it can't be read."""
+    """Return the digest of a file; empty where it can't be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:

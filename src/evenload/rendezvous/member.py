@@ -26,8 +26,6 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class MemberAssignment:
-    """The coordinator's last message of a rendezvous."""
-
     node_rank: int
     world: World
     store_port: int
@@ -39,8 +37,7 @@ async def connect_to_coordinator(
 ) -> Connection:
     """Connect to the coordinator, which may start later than this machine.
 
-    Raises:
-        LaunchError: it can't be reached in time; the message distinguishes a refusal, silence and a missing route.
+    LaunchError: it can't be reached in time; the message distinguishes a refusal, silence and a missing route.
     """
     began_s = time.monotonic()
     deadline_s, next_status_s = began_s + config.connect_wait_s, began_s + _STATUS_S
@@ -84,10 +81,9 @@ def _give_up(config: RendezvousConfig, failures: dict[Address, ConnectFailure]) 
 async def join(
     config: RendezvousConfig, connection: Connection, info: HostInfo, log: Callable[[str], None]
 ) -> MemberAssignment:
-    """Take part in the rendezvous until the coordinator assigns the ranks; when cancelled, tell it and disconnect.
+    """Take part in the rendezvous until the coordinator assigns the ranks; when cancelled, report it and disconnect.
 
-    Raises:
-        LaunchError: the coordinator refuses or is lost, or another program answers in its place.
+    LaunchError: the coordinator refuses or is lost, or another program answers in its place.
     """
     try:
         async with ProbeListener(info.address) as target:
@@ -114,7 +110,6 @@ class _Join:
         self._probing: asyncio.Task[None] | None = None
 
     async def run(self, target: ProbeTarget) -> MemberAssignment:
-        """Exchange messages with the coordinator."""
         self._connection.send(
             "hello",
             what="run",

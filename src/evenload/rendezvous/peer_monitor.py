@@ -97,16 +97,12 @@ class _ConnectedMonitor(PeerMonitor):
 
 
 class CoordinatorMonitor(_ConnectedMonitor):
-    """The coordinator's monitor."""
+    """The coordinator's monitor, created in the thread of ``loop``, which it closes.
+
+    ``close_port`` closes the rendezvous port, where later machines are refused.
+    """
 
     def __init__(self, loop: EventLoopThread, peers: Sequence[Peer], close_port: Callable[[], Awaitable[None]]) -> None:
-        """To be called in the thread of the loop.
-
-        Args:
-            loop: receives the messages; the monitor closes it.
-            peers: the members.
-            close_port: closes the rendezvous port, where later machines are refused.
-        """
         super().__init__(loop)
         self._peers = tuple(peers)
         self._close_port = close_port
@@ -114,12 +110,10 @@ class CoordinatorMonitor(_ConnectedMonitor):
         self._receiving = [asyncio.create_task(self._receive(peer)) for peer in peers]
 
     def report_ended(self) -> None:
-        """Record that the ranks of this machine have ended."""
         self._ended = True
         self._loop.call_soon(self._check_ended)
 
     def end_run(self, cause: FailureCause) -> None:
-        """Send the cause to all members."""
         self._loop.call_soon(self._end_run, cause)
 
     async def _receive(self, peer: Peer) -> None:
@@ -159,16 +153,9 @@ class CoordinatorMonitor(_ConnectedMonitor):
 
 
 class MemberMonitor(_ConnectedMonitor):
-    """A member's monitor."""
+    """A member's monitor, created in the thread of ``loop``, which it closes."""
 
     def __init__(self, loop: EventLoopThread, connection: Connection, coordinator_name: str) -> None:
-        """To be called in the thread of the loop.
-
-        Args:
-            loop: receives the messages; the monitor closes it.
-            connection: to the coordinator.
-            coordinator_name: of its machine.
-        """
         super().__init__(loop)
         self._connection = connection
         self._coordinator_name = coordinator_name
@@ -181,17 +168,14 @@ class MemberMonitor(_ConnectedMonitor):
         return bool(self._causes)
 
     def report_failure(self, cause: FailureCause) -> None:
-        """Report to the coordinator."""
         self._send("failed", cause=_shortened(cause))
 
     def report_ended(self) -> None:
-        """Report to the coordinator."""
         if not self._reported_end:
             self._reported_end = True
             self._send("ended")
 
     def end_run(self, cause: FailureCause) -> None:
-        """Ask the coordinator to end the run everywhere."""
         if self.end_cause is None:
             self.end_cause = cause
             self._send("stop", cause=_shortened(cause))

@@ -95,7 +95,6 @@ class HostMeasurement:
 
 
 def make_host_report(own_host: str = "", script: str = "", data: str = "") -> HostReport:
-    """Return the facts of this machine."""
     route = route_of(own_host) if own_host else None
     return HostReport(
         host_name=socket.gethostname(),
@@ -147,7 +146,6 @@ def summarize_data(path: str) -> DataSummary:
 
 
 def _file_system(place: Path) -> str:
-    """Return the file system of a path, such as ``ext4 /dev/sda1``; empty if unknown."""
     mount = mount_of(place)
     return "" if mount is None else f"{mount.fs_type} {mount.source}"
 
@@ -158,14 +156,7 @@ def _file_system(place: Path) -> str:
 async def answer_doctor(
     connection: Connection, report: HostReport, hello: Message, log: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Answer a doctor's requests until it leaves.
-
-    Args:
-        connection: to the doctor, whose hello has been received.
-        report: the facts of this machine.
-        hello: its message.
-        log: called with a line about who connected.
-    """
+    """Answer the requests of a doctor, whose ``hello`` has been received, until it leaves; log who connected."""
     global _num_doctors
     if _num_doctors >= _MAX_DOCTORS:
         connection.send("refuse", text="too many doctors at once; try again in a minute")
@@ -214,10 +205,9 @@ async def _answer_requests(connection: Connection) -> None:
 
 
 async def call_host(address: Address, report: HostReport) -> tuple[Connection, Message] | ConnectFailure:
-    """Connect and introduce this doctor; return the connection and the welcome.
+    """Introduce this doctor; return the connection and the welcome.
 
-    Raises:
-        LaunchError: another program answers, or Evenload refuses.
+    LaunchError: another program answers, or Evenload refuses.
     """
     connection = await connect(address)
     if isinstance(connection, ConnectFailure):
@@ -235,11 +225,7 @@ async def call_host(address: Address, report: HostReport) -> tuple[Connection, M
 
 
 async def measure_host(connection: Connection, welcome: Message) -> HostMeasurement:
-    """Measure everything, in a few seconds.
-
-    Raises:
-        LaunchError: the connection is lost meanwhile.
-    """
+    """Measure everything, in a few seconds; LaunchError if the connection is lost meanwhile."""
     remote = _read_report(welcome.get("report"))
     trips, offsets = [], []
     for _ in range(_NUM_PINGS):

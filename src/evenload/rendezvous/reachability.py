@@ -40,16 +40,10 @@ class ProbeListener:
         self._token = secrets.token_hex(8)
 
     async def __aenter__(self) -> ProbeTarget:
-        """Listen at an address of this machine.
-
-        Raises:
-            OSError: it is not this machine's.
-        """
         self._server = await asyncio.start_server(in_tasks(self._answer), self._host, 0)
         return ProbeTarget(self._host, int(self._server.sockets[0].getsockname()[1]), self._token)
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop listening."""
         self._server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,16 +87,11 @@ async def probe(target: ProbeTarget, limit_s: float = PROBE_S) -> ConnectFailure
 
 
 async def probe_all(targets: Sequence[ProbeTarget]) -> list[ConnectFailure | None]:
-    """Probe several machines at once."""
     return await asyncio.gather(*map(probe, targets))
 
 
 def failure_from_message(raw: Any) -> ConnectFailure | None:
-    """Read the outcome of a probe from a message.
-
-    Raises:
-        ValueError: it is invalid.
-    """
+    """Read the outcome of a probe from a message; ValueError if it is invalid."""
     try:
         return raw and ConnectFailure(raw["kind"], float(raw["seconds"]), printable(raw["detail"], 200))
     except (KeyError, TypeError) as error:

@@ -21,8 +21,6 @@ from evenload.rendezvous.world import RankAssignment, World
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """The outcome of a rendezvous."""
-
     node_rank: int
     world: World
     monitor: PeerMonitor
@@ -32,7 +30,6 @@ class RendezvousResult:
     """The store's port, where this machine serves it."""
 
     def assignments(self) -> tuple[RankAssignment, ...]:
-        """Return the assignments of this machine's ranks, by local rank."""
         return self.world.assignments(self.node_rank, self.store)
 
 
@@ -41,8 +38,7 @@ def run_rendezvous(
 ) -> RendezvousResult | None:
     """Connect to the other machines and number the ranks; None if ``should_stop()`` became true meanwhile.
 
-    Raises:
-        LaunchError: the machines can't connect, or can't train together; all of them print the same error.
+    LaunchError: the machines can't connect, or can't train together; all of them print the same error.
     """
     addresses = resolve(config.endpoint)
     own = [address for address in addresses if is_own(address)]

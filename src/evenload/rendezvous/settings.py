@@ -55,12 +55,10 @@ class RendezvousConfig:
 
     @property
     def connect_wait_s(self) -> float:
-        """Time in which to connect to the coordinator."""
         return CONNECT_WAIT_S if self.wait_s is None else self.wait_s
 
     @property
     def gather_wait_s(self) -> float:
-        """Time in which the coordinator waits for the other machines."""
         return GATHER_WAIT_S if self.wait_s is None else self.wait_s
 
     @property
@@ -70,11 +68,7 @@ class RendezvousConfig:
 
 
 def parse_endpoint(text: str, option: str = "--host", default_port: int = DEFAULT_PORT) -> Endpoint:
-    """Parse ``box1``, ``box1:29500``, ``10.0.0.1:29500``, ``fd00::1`` or ``[fd00::1]:29500``.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """Parse ``box1``, ``box1:29500``, ``10.0.0.1:29500``, ``fd00::1`` or ``[fd00::1]:29500``; else ConfigError."""
     expected = "expected a machine's name or address, with or without a port: box1, 10.0.0.1:29500, [fd00::1]:29500"
     host, port = text, ""
     if text.startswith("["):
@@ -102,11 +96,7 @@ def parse_endpoint(text: str, option: str = "--host", default_port: int = DEFAUL
 
 
 def parse_nodes(text: str, option: str = "--nodes") -> tuple[int, int]:
-    """Parse ``2`` or ``1:4`` (MIN:MAX).
-
-    Raises:
-        ConfigError: it is not a number, or MIN is above MAX.
-    """
+    """Parse ``2`` or ``1:4`` (MIN:MAX); else ConfigError."""
     low, colon, high = text.partition(":")
     numbers = (low, high) if colon else (low, low)
     if not all(part.isdecimal() and int(part) >= 1 for part in numbers):

@@ -49,11 +49,9 @@ class World:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all machines."""
         return sum(len(machine.slots) for machine in self.machines)
 
     def first_rank(self, node_rank: int) -> int:
-        """Return the first rank of a machine; its other ranks follow."""
         return sum(len(machine.slots) for machine in self.machines[:node_rank])
 
     def describe_ranks(self, node_rank: int) -> str:
@@ -73,12 +71,7 @@ class World:
         return lines
 
     def assignments(self, node_rank: int, store: str) -> tuple[RankAssignment, ...]:
-        """Return the assignments of one machine's ranks, by local rank.
-
-        Args:
-            node_rank: of the machine.
-            store: ``host:port`` of the store, as that machine reaches it.
-        """
+        """Return the assignments of one machine's ranks, by local rank; ``store`` as that machine reaches it."""
         several = len(self.machines) > 1
         names = tuple(
             f"{machine.name} {slot.name}" if several else slot.name
@@ -107,10 +100,8 @@ def order(infos: Sequence[HostInfo], num_nodes: int) -> tuple[int, ...]:
     """Return the indices of the machines by node rank.
 
     The first machine is the coordinator, which is node 0. Ranks that users fixed are kept; the other machines follow by name
-    and address, so that the same machines have the same ranks whichever connected first.
-
-    Raises:
-        ConfigError: two machines have the same rank, or one is out of range.
+    and address, so that the same machines have the same ranks whichever connected first. ConfigError: two machines have the
+    same rank, or one is out of range.
     """
     fixed: dict[int, int] = {0: 0}
     for index, info in enumerate(infos):
@@ -138,12 +129,10 @@ def order(infos: Sequence[HostInfo], num_nodes: int) -> tuple[int, ...]:
 
 
 def build_world(infos: Sequence[HostInfo], settings: Mapping[str, Any]) -> World:
-    """Build the world of some machines, given in the order of their node ranks; NCCL where each would choose it, else gloo.
+    """Build the world of machines in the order of their node ranks; NCCL where each would choose it, else gloo.
 
-    Ranks that share a GPU because two launches do are found later, by the ranks (groups.py).
-
-    Raises:
-        ConfigError: ``settings`` fix the shares of another number of ranks.
+    ConfigError: ``settings`` fix the shares of another number of ranks. Ranks that share a GPU because two launches do are
+    found later, by the ranks (groups.py).
     """
     host_names = [info.host_name for info in infos]
     names = [info.host_name if host_names.count(info.host_name) == 1 else info.label for info in infos]

@@ -42,8 +42,6 @@ _CAUSE_WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class _RankResult:
-    """Value or error of one rank."""
-
     value: Any = None
     error: str = ""
     traceback: str = ""
@@ -100,8 +98,6 @@ def run_ranks(
 
 
 class _Ranks:
-    """The processes of one call."""
-
     def __init__(self, folder: Path, throttle: ThrottleController | None) -> None:
         self._folder = folder
         self._throttle = throttle
@@ -110,7 +106,6 @@ class _Ranks:
         self._results: dict[int, _RankResult] = {}
 
     def start(self, spec: WorkerSpec, call: bytes) -> None:
-        """Write the rank's file and start its process."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         path = self._folder / f"worker-{spec.rank}.json"
@@ -130,11 +125,7 @@ class _Ranks:
         sender.close()
 
     def wait(self, timeout_s: float) -> list[_RankResult]:
-        """Return the result of every rank.
-
-        Raises:
-            RankFailedError: a rank failed, or the time limit passed.
-        """
+        """Return the result of every rank; RankFailedError if one failed, or the time limit passed."""
         deadline = time.monotonic() + timeout_s
         failed = False
         while len(self._results) < len(self._pipes):

@@ -25,7 +25,7 @@ class HostDevices:
     gpus: tuple[ComputeDevice, ...]
     cpu: ComputeDevice
     cores: tuple[int, ...]
-    """The cores this process may use."""
+    """Those that this process may use."""
     quota_cores: float | None = None
     """CPU quota of this process in cores; None: unlimited."""
 
@@ -35,7 +35,6 @@ class HostDevices:
         return float(len(self.cores)) if self.quota_cores is None else min(self.quota_cores, float(len(self.cores)))
 
     def describe(self) -> str:
-        """Return the devices of this machine, for an error."""
         gpus = "no GPU" if not self.gpus else ", ".join(f"{gpu.index} ({gpu.name})" for gpu in self.gpus)
         return f"{gpus}; cpu ({len(self.cores)} cores)"
 
@@ -47,26 +46,21 @@ class RankDevice:
     device: str
     """``cuda:N`` or ``cpu``."""
     name: str
-    """Name for people."""
     devices: tuple[str, ...] = ()
     """All devices of a rank with several, `device` first; otherwise empty."""
 
 
 def read_host() -> HostDevices:
-    """Return the devices, cores and quota of this machine."""
     from evenload import hardware
 
     return HostDevices(hardware.gpus(), hardware.cpu(), tuple(hardware.usable_cores()), hardware.cpu_quota())
 
 
 def parse_devices(text: str, host: HostDevices) -> tuple[RankDevice, ...]:
-    """Return the device of each rank that ``-d`` names.
+    """Return the device of each rank that ``-d`` names; ConfigError for an unknown one.
 
     ``auto`` means every GPU, or one CPU rank with all cores where there is none; ``all`` means every GPU and one CPU rank.
     A GPU named twice has two ranks; ``0+1`` is one rank with two devices.
-
-    Raises:
-        ConfigError: an unknown device; the message lists the devices of this machine.
     """
     gpus = tuple(_gpu_device(gpu) for gpu in host.gpus)
     if text == "auto":
@@ -124,10 +118,8 @@ def plan_workers(
     """Return the workers of a launch on one host, by rank; store, folder and throttle are still empty.
 
     CPU ranks are bound to separate cores if there are enough, leaving one core for each GPU rank. GPU ranks are not bound.
-    Under a CPU quota no rank is bound, because a quota is not tied to cores.
-
-    Raises:
-        ConfigError: ``settings`` fix the shares of another number of ranks.
+    Under a CPU quota no rank is bound, because a quota is not tied to cores. ConfigError: ``settings`` fix the shares of
+    another number of ranks.
     """
     settings = dict(settings or {})
     shares = settings.get("balance")

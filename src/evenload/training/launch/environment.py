@@ -24,8 +24,6 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker of a launch."""
-
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -63,7 +61,6 @@ class WorkerSpec:
     mode: str = "train"
     """``train``, ``verify``, or ``measure`` (the measurement of the demo and the benchmarks)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the command line, by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the mode, such as the lengths of a measurement."""
     command: str = ""
@@ -75,7 +72,6 @@ class WorkerSpec:
 
 
 def devices_without_effect(spec: WorkerSpec) -> str:
-    """Return the error for a rank with several devices over which no model is split."""
     names = [name.removeprefix("cuda:") for name in spec.devices]
     return (
         f"-d {'+'.join(names)} gives each rank {len(names)} devices, but no model is split over them, so the others would be "
@@ -85,16 +81,11 @@ def devices_without_effect(spec: WorkerSpec) -> str:
 
 
 def write_spec(spec: WorkerSpec, path: Path) -> None:
-    """Write a worker's file atomically."""
     write_atomically(path, json.dumps(dataclasses.asdict(spec), indent=1))
 
 
 def read_spec(path: Path) -> WorkerSpec:
-    """Read a worker's file.
-
-    Raises:
-        LaunchError: it can't be read, or holds something else.
-    """
+    """Read a worker's file; LaunchError if it can't be read or holds something else."""
     try:
         raw = json.loads(path.read_text())
         for key in ("workers", "devices", "device_names", "cores", "replicas"):
@@ -112,10 +103,8 @@ def detect() -> WorkerSpec:
     """Return the worker that this process is.
 
     Taken from the first of these that exists: the launcher's file, torchrun's variables (possibly set by hand), those of a
-    task of `srun`. Otherwise the process is a world of one.
-
-    Raises:
-        LaunchError: variables contradict one another, or the file can't be read.
+    task of `srun`. Otherwise the process is a world of one. LaunchError: variables contradict one another, or the file
+    can't be read.
     """
     variables = os.environ
     if path := variables.get(WORKER_VARIABLE):

@@ -33,7 +33,6 @@ class FailureReport:
     traceback: str = ""
     """Frames of the user's code, and the last of Evenload's where the error is not Evenload's."""
     step: int | None = None
-    """The global step, if known."""
     consequence: bool = False
     """The error only shows that another rank is gone; it is never the cause."""
     exit_code: int = 1
@@ -41,7 +40,6 @@ class FailureReport:
     """Seconds since the epoch."""
 
     def text(self, device: str = "") -> str:
-        """Return the message for the user: rank, step, error and traceback."""
         where = f"rank {self.rank}" + (f" ({device})" if device else "")
         at = f" at step {self.step}" if self.step is not None else ""
         what = f"{self.kind}: {self.message}" if self.message else self.kind
@@ -50,12 +48,10 @@ class FailureReport:
 
 
 def failure_path(launch_dir: Path, rank: int) -> Path:
-    """Return the path of a rank's failure report."""
     return launch_dir / f"failure-{rank}.json"
 
 
 def describe_error(error: BaseException, rank: int, step: int | None, exit_code: int = 1) -> FailureReport:
-    """Return the report of an exception on this rank."""
     kind, message, formatted = _in_loader_worker(error) or (type(error).__name__, str(error), user_traceback(error))
     return FailureReport(
         rank=rank,
@@ -70,12 +66,10 @@ def describe_error(error: BaseException, rank: int, step: int | None, exit_code:
 
 
 def write_failure(failure: FailureReport, launch_dir: Path) -> None:
-    """Write the report atomically."""
     write_atomically(failure_path(launch_dir, failure.rank), json.dumps(dataclasses.asdict(failure)))
 
 
 def read_failure(launch_dir: Path, rank: int) -> FailureReport | None:
-    """Return the report of a rank, or None."""
     try:
         return FailureReport(**json.loads(failure_path(launch_dir, rank).read_text()))
     except FileNotFoundError:

@@ -32,7 +32,6 @@ class FunctionCall:
     """A function of another process, with its arguments."""
 
     name: str
-    """Name of the function in messages."""
     payload: bytes
     """The pickled function and arguments; loaded after `main`."""
     by_value: bool
@@ -40,17 +39,12 @@ class FunctionCall:
     main: tuple[str, ...]
     """The script, or ``-m`` and a module, that the worker runs first; may be empty."""
     argv: tuple[str, ...]
-    """`sys.argv` of the caller."""
     path: tuple[str, ...]
-    """`sys.path` of the caller."""
+    """`sys.path` of the caller, as is `argv`."""
 
 
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> FunctionCall:
-    """Pickle a function and its arguments.
-
-    Raises:
-        ConfigError: they can't be pickled.
-    """
+    """Pickle a function and its arguments; ConfigError if they can't be pickled."""
     name = getattr(fn, "__qualname__", None) or type(fn).__name__
     main = _main_target()
     payload = _pickle(fn, args, name, by_value=False) if main is not None else None
@@ -76,22 +70,16 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> FunctionCall:
 
 
 def write_call(call: FunctionCall, folder: Path) -> None:
-    """Write the call into the folder of the launch."""
     (folder / _CALL_FILE).write_bytes(pickle.dumps(call))
 
 
 def read_call(folder: Path) -> FunctionCall:
-    """Read the call that `write_call` wrote."""
     call: FunctionCall = pickle.loads((folder / _CALL_FILE).read_bytes())
     return call
 
 
 def run_call(call: FunctionCall, folder: Path, rank: int) -> None:
-    """Call the function, and write rank 0's result into the folder.
-
-    Raises:
-        ConfigError: the result of rank 0 can't be pickled.
-    """
+    """Call the function, and write rank 0's result into the folder; ConfigError if it can't be pickled."""
     fn, args = pickle.loads(call.payload)
     if call.by_value:
         _fill_main(fn)

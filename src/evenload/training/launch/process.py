@@ -52,7 +52,6 @@ class WorkerProcess(SessionProcess):
         outputs.add(spec.rank, "stderr", own_ends[2])
 
     def go(self) -> None:
-        """Let the worker begin."""
         # `poll` finds a worker that has already ended.
         with suppress(BrokenPipeError):
             os.write(self._lifeline, b"g")

@@ -17,12 +17,9 @@ STRATEGY = "dp"
 
 @dataclass(frozen=True)
 class ReplicaDevice:
-    """Device, cores and speed limit of one replica."""
-
     device: str
     """``cuda:N`` or ``cpu``."""
     name: str = ""
-    """Name for people."""
     cores: tuple[int, ...] = ()
     """CPU cores its thread is bound to; empty: unbound."""
     num_threads: int = 0
@@ -36,8 +33,7 @@ def as_one_worker(
 ) -> tuple[WorkerSpec, ...]:
     """Return the workers of a launch; under strategy ``dp`` one worker with the devices of all.
 
-    Raises:
-        ConfigError: several machines, a GPU named twice, a rank of several devices, or a mode that compares processes.
+    ConfigError: several machines, a GPU named twice, a rank of several devices, or a mode that compares processes.
     """
     if settings.get("strategy") != STRATEGY:
         return tuple(workers)
@@ -76,14 +72,9 @@ def as_one_worker(
 
 
 def replica_devices(spec: WorkerSpec, spelled: str) -> tuple[ReplicaDevice, ...]:
-    """Return the devices of this process's replicas.
+    """Return the devices of this process's replicas; ConfigError if there are other ranks.
 
-    Args:
-        spec: this worker.
-        spelled: the setting ``strategy`` as the user wrote it.
-
-    Raises:
-        ConfigError: there are other ranks.
+    ``spelled`` is the setting ``strategy`` as the user wrote it.
     """
     check_mode(spec.mode, spelled)
     if spec.world_size > 1:
@@ -116,8 +107,7 @@ def replica_devices(spec: WorkerSpec, spelled: str) -> tuple[ReplicaDevice, ...]
 def plan_replicas(devices: Sequence[str], host: HostDevices | None = None) -> tuple[ReplicaDevice, ...]:
     """Return replicas on these devices of one process, with the cores and threads that ranks would have.
 
-    Raises:
-        ConfigError: a GPU is named twice.
+    ConfigError: a GPU is named twice.
     """
     host = host or read_host()
     _check_distinct(devices, "devices")
@@ -129,11 +119,7 @@ def plan_replicas(devices: Sequence[str], host: HostDevices | None = None) -> tu
 
 
 def check_mode(mode: str, spelled: str) -> None:
-    """Refuse a mode that compares ranks with each other.
-
-    Raises:
-        ConfigError: ``mode`` is such a mode.
-    """
+    """Refuse a mode that compares ranks with each other, by ConfigError."""
     if mode == "verify":
         raise ConfigError(
             f"{spelled}: evenload verify compares ranks with one process, and dp has no ranks; verify the script with "
@@ -174,12 +160,10 @@ def make_throttle(
 
 
 def throttle_of(throttle: ThrottleController, spec: WorkerSpec) -> dict[str, Any]:
-    """Return `WorkerSpec.throttle` of a worker."""
     if not spec.replicas:
         return throttle.spec_of(spec.local_rank)
     return {"factors": [throttle.spec_of(index)["factor"] for index in range(len(spec.replicas))], "means": "compute"}
 
 
 def num_parts(workers: Sequence[WorkerSpec]) -> int:
-    """Return the number of ranks or replicas that share a step."""
     return sum(len(worker.replicas) or 1 for worker in workers)

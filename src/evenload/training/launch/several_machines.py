@@ -13,13 +13,7 @@ from evenload.training.launch.target import target_file
 
 
 def local_launch(arguments: Sequence[str], settings: Mapping[str, Any], specs: Sequence[WorkerSpec]) -> LocalLaunch:
-    """Describe this machine's part of a run.
-
-    Args:
-        arguments: script and its arguments.
-        settings: what the command line set.
-        specs: the workers of this machine, numbered as if it were alone.
-    """
+    """Describe this machine's part of a run; ``specs`` are numbered as if it were alone."""
     return LocalLaunch(
         script=target_file(arguments),
         arguments=tuple(arguments[2:] if arguments[0] == "-m" else arguments[1:]),

@@ -19,7 +19,7 @@ _STEP_STRIDE = 7919
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """One of several tasks of a job step. Each task is a rank."""
+    """One of several tasks of a job step; each is a rank."""
 
     rank: int
     world_size: int
@@ -35,10 +35,8 @@ def read_task(variables: Mapping[str, str]) -> SlurmTask | None:
     """Return the task that this process is, or None if `srun` started only one.
 
     A batch script, the shell of `salloc` and `srun --pty bash` are single processes, whatever the job has requested: a
-    process started there by hand is a world of one. In a step the number of tasks is that of the step.
-
-    Raises:
-        LaunchError: a variable is missing, not a number, or contradicts another.
+    process started there by hand is a world of one. In a step the number of tasks is that of the step. LaunchError: a
+    variable is missing, not a number, or contradicts another.
     """
     if "SLURM_PROCID" not in variables:
         return None
@@ -75,11 +73,7 @@ def read_task(variables: Mapping[str, str]) -> SlurmTask | None:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """The names in a list of hosts as Slurm writes it: ``node[01-03,07],login`` has five.
-
-    Raises:
-        LaunchError: the text is no such list.
-    """
+    """Return the names in Slurm's list of hosts: ``node[01-03,07],login`` has five; LaunchError if it is no such list."""
     try:
         return tuple(name for item in _split(text) for name in _expand(item))
     except ValueError:
@@ -87,7 +81,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """The items between commas outside of brackets."""
+    """Split at commas outside of brackets."""
     items, depth, begin = [], 0, 0
     for index, character in enumerate(text):
         depth += {"[": 1, "]": -1}.get(character, 0)
@@ -103,7 +97,6 @@ def _split(text: str) -> list[str]:
 
 
 def _expand(item: str) -> list[str]:
-    """One item; brackets may come several times in it."""
     head, bracket, rest = item.partition("[")
     if not bracket:
         return [item]
@@ -112,7 +105,7 @@ def _expand(item: str) -> list[str]:
 
 
 def _range(part: str) -> list[str]:
-    """``07`` or ``01-03``; leading zeros are kept."""
+    """Expand ``07`` or ``01-03``; leading zeros are kept."""
     low, dash, high = part.partition("-")
     if not dash:
         int(low)

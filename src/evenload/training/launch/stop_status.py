@@ -20,8 +20,6 @@ _ABORT_FILE = "stop-end"
 
 
 class StopStatus(enum.Enum):
-    """The effect that a stop request has on a rank."""
-
     NOT_STARTED = "not started"
     """It has not begun its first step: it is ended at once, and nothing is lost."""
     CAN_SAVE = "can save"
@@ -61,13 +59,11 @@ def read(launch_dir: Path, ranks: Iterable[int]) -> StopStatus:
 
 
 def write_abort(launch_dir: Path) -> None:
-    """Mark that the supervisor is ending its ranks, so a signal to a rank ends it."""
     with suppress(OSError):
         (launch_dir / _ABORT_FILE).touch()
 
 
 def is_aborted(launch_dir: str) -> bool:
-    """Return True if the supervisor is ending its ranks."""
     return (Path(launch_dir) / _ABORT_FILE).exists()
 
 

@@ -11,11 +11,7 @@ from evenload.errors import LaunchError
 
 
 def listen(port: int) -> socket.socket:
-    """Open the store's port on the loopback interface; the store itself follows when torch is imported.
-
-    Raises:
-        LaunchError: the port is in use.
-    """
+    """Open the store's port on the loopback interface, or LaunchError; the store follows when torch is imported."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -60,14 +60,12 @@ _TERM_WAIT_S = 3.0
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """The script, devices and settings of a launch."""
-
     arguments: tuple[str, ...]
     """``train.py --its --args``, or ``-m package.module --its --args``; empty for a function call."""
     devices: str = "auto"
     """As given to ``-d``; see `parse_devices`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the command line, by name."""
+    """Settings of the command line."""
     throttle: tuple[float, ...] = ()
     """Relative speeds, one for each rank of this machine; empty: full speed."""
     port: int = 0
@@ -81,17 +79,13 @@ class LaunchRequest:
     call: str = ""
     """`WorkerSpec.call`."""
     view: ProgressView | None = None
-    """Draws progress while the workers run."""
 
 
 def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[WorkerSpec, ...]:
     """Return the workers that `launch` would start here, after all checks that need no process.
 
-    With several machines the ranks are numbered as if this machine were alone, until the rendezvous.
-
-    Raises:
-        ConfigError: a setting, a device, or a number of shares or speeds is wrong.
-        LaunchError: there is no such script or module.
+    With several machines the ranks are numbered as if this machine were alone, until the rendezvous. ConfigError: a setting,
+    a device, or a number of shares or speeds is wrong. LaunchError: there is no such script or module.
     """
     if not request.call:
         check_target(request.arguments)
@@ -121,7 +115,6 @@ def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[Worke
 
 
 def print_failure(text: str) -> None:
-    """Print to stderr why a launch ended."""
     print(f"evenload: {text}", file=sys.stderr, flush=True)
 
 
@@ -132,16 +125,8 @@ def launch(
 
     0: all ended well. 75: all ranks saved and ended on request. 130 and 143: ended by SIGINT or SIGTERM. Otherwise the exit
     code of the worker that failed, after ``report`` has received its error. No process, control group or folder of the launch
-    is left in any case.
-
-    Args:
-        request: the launch.
-        report: receives the reason where the launch does not end well.
-        exits_afterwards: this process exits with the returned code, so SIGINT and SIGTERM are ignored from then on.
-
-    Raises:
-        ConfigError: as `plan`.
-        LaunchError: as `plan`, or the port is in use, or the rendezvous fails.
+    is left in any case. With ``exits_afterwards`` this process exits with the returned code, so SIGINT and SIGTERM are
+    ignored from then on. Errors as in `plan`, and LaunchError: the port is in use, or the rendezvous fails.
     """
     host = read_host()
     workers = plan(request, host)
@@ -159,7 +144,6 @@ def launch(
 
 
 def _command(request: LaunchRequest) -> str:
-    """Return the command that resumes this launch."""
     if request.call:
         return shlex.join(sys.orig_argv)
     own = sys.argv[1:]
@@ -172,8 +156,6 @@ def _print(text: str) -> None:
 
 
 class _Supervisor:
-    """One launch, from the first process to the last."""
-
     def __init__(self, request: LaunchRequest, folder: Path, report: Callable[[str], None]) -> None:
         self._request = request
         self._report = report

@@ -13,20 +13,12 @@ from evenload.errors import LaunchError
 
 
 def check_target(arguments: Sequence[str]) -> None:
-    """Check that the script or module exists.
-
-    Raises:
-        LaunchError: it does not.
-    """
+    """Check that the script or module exists; LaunchError if not."""
     target_file(arguments)
 
 
 def target_file(arguments: Sequence[str]) -> Path:
-    """Return the file that would run; for a module without a source file, its name.
-
-    Raises:
-        LaunchError: it does not exist.
-    """
+    """Return the file that would run; for a module without a source file, its name; LaunchError if it does not exist."""
     if not arguments or tuple(arguments) == ("-m",):
         raise LaunchError("there is no script to run; write `evenload run train.py`")
     if arguments[0] == "-m":

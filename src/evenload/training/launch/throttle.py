@@ -30,7 +30,6 @@ _APPLIED = "throttle.json"
 
 
 def parse_throttle(text: str) -> tuple[float, ...]:
-    """Parse ``1,0.5`` of the command line."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -38,11 +37,7 @@ def parse_throttle(text: str) -> tuple[float, ...]:
 
 
 def check_factors(factors: Sequence[float], num_ranks: int) -> tuple[float, ...]:
-    """Return the relative speeds, one for each rank.
-
-    Raises:
-        ConfigError: their number differs from that of the ranks, or one is outside (0, 1].
-    """
+    """Return the relative speeds; ConfigError unless there is one in (0, 1] for each rank."""
     spelled = ",".join(f"{factor:g}" for factor in factors)
     if len(factors) != num_ranks:
         raise ConfigError(
@@ -84,7 +79,6 @@ class ThrottleController:
             raise
 
     def spec_of(self, rank: int) -> dict[str, Any]:
-        """Return `WorkerSpec.throttle` of one rank."""
         means = "quota" if self._quotas is not None and rank in self._quotas.ranks else "compute"
         return {"factor": self._factors[rank], "means": means}
 
@@ -107,7 +101,6 @@ class ThrottleController:
         self._apply(tuple(wanted["factors"]), wanted["number"])
 
     def close(self) -> None:
-        """Remove the control groups, after the workers have ended."""
         if self._quotas is not None:
             self._quotas.remove()
             self._quotas = None
@@ -134,9 +127,7 @@ class ThrottleController:
 def request_speeds(launch_dir: Path, factors: Sequence[float], timeout_s: float = 5.0) -> None:
     """Request other speeds from the supervisor of a throttled launch, and wait until they apply.
 
-    Raises:
-        ConfigError: the launch is not throttled, or the speeds are wrong.
-        LaunchError: the supervisor did not apply them in time.
+    ConfigError: the launch is not throttled, or the speeds are wrong. LaunchError: they did not apply in time.
     """
     try:
         applied = json.loads((launch_dir / _APPLIED).read_text())
@@ -169,7 +160,6 @@ class ComputeThrottle:
 
     @property
     def active(self) -> bool:
-        """This rank is slowed down by repeated computation."""
         return self._active
 
     def slow_down(self, seconds: float) -> float:
@@ -209,10 +199,7 @@ class ComputeThrottle:
 class CpuCgroups:
     """One control group for each rank below this process's own, of the version (1 or 2) with the CPU controller.
 
-    A quota of this process itself stays in force.
-
-    Raises:
-        OSError: groups can't be created.
+    A quota of this process itself stays in force. OSError: groups can't be created.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -231,7 +218,6 @@ class CpuCgroups:
             raise
 
     def admit(self, rank: int, pid: int) -> None:
-        """Move a process into the rank's group."""
         (self._of(rank) / "cgroup.procs").write_text(str(pid))
 
     def limit(self, rank: int, num_cores: float | None) -> None:
@@ -258,11 +244,7 @@ class CpuCgroups:
 
 
 def find_cpu_group(root: Path = hardware.ROOT) -> tuple[Path, int]:
-    """Return the folder of this process's cgroup that has the CPU controller, and its version.
-
-    Raises:
-        FileNotFoundError: there is none that this process can access.
-    """
+    """Return the folder of this process's cgroup with the CPU controller, and its version; else FileNotFoundError."""
     for folder, _, version in hardware.own_cgroups("cpu", root):
         controllers = folder / "cgroup.subtree_control"
         if version == 1 or (controllers.exists() and "cpu" in controllers.read_text().split()):

@@ -46,14 +46,9 @@ _GLOO_THREADS_S = 0.02
 
 @dataclass
 class WorkerProgress:
-    """Progress of this process, for failure reports and the clean-up."""
-
     initialised: bool = False
-    """`evenload.init` was called."""
     placed: bool = False
-    """`evenload.place` was called."""
     step: int | None = None
-    """The current or last global step."""
     reading: bool = False
     """The script runs only for its functions (`run_function`)."""
     exit_code: int | None = None
