@@ -84,7 +84,7 @@ def simulate(
     from evenload.scheduler.core.values import settings_from
     from evenload.scheduler.simulator.arrivals import capped, thinned
     from evenload.scheduler.simulator.cluster import devices_of
-    from evenload.scheduler.simulator.report import as_row, report_of, table
+    from evenload.scheduler.simulator.report import report_of, table
     from evenload.scheduler.simulator.simulate import Conditions
     from evenload.scheduler.simulator.simulate import simulate as run
     from evenload.scheduler.simulator.workloads import arrivals_of, read_workload
@@ -136,7 +136,7 @@ def simulate(
         from dataclasses import asdict
         from json import dumps
 
-        rows = [as_row(report) for report in reports]
+        rows = [asdict(report) for report in reports]
         if jobs:
             for row, (_, outcome) in zip(rows, outcomes, strict=True):
                 row["jobs"] = [asdict(job) | {"jct_s": job.jct_s} for job in outcome.jobs]

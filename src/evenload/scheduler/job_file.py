@@ -38,9 +38,7 @@ class JobFile:
     max_devices: int = 1
     """Total number of devices, over all nodes."""
     kinds: tuple[str, ...] = ()
-    """Acceptable kinds; empty for any."""
     memory_bytes: int = 0
-    """Minimum memory of each device."""
     one_kind: bool = False
     nodes: int | None = None
     """Number of machines; 1: all devices in one machine; None: any number."""
@@ -50,7 +48,6 @@ class JobFile:
     estimate_s: float | None = None
     """Expected run time on the minimum number of devices."""
     steps: int | None = None
-    """Total number of steps."""
     saves: bool | None = None
     """True if it saves and stops on request; None: detected by its first report (`evenload.job`, `evenload run`)."""
     after: tuple[After, ...] = ()
@@ -58,7 +55,6 @@ class JobFile:
     array_limit: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     inherit: tuple[str, ...] = ()
-    """Variables to inherit from the submitting shell."""
     folder: str = ""
     """Absolute; empty: the folder in which the job is submitted."""
     snapshot: bool | None = None
@@ -72,7 +68,6 @@ class JobFile:
     share_device: bool = False
     backend: str = "local"
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Backend → its own options."""
 
     @property
     def backend_options(self) -> Mapping[str, str]:

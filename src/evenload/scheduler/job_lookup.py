@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from evenload.scheduler.store.reader import JobLine
 
 PAGE = 1000
-"""Jobs read at a time."""
 MAX_RANGE = 1_000
 
 

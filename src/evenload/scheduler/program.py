@@ -46,7 +46,6 @@ class JobProgram:
     """Where to report how it ended: ``command:…``, ``webhook:URL``, ``mail:ADDRESS``."""
     backend: str = "local"
     options: Mapping[str, str] = field(default_factory=dict, metadata={"check": _check_text})
-    """Of the backend."""
 
     def to_row(self) -> dict[str, Any]:
         """Return plain values for `QueueStore.record(..., extra=)`."""

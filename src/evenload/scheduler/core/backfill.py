@@ -27,7 +27,7 @@ class BackfillWindow:
     job: Job
     pools: frozenset[int]
     host: int | None
-    """Where it must be one host: that one."""
+    """If all devices must be in one host."""
     start_s: float
     """When it can start at the latest, as far as is known."""
     extra: int

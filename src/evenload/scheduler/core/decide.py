@@ -206,7 +206,7 @@ class _Planning:
     def _give_out(self, order: list[Job]) -> None:
         candidates, sizing = self.candidates, self.sizing
         sizes, fixed = self.decision.sizes, self._fixed
-        gone = candidates.displaced() if candidates is not None else frozenset()
+        gone = candidates.displaced if candidates is not None else frozenset()
         for job in order:
             if job.state is JobState.RUNNING:
                 if candidates is not None and job.id not in fixed and job.id not in gone:
@@ -380,7 +380,7 @@ class _Planning:
 
     def _command(self) -> None:
         devices = self.snapshot.layout.devices
-        if self.candidates is not None and (gone := self.candidates.displaced()):
+        if self.candidates is not None and (gone := self.candidates.displaced):
             for job in self.eligibility.running:
                 if job.id in gone:
                     self.commands.append(

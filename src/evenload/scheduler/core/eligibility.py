@@ -27,7 +27,6 @@ class Eligibility:
     pending: list[Job] = field(default_factory=list)
     """PENDING, and nothing but devices and limits keeps them from starting."""
     holders: list[Job] = field(default_factory=list)
-    """All that hold devices."""
     slots: dict[str, list[int]] = field(default_factory=dict)
     """Job → indices of its devices, of those in `holders`."""
     commands: list[Command] = field(default_factory=list)
@@ -36,7 +35,6 @@ class Eligibility:
     coming: list[int] = field(default_factory=list)
     """Devices of jobs that are saving, and will not keep them."""
     has_soft_limits: bool = False
-    """True if any job has one."""
     waits: dict[str, str] = field(default_factory=dict)
     """Job → reason why it can't start, of those that are not in `pending`."""
 

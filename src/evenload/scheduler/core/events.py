@@ -211,7 +211,6 @@ def from_row(row: Mapping[str, Any]) -> Event:
     if kind is None:
         raise QueueError(f"an event of kind {row.get('kind')!r}: this version knows {', '.join(KINDS)}")
     try:
-        event: Event = validation.build(kind, {name: value for name, value in row.items() if name != "kind"}, "")
+        return validation.build(kind, {name: value for name, value in row.items() if name != "kind"}, "")
     except ConfigError as error:
         raise QueueError(f"event {row['kind']}: {error}") from error
-    return event

@@ -31,12 +31,11 @@ class Forecast:
     start_s: float | None = None
     """When it will get devices, of a job that has none; None if it has some, or unknown."""
     end_s: float | None = None
-    """When it will end; None if unknown."""
 
 
 def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> Mapping[str, Forecast]:
     """Return each job's forecast, in the order of submission; with times for the first `most` in line, or for all."""
-    return _Future(snapshot, now_s, plan(snapshot, now_s, explain=True)).look(most)
+    return _Future(snapshot, now_s, plan(snapshot, now_s, explain=True)).run(most)
 
 
 class _Gate:
@@ -83,7 +82,7 @@ class _Future:
             if job.spec.array_limit is not None:
                 self._gates.setdefault(("array", job.spec.array), _Gate(job.spec.array_limit))
 
-    def look(self, most: int | None) -> dict[str, Forecast]:
+    def run(self, most: int | None) -> dict[str, Forecast]:
         self._take_present()
         for num, job in enumerate(self.planned.order):
             if most is not None and num >= most:
@@ -93,7 +92,7 @@ class _Future:
         later = [j for j in self.snapshot.jobs if j.id not in known and j.state is JobState.PENDING]
         for job in later[:most]:
             self._take_later(job)
-        return {job.id: self._told(job) for job in self.snapshot.jobs}
+        return {job.id: self._forecast(job) for job in self.snapshot.jobs}
 
     def _take_present(self) -> None:
         stopping: dict[str, str] = {}
@@ -200,7 +199,7 @@ class _Future:
             expected_s = min(expected_s, max(0.0, limit_s - job.held_until(self.now_s)))
         return start_s + expected_s
 
-    def _told(self, job: Job) -> Forecast:
+    def _forecast(self, job: Job) -> Forecast:
         end_s = self.ends.get(job.id, math.inf)
         start_s = self.starts.get(job.id) if job.state is JobState.PENDING else None
         return Forecast(self._reason(job), start_s, end_s if end_s < math.inf else None)

@@ -26,17 +26,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Layout:
-    """All devices by index. A host's devices stand in the order in which they were added."""
+    """All devices by index, in the order in which they were added; indices of each one's host and pool."""
 
     devices: tuple[Device, ...]
     index: Mapping[str, int]
-    """Device id → index."""
     hosts: tuple[str, ...]
     host_of: tuple[int, ...]
-    """Device index → host index."""
     pools: tuple[Pool, ...]
     pool_of: tuple[int, ...]
-    """Device index → pool index."""
     host_size: int
     """Devices of the largest host."""
     makeups: tuple[tuple[tuple[int, int], ...], ...]

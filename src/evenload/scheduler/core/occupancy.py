@@ -52,12 +52,6 @@ def check(
         raise QueueError(f"job {job.id} is to get device {device}, which is closed: {closed[device]}")
 
 
-def check_unheld(holders: Holders, device: str) -> None:
-    """Raise `QueueError` if a job holds the device."""
-    if device in holders:
-        raise QueueError(f"device {device} is held by job {', '.join(holders[device])}: close it and wait")
-
-
 def may_be_joined(job: Job) -> bool:
     """Return whether other jobs may join on its device: it shares, and isn't about to stop."""
     return job.spec.share_device and job.state in (JobState.STARTING, JobState.RUNNING)

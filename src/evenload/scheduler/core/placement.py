@@ -28,7 +28,6 @@ class PoolChoice:
     one_host: bool = False
     one_kind: bool = False
     pools: tuple[int, ...] = field(init=False)
-    """All of them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pools", tuple(pool for group in self.groups for pool in group))

@@ -22,7 +22,6 @@ class PolicyInput:
     settled: Sequence[Job]
     """Jobs that are about to run on devices which can't be changed now (STARTING, RESIZING)."""
     host_size: int
-    """Devices of the largest host."""
     keeping: frozenset[str]
     """Running jobs whose devices can't be taken from them now (not preemptible, young, preempted too often lately)."""
     device_cost: float = 0.0

@@ -36,7 +36,6 @@ class _Line:
     spared: list[tuple[int, Adds]]
     """Positions of jobs that could stop and were spared, falling; and their devices."""
     end: int
-    """From here on all were looked at."""
 
 
 class PreemptionCandidates:
@@ -47,7 +46,7 @@ class PreemptionCandidates:
         self._tail = in_order
         self._pool_of, self._host_of = pool_of, host_of
         self._num_passed = 0
-        self._gone: set[str] = set()
+        self.displaced: set[str] = set()
         self._open: defaultdict[int, int] = defaultdict(int)
         self._young: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
         self._failed: dict[tuple[PoolChoice, int], int] = {}
@@ -68,12 +67,9 @@ class PreemptionCandidates:
     def is_empty(self) -> bool:
         return self._num_left == 0
 
-    def displaced(self) -> set[str]:
-        return self._gone
-
     def behind(self) -> set[str]:
         """Return the jobs that stay so far, but may still have to stop."""
-        return {m.job.id for m in self._tail[self._num_passed :]} - self._gone
+        return {m.job.id for m in self._tail[self._num_passed :]} - self.displaced
 
     def pass_by(self, job: Job) -> None:
         """Advance to this running job: it stays, and only those behind it may still be displaced."""
@@ -109,7 +105,7 @@ class PreemptionCandidates:
             self._failed[choice, priority] = num
             return False
         for candidate in found:
-            self._gone.add(candidate.job.id)
+            self.displaced.add(candidate.job.id)
             self._count(candidate, -1)
             availability.comes_free(candidate.slots)
         return True
@@ -174,13 +170,15 @@ class PreemptionCandidates:
                     del line.spared[num_seen:]
                     return
                 num_seen += 1
-                if (candidate := self._tail[index]).job.id not in self._gone:
+                if (candidate := self._tail[index]).job.id not in self.displaced:
                     kept.append(entry)
                     yield candidate, adds
             while line.end > self._num_passed:
                 line.end -= 1
                 candidate = self._tail[line.end]
-                if candidate.job.id in self._gone or (candidate.is_young and candidate.job.spec.priority >= priority):
+                if candidate.job.id in self.displaced or (
+                    candidate.is_young and candidate.job.spec.priority >= priority
+                ):
                     continue
                 if adds := adds_of(candidate.slots):
                     kept.append((line.end, adds))

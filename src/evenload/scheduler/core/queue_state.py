@@ -26,7 +26,6 @@ class QueueState:
         self.jobs: dict[str, Job] = {}
         """All that have not ended, in the order of submission."""
         self.outcomes: dict[str, JobState] = {}
-        """Final states of jobs that have ended."""
         self.devices: dict[str, Device] = {}
         self.closed: dict[str, str] = {}
         self.users: dict[str, User] = {}
@@ -36,7 +35,8 @@ class QueueState:
         """Device → jobs that hold it, or will hold it next (RESIZING): one, or several that share it, by their arrival."""
         self.time_s = 0.0
         """Of the latest event."""
-        self._dependents: dict[str, list[str]] = {}
+        self.dependents: dict[str, list[str]] = {}
+        """Job → jobs that wait for it to end."""
         self._layout: Layout | None = None
         self.num_sharing = 0
         """Of `jobs`, how many may share a device."""
@@ -66,16 +66,12 @@ class QueueState:
         self.reservations = {reservation.id: reservation for reservation in reservations}
         self.jobs = {job.id: job for job in jobs}
         self.outcomes = dict(outcomes)
-        self.holder, self._dependents = {}, {}
+        self.holder, self.dependents = {}, {}
         self.num_sharing = sum(job.spec.share_device for job in self.jobs.values())
         for job in self.jobs.values():
             occupancy.occupy(self.holder, self.jobs, job, (*job.devices, *job.target))
             for name in job.unmet:
-                self._dependents.setdefault(name, []).append(job.id)
-
-    @property
-    def dependents(self) -> Mapping[str, list[str]]:
-        return self._dependents
+                self.dependents.setdefault(name, []).append(job.id)
 
     def apply(self, event: events.Event) -> tuple[Job, ...]:
         """Apply one event; return the jobs it changed as they are now, ended ones included.
@@ -135,7 +131,7 @@ class QueueState:
             doomed=doomed,
         )
         for name in job.unmet:
-            self._dependents.setdefault(name, []).append(job.id)
+            self.dependents.setdefault(name, []).append(job.id)
         self._user(event.spec.user)
         self.jobs[job.id] = job
         self.num_sharing += job.spec.share_device
@@ -265,7 +261,9 @@ class QueueState:
 
     def _device_removed(self, event: events.DeviceRemoved, time_s: float) -> None:
         self._known_device(event.device)
-        occupancy.check_unheld(self.holder, event.device)
+        if event.device in self.holder:
+            jobs = ", ".join(self.holder[event.device])
+            raise QueueError(f"device {event.device} is held by job {jobs}: close it and wait")
         del self.devices[event.device]
         self.closed.pop(event.device, None)
         self._layout = None
@@ -355,7 +353,7 @@ class QueueState:
         del self.jobs[job.id]
         self.num_sharing -= job.spec.share_device
         self.outcomes[job.id] = state
-        for name in self._dependents.pop(job.id, ()):
+        for name in self.dependents.pop(job.id, ()):
             waiting = self.jobs.get(name)
             if waiting is None:
                 continue

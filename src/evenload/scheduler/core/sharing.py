@@ -26,7 +26,7 @@ from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 
-_MOST_ASKED = 16
+_MOST_TRIED = 16
 """Number of devices with enough memory that are checked against the reservation of the first in line."""
 
 
@@ -172,7 +172,7 @@ class Sharing:
             candidates: jobs that could be displaced; the lead of the joined device is removed.
             changed: jobs from which this plan has taken their devices.
         """
-        gone: Collection[str] = candidates.displaced() if candidates is not None else ()
+        gone: Collection[str] = candidates.displaced if candidates is not None else ()
         for place in self._fitting(job, pools):
             lead = place.lead.id
             if (
@@ -199,8 +199,8 @@ class Sharing:
         found: list[_SharedDevice] = []
         for num in range(1, self._settings.max_sharers):
             lines = [line for pool in pools if (line := self._joinable.get((pool, num)))]
-            fitting = [entry for line in lines for entry in line[bisect_left(line, (need, -1)) :][:_MOST_ASKED]]
-            found += [self._places[slot] for _, slot in sorted(fitting)[:_MOST_ASKED]]
+            fitting = [entry for line in lines for entry in line[bisect_left(line, (need, -1)) :][:_MOST_TRIED]]
+            found += [self._places[slot] for _, slot in sorted(fitting)[:_MOST_TRIED]]
         return found
 
     def _delays(

@@ -22,4 +22,3 @@ class QueueSnapshot:
     reservations: tuple[Reservation, ...]
     settings: Settings
     shares: bool = False
-    """True if any of the jobs may share a device."""

@@ -31,9 +31,7 @@ class JobState(StrEnum):
 
 class Verb(StrEnum):
     PLACE = "place"
-    """Devices are given to it."""
     BEGIN = "begin"
-    """Its program runs."""
     RESIZE = "resize"
     """It is requested to save and stop, to continue at once on other devices."""
     STOP = "stop"

@@ -51,7 +51,6 @@ class Needs:
     memory_bytes: int = 0
     """At least so much on each device."""
     one_host: bool = False
-    """All of them in one machine."""
     one_kind: bool = False
     """All of one kind; otherwise one kind is preferred."""
 
@@ -106,7 +105,6 @@ class JobSpec:
     rates: tuple[float, ...] = ()
     """Work a second on 1, 2, … devices, if known from earlier runs."""
     restart_s: float | None = None
-    """Measured cost of a stop and resume."""
     soft_limit_s: float | None = None
     """After running so long it continues only if no other job wants the devices."""
     hard_limit_s: float | None = None
@@ -114,7 +112,6 @@ class JobSpec:
     not_before_s: float | None = None
     after: tuple[After, ...] = ()
     array: str = ""
-    """The array it is an element of."""
     array_limit: int | None = None
     """At most so many elements of the array at once."""
     retries: int = 0
@@ -159,11 +156,9 @@ class Job:
     submitted_s: float
     state: JobState = JobState.PENDING
     since_s: float = 0.0
-    """When it came into this state."""
     attempt: int = 0
     """Number of times it got devices: the fencing number of the present attempt."""
     devices: tuple[str, ...] = ()
-    """The devices it holds."""
     target: tuple[str, ...] = ()
     """While RESIZING: what it will hold next. Devices in both are kept; no other job gets either."""
     first_began_s: float | None = None
@@ -179,7 +174,6 @@ class Job:
     preempted_s: tuple[float, ...] = ()
     """When it was last preempted or resized against its will, as far as the bound of an hour needs it."""
     num_restarts: int = 0
-    """Attempts after the first."""
     num_failures: int = 0
     num_lost: int = 0
     done: float = 0.0
@@ -194,9 +188,7 @@ class Job:
     peak_bytes: int = 0
     """Peak device memory over all attempts; 0 if not yet measured."""
     is_held: bool = False
-    """Its owner holds it back."""
     unmet: tuple[str, ...] = ()
-    """Jobs it still waits for."""
     doomed: str = ""
     """Reason why it can never start; empty if it can."""
     ending: JobState | None = None
@@ -234,7 +226,6 @@ class Limits:
     max_queued: int | None = None
     """Jobs that have not ended; a further submit is refused by the shell (`QueueState.refusal`)."""
     share: float = 1.0
-    """Weight in the fair share."""
 
     def __post_init__(self) -> None:
         for name in ("max_devices", "max_running", "max_queued"):
@@ -253,7 +244,6 @@ class User:
     """Device-seconds held, each counted less the longer it is ago (`Settings.half_life_s`), as of `accounted_s`."""
     accounted_s: float = 0.0
     num_devices: int = 0
-    """Held now."""
 
     def usage_until(self, now_s: float, half_life_s: float) -> float:
         """Return decayed device-seconds as of now: u·2^(−t/h) + n·h/ln 2·(1 − 2^(−t/h)) with n devices held since."""
@@ -280,11 +270,9 @@ class Reservation:
 
 
 POLICIES = ("default", "fifo", "priority", "fair_share", "las", "srpt", "goodput")
-"""The names of the policies; `evenload.scheduler.policies` holds them."""
 
 
 _MAY_BE_INFINITE = {"infinite": True}
-"""See `scheduler.validation`."""
 
 
 @dataclass(frozen=True, slots=True)

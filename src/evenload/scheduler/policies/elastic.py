@@ -33,7 +33,6 @@ class Bid(NamedTuple):
     sizes: tuple[int, ...]
     """Growing, all above `floor`."""
     values: tuple[float, ...]
-    """Of `sizes`."""
     floor_value: float
     speedups: Sequence[float]
     """Of 0, 1, 2, … devices."""

@@ -92,7 +92,6 @@ class DeviceShape:
     per_host: tuple[int, ...]
     """Number in each host, in the order of the hosts."""
     kinds: tuple[str, ...]
-    """Of each device."""
     speeds: tuple[float, ...]
 
     @property

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
-from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job
 from evenload.scheduler.simulator.outcome import ClusterSample, JobOutcome
 
@@ -24,10 +23,9 @@ class Meter:
     def observe(self, event: events.Event, changed: tuple[Job, ...], queue_state: QueueState) -> None:
         if isinstance(event, events.Reported):
             return
-        if (isinstance(event, events.StopRequested) and event.then is JobState.PENDING) or (
-            isinstance(event, events.ResizeRequested) and event.is_forced
-        ):
-            self._num_preempted[event.job] = self._num_preempted.get(event.job, 0) + 1
+        match event:
+            case events.StopRequested(is_preemption=True) | events.ResizeRequested(is_forced=True):
+                self._num_preempted[event.job] = self._num_preempted.get(event.job, 0) + 1
         for job in changed:
             self._settle(job, event.time_s)
             if job.id not in queue_state.jobs:

@@ -37,9 +37,7 @@ class ClusterSample:
 
     time_s: float
     num_held: int
-    """Devices that jobs hold."""
     num_active: int
-    """Jobs submitted and not ended."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ class QueueRecord:
     """Those that belong to the queue at the end."""
     settings: Settings
     limits: Mapping[str, Limits]
-    """Of users with limits."""
     reservations: tuple[Reservation, ...]
     """All there were; one that was taken back ends then."""
 

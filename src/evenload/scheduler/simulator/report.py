@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.simulator.outcome import JobOutcome, SimulationOutcome
@@ -90,10 +89,6 @@ def percentile(values: Sequence[float], part: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def as_row(report: SimulationReport) -> dict[str, Any]:
-    return asdict(report)
 
 
 def slowdowns(jobs: Sequence[JobOutcome], base: Sequence[JobOutcome]) -> list[float]:

@@ -163,8 +163,7 @@ class _Simulation:
             self._begin(live, name, now_s)
             return False
         if kind == "stop":
-            self._apply(events.Yielded(now_s, name))
-            self._start_if_resized(name, now_s)
+            self._yield(name, now_s)
             return self.conditions.at_events
         self._run_to(live, name, now_s)
         if live.program.is_done:
@@ -242,10 +241,10 @@ class _Simulation:
         if self.conditions.save_s > 0:
             self._push(now_s + self.conditions.save_s, "stop", name, live.version)
             return
-        self._apply(events.Yielded(now_s, name))
-        self._start_if_resized(name, now_s)
+        self._yield(name, now_s)
 
-    def _start_if_resized(self, name: str, now_s: float) -> None:
+    def _yield(self, name: str, now_s: float) -> None:
+        self._apply(events.Yielded(now_s, name))
         job = self.queue_state.jobs.get(name)
         if job is not None and job.state is JobState.STARTING:
             self._will_begin(name, now_s)

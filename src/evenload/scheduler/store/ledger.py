@@ -34,7 +34,6 @@ class RunnerStarted:
 
 
 Entry = events.Event | RunnerStarted
-"""An entry of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,6 @@ class Ledger:
     def __init__(self) -> None:
         self.queue_state = QueueState()
         self.open: dict[str, AttemptRecord] = {}
-        """By job."""
         self.last = 0
 
     def apply(self, entry: Entry, changes: Changes) -> tuple[Job, ...]:

@@ -7,7 +7,6 @@ import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from evenload.errors import QueueError
@@ -28,7 +27,6 @@ class JobLine(NamedTuple):
     user: str
     name: str
     state: str
-    """A `JobState`."""
     priority: int
     min_devices: int
     max_devices: int
@@ -174,9 +172,7 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from evenload.errors import QueueError
 
 DATABASE = "queue.sqlite"
-"""Name of the file in a queue's folder."""
 
 APPLICATION_ID = (
     0x45766C64  # "Evld": written into the file, so that another program's database is not taken for a queue
