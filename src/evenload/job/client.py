@@ -140,7 +140,7 @@ def go_on_text(go_on: str = "") -> str:
     return (
         how
         if contract is None
-        else f"the queue goes on with job {contract.job} by itself, unless it was cancelled; by hand, {how}"
+        else f"the queue continues job {contract.job} automatically unless it was cancelled; to continue by hand, {how}"
     )
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from evenload.errors import QueueError
@@ -30,12 +29,7 @@ class Client:
         self._rest = b""
 
     def call(self, verb: str, **fields: Any) -> dict[str, Any]:
-        """Send a request and wait for the reply; `scheduler.messages` lists the verbs.
-
-        Raises:
-            ConfigError: the request is invalid.
-            QueueError: it is refused, or the daemon doesn't reply.
-        """
+        """Send a request and return its result, or raise its error; `scheduler.messages` lists the verbs."""
         line = messages.encode({"verb": verb, **fields})
         if len(line) > messages.LARGEST_REQUEST_BYTES:
             raise QueueError(
@@ -79,25 +73,17 @@ class Client:
         return line
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float = 30.0) -> Client:
-    """Connect to the queue in `folder`.
-
-    Args:
-        folder: `paths.default_folder` if not given.
-        start: start the daemon where none runs.
-        timeout_s: for each reply.
+    """Connect to the queue in `folder`, by default `paths.default_folder`; `timeout_s` is for each reply.
 
     Raises:
         QueueError: no daemon runs (and `start` is False), or it doesn't start; the message has the last lines of its log.
@@ -113,7 +99,6 @@ def connect(folder: Path | None = None, *, start: bool = True, timeout_s: float 
 
 
 def _try(folder: Path, timeout_s: float) -> socket.socket | None:
-    """Return a connection, None where nothing listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)

@@ -100,8 +100,6 @@ class JobRow(TypedDict):
 
 
 class AttemptRow(TypedDict):
-    """One attempt of a job."""
-
     attempt: int
     devices: list[str]
     began_s: float
@@ -169,7 +167,6 @@ class StatusRow(TypedDict):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return a message as a line."""
     return (
         json.dumps({"v": VERSION, **message}, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
         + b"\n"
@@ -177,11 +174,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return the message of a line.
-
-    Raises:
-        ConfigError: it is no message, or of another version.
-    """
+    """Return the message of a line; raise a `ConfigError` if it is no message, or of another version."""
     try:
         message = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

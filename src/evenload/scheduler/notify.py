@@ -51,13 +51,7 @@ class Notifier:
         self._num_senders = 0
 
     def send(self, program: JobProgram, job: Job, reason: str = "") -> None:
-        """Send the job's notifications; return at once.
-
-        Args:
-            program: the job's program, which names the targets.
-            job: in its final state.
-            reason: if it differs from the job's own `reason`.
-        """
+        """Send the job's notifications and return at once; `reason` is given if it differs from the job's own."""
         message = message_of(program, job, reason)
         for target in program.notify:
             try:
@@ -112,8 +106,6 @@ def message_of(program: JobProgram, job: Job, reason: str = "") -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class _SendCommand:
-    """A command that sends one message."""
-
     command: tuple[str, ...]
     stdin: bytes
     variables: Mapping[str, str] = field(default_factory=dict)

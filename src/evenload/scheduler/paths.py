@@ -50,12 +50,9 @@ def attempt_folder(folder: Path, job: str, attempt: int) -> Path:
 
 @contextlib.contextmanager
 def socket_address(folder: Path) -> Iterator[str]:
-    """Yield a path of the queue's socket that fits into the 107 bytes of an address.
+    """Yield a path of the queue's socket that fits into the 107 bytes of an address, valid inside the ``with`` block.
 
-    A longer path is reached through an open folder; such an address is valid inside the ``with`` block.
-
-    Raises:
-        OSError: the folder can't be opened.
+    A longer path is reached through an open folder.
     """
     path = str(folder / SOCKET)
     if len(os.fsencode(path)) <= 107:
@@ -77,11 +74,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def make_private(folder: Path, mode: int = 0o700) -> None:
-    """Make a folder that only this user may write; check an existing one.
-
-    Raises:
-        ConfigError: it is a link or a file, or belongs to another user.
-    """
+    """Make a folder that only this user may write; raise a `ConfigError` for a link, a file, or another user's folder."""
     try:
         folder.mkdir(mode=mode, parents=True, exist_ok=True)
         found = folder.lstat()

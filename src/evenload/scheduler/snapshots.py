@@ -42,8 +42,6 @@ _ORPHAN_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """A snapshot that was taken."""
-
     folder: str
     """The job's folder in the copy; created by `lay_out`."""
     num_files: int
@@ -73,13 +71,8 @@ def take(
 ) -> TreeSnapshot:
     """Copy the working tree of `folder`: its git work tree, or the folder itself if there is none.
 
-    Args:
-        folder: the job's folder.
-        store: the folder of snapshots; created if missing, accessible to this user only.
-        links: folders, relative to `folder`, to link to the original (outputs, data); created when the job starts.
-            None: `LINKED`, unless they are under version control.
-        max_bytes: maximum size of the tree.
-        max_files: maximum number of files.
+    `store` is created if missing, accessible to this user only. `links` are folders, relative to `folder`, to link to the
+    original (outputs, data), created when the job starts; None: `LINKED`, unless they are under version control.
 
     Raises:
         ConfigError: the tree is too large, or can't be read or copied.
@@ -116,10 +109,7 @@ def take(
 def lay_out(folder: str) -> Path:
     """Create a snapshot's folder if it does not exist, and return it; to be called by its owner.
 
-    Later attempts find the files that earlier ones left there.
-
-    Raises:
-        QueueError: the snapshot is missing or damaged.
+    Later attempts find the files that earlier ones left there. Raise a `QueueError` if it is missing or damaged.
     """
     work, tree_file = _places(Path(folder))
     if not work.is_dir():
@@ -139,11 +129,7 @@ def lay_out(folder: str) -> Path:
 
 
 def ready(folder: str) -> None:
-    """Lay out the snapshot that contains `folder`, if it is one and does not exist yet; for a runner, as the owner.
-
-    Raises:
-        QueueError: the snapshot is missing or damaged.
-    """
+    """Lay out the snapshot that contains `folder`, if it is one and does not exist yet; for a runner, as the owner."""
     path = Path(folder)
     if not path.is_dir() and any(place.parent.name == "work" for place in (path, *path.parents)):
         lay_out(folder)
@@ -184,12 +170,8 @@ def clean(
 ) -> SnapshotCleanup:
     """Remove the snapshots of ended jobs, and content that no snapshot uses.
 
-    Args:
-        store: the folder of snapshots.
-        have_ended: whether all these jobs of a queue have ended.
-        older_than_s: minimum time since a snapshot was taken and its top folder last written.
-        now_s: the present, seconds since 1970.
-        with_new_files: also remove those in which jobs created files.
+    `older_than_s` counts since a snapshot was taken and its top folder last written. `with_new_files` also removes
+    those in which jobs created files.
     """
     if not (store / "trees").is_dir():
         return SnapshotCleanup(0, ())

@@ -38,11 +38,7 @@ def git_top(folder: Path) -> Path | None:
 
 
 def tree_of(folder: Path) -> WorkingTree:
-    """Return the tree of `folder`: its git work tree, or the folder itself.
-
-    Raises:
-        ConfigError: the files can't be listed.
-    """
+    """Return the tree of `folder`: its git work tree, or the folder itself. Raise a `ConfigError` if it can't be listed."""
     top = git_top(folder)
     if top is None:
         if not folder.is_dir():

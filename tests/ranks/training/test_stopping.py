@@ -196,7 +196,7 @@ def test_a_stop_file_and_the_reports(whole: dict[str, Any], tmp_path: Path, queu
     told = read_report(queue)
     assert told is not None and (told.state, told.step, told.total) == ("stopped", 0, None)
     events = (tmp_path / "run" / "events.jsonl").read_text()
-    assert "stopped before step 1 (another job is more urgent); the queue goes on with job 17 by itself" in events
+    assert "stopped before step 1 (another job is more urgent); the queue continues job 17 automatically" in events
     Path(queue.stop_file).unlink()
     second = run_ranks(sit, 2, str(tmp_path), Ask(6), "ddp", 0, "auto")
     told = read_report(queue)

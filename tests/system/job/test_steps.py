@@ -110,9 +110,7 @@ def test_the_stop_file_and_the_reports(tmp_path: Path) -> None:
         assert told is not None and told.state == "stopped" and told.pid == one.process.pid
         assert one.lines[-1] == f"saved {told.step}" and one.lines[-2] == f"step {told.step - 1}"
         assert 0 < told.steps_per_s < 1 / 0.02 and told.samples_per_s == pytest.approx(32 * told.steps_per_s)
-        assert (
-            "bob's job of priority 1 needs the device" in one.errors and "the queue goes on with job 17" in one.errors
-        )
+        assert "bob's job of priority 1 needs the device" in one.errors and "the queue continues job 17" in one.errors
 
 
 def test_a_finished_loop_says_so_and_the_file_and_a_signal_are_one_request(tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def test_a_request_to_the_supervisor_then_a_stop_file_then_the_end(
     second = _steps(tmp_path)[len(first) :]
     assert code == 75 and stderr == "" and f"stopped at step {second[-1] + 1}, saved" in stdout
     assert (
-        "(for a more urgent job); the queue goes on with job 17 by itself, unless it was cancelled; by hand" in stdout
+        "(for a more urgent job); the queue continues job 17 automatically unless it was cancelled; to continue by hand"
+        in stdout
     )
     told = read_report(agreed)
     assert told is not None and (told.state, told.step) == ("stopped", second[-1] + 1) and told.steps_per_s > 0

@@ -23,11 +23,7 @@ __all__ = ["NAMES", "BackendRequest", "JobStatus", "SchedulerBackend", "get", "r
 
 
 def get(name: str, queue: Path | None = None) -> SchedulerBackend:
-    """Return the backend of this name.
-
-    Args:
-        name: one of `NAMES`.
-        queue: folder of the local queue; the default queue if None.
+    """Return the backend of this name, with the local queue in `queue` (None: the default queue).
 
     Raises:
         ConfigError: the name is unknown, or the backend needs a package that is not installed.

@@ -41,8 +41,6 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """How an attempt ended."""
-
     verb: Verb
     """SUCCEED, YIELD (it may go on later) or FAIL."""
     code: int
@@ -51,13 +49,10 @@ class AttemptOutcome:
 
 
 def outcome_of(code: int, stop_reason: str, can_go_on: bool) -> AttemptOutcome:
-    """Interpret an exit code.
+    """Interpret an exit code, below 0 for a signal.
 
-    Args:
-        code: the exit code; negative for a signal.
-        stop_reason: why the program was requested to stop; empty without a request.
-        can_go_on: it goes on from its last save even if it ended after the request without exiting with `EXIT_CODE`
-            (it took the signal's default, or the grace was over).
+    `can_go_on`: the program goes on from its last save even if it ended after the request without exiting with `EXIT_CODE`
+    (it took the signal's default, or the grace was over).
     """
     if code == 0:
         return AttemptOutcome(Verb.SUCCEED, code)
@@ -87,19 +82,10 @@ class BackendAttempt:
         goes_on: bool = False,
         send: Callable[[int], object] | None = None,
     ) -> None:
-        """Start the program.
+        """Start the program; raise a `QueueError` where it can't be.
 
-        Args:
-            terms: the program's terms, which `terms_file` holds.
-            terms_file: the path that the program gets.
-            command: the program and its arguments.
-            folder: its working directory.
-            environment: variables on top of this process's.
-            goes_on: it may be started again whatever ended it after a request; a program that has reported always may.
-            send: sends a signal to the program where the process started here only stands for it (srun).
-
-        Raises:
-            QueueError: it can't be started.
+        `goes_on`: it may be started again whatever ended it after a request; a program that has reported always may.
+        `send` sends a signal to the program where the process started here only stands for it (srun).
         """
         self.terms = terms
         self.stop_reason = ""
@@ -147,7 +133,6 @@ class BackendAttempt:
         return None
 
     def report(self) -> ProgressReport | None:
-        """Return the program's last report; None without a valid one."""
         try:
             return read_report(self.terms)
         except QueueError:

@@ -55,7 +55,6 @@ class JobStatus:
 
     @property
     def has_ended(self) -> bool:
-        """True if the state is final."""
         return self.state in ENDED
 
 
@@ -73,11 +72,7 @@ class SchedulerBackend(ABC):
     """True if the backend lays out a job's snapshot itself when the job starts."""
 
     def check(self, job: JobFile, *, is_dry_run: bool) -> tuple[JobFile, tuple[str, ...]]:
-        """Check the job against what the running scheduler has.
-
-        Args:
-            job: as `resolved` returns it.
-            is_dry_run: only look; do not start anything.
+        """Check the job against what the running scheduler has; with `is_dry_run`, start nothing.
 
         Returns:
             The job with job names replaced by ids, and warnings.
@@ -92,9 +87,7 @@ class SchedulerBackend(ABC):
     def build_request(self, job: JobFile, snapshot: str = "") -> BackendRequest:
         """Build the request without contacting anything; the same job always gives the same text.
 
-        Args:
-            job: as `resolved` returns it.
-            snapshot: folder of the copy of the working tree to run in; empty to run in the job's own folder.
+        `snapshot` is the folder of the copy of the working tree to run in; empty to run in the job's own folder.
 
         Raises:
             ConfigError: the backend does not support what the job requests, or an option is unknown.
@@ -134,16 +127,7 @@ class SchedulerBackend(ABC):
 
 
 def resolved(job: JobFile, folder: str, variables: Mapping[str, str]) -> JobFile:
-    """Return the job with nothing left in it that depends on where it is submitted.
-
-    Args:
-        job: as read from the file and the options.
-        folder: absolute; the default for the job's folder.
-        variables: of the submitting shell.
-
-    Raises:
-        ConfigError: an inherited variable is not set.
-    """
+    """Return the job with nothing left in it that depends on where it is submitted: on that folder or shell."""
     check_inherited(job, variables)
     inherited = {name: variables[name] for name in job.inherit}
     return replace(job, folder=job.folder or folder, environment={**inherited, **job.environment}, inherit=())
@@ -158,11 +142,7 @@ def check_inherited(job: JobFile, variables: Mapping[str, str]) -> None:
 
 
 def check_resolved(job: JobFile) -> None:
-    """Reject a job that `resolved` has not processed, and text that can't be passed to a program.
-
-    Raises:
-        ConfigError: the folder is relative, variables are still to be inherited, or a text contains a null byte.
-    """
+    """Reject a job that `resolved` has not processed, and text with a null byte, which no program can receive."""
     if not Path(job.folder).is_absolute() or job.inherit:
         raise ConfigError(f"folder={job.folder!r}, inherit={job.inherit}: expected a job as `resolved` returns it")
     for what, values in (
@@ -176,11 +156,7 @@ def check_resolved(job: JobFile) -> None:
 
 
 def check_options(backend: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
-    """Reject options that the backend does not know.
-
-    Raises:
-        ConfigError: a name is unknown; the message lists the known ones with their meaning.
-    """
+    """Reject options that the backend does not know; the error lists the known ones with their meaning."""
     for name, value in options.items():
         if name not in known:
             lines = "; ".join(f"{key} ({meaning})" for key, meaning in known.items())

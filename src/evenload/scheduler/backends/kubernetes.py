@@ -65,19 +65,15 @@ class KubernetesBackend(SchedulerBackend):
         )
 
     def submit(self, request: BackendRequest) -> tuple[str, ...]:
-        """Raise: use `kubectl`."""
         self._refuse("evenload submit --backend kubernetes --dry-run job.toml | kubectl create -f -")
 
     def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
-        """Raise: use `kubectl`."""
         self._refuse("kubectl get jobset,workload")
 
     def cancel(self, job: str) -> None:
-        """Raise: use `kubectl`."""
         self._refuse(f"kubectl delete jobset {job}")
 
     def logs(self, job: str) -> Path:
-        """Raise: use `kubectl`."""
         self._refuse(f"kubectl logs --selector jobset.sigs.k8s.io/jobset-name={job}")
 
     @staticmethod

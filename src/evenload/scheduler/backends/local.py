@@ -60,23 +60,19 @@ class LocalBackend(SchedulerBackend):
         return BackendRequest("local", job.name, json.dumps(message, indent=1))
 
     def submit(self, request: BackendRequest) -> tuple[str, ...]:
-        """Send the request to the daemon; return an id for each job."""
         with connect(self.queue) as client:
             answer = client.call("submit", **json.loads(request.text))
         return tuple(map(str, answer["jobs"] if "jobs" in answer else [answer["job"]]))
 
     def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
-        """Return the status of these jobs."""
         with connect(self.queue, start=False) as client:
             return tuple(_status_of(client.call("job", job=job)["job"]) for job in ids)
 
     def cancel(self, job: str) -> None:
-        """Cancel a job."""
         with connect(self.queue, start=False) as client:
             client.call("cancel", jobs=[job])
 
     def logs(self, job: str) -> Path:
-        """Return the file with the job's output."""
         return paths.log_path(self.queue, job)
 
     def position(self, job: str) -> tuple[int, bool, float | None] | None:
@@ -124,11 +120,7 @@ def _status_of(row: Mapping[str, Any]) -> JobStatus:
 
 
 def _check_devices(job: JobFile, status: Mapping[str, Any]) -> None:
-    """Reject a job that no devices of the queue fit.
-
-    Raises:
-        ConfigError: with a list of the devices.
-    """
+    """Reject a job that no devices of the queue fit."""
     devices = [
         Device(row["id"], host="here", kind=row["kind"], memory_bytes=row["memory_bytes"]) for row in status["devices"]
     ]

@@ -59,11 +59,7 @@ def port_for(number: int) -> int:
 
 
 def node_of_task(variables: Mapping[str, str]) -> NodeContext:
-    """Return the node of this task of srun.
-
-    Raises:
-        QueueError: this process is not a task of srun.
-    """
+    """Return the node of this task of srun; raise a `QueueError` in any other process."""
     try:
         return NodeContext(
             num_nodes=int(variables["SLURM_STEP_NUM_NODES"]),

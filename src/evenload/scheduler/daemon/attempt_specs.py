@@ -27,11 +27,7 @@ def attempt_spec(
     *,
     shares: bool,
 ) -> AttemptSpec:
-    """Return the spec of an attempt.
-
-    Raises:
-        QueueError: a device or the owner isn't on this machine any more.
-    """
+    """Return the spec; raise a `QueueError` where a device or the owner isn't on this machine any more."""
     if missing := [device for device in attempt.devices if device not in found]:
         raise QueueError(f"device {missing[0]} isn't in this machine any more")
     variables, cores = variables_for(found[device] for device in attempt.devices)

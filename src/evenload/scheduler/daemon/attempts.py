@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenload.errors import EvenloadError, QueueError
@@ -23,7 +23,7 @@ from evenload.scheduler.daemon.external_processes import closed_reason, join_ref
 from evenload.scheduler.daemon.learning import Learning
 from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.peaks import MemoryPeaks
-from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt, identity_row
+from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt
 from evenload.scheduler.daemon.server import ClientConnection
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.runner.files import RunnerRequest
@@ -48,8 +48,6 @@ _REFUSED = {"ok": True, "result": {"go": False}}
 
 @dataclass(frozen=True, slots=True)
 class _PendingRunner:
-    """A runner that waits for its admission."""
-
     connection: ClientConnection
     fence: Fence
     identity: ProcessIdentity
@@ -57,8 +55,6 @@ class _PendingRunner:
 
 
 class Attempts:
-    """The attempts of a queue."""
-
     def __init__(self, state: DaemonState, log: DaemonLog, scan_soon: Callable[[], None]) -> None:
         self._state, self._log, self._scan_soon = state, log, scan_soon
         self._learning = Learning(state)
@@ -74,7 +70,6 @@ class Attempts:
         """Job → why its runner couldn't be started."""
 
     def adopt_running(self) -> None:
-        """Adopt the runners that an earlier daemon started."""
         num = 0
         for attempt in self._state.store.attempts():
             if attempt.runner is None:
@@ -94,7 +89,6 @@ class Attempts:
             self._log.write(f"{num} running jobs adopted")
 
     def launch(self) -> None:
-        """Start a runner for each attempt that has none."""
         for attempt in self._state.store.attempts():
             name = attempt.fence.job
             live = self._state.runners.live.get(name)
@@ -121,12 +115,7 @@ class Attempts:
         state.runners.launch(attempt, order, learns=stored.learns, measures=stored.measures, done=job.done)
 
     def register(self, connection: ClientConnection, *, job: str, attempt: int, fence: int) -> dict[str, Any] | None:
-        """Register a runner; return the reply, None where it follows once the runner's devices were scanned.
-
-        Raises:
-            StaleError: another attempt has taken its place.
-            QueueError: the caller is no runner of this queue.
-        """
+        """Return the reply, None where it follows after a scan; raise a `StaleError` for an old fence."""
         if connection.uid != os.geteuid():
             raise QueueError("the verb runner is only for the daemon's own runners")
         own = Fence(job, attempt, fence)
@@ -136,7 +125,7 @@ class Attempts:
         if identity is None or live is None or live.fence != own or record is None:
             return _REFUSED
         if record.runner is not None:
-            return _ADMITTED if identity_row(identity) == dict(record.runner) else _REFUSED
+            return _ADMITTED if asdict(identity) == dict(record.runner) else _REFUSED
         if not self._state.runners.register(job, identity):
             return _REFUSED
         self._pending = [other for other in self._pending if other.fence != own]  # it may have lost its connection
@@ -174,7 +163,7 @@ class Attempts:
                 record(events.Yielded(time.time(), job.id, f"{self._label(device)} is {reason}"))
                 self._log.write(f"job {job.id} doesn't start: {self._label(device)}: {reason}")
             else:
-                facts = identity_row(at.identity)
+                facts = asdict(at.identity)
                 record(RunnerStarted(time.time(), job.id, at.fence.attempt, facts), fence=at.fence)
                 record(events.JobStarted(time.time(), job.id), fence=at.fence)
                 if (live := self._state.runners.live.get(job.id)) is not None:
@@ -220,7 +209,6 @@ class Attempts:
         return is_its_own and time.monotonic() - self._released_s.get(device, 0.0) < _BACK_WITHIN_S
 
     def runner_pids(self) -> dict[str, int]:
-        """Return the process id of each job's runner."""
         live = self._state.runners.live
         return {name: one.identity.pid for name, one in live.items() if one.identity is not None}
 
@@ -246,7 +234,6 @@ class Attempts:
         return unseen
 
     def request_stops(self, to_kill: set[str]) -> None:
-        """Send requests to the runners of jobs that have to stop."""
         queue_state = self._state.store.queue_state
         for name in to_kill & self._state.runners.live.keys():
             reason = queue_state.jobs[name].reason if name in queue_state.jobs else "it ended"
@@ -264,7 +251,7 @@ class Attempts:
             self._state.runners.request(name, RunnerRequest("stop", job.reason or "requested by the queue"))
 
     def note_reports(self, record: Record) -> None:
-        """Read the programs' progress, and their memory on devices that they may share.
+        """Read the programs' reports, and their memory on devices that they may share.
 
         Recorded are an attempt's first report, its first with a speed, then one a minute.
         """
@@ -327,7 +314,6 @@ class Attempts:
             self._last_holder[device] = attempt.fence.job
 
     def forget(self, ended: Iterable[EndedAttempt]) -> None:
-        """Forget attempts whose ends are on disk."""
         for gone in ended:
             self._state.runners.forget(gone.live)
             if gone.live.fence.job not in self._state.store.queue_state.jobs:

@@ -38,14 +38,8 @@ _FULL_DISK_S = 2.0
 
 
 class Daemon:
-    """One queue's daemon, from its start to its end."""
-
     def __init__(self, folder: Path, log: DaemonLog) -> None:
-        """Open the queue and adopt running attempts; called in a running event loop.
-
-        Raises:
-            ConfigError, QueueError: the queue can't be used.
-        """
+        """Open the queue and adopt running attempts; called in a running event loop. Raise if the queue can't be used."""
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -82,11 +76,7 @@ class Daemon:
         )
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Work until a stop is requested; jobs go on without the daemon.
-
-        Args:
-            ready: called once requests are accepted.
-        """
+        """Work until a stop is requested, and call `ready` once requests are accepted. Jobs go on without the daemon."""
         try:
             await self._server.start()
             ready()
@@ -189,7 +179,6 @@ class Daemon:
         return reply if isinstance(reply, DelayedReply) else {"ok": True, "result": reply}
 
     def _apply_scan(self) -> None:
-        """Record what the newest scan of the GPUs changes."""
         scan = None if self._gpu_monitor is None else self._gpu_monitor.last
         if scan is None or scan is self._state.scan:
             return
@@ -327,8 +316,6 @@ def _next_number(reader: Reader) -> int:
 
 
 def run_daemon(folder: Path, log: DaemonLog, ready: Callable[[], None]) -> None:
-    """Run the daemon of a queue; `ready` is called once it accepts requests."""
-
     async def run() -> None:
         await Daemon(folder, log).run(ready)
 

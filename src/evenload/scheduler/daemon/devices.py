@@ -19,8 +19,6 @@ _ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 @dataclass(frozen=True, slots=True)
 class LocalDevice:
-    """A device of this machine."""
-
     device: Device
     """A GPU's id is its UUID, which stays the same when other GPUs are added or removed."""
     label: str
@@ -29,7 +27,6 @@ class LocalDevice:
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether this is a GPU, on which external processes are looked for."""
         return not self.cores
 
 

@@ -18,13 +18,8 @@ def ending(
 ) -> events.Event:
     """Return the event that ends an attempt.
 
-    Args:
-        job: its id.
-        now_s: the time now.
-        result: the runner's result.
-        report: the program's last report.
-        done_before: work done when the attempt began; a job that stops without a request must have made progress, or it
-            would restart forever.
+    `done_before` is the work done when it began: a job that stops without a request must have made progress, or it would
+    restart forever.
     """
     has_saved = report is not None and report.state == "stopped"
     if result.code is None:
@@ -59,7 +54,6 @@ def _requested_ending(job: str, now_s: float, result: RunnerResult, has_saved: b
 
 
 def describe_code(code: int) -> str:
-    """Return an exit code as text."""
     if code >= 0:
         return f"exit code {code}" if code else ""
     try:

@@ -36,19 +36,12 @@ class _CachedForecast:
 
 
 class EtaCache:
-    """The latest forecast of all jobs."""
-
     def __init__(self) -> None:
         self._cached: _CachedForecast | None = None
         self._thread: threading.Thread | None = None
 
     def forecasts(self, snapshot: QueueSnapshot, last: int) -> Mapping[str, Forecast]:
-        """Return each job's forecast, as of now or a moment ago. Jobs that were submitted since may be missing.
-
-        Args:
-            snapshot: the queue.
-            last: number of the last event in it.
-        """
+        """Return each job's forecast, as of now or a moment ago. Jobs that were submitted since may be missing."""
         if self._is_fresh(last):
             return self._jobs()
         if len(snapshot.jobs) <= _MAX_SYNCHRONOUS:

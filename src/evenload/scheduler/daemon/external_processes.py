@@ -21,8 +21,6 @@ _ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 @dataclass(frozen=True, slots=True)
 class DeviceProcess:
-    """A process that computes on a device."""
-
     pid: int
     user: str
     command: str
@@ -46,7 +44,6 @@ class DeviceUse:
 
     @property
     def external(self) -> tuple[DeviceProcess, ...]:
-        """The processes outside the queue."""
         return tuple(holder for holder in self.holders if not holder.is_own)
 
     def ghost_bytes(self, allowed_bytes: int) -> int:
@@ -59,8 +56,6 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuScan:
-    """One scan of all devices."""
-
     began_s: float
     """By the monotonic clock; a process that started later may be missing."""
     held: Mapping[str, DeviceUse] = field(default_factory=dict)
@@ -81,13 +76,7 @@ def closed_reason(held: DeviceUse | None, allowed_bytes: int) -> str:
 
 
 def join_refusal(held: DeviceUse | None, allowed_bytes: int, runners: Iterable[int]) -> str:
-    """Return why a job can't join the jobs that share a device; empty where it can.
-
-    Args:
-        held: its use in the last scan.
-        allowed_bytes: memory that the driver may keep for itself.
-        runners: process ids of the runners of all jobs on it.
-    """
+    """Return why a job can't join the jobs that share a device, whose runners are given; empty where it can."""
     if held is None or held.problem:
         return closed_reason(held, allowed_bytes)
     ours = frozenset(runners)
@@ -98,7 +87,6 @@ def join_refusal(held: DeviceUse | None, allowed_bytes: int, runners: Iterable[i
 
 
 def describe(holder: DeviceProcess) -> str:
-    """Return a process as text."""
     if not holder.command:
         return f"process {holder.pid}, which can't be read from here"
     return f"process {holder.pid} of {holder.user} ({holder.command[:60]})"
@@ -123,7 +111,6 @@ class GpuMonitor(threading.Thread):
         self._is_requested.set()
 
     def run(self) -> None:
-        """Scan until `close`."""
         while not self._is_over:
             try:
                 with hardware.gpu_handles(_ALONG_THE_BUS) as (nvml, handles):
@@ -153,7 +140,6 @@ class GpuMonitor(threading.Thread):
         self._is_requested.wait(self._every_s)
 
     def close(self) -> None:
-        """Let the thread end."""
         self._is_over = True
         self._is_requested.set()
 

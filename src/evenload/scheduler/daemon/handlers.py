@@ -38,8 +38,6 @@ class DelayedReply:
 
 
 class RequestHandlers:
-    """The verbs of the socket, on one queue."""
-
     def __init__(self, state: DaemonState) -> None:
         self.state = state
         self.is_over = False
@@ -64,11 +62,7 @@ class RequestHandlers:
         }
 
     def handle(self, caller: Caller, verb: Any, fields: dict[str, Any]) -> dict[str, Any] | DelayedReply:
-        """Return the reply to a message; the keyword arguments of a verb's handler are its fields.
-
-        Raises:
-            ConfigError, QueueError: it is refused; nothing is recorded then.
-        """
+        """Return the reply; a message's fields are its handler's arguments. If this raises, nothing is recorded."""
         handler = self._handlers.get(verb) if isinstance(verb, str) else None
         if handler is None:
             raise ConfigError(f"verb={verb!r:.50}: there is no such verb; the verbs are {', '.join(self._handlers)}")
@@ -137,11 +131,7 @@ class RequestHandlers:
             raise QueueError(f"priority={priority}: {caller.name} may give up to {most}; an admin may give more")
 
     def _own(self, caller: Caller, name: str) -> Job | None:
-        """Return a job that the caller may change, None if it has ended.
-
-        Raises:
-            QueueError: there is no such job, or it is another's.
-        """
+        """Return a job that the caller may change, None if it has ended; raise a `QueueError` for any other."""
         queue_state = self.state.store.queue_state
         if name not in queue_state.jobs and name not in queue_state.outcomes:
             raise QueueError(f"there is no job {name!r:.50}")

@@ -26,8 +26,6 @@ _MIN_CHANGE = 0.1
 
 @dataclass
 class _JobMeasurements:
-    """Measurements of one job that has not ended."""
-
     speeds: dict[int, float] = field(default_factory=dict)
     """Number of devices → work per second, as last measured."""
     stop_lost_s: float | None = None
@@ -42,8 +40,6 @@ def lost_s(seconds: float, steps: float, rate: float) -> float:
 
 
 class Learning:
-    """The measurements of one queue's jobs."""
-
     def __init__(self, state: DaemonState) -> None:
         self._state = state
         self._known: dict[str, _JobMeasurements] = {}
@@ -100,7 +96,6 @@ class Learning:
         return events.SpecChanged(time.time(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
 
     def forget(self, name: str) -> None:
-        """Forget a job that has ended."""
         self._known.pop(name, None)
 
     def _of(self, job: Job) -> _JobMeasurements:

@@ -17,11 +17,7 @@ class DaemonLog:
     """Writes to standard error, which for a background daemon is a file of bounded size."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Redirect standard output and error to the file, so that it holds the interpreter's messages too.
-
-        Raises:
-            ConfigError: it can't be written.
-        """
+        """Redirect standard output and error to the file, so that it holds the interpreter's messages too."""
         self._path = path
         if path is not None:
             try:
@@ -30,7 +26,6 @@ class DaemonLog:
                 raise ConfigError(f"the daemon's log {path} can't be written: {error}") from error
 
     def write(self, text: str) -> None:
-        """Write a line."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(line)

@@ -27,8 +27,6 @@ Record = Callable[..., tuple[Job, ...]]
 
 
 class MemoryPeaks:
-    """The measured peaks of one queue's jobs."""
-
     def __init__(self, state: DaemonState, log: DaemonLog) -> None:
         self._state, self._log = state, log
         self._warned: set[str] = set()

@@ -55,8 +55,6 @@ class DeviceRule:
 
 @dataclass(frozen=True, slots=True)
 class QueueFile:
-    """Settings of a queue."""
-
     shared: bool = False
     admins: frozenset[int] = frozenset()
     max_priority: int = 0
@@ -112,11 +110,7 @@ class _File:
 
 
 def read_queue_file(folder: Path) -> QueueFile:
-    """Read the settings in the queue's folder.
-
-    Raises:
-        ConfigError: the file can't be read, or a key is unknown or doesn't fit.
-    """
+    """Read the settings in the queue's folder; raise a `ConfigError` where a key is unknown or doesn't fit."""
     path = folder / SETTINGS_FILE
     try:
         table = tomllib.loads(path.read_text())

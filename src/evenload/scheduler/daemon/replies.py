@@ -22,7 +22,6 @@ from evenload.version import __version__
 
 
 def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> JobRow:
-    """Return the row of a job."""
     live = state.runners.live.get(job.id)
     report = live.report if live is not None else None
     row = row_of_job(state.folder, job)
@@ -53,7 +52,6 @@ def _end_s(job: Job, report: ProgressReport | None, forecast: Forecast | None) -
 
 
 def ended_row(state: DaemonState, line: JobLine) -> JobRow:
-    """Return the row of a job that has ended."""
     job = state.reader.job(line.id)
     if job is None:
         raise LookupError(line.id)
@@ -61,7 +59,6 @@ def ended_row(state: DaemonState, line: JobLine) -> JobRow:
 
 
 def status_row(state: DaemonState) -> StatusRow:
-    """Return the row of the queue as a whole."""
     queue_state = state.store.queue_state
     return {
         "pid": os.getpid(),
@@ -80,7 +77,6 @@ def status_row(state: DaemonState) -> StatusRow:
 
 
 def user_row(state: DaemonState, name: str) -> dict[str, Any]:
-    """Return the row of a user: limits and use."""
     queue_state = state.store.queue_state
     user = queue_state.users[name]
     return {
@@ -92,7 +88,6 @@ def user_row(state: DaemonState, name: str) -> dict[str, Any]:
 
 
 def reservation_row(state: DaemonState, name: str) -> dict[str, Any]:
-    """Return the row of a reservation."""
     row = events.as_row(events.ReservationSet(0.0, state.store.queue_state.reservations[name]))["reservation"]
     return {"users": [], **row}
 

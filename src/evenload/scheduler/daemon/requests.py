@@ -37,24 +37,17 @@ class Caller:
 
 
 def caller_of(pid: int, uid: int, settings: QueueFile) -> Caller:
-    """Return the caller at the other end of a connection."""
     return Caller(pid, uid, user_name(uid), uid in (0, os.geteuid()) or uid in settings.admins)
 
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """One job of a submit."""
-
     spec: Mapping[str, Any] = field(default_factory=dict)
     program: Any = None
 
 
 def job_names(job: str, jobs: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the ids of the jobs that a message names, each once.
-
-    Raises:
-        ConfigError: none or too many.
-    """
+    """Return the ids of the jobs that a message names, each once; raise a `ConfigError` for none or too many."""
     given = (jobs,) if isinstance(jobs, str) else jobs or ((job,) if job else ())
     if not given or len(given) > LARGEST_PAGE:
         raise ConfigError(f"{len(given)} jobs in one message: expected 1 to {LARGEST_PAGE}")
@@ -62,22 +55,14 @@ def job_names(job: str, jobs: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def spec_from(row: Mapping[str, Any], user: str) -> JobSpec:
-    """Return what a job asks for.
-
-    Raises:
-        ConfigError: a field is unknown or doesn't fit.
-    """
+    """Return a job's spec; raise a `ConfigError` where a field is unknown or doesn't fit."""
     if "user" in row:
         raise ConfigError("spec.user: the queue takes the owner from the connection; leave it out")
     return _spec({**row, "user": user})
 
 
 def changed_spec(spec: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
-    """Return a job's spec with some fields changed.
-
-    Raises:
-        ConfigError: there is nothing to change, it can't be changed, or not to that.
-    """
+    """Return a job's spec with some fields changed; raise a `ConfigError` where they can't be changed to that."""
     if not changes:
         raise ConfigError(f"change names no field; the fields that can be changed are {', '.join(CHANGEABLE)}")
     if unknown := changes.keys() - set(CHANGEABLE):
@@ -101,12 +86,7 @@ def _spec(row: Mapping[str, Any]) -> JobSpec:
 
 
 def program_from(row: Any, caller: Caller) -> JobProgram:
-    """Return what a job runs, after a check that it can run here.
-
-    Raises:
-        ConfigError: a field is unknown or doesn't fit.
-        QueueError: this queue can't run the caller's programs.
-    """
+    """Return what a job runs; raise a `ConfigError` for an invalid field, a `QueueError` where it can't run here."""
     if isinstance(row, Mapping):
         if "uid" in row:
             raise ConfigError("program.uid: the queue takes the owner from the connection; leave it out")
@@ -139,11 +119,7 @@ def program_from(row: Any, caller: Caller) -> JobProgram:
 
 
 def check_name(what: str, name: Any, *, may_be_empty: bool = False) -> str:
-    """Return a name that can be shown in a terminal.
-
-    Raises:
-        ConfigError: it is no text, empty, too long, or holds control characters.
-    """
+    """Return a name that can be shown in a terminal; raise a `ConfigError` for any other."""
     if not isinstance(name, str) or (not name and not may_be_empty):
         raise ConfigError(f"{what}={name!r:.100}: expected a name")
     if len(name) > _LONGEST_NAME:

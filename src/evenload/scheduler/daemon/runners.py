@@ -11,10 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from evenload.errors import QueueError
 from evenload.job.processes import ProcessIdentity, all_stats, boot_id, is_alive, send_signal, signal_all
@@ -31,8 +30,6 @@ _RUNNER_LOG = "runner.log"
 
 @dataclass(eq=False)
 class LiveAttempt:
-    """A running attempt, as this daemon knows it."""
-
     fence: Fence
     folder: Path
     terms: RunnerContract
@@ -42,7 +39,6 @@ class LiveAttempt:
     began_s: float = -math.inf
     """When its runner was admitted, by the monotonic clock; -inf for an adopted one."""
     identity: ProcessIdentity | None = None
-    """Identity of its runner, once that has registered."""
     measures: bool = False
     """The cost of a restart is measured."""
     requested: str = ""
@@ -68,8 +64,6 @@ class LiveAttempt:
 
 @dataclass(frozen=True, slots=True)
 class EndedAttempt:
-    """An attempt whose runner has ended."""
-
     live: LiveAttempt
     result: RunnerResult | None
     """None where the runner was killed, and with it all its processes."""
@@ -77,8 +71,6 @@ class EndedAttempt:
 
 
 class Runners:
-    """All running attempts, by job."""
-
     def __init__(self, folder: Path, wake: Callable[[], None]) -> None:
         """`wake` is called when a runner has ended; the event loop of this thread watches for it."""
         self._folder, self._wake = folder, wake
@@ -86,11 +78,7 @@ class Runners:
         self.live: dict[str, LiveAttempt] = {}
 
     def launch(self, attempt: AttemptRecord, spec: AttemptSpec, *, learns: bool, measures: bool, done: float) -> None:
-        """Start a runner for an attempt that has none.
-
-        Raises:
-            OSError: it can't be started; the attempt is as before.
-        """
+        """Start a runner for an attempt that has none. If this raises an `OSError`, the attempt is as before."""
         live = self._take(attempt, spec.grace_s, learns, measures, done)
         try:
             self._spawn(live, spec)
@@ -213,7 +201,6 @@ class Runners:
         return changed
 
     def pids(self) -> tuple[int, ...]:
-        """Return the process ids of the runners."""
         return tuple(live.identity.pid for live in self.live.values() if live.identity is not None)
 
     def _why(self, live: LiveAttempt) -> str:
@@ -259,11 +246,6 @@ class Runners:
         """Stop watching; the runners go on without the daemon."""
         for live in self.live.values():
             self._unwatch(live)
-
-
-def identity_row(identity: ProcessIdentity) -> Mapping[str, Any]:
-    """Return the recorded values of a runner."""
-    return asdict(identity)
 
 
 def _sweep(live: LiveAttempt) -> bool:

@@ -24,8 +24,6 @@ from evenload.scheduler import messages, paths
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits on the use of the socket."""
-
     connections: int = 256
     connections_of_user: int = 32
     requests_per_s: float = 1000.0
@@ -52,7 +50,6 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Return whether a reply has nowhere to go."""
         return self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -68,7 +65,6 @@ class ClientConnection(asyncio.Protocol):
         self._server.admit(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Forget the client."""
         self._server.connections.discard(self)
 
     def data_received(self, data: bytes) -> None:
@@ -106,7 +102,6 @@ class ClientConnection(asyncio.Protocol):
         return message
 
     def reply(self, row: dict[str, Any]) -> None:
-        """Send a reply."""
         self._is_waiting = False
         self._active_s = time.monotonic()
         if not self.is_closed:
@@ -145,13 +140,7 @@ class RequestServer:
     def __init__(self, folder: Path, wake: Callable[[], None], *, shared: bool) -> None:
         """Bind the socket; the caller holds the writer's lock, so a socket that lies there has no owner any more.
 
-        Args:
-            folder: the queue's folder.
-            wake: called when there may be requests to take.
-            shared: other users may connect.
-
-        Raises:
-            ConfigError: it can't be bound.
+        `wake` is called when there may be requests to take; `shared` lets other users connect.
         """
         self.wake = wake
         self.connections: set[ClientConnection] = set()
@@ -178,12 +167,10 @@ class RequestServer:
             raise ConfigError(f"the queue's socket {path} can't be made: {error}") from error
 
     async def start(self) -> None:
-        """Begin to accept connections."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: ClientConnection(self), sock=self._listener, backlog=128)
 
     def admit(self, connection: ClientConnection) -> None:
-        """Add a new connection, or refuse it."""
         limits, uid = self._limits, connection.uid
         num_of_user = sum(1 for other in self.connections if other.uid == uid)
         is_own = uid == os.geteuid()  # the daemon's own user and its runners are never refused because of others
@@ -199,7 +186,6 @@ class RequestServer:
             self.connections.add(connection)
 
     def requests(self) -> list[tuple[ClientConnection, dict[str, Any]]]:
-        """Take the next request of each connection."""
         taken = [(connection, connection.next_message()) for connection in list(self.connections)]
         return [(connection, message) for connection, message in taken if message is not None]
 
@@ -221,7 +207,6 @@ class RequestServer:
         self._tokens = {uid: held for uid, held in self._tokens.items() if now_s - held[1] < 60.0}
 
     def close(self) -> None:
-        """Close all connections and the socket."""
         for connection in list(self.connections):
             connection.abort()
         if self._server is not None:

@@ -37,8 +37,6 @@ class StoredProgram:
 
 @dataclass
 class DaemonState:
-    """The daemon's view of the queue."""
-
     folder: Path
     store: QueueStore
     reader: Reader
@@ -46,7 +44,6 @@ class DaemonState:
     settings: QueueFile
     devices: Mapping[str, LocalDevice]
     next_number: int
-    """Of the next job."""
     since_s: float = field(default_factory=time.time)
     scan: GpuScan | None = None
     """The last scan of the GPUs; None before the first, and without GPUs."""
@@ -59,7 +56,6 @@ class DaemonState:
     has_changed: bool = True
     """An event was recorded since the last decision."""
     memory_history: MemoryHistory = field(init=False)
-    """Memory peaks of similar jobs."""
     _eta_cache: EtaCache = field(default_factory=EtaCache)
 
     def __post_init__(self) -> None:
@@ -82,9 +78,7 @@ class DaemonState:
         )
 
     def held(self, device: str) -> DeviceUse | None:
-        """Return the use of a device in the last scan."""
         return None if self.scan is None else self.scan.held.get(device)
 
     def forecasts(self, snapshot: QueueSnapshot) -> Mapping[str, Forecast]:
-        """Return each job's wait reason and ETA; see `EtaCache`."""
         return self._eta_cache.forecasts(snapshot, self.store.last)

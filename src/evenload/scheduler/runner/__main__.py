@@ -47,11 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _is_admitted(spec: AttemptSpec) -> bool:
-    """Register with the daemon, and wait until that is on disk and the devices are free. A daemon that is down is waited for.
-
-    Raises:
-        QueueError: it stayed down.
-    """
+    """Register with the daemon; wait until that is on disk and the devices are free. Raise if the daemon stays down."""
     deadline_s = time.monotonic() + _WAIT_FOR_DAEMON_S
     while True:
         try:

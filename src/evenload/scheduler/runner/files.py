@@ -25,10 +25,7 @@ TERMS = "terms.json"
 
 @dataclass(frozen=True, slots=True)
 class AttemptSpec:
-    """A program as its runner starts it."""
-
     queue: str
-    """The queue's folder."""
     job: str
     attempt: int
     fence: int
@@ -55,8 +52,6 @@ class AttemptSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunnerRequest:
-    """A request of the daemon to a runner."""
-
     kind: str
     """``stop``: request a save and an end, kill after the grace. ``kill``: at once."""
     reason: str
@@ -81,12 +76,10 @@ class RunnerResult:
 
 
 def terms_of(folder: Path, spec: AttemptSpec) -> RunnerContract:
-    """Return the terms of an attempt's program."""
     return terms_in(folder, spec.job, spec.attempt, spec.grace_s)
 
 
 def terms_in(folder: Path, job: str, attempt: int, grace_s: float) -> RunnerContract:
-    """Return the terms of an attempt with its files in `folder`."""
     return RunnerContract(job, attempt, str(folder / REPORT_FOLDER / "report.json"), str(folder / "stop"), grace_s)
 
 
@@ -96,11 +89,7 @@ def write_spec(folder: Path, spec: AttemptSpec) -> None:
 
 
 def read_spec(folder: Path) -> AttemptSpec:
-    """Read what the daemon wrote for the runner.
-
-    Raises:
-        QueueError: it can't be read.
-    """
+    """Read what the daemon wrote for the runner; raise a `QueueError` where it can't be read."""
     row = _read(folder / SPEC_FILE)
     if row is None:
         raise QueueError(f"{folder / SPEC_FILE} is missing: the daemon writes it before it starts a runner")
@@ -108,12 +97,10 @@ def read_spec(folder: Path) -> AttemptSpec:
 
 
 def write_request(folder: Path, request: RunnerRequest) -> None:
-    """Write a request for the runner; a signal wakes it."""
     _write(folder / REQUEST_FILE, dataclasses.asdict(request))
 
 
 def read_request(folder: Path) -> RunnerRequest | None:
-    """Read the daemon's request; None without one."""
     row = _read(folder / REQUEST_FILE)
     return None if row is None else RunnerRequest(**row)
 
@@ -136,7 +123,6 @@ def write_result(folder: Path, result: RunnerResult) -> None:
 
 
 def read_result(folder: Path, fence: int) -> RunnerResult | None:
-    """Read the result of this fence's runner; None without one."""
     try:
         row = _read(folder / RESULT)
     except QueueError:
@@ -148,7 +134,6 @@ def read_result(folder: Path, fence: int) -> RunnerResult | None:
 
 
 def write_peak(folder: Path, fence: int, peak_bytes: int) -> None:
-    """Write the peak of the program's memory so far."""
     _write(folder / PEAK, {"fence": fence, "peak_bytes": peak_bytes})
 
 

@@ -93,7 +93,6 @@ def join_cgroup(cgroup: str, pid: int) -> bool:
 
 
 def in_cgroup(cgroup: str) -> list[int]:
-    """Return the processes of a cgroup; none where it is gone."""
     if not cgroup:
         return []
     try:

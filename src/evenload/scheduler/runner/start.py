@@ -19,19 +19,13 @@ from evenload.scheduler.runner.processes import ProcessMarkers
 
 @dataclass(frozen=True, slots=True)
 class StartedProgram:
-    """A program that runs."""
-
     pid: int
     start_ticks: int
     cgroup: str
 
 
 def open_log(spec: AttemptSpec) -> int:
-    """Open the job's log for appending; only its owner may read it.
-
-    Raises:
-        QueueError: the folder or the file is a link or belongs to somebody else; nothing is written.
-    """
+    """Open the job's log for appending, for its owner alone. Raise a `QueueError` for a link or somebody else's file."""
     path = Path(spec.log)
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -55,12 +49,9 @@ def open_log(spec: AttemptSpec) -> int:
 
 
 def start(folder: Path, spec: AttemptSpec, log: int) -> StartedProgram:
-    """Start the program and return once it is executed.
+    """Start the program and return once it is executed; raise a `QueueError` with the reason where it can't be.
 
     Its markers are on disk before its first instruction: whoever finds this runner dead knows which processes to end.
-
-    Raises:
-        QueueError: it can't be started; the message has the reason.
     """
     reports = folder / files.REPORT_FOLDER
     reports.mkdir(mode=0o700, exist_ok=True)

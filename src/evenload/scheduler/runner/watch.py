@@ -127,7 +127,6 @@ class ProgramSupervisor:
         signal_all(descendants([os.getpid()], stats), stats, number)
 
     def _sleep(self, most_s: float) -> None:
-        """Sleep until a signal, or for this long."""
         if self._deadline_s is not None:
             most_s = min(most_s, max(_ENDING_EVERY_S, self._deadline_s - time.monotonic()))
         if select.select([self._wakeup], [], [], most_s)[0]:

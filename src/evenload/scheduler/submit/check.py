@@ -40,12 +40,7 @@ class CheckedJob:
 
 
 def check_job(job: JobFile, here: Path, variables: Mapping[str, str]) -> CheckedJob:
-    """Check everything that can be checked without the scheduler.
-
-    Args:
-        job: as requested.
-        here: the folder in which it is submitted.
-        variables: of the submitting shell.
+    """Check everything that can be checked without the scheduler, for a job of the folder `here` of a shell.
 
     Raises:
         ConfigError: the folder, command, script or a variable does not exist, or a notification could not be sent.

@@ -36,14 +36,7 @@ class SubmittedJob:
 def submit(
     job: JobFile, *, queue: Path, here: Path, variables: Mapping[str, str], is_dry_run: bool = False
 ) -> SubmittedJob:
-    """Submit a job.
-
-    Args:
-        job: as read from the options and the job file.
-        queue: folder of the local queue.
-        here: the folder in which the job is submitted.
-        variables: of the submitting shell.
-        is_dry_run: check the job and build the request, but send nothing.
+    """Submit a job from the folder `here` of a shell; with `is_dry_run`, check it and build the request, but send nothing.
 
     Raises:
         ConfigError: the request is invalid; nothing is queued.

@@ -70,18 +70,15 @@ class RayBackend(SchedulerBackend):
         return BackendRequest("ray", job.name, text, (), options.get("root", str(self.root)))
 
     def submit(self, request: BackendRequest) -> tuple[str, ...]:
-        """Submit the job to the queue, and start the queue if it does not run."""
         table = json.loads(request.text)
         address = job_from(table).options.get("ray", {}).get("address", self._address)
         queue = self._queue(address, Path(request.folder))
         return (str(self._call(queue.submit, table, getpass.getuser())),)
 
     def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
-        """Return the status of these jobs; of all if `ids` is empty."""
         return tuple(self._call(self._queue(self._address).describe, list(ids), retry_s=_RESTART_S))
 
     def cancel(self, job: str) -> None:
-        """Cancel a job; a running one may save first."""
         self._call(self._queue(self._address).cancel, job, getpass.getuser())
 
     def logs(self, job: str) -> Path:

@@ -53,8 +53,6 @@ class RayQueueActor:
         threading.Thread(target=self._run, name="evenload queue polls", daemon=True).start()
 
     def submit(self, table: Mapping[str, Any], user: str) -> str:
-        """Submit a job file's table; return the id."""
-
         def submit() -> str:
             self._update_nodes()
             return self._queue.submit(job_from(table), user)
@@ -72,7 +70,6 @@ class RayQueueActor:
         self._in_thread(cancel)
 
     def describe(self, ids: Sequence[str]) -> list[JobStatus]:
-        """Return the status of jobs."""
         return self._in_thread(lambda: self._queue.describe(ids))
 
     def log(self, job: str) -> str:

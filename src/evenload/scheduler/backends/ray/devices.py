@@ -22,7 +22,6 @@ class NodeBundle:
     num_gpus: int = 0
 
     def resources(self) -> dict[str, float]:
-        """Return the resources to request from a placement group."""
         return {"GPU": float(self.num_gpus)} if self.num_gpus else {"CPU": float(self.num_cpus)}
 
 

@@ -30,8 +30,6 @@ _FAILURE_GRACE_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class GangProgram:
-    """The program of an attempt."""
-
     job: str
     attempt: int
     command: tuple[str, ...]
@@ -42,7 +40,6 @@ class GangProgram:
     root: Path
 
     def task(self, node: NodeContext) -> NodeTask:
-        """Return the program of one node."""
         command, variables = command_on_node(self.command, node)
         folder = self.root / self.job / f"{self.attempt}-{node.node_rank}"
         contract = RunnerContract(
@@ -54,8 +51,6 @@ class GangProgram:
 
 @dataclass(frozen=True, slots=True)
 class GangUpdate:
-    """Changes since the last poll."""
-
     has_begun: bool = False
     report: ProgressReport | None = None
     outcome: AttemptOutcome | None = None
@@ -96,7 +91,6 @@ class RayGang:
         self.has_begun = False
 
     def poll(self) -> GangUpdate:
-        """Return what has changed."""
         try:
             return self._poll()
         except self._ray.exceptions.RayError as error:

@@ -46,7 +46,6 @@ class RayQueue:
         return self._store.queue_state
 
     def record(self, event: events.Event, extra: Mapping[str, Any] | None = None) -> None:
-        """Apply an event."""
         self._store.record(event, extra=extra)
 
     def commit(self) -> None:
@@ -54,16 +53,11 @@ class RayQueue:
         self._store.commit()
 
     def close(self) -> None:
-        """Close the store."""
         self._reader.close()
         self._store.close()
 
     def submit(self, job: JobFile, user: str) -> str:
-        """Add a job or an array; return its id.
-
-        Raises:
-            QueueError: the job is rejected.
-        """
+        """Add a job or an array and return its id; raise a `QueueError` where it is rejected."""
         newest = self._reader.jobs(newest_first=True, limit=1)
         number = str(1 + int(newest[0].id.partition("_")[0]) if newest else 1)
         job = replace(job, after=tuple(self._expanded(job.after)))
@@ -85,11 +79,7 @@ class RayQueue:
         return job_from(row["file"]), row["index"]
 
     def cancel(self, job: str, user: str) -> list[str]:
-        """Cancel a job or all elements of an array; return the jobs whose programs must be stopped.
-
-        Raises:
-            QueueError: the job is unknown, has ended, or is another user's.
-        """
+        """Cancel a job or an array; return the jobs whose programs must be stopped, or raise a `QueueError`."""
         names = [name for name in self.queue_state.jobs if is_element_of(name, job)]
         if not names:
             ended = [line for line in self._reader.jobs() if is_element_of(line.id, job)]
@@ -140,7 +130,6 @@ class RayQueue:
             self.record(events.SpecChanged(self._clock(), job, replace(found.spec, preemptible=True)))
 
     def describe(self, ids: Sequence[str]) -> list[JobStatus]:
-        """Return the status of jobs, array elements one by one; of all jobs if `ids` is empty."""
         self.commit()
         waits = plan(self.queue_state.snapshot(), self._clock(), explain=True).waits
         names = [line.id for line in self._reader.jobs() if not ids or any(is_element_of(line.id, job) for job in ids)]

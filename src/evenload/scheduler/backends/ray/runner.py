@@ -21,8 +21,6 @@ from evenload.job.protocol import ProgressReport, RunnerContract, read_report, w
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
-    """The program of one node of a job."""
-
     contract: RunnerContract
     command: tuple[str, ...]
     folder: str
@@ -50,7 +48,6 @@ class NodeRunner:
         return str(ray.util.get_node_ip_address()), port
 
     def start(self, task: NodeTask) -> None:
-        """Start the program."""
         self._task = task
         folder = Path(task.contract.report_file).parent
         folder.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,6 @@ class SlurmBackend(SchedulerBackend):
         return BackendRequest("slurm", job.name, text, ("sbatch", "--parsable"), str(root_of(job, self.root)))
 
     def submit(self, request: BackendRequest) -> tuple[str, ...]:
-        """Send the script to `sbatch`."""
         folder = Path(request.folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +78,6 @@ class SlurmBackend(SchedulerBackend):
         return (job,)
 
     def describe(self, ids: Sequence[str]) -> tuple[JobStatus, ...]:
-        """Return the status of these jobs."""
         ids = [_checked(job) for job in ids]
         found = {native.id: native for native in _in_queue(ids)}
         records = {element: record for job in ids for element, record in self._records(job).items()}

@@ -83,7 +83,6 @@ class SlurmJob:
         self._is_over_limit = False
 
     def run(self) -> int:
-        """Run the program, then end or requeue the job."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self._signals.append(number))
         write_record(self._folder, self._record)

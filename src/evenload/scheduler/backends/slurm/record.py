@@ -38,11 +38,7 @@ class SlurmRecord:
 
 
 def element_id(variables: Mapping[str, str]) -> str:
-    """Return the id of this job: `12`, or `12_3` for an array's element.
-
-    Raises:
-        QueueError: this process does not belong to a Slurm job.
-    """
+    """Return the id of this job: `12`, or `12_3` for an array's element. Raise a `QueueError` outside of a job."""
     if "SLURM_ARRAY_JOB_ID" in variables and "SLURM_ARRAY_TASK_ID" in variables:
         return f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
     if "SLURM_JOB_ID" not in variables:
@@ -58,7 +54,6 @@ def write_record(folder: Path, record: SlurmRecord) -> None:
 
 
 def read_record(folder: Path) -> SlurmRecord | None:
-    """Return the record; None if it is missing or unreadable."""
     try:
         row = json.loads((folder / RECORD).read_text())
         return SlurmRecord(**{**row, "state": JobState(row["state"])})

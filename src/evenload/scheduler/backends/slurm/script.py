@@ -51,12 +51,7 @@ CPU = "cpu"
 
 
 def script(job: JobFile, root: Path, python: str) -> str:
-    """Return the batch script.
-
-    Args:
-        job: as `interface.resolved` returns it.
-        root: the folder for output and state, unless the job's options name one.
-        python: the Python on the nodes, unless the job's options name one.
+    """Return the batch script, for the folder `root` and the interpreter `python` unless the job's options name others.
 
     Raises:
         ConfigError: Slurm does not support what the job requests, or an option is unknown or not a plain word.
@@ -81,7 +76,6 @@ def script(job: JobFile, root: Path, python: str) -> str:
 
 
 def root_of(job: JobFile, root: Path) -> Path:
-    """Return the folder for the job's output and state."""
     return Path(job.options.get("slurm", {}).get("root", str(root)))
 
 
