@@ -30,19 +30,15 @@ class StepPlanner(Protocol):
 
     def plan(self, epoch: int, epoch_step: int, global_step: int, start: int, num_samples: int) -> StepPlan:
         """Return the plan of a step under the decisions known now; equal on all ranks when the step is executed."""
-        ...
 
     def revision(self) -> int:
         """Return a number that grows when a decision changes plans of steps not yet executed."""
-        ...
 
     def next_batch_size(self) -> int | None:
         """Return the global batch of the next epoch; None keeps it. All ranks call it between two epochs."""
-        ...
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         """Broadcast rank 0's integers to all ranks."""
-        ...
 
 
 class GlobalLoader:
@@ -103,7 +99,7 @@ class GlobalLoader:
         self._committed: weakref.ref[GlobalBatch] | None = None
 
     def __len__(self) -> int:
-        """TypeError where the user's loader has no length."""
+        """Raise TypeError where the user's loader has no length."""
         return len(self.user_loader) if self._resized is None else self.num_steps(self._resized) or 0
 
     @property

@@ -124,6 +124,7 @@ class ModelPostHook:
     """Forward hook of the whole model, called after an error too."""
 
     returns: str
+    """``first`` moves the output to the input's device; ``last`` leaves it."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         forwards = _forwards()
