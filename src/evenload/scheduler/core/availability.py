@@ -50,17 +50,14 @@ class Availability:
         return devices
 
     def give_back(self, devices: Iterable[int]) -> None:
+        """Make devices free: those just taken, or a job's own, of which it may keep some and exchange others."""
         devices = tuple(devices)
         self.now.give(devices)
         if self._soon is not None:
             self._soon.give(devices)
 
-    def lend(self, devices: Iterable[int]) -> None:
-        """Treat a job's own devices as free: it may keep some and exchange others."""
-        self.give_back(devices)
-
-    def unlend(self, devices: Iterable[int]) -> None:
-        """Undo `lend` for devices that stay with the job."""
+    def take_back(self, devices: Iterable[int]) -> None:
+        """Undo `give_back` for devices that stay with the job."""
         devices = tuple(devices)
         self.now.take(devices)
         if self._soon is not None:

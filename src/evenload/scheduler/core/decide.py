@@ -118,7 +118,7 @@ class _Planning:
         bound, young = self._bound_and_young()
         keeping = frozenset(bound | young)
         self.decision = policy_named(self.settings.policy)(self._inputs(keeping))
-        order = self._arranged()
+        order = self._ordered()
         if self.decision.sizes is not None:
             self.sizing = Resizing(
                 self.snapshot,
@@ -174,7 +174,7 @@ class _Planning:
             device_cost=layout.mean_cost(self.settings),
         )
 
-    def _arranged(self) -> list[Job]:
+    def _ordered(self) -> list[Job]:
         """Put the starving before all others, and those over their soft limit behind."""
         if not self.decision.preempts:
             return list(self.decision.order)
@@ -369,11 +369,11 @@ class _Planning:
             if more <= 0:
                 continue
             choice = self.choices.of(job)
-            self.availability.lend(slots)
+            self.availability.give_back(slots)
             size = min(len(slots) + more, self.availability.now.largest(choice))
             wider = self.availability.take_now(choice, size) if size > len(slots) else None
             if wider is None:
-                self.availability.unlend(slots)
+                self.availability.take_back(slots)
                 continue
             self.limits.add_devices(job.spec.user, len(wider) - len(slots))
             self.starts[job.id] = (job, wider)

@@ -1,7 +1,7 @@
 """The queue's state, folded from its events; the same events always give the same state.
 
-A `QueueState` is the one thing here that changes. Applying an event costs a few microseconds however many jobs there are, and
-so does a snapshot, a tuple of the jobs apart.
+Only `QueueState` is mutable. Applying an event takes a few microseconds however many jobs there are, and so does a
+snapshot, apart from its tuple of jobs.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class QueueState:
         new = self.jobs[job.id] = replace(job, peak_bytes=max(job.peak_bytes, event.peak_bytes))
         return [new]
 
-    def _resize_asked(self, event: events.ResizeRequested, time_s: float) -> list[Job]:
+    def _resize_requested(self, event: events.ResizeRequested, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.RESIZE)
         self._check_devices(job, event.devices)
@@ -172,7 +172,7 @@ class QueueState:
         counted = _counted(job, time_s) if event.is_forced else job.preempted_s
         return [self._put(job, time_s, state=state, target=event.devices, preempted_s=counted, reason=event.reason)]
 
-    def _stop_asked(self, event: events.StopRequested, time_s: float) -> list[Job]:
+    def _stop_requested(self, event: events.StopRequested, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.STOP)
         if event.then not in (JobState.PENDING, JobState.CANCELLED, JobState.FAILED):
@@ -391,8 +391,8 @@ _HANDLERS: dict[type[Any], Callable[[QueueState, Any, float], list[Job] | None]]
     events.JobStarted: QueueState._began,
     events.Reported: QueueState._reported,
     events.MemoryMeasured: QueueState._measured,
-    events.ResizeRequested: QueueState._resize_asked,
-    events.StopRequested: QueueState._stop_asked,
+    events.ResizeRequested: QueueState._resize_requested,
+    events.StopRequested: QueueState._stop_requested,
     events.Yielded: QueueState._yielded,
     events.Ended: QueueState._ended,
     events.Lost: QueueState._lost,

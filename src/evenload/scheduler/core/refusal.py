@@ -29,7 +29,7 @@ def refusal(
         if num >= limits.max_queued:
             return f"{spec.user} has {num} jobs in the queue and may have {limits.max_queued}"
     needs = spec.needs
-    what, most = _asked(needs), most_together(needs, layout)
+    what, most = _needs_text(needs), most_together(needs, layout)
     if most < needs.min_devices:
         return f"it asks for {what}; this queue has {most} such of its {len(layout.devices)} devices"
     if limits.max_devices is not None and limits.max_devices < needs.min_devices:
@@ -37,7 +37,7 @@ def refusal(
     return None
 
 
-def _asked(needs: Needs) -> str:
+def _needs_text(needs: Needs) -> str:
     what = f"{needs.min_devices} devices" if needs.min_devices > 1 else "a device"
     if needs.kinds:
         what += f" of kind {' or '.join(needs.kinds)}"

@@ -1,7 +1,7 @@
 """Resizing of elastic jobs: take back what a policy takes from a running job, and add what it grants.
 
-A resize is a stop and a resume, so it may move the job wherever it fits best. A job only shrinks within its own devices;
-it grows as soon as all of its new devices are its own or free, and until then those that are coming are kept for it.
+A resize stops and resumes the job, so it may move to any devices. A job shrinks within its own devices; it grows once all
+of its new devices are its own or free, and devices that are coming free are reserved for it until then.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Resizing:
             return
         choice, availability, usable = self._choices.of(job), self._availability, self._usable(own)
         size = len(own) + wanted
-        availability.lend(usable)
+        availability.give_back(usable)
         size = availability.soon.compact(choice, size)
         slots = availability.take_now(choice, size) if availability.now.compact(choice, size) == size else None
         if (
@@ -80,7 +80,7 @@ class Resizing:
             and size > len(own)
             and availability.claim(choice, size) is not None
         ):
-            availability.unlend(usable)  # what is coming is kept for it; until then it goes on as it is
+            availability.take_back(usable)  # what is coming is kept for it; until then it goes on as it is
             return
         if slots is None:
             most = availability.now.compact(choice, size)
@@ -88,7 +88,7 @@ class Resizing:
         elif len(slots) <= len(own):
             availability.give_back(slots)
             slots = None
-        availability.unlend([slot for slot in usable if slots is None or slot not in slots])
+        availability.take_back([slot for slot in usable if slots is None or slot not in slots])
         if slots is None:
             return
         if freed := [slot for slot in usable if slot not in slots]:

@@ -89,9 +89,9 @@ class Sharing:
         self._joinable: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """(Pool, number of jobs) → (room, device) of devices that may be joined, the least room first."""
         self._joins: list[tuple[Job, int]] = []
-        self._sort_out(eligibility)
+        self._choose_leads(eligibility)
 
-    def _sort_out(self, eligibility: Eligibility) -> None:
+    def _choose_leads(self, eligibility: Eligibility) -> None:
         by_slot: dict[int, list[Job]] = {}
         for job in eligibility.holders:
             if job.spec.share_device:
@@ -99,8 +99,8 @@ class Sharing:
         leaving = {command.job for command in eligibility.commands}
         for slot, jobs in by_slot.items():
             staying = [job for job in jobs if job.id not in leaving and job.state is not JobState.PREEMPTING]
-            self._relieve(slot, staying, eligibility)
-            lead = max(staying, key=self._firmness) if staying else jobs[0]
+            self._stop_excess(slot, staying, eligibility)
+            lead = max(staying, key=self._lead_key) if staying else jobs[0]
             place = self._places[slot] = _SharedDevice(slot, jobs, lead, [job for job in staying if job is not lead])
             self.followers += [job for job in jobs if job is not lead]
             if len(staying) == len(jobs) and self._snapshot.layout.devices[slot].id not in self._snapshot.closed:
@@ -112,7 +112,7 @@ class Sharing:
             eligibility.running = [job for job in eligibility.running if job.id not in out]
             eligibility.holders = [job for job in eligibility.holders if job.id not in out]
 
-    def _firmness(self, job: Job) -> tuple[bool, bool, int, bool, float, float]:
+    def _lead_key(self, job: Job) -> tuple[bool, bool, int, bool, float, float]:
         settings, now_s = self._settings, self._now_s
         return (
             job.state is not JobState.RUNNING,
@@ -123,7 +123,7 @@ class Sharing:
             -job.submitted_s,
         )
 
-    def _relieve(self, slot: int, staying: list[Job], eligibility: Eligibility) -> None:
+    def _stop_excess(self, slot: int, staying: list[Job], eligibility: Eligibility) -> None:
         """Stop the youngest job whose end is enough, if the jobs need more memory than there is."""
         memory_bytes = self._snapshot.layout.devices[slot].memory_bytes
         while len(staying) > 1 and (more_bytes := excess_bytes(staying, memory_bytes)):

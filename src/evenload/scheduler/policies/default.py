@@ -1,10 +1,9 @@
-"""``default``: classes, then little work and little use first; waiting counts, so nothing starves.
+"""``default``: by class, then the least remaining work and the least use first; ageing prevents starvation.
 
-The score of a job is ``work · use^fairness / (1 + waited / ageing_s)``, the least goes first: `work` in device-seconds as
-in ``srpt``; `use` what its owner has had relative to the others (`shares.relative_use`); `waited` the time it could have
-run but had no devices. After waiting `ageing_s` a job counts as if half of its work were left, after three times that a
-quarter (highest response ratio next: Brinch Hansen 1971). Elastic jobs get at least their minimum in this order, and what
-is left over goes where it speeds up most.
+Jobs are sorted by ``work · use^fairness / (1 + waited / ageing_s)``: `work` in device-seconds as in ``srpt``; `use` the
+owner's relative use (`shares.relative_use`); `waited` the time in which the job could have run but had no devices. After
+waiting `ageing_s` a job counts as if half of its work were left, after three times that a quarter (highest response ratio
+next: Brinch Hansen 1971). Elastic jobs get their minimum in this order; the other devices go where they speed up most.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Sizes of elastic jobs by marginal gain on concave hulls of measured speed curves.
 
-Each job j that may have k devices has a value v_j(k) = w_j · s_j(k), with s_j its speed-up over one device as measured and
-w_j its weight. A running job that changes from k to another size loses a restart, so there v_j counts only for the part
-(H − c_j)/H of a horizon H. The upper concave hull of (k, v_j(k)) falls into segments of falling slope; taking all jobs'
-segments steepest first, while they fit, maximises Σ v_j(k_j) for a given number of devices up to the last segment (the
-greedy solution of the Lagrangian relaxation). A gang that needs at least m devices is one segment from 0 to m. What a
-restart costs stands out of the hull as a corner at the present size, so small gains don't move any job.
+The value of k devices to job j is v_j(k) = w_j · s_j(k), with s_j its measured speed-up over one device and w_j its
+weight. A size other than the present one costs a running job a restart of c_j seconds, so v_j is multiplied by
+(H − c_j)/H for a horizon H; small gains therefore move no job. The upper concave hull of (k, v_j(k)) consists of segments
+of falling slope. Taking all jobs' segments steepest first, while they fit, maximises Σ v_j(k_j) up to the last segment
+(the greedy solution of the Lagrangian relaxation). A gang of at least m devices is one segment from 0 to m.
 """
 
 from __future__ import annotations

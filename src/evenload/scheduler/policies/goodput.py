@@ -49,12 +49,12 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
     for _, group in groupby(order, key=lambda job: job.spec.priority):
         of_class = list(group)
         bids = []
-        num_asked = 0
+        num_requested = 0
         for rank, job in zip(range(len(of_class), 0, -1), of_class, strict=True):
             if not job.devices:
-                if num_asked > _LINE * left:
+                if num_requested > _LINE * left:
                     continue
-                num_asked += job.spec.needs.min_devices
+                num_requested += job.spec.needs.min_devices
             if job.id in movable:
                 bids.append(_bid(inputs, job, alone_s[job.id], kept.get(job.id, 0), rank))
         sizes |= share_out(bids, left, inputs.device_cost)

@@ -1,10 +1,9 @@
 """Guard of all preempting policies: a job that waited much longer than it ran goes before all others.
 
-A job starves while ``waited − held > starve_after_s``. It then stands before all others, the starving among themselves
-in order of submission, so it gets the next devices that can be had; while it runs, the debt shrinks, and once it is paid
-the job stands where the policy puts it. If it is displaced then, it starves again as soon as the debt returns. So from
-the moment it first starves it gets devices at least half of the time: a job of T seconds is over at most about
-``starve_after_s + 2 T`` after its submission, plus what the starving before it and jobs that can't be preempted take.
+A job starves while ``waited − held > starve_after_s``. Starving jobs come before all others, in order of submission. The
+difference shrinks while the job runs and grows while it waits, so from the time it first starves it has devices at least
+half of the time: a job of T seconds ends at most about ``starve_after_s + 2 T`` after its submission, plus the time of
+earlier starving jobs and of jobs that can't be preempted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Completion times on an equal part of the cluster, the reference of finish-time fairness.
 
-Themis (Mahajan et al., NSDI 2020) calls a job's time in the shared cluster over its time on its own N-th part ρ. Here n is
-the mean number of jobs that were there during the job's life, and its part is 1/n of the devices: it runs alone on as
-many of them as it can use; where it needs more than its part, it gets them only that part of the time.
+ρ (Themis: Mahajan et al., NSDI 2020) is a job's time in the shared cluster over its time on an equal part of it. Here the
+part is 1/n of the devices, with n the mean number of jobs present during the job's life. It runs alone on as many of them
+as it can use; if it needs more than its part, it gets them only for that part of the time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """A queue's own record as a workload: its log of events becomes rows of a table of jobs (`job_table`).
 
-With the rows come the queue's devices, settings, users' limits and reservations, so that what was can be simulated as it
-was before something is changed.
+The record includes the queue's devices, settings, users' limits and reservations.
 
-The duration of a job on its minimum of devices is computed from when its program ran, and on what:
-``Σ seconds · mean speed · (n / n₀)^scaling`` over its attempts, with measured speeds in place of the power where the job
-reported them. Jobs that never ran, or had not ended when the record ends,
-carry no information and are left out, and so are dependencies on them.
+The duration of a job on its minimum of devices is ``Σ seconds · mean speed · (n / n₀)^scaling`` over its attempts, with
+measured speeds in place of the power where the job reported them. Jobs that never ran or had not ended are left out, and
+so are dependencies on them.
 """
 
 from __future__ import annotations

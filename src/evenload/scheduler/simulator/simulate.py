@@ -23,7 +23,7 @@ from evenload.scheduler.simulator.programs import SimulatedProgram, alone_s
 
 KNOWLEDGE = ("known", "unknown", "noisy")
 _MOST_ROUNDS = 50
-"""Decisions at one sample: a stop that takes no time makes room for the next command at once."""
+"""Most decisions at one time: a stop that takes no time frees devices for the next command at once."""
 _ENDLESS_S = 20 * 365 * 86400.0
 
 
@@ -79,7 +79,7 @@ class _RunningProgram:
     at_s: float = 0.0
     """Up to when the program has run."""
     version: int = 0
-    """Raised by each stop: what was foreseen before doesn't hold any more."""
+    """Incremented by each stop, which invalidates events scheduled before."""
     is_running: bool = False
 
 
@@ -170,7 +170,7 @@ class _Simulation:
             self._report(live, name, now_s)
             self._apply(events.Ended(now_s, name, is_success=True))
             return self.conditions.at_events
-        self._foresee(live, name, now_s)
+        self._push_change(live, name, now_s)
         return False
 
     def _arrive(self, arrival: JobArrival, now_s: float) -> None:
@@ -193,9 +193,9 @@ class _Simulation:
         live.program.start(shape_of(tuple(self.devices[device] for device in job.devices)))
         live.at_s, live.is_running = now_s, True
         self._apply(events.JobStarted(now_s, name))
-        self._foresee(live, name, now_s)
+        self._push_change(live, name, now_s)
 
-    def _foresee(self, live: _RunningProgram, name: str, now_s: float) -> None:
+    def _push_change(self, live: _RunningProgram, name: str, now_s: float) -> None:
         self._push(now_s + live.program.until_change_s(), "change", name, live.version)
 
     def _run_to(self, live: _RunningProgram, name: str, now_s: float) -> None:
