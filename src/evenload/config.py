@@ -133,7 +133,7 @@ def _check_num_workers(value: Any) -> str:
     if value in ("loader", "auto"):
         return str(value)
     hint = f"; set a number on the loader itself: DataLoader(num_workers={value})" if str(value).isdecimal() else ""
-    raise ValueError(f"expected auto (chosen by measurement) or loader (as each DataLoader says){hint}")
+    raise ValueError(f"expected auto (chosen by measurement) or loader (as set in each DataLoader){hint}")
 
 
 def _check_loggers(value: Any) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ class Config:
     num_workers: str = _setting(
         "loader",
         Kind("`loader` `auto`", _check_num_workers, metavar="loader|auto"),
-        "Loader workers. loader: as each DataLoader says; auto: chosen by measurement while training.",
+        "Loader workers. loader: as set in each DataLoader; auto: chosen by measurement while training.",
     )
     check_every: int | str = _setting(
         10,

@@ -8,8 +8,8 @@ _HEAD = """\
 # Settings
 
 Set a value in the script (`evenload.init(seed=1)`), on the command line (`evenload run --seed 1`) or in a TOML file
-(`evenload run -c run.toml`). Different values for one setting are an error that shows both, and so is a setting without
-effect. `evenload.spawn` takes the same settings as keyword arguments.
+(`evenload run -c run.toml`). Different values for one setting are an error that shows both. A setting without effect is an
+error too. `evenload.spawn` takes the same settings as keyword arguments.
 
 This page is generated from `evenload.Config`.
 
