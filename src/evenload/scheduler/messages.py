@@ -88,7 +88,7 @@ class JobRow(TypedDict):
     eta_s: float | None
     """When it is expected to end; None if unknown. Both ignore jobs that are submitted later."""
     reason: str
-    """Why it is in its state; for a PENDING job, why it waits."""
+    """Reason for its state; for a PENDING job, why it waits."""
     array: str
     is_held: bool
     shares: list[str]
@@ -139,7 +139,7 @@ class DeviceRow(TypedDict):
     excess_bytes: int
     """Sum of the sharing jobs' peaks beyond its memory; 0 if they fit."""
     closed: str
-    """Why nothing may start on it; empty if it is open."""
+    """Reason why nothing may start on it; empty if it is open."""
     external: list[ExternalProcessRow]
     ghost_bytes: int
     """Memory in use that no known process holds."""

@@ -89,7 +89,7 @@ class BackendAttempt:
         """
         self.terms = terms
         self.stop_reason = ""
-        """Why the program has to stop; empty without a request."""
+        """Reason of the stop request; empty without one."""
         self._goes_on = goes_on
         self._requested_s = 0.0
         self._has_signalled = self._is_killed = False

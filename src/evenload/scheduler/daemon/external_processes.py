@@ -40,7 +40,7 @@ class DeviceUse:
     holders: tuple[DeviceProcess, ...] = ()
     used_bytes: int = 0
     problem: str = ""
-    """Why the scan failed; empty if it didn't."""
+    """Reason why the scan failed; empty if it didn't."""
 
     @property
     def external(self) -> tuple[DeviceProcess, ...]:

@@ -171,7 +171,7 @@ class Runners:
 
     @property
     def is_sweeping(self) -> bool:
-        """Whether processes of a killed runner still run."""
+        """True while processes of a killed runner still run."""
         return any(live.is_gone and not live.swept for live in self.live.values())
 
     def forget(self, live: LiveAttempt) -> None:

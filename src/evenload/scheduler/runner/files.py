@@ -59,7 +59,7 @@ class RunnerRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunnerResult:
-    """How an attempt ended, as its runner writes it."""
+    """End of an attempt, as its runner writes it."""
 
     fence: int
     code: int | None
@@ -69,7 +69,7 @@ class RunnerResult:
     was_killed: bool = False
     """By the runner: its grace was over, or it was to end at once."""
     problem: str = ""
-    """Why the program never began."""
+    """Reason why the program never began."""
     time_s: float = 0.0
     peak_bytes: int = 0
     """Peak of the machine's memory over all of its processes; 0 where that wasn't measured."""
