@@ -1,16 +1,12 @@
 """One attempt of a job's program inside another scheduler: started, polled, requested to stop, and its outcome.
 
-Slurm's batch script, Ray's runner and a pod need the same: the program gets its terms, a stop request reaches it once although
-the scheduler may have signalled it already, it has its grace, and nothing of it is left. The caller runs
-`BackendAttempt.poll` several times a second; nothing here waits.
+The caller runs `BackendAttempt.poll` several times a second; nothing here waits. A stop request goes through the stop file,
+because it can't come twice: Slurm signals every process of a job when it takes nodes back, and a program that gets SIGTERM
+from both sides would take the second as "end at once". A program that has never reported doesn't know the file: it gets
+SIGTERM a little later.
 
-A request goes through the stop file, because it can't come twice. Slurm signals every process of a job when it takes
-nodes back, and a program that gets SIGTERM from both sides would take the second as "end at once". A program that has
-never reported doesn't know the file: it gets SIGTERM a little later.
-
-``python -m evenload.scheduler.backends.attempt --terms FILE -- COMMAND`` runs the same in a process of its own, for a
-parent that must not fork (Ray's workers hold threads): it reads ``stop REASON`` lines, and ends the program when the
-parent is gone.
+``python -m evenload.scheduler.backends.attempt --terms FILE -- COMMAND`` runs the same in a process of its own, for a parent
+that must not fork (Ray's workers hold threads): it reads ``stop REASON`` lines, and ends the program when the parent is gone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Measurements of running jobs: their speed per number of devices, and the cost of a stop and resume.
 
-Both come from the programs' reports alone. The cost of a restart is the time lost: from the stop request until the first report
-of progress of the next attempt, without the time spent waiting for devices, and without the time of the steps in between.
-Before the first stop of a job only its start is known, and counts. A restarted daemon has forgotten a stop in progress; it
-measures the next.
+Both come from the programs' reports alone. The cost of a restart is the time lost from the stop request until the first
+report of progress of the next attempt, without waiting for devices and without the time of the steps in between. Before the
+first stop of a job only its start counts. A restarted daemon has forgotten a stop in progress; it measures the next.
 """
 
 from __future__ import annotations
