@@ -184,10 +184,7 @@ class Measurement(StepListener):
         """Run a block of every rank alone, at the same time; see Note [Solo]."""
         context, planner = self._context, loader.planner
         alone = FixedProportions([int(rank == planner.rank) for rank in range(planner.world_size)])
-        with (
-            planner.override(alone, self._solo_assignments),
-            contextlib.closing(_batches(loader)) as batches,
-        ):
+        with planner.override(alone, self._solo_assignments), contextlib.closing(_batches(loader)) as batches:
             batch = first = _first(loader, batches)
             self._barrier(loader)
             began_s, num_samples, seconds = time.perf_counter(), 0, 0.0
@@ -285,7 +282,7 @@ class _SavedRun:
                 value.load_state_dict(clone_state(state))
             context.engine.precision.load_state_dict(clone_state(self._precision))
             context.engine.load_state_dict(self._engine_state)
-            context.loop.restore(self._steps_done)
+            context.loop.steps_done = self._steps_done
             self._loader.loader.load(self._cursor)
             randomness.restore(self._generators, context.device)
 

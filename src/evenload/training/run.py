@@ -18,7 +18,6 @@ from evenload.training.checkpoint.export import pick_model, write_weights
 from evenload.training.comm import collect
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.subgroups import RankLocation, subset_of, user_group
-from evenload.training.data.evaluate import evaluation_batches
 from evenload.training.launch import worker
 from evenload.training.parallel.threaded.replica_threads import current_replica
 from evenload.training.session.open import open_context
@@ -164,7 +163,7 @@ class Run:
 
         Sum over the samples and call `reduce`; a mean of means of unequal batches would be wrong.
         """
-        return self._session.evaluate(loader, evaluation_batches)
+        return self._session.evaluate(loader)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Write numbers to the run's records and loggers, at the current step. Every rank may call it."""
@@ -172,7 +171,7 @@ class Run:
 
     def any(self, flag: Any) -> bool:
         """Return whether the flag is true on any rank; the way to leave a loop together."""
-        return collect.any_flag(flag, self._context.control)
+        return any(row[0] for row in self._context.control.exchange(Operation.ANY, [float(bool(flag))]))
 
     def reduce(self, value: Any, op: str = "sum", group: dist.ProcessGroup | None = None) -> Any:
         """Reduce a number, a tensor, or a dict or list of them over all ranks: ``sum``, ``mean``, ``min`` or ``max``.

@@ -11,15 +11,15 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from evenload.balance.batch import BatchChoice, StepOverhead, choose_batch, efficiency
 from evenload.balance.cost import CostSample
 from evenload.balance.drift import SpeedTracker
 from evenload.balance.noise import LEAST_MEASURED, NoiseScale
-from evenload.balance.values import StepPlan
 from evenload.errors import CheckpointError
 from evenload.training.compute.grad_norms import MEASURE_EVERY
+from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.tuning import StepCost
 from evenload.training.step.planner import Planner, PlanSource
@@ -28,13 +28,6 @@ from evenload.training.step.stats import StepStats
 _REMEMBERED = 64
 _PARTS = 1000
 """The noise scale is sent as an integer, in thousandths of a sample."""
-
-
-class ObservedStep(Protocol):
-    """A step of training: its index among the loader's steps, and its plan."""
-
-    global_step: int
-    plan: StepPlan
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,6 @@ class BatchReport:
     choice: BatchChoice | None
     """None if not enough was measured."""
     measured: float | None
-    """The noise scale as measured."""
     num_measured: int
     num_steps: int
     epoch_steps: int | None
@@ -87,7 +79,7 @@ class BatchGrowth(PlanSource):
         self._unreported: BatchReport | None = None
         planner.use(self)
 
-    def observe(self, seen: ObservedStep, stats: StepStats, usual: bool) -> None:
+    def observe(self, batch: GlobalBatch, stats: StepStats, usual: bool) -> None:
         """Take a step of training, on all ranks; its times count only if it was a usual one."""
         if self._unreported is not None:
             # Not earlier: there may be no further epoch, and progress bars still show the last one.
@@ -98,12 +90,12 @@ class BatchGrowth(PlanSource):
             self._noise.add(stats.norms)
         if self._planner.rank != 0 or not usual:
             return
-        plan = seen.plan
+        plan = batch.plan
         cost = stats.cost(plan.num_samples)
         if not all(0 < seconds < float("inf") for seconds in cost.busy_s):
             return
         for track, share, own_s in zip(self._tracks, plan.shares, cost.busy_s, strict=True):
-            track.add(CostSample(seen.global_step, max(share, plan.num_micro), plan.num_micro, own_s))
+            track.add(CostSample(batch.global_step, max(share, plan.num_micro), plan.num_micro, own_s))
         self._rests.append(_rest(cost))
 
     def next_batch_size(self) -> int:
@@ -120,7 +112,9 @@ class BatchGrowth(PlanSource):
         if new_shares:
             self._planner.resize(size, tuple(new_shares))
         if self._planner.rank == 0:
-            self._remember(before.batch_size, choice)
+            if choice is not None:
+                self._has_tried = self._has_tried or choice.kind == "trial"
+                self._tried_from = before.batch_size if choice.kind == "trial" else None
             self._unreported = BatchReport(
                 self._loader.epoch,
                 before.batch_size,
@@ -201,12 +195,6 @@ class BatchGrowth(PlanSource):
         is_first = bool(kind) and kind not in self._reported
         self._reported.add(kind)
         return is_first
-
-    def _remember(self, before: int, choice: BatchChoice | None) -> None:
-        if choice is None:
-            return
-        self._has_tried = self._has_tried or choice.kind == "trial"
-        self._tried_from = before if choice.kind == "trial" else None
 
 
 def _rest(cost: StepCost) -> StepOverhead:

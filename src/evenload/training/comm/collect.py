@@ -1,4 +1,4 @@
-"""Reduce values over ranks: `run.reduce` and `run.any`."""
+"""Reduce values over ranks: `run.reduce`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from evenload.errors import ConfigError, DesyncError, PeerLostError
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.groups import RankGroup
 
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _INTEGER, _FLOAT = 0, 1
 _DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -49,10 +44,6 @@ def reduce_value(value: Any, op: str, members: RankGroup, control: Control) -> A
                 f"kinds; on rank {members.rank} the value is {outline}"
             )
     return _reduce_parts(value, op, members, control)
-
-
-def any_flag(flag: Any, control: Control) -> bool:
-    return any(row[0] for row in control.exchange(Operation.ANY, [float(bool(flag))]))
 
 
 def _outline(value: Any, op: str) -> str:

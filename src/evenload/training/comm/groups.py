@@ -209,7 +209,20 @@ class Groups:
     def close(self) -> None:
         """End the groups that this object made; the user's process group stays."""
         self.closed = True
-        self._destroy()
+        self.abort("the process groups were closed")
+        groups = (self.control, self.gradients, self.statistics, *self._subsets.values())
+        self.control = self.gradients = self.statistics = None
+        self._subsets.clear()
+        if not dist.is_initialized():
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
+            if self._adopted:
+                for group in groups:
+                    if group is not None:
+                        dist.destroy_process_group(group)
+            elif self._made:
+                self._made = False
+                dist.destroy_process_group()
 
     def _build(self) -> None:
         world_size = self.world_size
@@ -256,22 +269,6 @@ class Groups:
             return store
         host, _, port = self.membership.store.rpartition(":")
         return TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=self._timeout)
-
-    def _destroy(self) -> None:
-        self.abort("the process groups were closed")
-        groups = (self.control, self.gradients, self.statistics, *self._subsets.values())
-        self.control = self.gradients = self.statistics = None
-        self._subsets.clear()
-        if not dist.is_initialized():
-            return
-        with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
-            if self._adopted:
-                for group in groups:
-                    if group is not None:
-                        dist.destroy_process_group(group)
-            elif self._made:
-                self._made = False
-                dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,3 +67,14 @@ class BufferGuard:
             if saved.module._buffers.get(saved.name) is not saved.tensor:
                 saved.module._buffers[saved.name] = saved.tensor
         self._saved = []
+
+
+@contextmanager
+def buffers_restored(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore the buffers after the body."""
+    guard = BufferGuard(models)
+    guard.save()
+    try:
+        yield
+    finally:
+        guard.restore()

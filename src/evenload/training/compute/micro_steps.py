@@ -46,7 +46,6 @@ class StepContext:
     check: Callable[[], None] = lambda: None
     """Called before each micro-batch; raises if the attempt was cancelled."""
     grad_norms: GradNorms | None = None
-    """Measures the norms of gradients, for `batch_max`."""
 
 
 @dataclass

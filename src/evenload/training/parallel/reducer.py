@@ -1,9 +1,4 @@
-"""Sum gradients over ranks in buckets, each as soon as it is complete, during the backward.
-
-Note [Why not DistributedDataParallel]
-  Hooks on the accumulation of a gradient, as in FSDP2, need no wrapper around the user's model, sum gradients of several
-  losses and models in one step, leave unused parameters without gradient, let a rank compute without contributing, and can
-  be removed completely.
+"""Sum gradients over ranks in buckets, each as soon as it is complete, during the backward; see docs/decisions/own-reducer.md.
 
 Note [Gradients are views]
   After the first micro-batch `.grad` of a parameter is a view into its bucket: nothing is copied back after the reduction,

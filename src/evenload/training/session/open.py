@@ -60,7 +60,9 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             f"{config.sources['batch_lr']} has no effect: it sets how the learning rate follows a growing batch; set "
             "batch_max too, or leave it out"
         )
-    replicas = _replica_devices(config, spec)
+    replicas: tuple[ReplicaDevice, ...] = ()
+    if config.strategy == STRATEGY:
+        replicas = replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
     _check_balance(config, len(replicas) or spec.world_size)
     if "project_dir" not in config.sources:
         config = replace(config, project_dir=f"runs/{_run_name()}")
@@ -72,7 +74,8 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     groups = Groups(
         Membership(spec.generation, spec.workers, spec.store),
         spec.rank,
-        backend=_backend(spec, device),
+        # `Groups` checks whether each rank has a GPU of its own.
+        backend=spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
         timeout_s=config.timeout_s,
         gpu=_gpu(device),
     )
@@ -131,12 +134,6 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     return TrainingContext(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry)
 
 
-def _replica_devices(config: Config, spec: WorkerSpec) -> tuple[ReplicaDevice, ...]:
-    if config.strategy != STRATEGY:
-        return ()
-    return replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
-
-
 def _one_device(device: str) -> str:
     return (
         f"strategy dp: there is one device ({device}), so there is one replica; `evenload run -d cpu:2 --strategy dp` makes "
@@ -164,13 +161,6 @@ def _device(spec: WorkerSpec) -> torch.device:
             )
         torch.cuda.set_device(device)
     return device
-
-
-def _backend(spec: WorkerSpec, device: torch.device) -> str:
-    if spec.backend != "auto":
-        return spec.backend
-    # `Groups` checks whether each rank has a GPU of its own.
-    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _gpu(device: torch.device) -> str:

@@ -259,10 +259,7 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     ]
     epoch = f"{epoch_steps} steps an epoch" if epoch_steps is not None else "epochs of unknown length"
     context.recorder.event(
-        "loader",
-        f"global batch {batch_size}, {epoch}\n  " + "\n  ".join(lines),
-        epoch_steps=epoch_steps,
-        devices=names,
+        "loader", f"global batch {batch_size}, {epoch}\n  " + "\n  ".join(lines), epoch_steps=epoch_steps, devices=names
     )
     message = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
         str(context.config.balance), "shares as set"

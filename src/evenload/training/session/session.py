@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from evenload.job import EXIT_CODE
 from evenload.training.adaptive_batch.setup import check_adaptive_batch, open_adaptive_batch
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
-from evenload.training.data.evaluate import close_persistent_workers
+from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
 from evenload.training.session import prepare
@@ -64,7 +64,8 @@ class Session(StepListener):
                 )
             source = None if self._verifier is None else self._verifier.plan_source()
             loader = prepare.prepare_loader(self._context, value, len(self._loaders), source)
-            self._saver.add_adaptive_batch(open_adaptive_batch(self._context, loader, len(self._loaders)))
+            adaptive_batch = open_adaptive_batch(self._context, loader, len(self._loaders))
+            self._saver.adaptive_batch = adaptive_batch or self._saver.adaptive_batch
             self._loaders.append(loader)
             return loader
         return prepare.refuse(value)
@@ -85,7 +86,7 @@ class Session(StepListener):
         self._stopper.listen()
         return loaded
 
-    def evaluate(self, loader: DataLoader[Any], batches: Callable[..., Iterator[Any]]) -> Iterator[Any]:
+    def evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if isinstance(loader, StepLoader):
             raise ConfigError(
                 "run.batches received a loader from run.prepare, which is for training; pass a plain DataLoader"
@@ -97,7 +98,7 @@ class Session(StepListener):
             speeds = (1.0 / world_size,) * world_size
         return self._evaluate(
             loader,
-            batches(
+            evaluation_batches(
                 loader,
                 rank=context.groups.rank if world_size > 1 else 0,
                 world_size=world_size,

@@ -23,14 +23,21 @@ _EVERY = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|step|steps)\s*$")
 _UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
-class RunState:
-    """Evenload's own state in a checkpoint: cursors, randomness, the loss scale, the shares."""
+class Saver:
+    """Writes and reads the checkpoints of one job; its own state in them is the run's: cursors, randomness, shares."""
 
     def __init__(self, context: TrainingContext, loaders: list[StepLoader]) -> None:
         self._context = context
         self._loaders = loaders
-        self.finished = False
+        self._last_s = 0.0
+        self._last_step = -1
+        self._called = False
+        self._loaded = False
+        self._finished = False
         self.adaptive_batch: AdaptiveBatch | None = None
+        self.took_s = 0.0
+        """Seconds that the last checkpoint of this session took; 0 before the first."""
+        self.resumed = False
 
     def state_dict(self) -> dict[str, Any]:
         generators = randomness.capture(self._context.device)
@@ -38,7 +45,7 @@ class RunState:
             kind, keys, *rest = generators["numpy"]
             generators["numpy"] = [kind, keys.tolist(), *rest]
         return {
-            "finished": self.finished,
+            "finished": self._finished,
             "steps_done": self._context.loop.steps_done,
             "loaders": [
                 {"cursor": loader.loader.cursor().state_dict(), "planner": loader.planner.state_dict()}
@@ -54,8 +61,8 @@ class RunState:
             raise CheckpointError(
                 f"the checkpoint holds {len(state['loaders'])} prepared loaders, but this script prepared {len(self._loaders)}"
             )
-        self.finished = bool(state["finished"])
-        self._context.loop.restore(int(state["steps_done"]))
+        self._finished = bool(state["finished"])
+        self._context.loop.steps_done = int(state["steps_done"])
         for loader, saved in zip(self._loaders, state["loaders"], strict=True):
             cursor = Cursor.from_state_dict(saved["cursor"])
             loader.loader.load(cursor)
@@ -76,25 +83,6 @@ class RunState:
                 f"{state['base']}: keep batch_max until the epoch is over, or start from scratch with --fresh"
             )
 
-
-class Saver:
-    def __init__(self, context: TrainingContext, loaders: list[StepLoader]) -> None:
-        self._context = context
-        self._run_state = RunState(context, loaders)
-        self._last_s = 0.0
-        self._last_step = -1
-        self._called = False
-        self._loaded = False
-        self._took_s = 0.0
-        self.resumed = False
-
-    @property
-    def adaptive_batch(self) -> AdaptiveBatch | None:
-        return self._run_state.adaptive_batch
-
-    def add_adaptive_batch(self, adaptive_batch: AdaptiveBatch | None) -> None:
-        self._run_state.adaptive_batch = adaptive_batch or self._run_state.adaptive_batch
-
     def resume(self, named: dict[str, Any]) -> bool:
         context = self._context
         if self.resumed:
@@ -103,7 +91,7 @@ class Saver:
             if name == "evenload":
                 raise CheckpointError("the name 'evenload' is reserved; give this state another name")
             context.registry.register(name, value)
-        context.registry.register("evenload", self._run_state)
+        context.registry.register("evenload", self)
         self.resumed = True
         found = None if context.config.fresh else files.newest(context.folder)
         rows = context.control.exchange(Operation.RESUME, broadcast.checkpoint_key(found))
@@ -116,9 +104,9 @@ class Saver:
             state = broadcast.broadcast_state(state, context.groups)
         context.registry.load(state or {})
         self._loaded = True
-        step_index, finished = context.loop.steps_done, self._run_state.finished
-        self._last_step, self._run_state.finished = step_index, False
-        epochs = ", ".join(str(loader.epoch) for loader in self._run_state._loaders)
+        step_index, finished = context.loop.steps_done, self._finished
+        self._last_step, self._finished = step_index, False
+        epochs = ", ".join(str(loader.epoch) for loader in self._loaders)
         context.recorder.event(
             "resumed",
             f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts from scratch"
@@ -155,12 +143,7 @@ class Saver:
         One that the last loop body wrote is replaced: what the body did after it belongs to the step.
         """
         self._write(self._context.loop.steps_done)
-        return self._took_s
-
-    @property
-    def took_s(self) -> float:
-        """Seconds that the last checkpoint of this session took; 0 before the first."""
-        return self._took_s
+        return self.took_s
 
     def close(self) -> None:
         """Save the last steps of a script that ended without an error; mark the run finished if its loop ran to the end."""
@@ -173,11 +156,11 @@ class Saver:
         if not self._called and not continued:
             return
         # A script that leaves its loop early (time limit, stop request) may continue later.
-        self._run_state.finished = loop.step is None and not loop.left_early
+        self._finished = loop.step is None and not loop.left_early
         step = self._step_after_body()
         if step > self._last_step:
             self._write(step)
-        elif not self._run_state.finished:
+        elif not self._finished:
             return
         elif (
             context.groups.rank == 0
@@ -218,7 +201,7 @@ class Saver:
             raise failure
         if rows[0][0]:
             raise CheckpointError("rank 0 failed to write the checkpoint")
-        self._took_s = time.monotonic() - began_s
+        self.took_s = time.monotonic() - began_s
         context.recorder.event("checkpoint", f"checkpoint at step {step}", step=step)
 
     def unregistered(self) -> list[str]:

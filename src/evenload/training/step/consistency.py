@@ -1,22 +1,7 @@
 """Check every few steps that all ranks hold the same parameters and buffers; name those that differ.
 
-Note [When]
-  Every N-th step a checksum of this rank's state (checksums.py) is queued before the forward; on a GPU it runs beside other
-  work. Its one number travels in the exchange that each backward has anyway, so a check without a finding needs no further
-  collective. A change on one rank after step s is detected in one of the steps s + 1 to s + N.
-
-Note [What is compared]
-  Parameters (frozen and tied ones too, each once) and persistent buffers of all prepared models. Left out: buffers
-  registered with persistent=False, which are caches and may depend on a rank's own samples; the statistics of BatchNorm
-  modules that are local to each rank (batch_norm="local", or a subclass with its own forward); names in a model's
-  `_ddp_params_and_buffers_to_ignore`, as in torch; tensors made of others (DTensor).
-
-Note [Different devices]
-  Ranks on the same kind of device compute the same update of the same summed gradient bit for bit. Ranks on different kinds
-  (two kinds of GPU, a GPU and a CPU, CPUs with different numbers of threads) round differently in the clipping norm and in
-  the optimizer, and their copies drift apart in the last bits, as under DDP. In that case, and only if the checksums differ,
-  the ranks exchange a sketch of each tensor and compare it with a tolerance of 1000 eps of its norm: the drift of a random
-  walk of a million steps. The gradient is the same sum on all ranks, so such a drift does not grow and is accepted.
+docs/consistency.md says when, what is compared, and with which tolerance on devices of different kinds. A checksum is queued
+before the forward, and its one number travels in the exchange of the backward; only a difference needs further collectives.
 """
 
 from __future__ import annotations
@@ -25,7 +10,7 @@ import json
 import math
 import platform
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,7 +159,7 @@ class Consistency:
 
 
 def state_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the state that must be equal on all ranks, by name; see Note [What is compared]."""
+    """Return the state that must be equal on all ranks, by name; see docs/consistency.md."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for index, model in enumerate(models):
@@ -250,15 +235,10 @@ def _comparable(tensor: torch.Tensor) -> bool:
     )
 
 
-def _kinds(tensors: Any) -> list[tuple[Any, ...]]:
+def _kinds(tensors: Collection[torch.Tensor]) -> list[tuple[Any, ...]]:
     """Return the kind of device of each tensor: ranks with equal lists compute the same bits."""
-    known: dict[torch.device, tuple[Any, ...]] = {}
-    kinds: list[tuple[Any, ...]] = []
-    for tensor in tensors:
-        if tensor.device not in known:
-            known[tensor.device] = _kind(tensor.device)
-        kinds.append(known[tensor.device])
-    return kinds
+    known = {device: _kind(device) for device in {tensor.device for tensor in tensors}}
+    return [known[tensor.device] for tensor in tensors]
 
 
 def _kind(device: torch.device) -> tuple[Any, ...]:

@@ -29,14 +29,7 @@ from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.step.consistency import Consistency
-from evenload.training.step.executor import (
-    AttemptResult,
-    BackwardAttempt,
-    Executor,
-    LabelWatch,
-    RankExecutor,
-    slow_down,
-)
+from evenload.training.step.executor import AttemptResult, BackwardAttempt, Executor, LabelWatch, RankExecutor
 from evenload.training.step.planner import Planner
 from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, RankReport
 from evenload.training.step.stats import StepRecorder, StepStats
@@ -130,10 +123,6 @@ class Engine:
         stats.calls += 1
         stats.body_since_s = time.perf_counter()
         return loss
-
-    def slow_down(self, since_s: float) -> None:
-        """Compute on if this rank is throttled; see `executor.slow_down`."""
-        slow_down(self.throttle, self.device, since_s)
 
     def _attempts(self, batch: GlobalBatch, planner: Planner, stats: StepStats, loss_fn: LossFn) -> torch.Tensor:
         expect = True

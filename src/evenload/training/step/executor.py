@@ -48,7 +48,6 @@ class AttemptResult:
     nominal: float
     """Divisor of the backwards."""
     dtype: torch.dtype
-    """Dtype of the loss."""
 
 
 class Executor(Protocol):

@@ -43,7 +43,6 @@ class RankReport:
     """Sum of weight x mean loss over this rank's micro-batches."""
     touched_key: float
     has_decision: bool
-    """True if rank 0 has a decision to send."""
     elapsed_s: float
     """Since the start of the run; rank 0's is used."""
     memory_bytes: float
@@ -52,7 +51,6 @@ class RankReport:
     reading: float
     """Code of how this rank reads its samples (data/tuning.py)."""
     stop_requested: bool
-    """True if this rank received a request to stop (stop.py)."""
     seconds: Mapping[Segment, float]
     """Of each segment since the last report."""
     metrics: Mapping[str, float]

@@ -13,6 +13,7 @@ from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.step.engine import Engine
+from evenload.training.step.executor import slow_down
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 
@@ -88,7 +89,7 @@ class Step:
         if not self.committed:
             self.committed = True
             self._loader.commit(self.batch)
-            self._loop.restore(self._loop.steps_done + 1)
+            self._loop.steps_done += 1
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
@@ -156,9 +157,6 @@ class StepLoop:
         """Call `listener` at each point of a step, after the listeners added before it."""
         self._listeners.append(listener)
 
-    def restore(self, steps_done: int) -> None:
-        self.steps_done = steps_done
-
     def stop(self) -> None:
         """Note that the script ends here on request, with its state saved."""
         self.left_early = self.stopped = True
@@ -211,7 +209,7 @@ class StepLoop:
         self.left_early = not finished
         engine = self.engine
         if step.stats.calls:
-            engine.slow_down(step.stats.body_since_s)
+            slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
         self.close()
         engine.control.set_position(step.epoch, -1)

@@ -52,9 +52,7 @@ class DifferenceCause:
     """``randomness``, ``weights``, ``sum``, ``coupled``, ``batch_norm``, ``unprepared``, ``data``, ``nondeterminism``,
     ``ranks``, ``not_finite``, ``unknown``."""
     finding: str
-    """Observation of the test."""
     fix: str
-    """The line to write."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from evenload.records.recorder import Recorder
 from evenload.training.comm.clock import StepClock
 from evenload.training.compute import batchnorm, randomness
-from evenload.training.compute.buffers import BufferGuard
+from evenload.training.compute.buffers import buffers_restored
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import read_result
@@ -135,7 +135,7 @@ class VerifyCall:
         strategy = ReplicaStrategy()
         strategy.attach(self.models, context.groups)
         try:
-            with self._varied(variant), self._buffers_restored(), warnings.catch_warnings():
+            with self._varied(variant), buffers_restored(self.models), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the script's own backward follows, and warns
                 for _ in range(20):
                     engine = self._engine(strategy)
@@ -196,7 +196,7 @@ class VerifyCall:
             randomness.set_aside(device),
             self._varied(variant),
             _plain_batch_norm(self.models),
-            self._buffers_restored(),
+            buffers_restored(self.models),
             torch.enable_grad(),
         ):
             for index, span in enumerate(spans):
@@ -218,7 +218,7 @@ class VerifyCall:
         if not units:
             return Gradient([None] * len(self.tracked), math.nan, 0.0, weighted)
         taken = self._take(loss_sum / units, num_samples / (self.precision.scale * units))
-        return Gradient(taken.values, taken.loss, units, weighted)
+        return replace(taken, units=units, weighted=weighted)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
@@ -250,15 +250,6 @@ class VerifyCall:
             if variant.no_dropout:
                 stack.enter_context(no_dropout(self.models))
             yield
-
-    @contextmanager
-    def _buffers_restored(self) -> Iterator[None]:
-        guard = BufferGuard(self.models)
-        guard.save()
-        try:
-            yield
-        finally:
-            guard.restore()
 
 
 class _NoDropout(TorchFunctionMode):

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -243,14 +244,9 @@ def _is_compiled(models: Sequence[nn.Module]) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
+def _uncompiled(models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
     # Parts of a batch differ in shape, and float64 in dtype: each would be compiled again.
-    if not _is_compiled(models):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if _is_compiled(models) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

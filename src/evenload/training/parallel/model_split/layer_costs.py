@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from evenload.balance.values import LinkSpeed
 from evenload.errors import ConfigError
 from evenload.training.compute import randomness
-from evenload.training.compute.buffers import BufferGuard
+from evenload.training.compute.buffers import buffers_restored
 from evenload.training.data.batches import move
 from evenload.training.parallel.model_split.layer_units import LayerUnit, tensors_of
 
@@ -71,18 +71,14 @@ def measure(
     args, kwargs = read_example(example)
     args, kwargs = move(args, home), move(kwargs, home)
     timer = _UnitTimer(units, devices, cache)
-    guard = BufferGuard([model])
-    guard.save()
     try:
-        with randomness.set_aside(home), timer.hooked(), torch.no_grad():
+        with buffers_restored([model]), randomness.set_aside(home), timer.hooked(), torch.no_grad():
             output = model(*args, **kwargs)
     except Exception as error:
         raise ConfigError(
             f"place(example=...): {type(model).__name__} can't be run on the example ({type(error).__name__}: {error}); give "
             "it as the model is called: a tensor, a tuple of positional arguments, or a dict of keyword arguments"
         ) from error
-    finally:
-        guard.restore()
     _fill_unknown(timer.costs, units, len(devices))
     return ModelCosts(tuple(timer.costs), _bytes_in(output), measured=True)
 
