@@ -217,9 +217,8 @@ class _Planning:
             if self.sharing is not None and self._join(job):
                 continue
             is_all_gone = self.availability.is_empty and (candidates is None or candidates.is_empty)
-            if is_all_gone and (
-                self.sharing is None or self.window is not None
-            ):  # joining jobs may not delay the first
+            # With shared devices a reservation is needed first: joining jobs may not delay the first in line.
+            if is_all_gone and (self.sharing is None or self.window is not None):
                 self.is_anyone_waiting = True
                 if not self.explain and self.sharing is None:
                     break

@@ -33,7 +33,7 @@ class PolicyDecision:
     """The result of a policy. `decide` follows it as far as limits, devices and protections allow."""
 
     order: Sequence[Job]
-    """All jobs of the input, the most deserving first; higher classes stand before lower ones."""
+    """All jobs of the input, the most deserving first; higher classes before lower ones."""
     preempts: bool
     """True if a pending job may displace running ones behind it."""
     reserves: bool = True

@@ -1,7 +1,7 @@
 """Preemption: which jobs must stop so that a more deserving job can start, the least deserving first, as few as possible.
 
-A pending job may displace a running one that stands behind it in the policy's order, can be preempted, was not preempted
-too often within the hour, and either has had its minimum run time or is of a lower class.
+A pending job may displace a running one that is behind it in the policy's order, is preemptible, was not preempted too
+often within the hour, and has had its minimum run time or is of a lower class.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PreemptionCandidates:
         self._count(candidate, -1)
 
     def keep(self, name: str) -> None:
-        """Let a job stay wherever it stands: another has joined on its device (`core.sharing`)."""
+        """Let a job stay whatever its position: another has joined on its device (`core.sharing`)."""
         for index in range(self._num_passed, len(self._tail)):
             if (candidate := self._tail[index]).job.id == name:
                 self._count(candidate, -1)
@@ -200,4 +200,4 @@ def _needed(found: list[tuple[PreemptionCandidate, Adds]], spare: int, place: ob
 
 
 _ANYWHERE = 0
-"""The key of a gang that may stand anywhere: all devices count together."""
+"""The key for a gang that may use any devices: all count together."""

@@ -16,7 +16,7 @@ _QUANTUM_S = 3600.0
 def fair_share(inputs: PolicyInput) -> PolicyDecision:
     """Fill progressively: take the next job of the user with the least use over share, again and again.
 
-    Each user's own jobs stand with those that run first, then by submission. A running job counts only half, so that
+    Each user's own jobs are sorted running ones first, then by submission. A running job counts only half, so that
     users who are equal don't take devices from each other in turns.
     """
     order: list[Job] = []

@@ -7,7 +7,7 @@ from evenload.scheduler.core.states import JobState
 
 
 def priority(inputs: PolicyInput) -> PolicyDecision:
-    """Order by class; within a class jobs never displace each other: running ones stand before waiting ones."""
+    """Order by class; within a class jobs never displace each other: running ones come before waiting ones."""
     order = sorted(
         inputs.jobs, key=lambda job: (-job.spec.priority, job.state is not JobState.RUNNING, job.submitted_s)
     )

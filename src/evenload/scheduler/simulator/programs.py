@@ -42,7 +42,7 @@ class SimulatedProgram(Protocol):
 class TimedProgram:
     """A program of a known duration, as in recorded traces: ``speed = mean(device speeds) · (n / n₀)^scaling``.
 
-    Where its speeds on 1, 2, … devices were measured, those stand in place of the power, and it reports them to the queue.
+    Speeds measured on 1, 2, … devices replace the power, and are reported to the queue.
     """
 
     def __init__(self, duration_s: float, num_devices: int, scaling: float, rates: tuple[float, ...] = ()) -> None:
