@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from evenload.records.summary import RankSummary, StepBottleneck, WindowSummary, summarize_steps
-from evenload.records.values import Event, LateMetrics, Record, StepRecord
+from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 MAX_RANKS_SHOWN = 8
 """With more ranks, a line shows their range and the rank that waits least (the slowest one)."""
@@ -31,10 +31,10 @@ class RunInfo:
     def add(self, record: Record) -> None:
         if isinstance(record, StepRecord):
             self._times.append((record.step, record.time, record.seconds))
-        elif isinstance(record, Event):
+        elif isinstance(record, RunEvent):
             self._add_event(record)
 
-    def _add_event(self, event: Event) -> None:
+    def _add_event(self, event: RunEvent) -> None:
         if event.kind == "open":
             self._times.clear()
         self.total_steps = _count(event.fields.get("total_steps")) or self.total_steps
@@ -96,7 +96,7 @@ class ProgressLines:
         self.info.add(record)
         if isinstance(record, LateMetrics):
             return []
-        if isinstance(record, Event):
+        if isinstance(record, RunEvent):
             return [f"evenload: {record.message}"] if record.message else []
         if self._window and self._window[-1].arm != record.arm:
             self._window.clear()  # a line covers steps of one arm only

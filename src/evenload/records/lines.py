@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evenload.errors import ConfigError
-from evenload.records.values import SEGMENTS, Event, LateMetrics, RankTimes, Record, StepRecord
+from evenload.records.values import SEGMENTS, LateMetrics, RankTimes, Record, RunEvent, StepRecord
 
 SCHEMA = 1
 """Increased when an older reader would misread a line; a new key does not require it."""
@@ -46,7 +46,7 @@ def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
     return _encode(row)
 
 
-def event_line(event: Event) -> bytes:
+def event_line(event: RunEvent) -> bytes:
     """Encode an event, newline included; fields of types unknown to JSON are written as text."""
     row: dict[str, Any] = {
         "kind": event.kind,
@@ -75,7 +75,7 @@ def parse_line(line: bytes) -> Record | None:
             _check_schema(row["schema"])
             return None
         if "kind" in row:
-            return Event(row["kind"], row["message"], float(row["time"]), row["step"], row.get("fields", {}))
+            return RunEvent(row["kind"], row["message"], float(row["time"]), row["step"], row.get("fields", {}))
         if "log" in row:
             return LateMetrics(row["step"], _floats(row["log"]), float(row["time"]))
         return _parse_step(row)

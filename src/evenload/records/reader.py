@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 from evenload.records.lines import EVENTS_FILE, STEPS_FILE, parse_line
-from evenload.records.values import Event, LateMetrics, Record, StepRecord
+from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 _BLOCK_BYTES = 1 << 16
 
@@ -37,8 +37,8 @@ def find_run(path: Path) -> tuple[Path, int]:
     return max(runs, key=_modified_s), len(runs)
 
 
-def read_events(folder: Path) -> list[Event]:
-    return [record for record in _read(folder / EVENTS_FILE) if isinstance(record, Event)]
+def read_events(folder: Path) -> list[RunEvent]:
+    return [record for record in _read(folder / EVENTS_FILE) if isinstance(record, RunEvent)]
 
 
 def read_steps(folder: Path) -> list[StepRecord]:

@@ -15,7 +15,7 @@ from evenload.records import lines
 from evenload.records.console import ProgressLines
 from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.loggers.logger_thread import LoggerThread, close_logger_threads, start_logger_threads
-from evenload.records.values import Event, LateMetrics, Record, StepRecord
+from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 CONFIG_FILE = "config.toml"
 
@@ -79,7 +79,7 @@ class Recorder:
         """
         if self._closed:
             return
-        event = Event(kind, message, time.time(), step, fields)
+        event = RunEvent(kind, message, time.time(), step, fields)
         with self._lock:
             self._events.write(lines.event_line(event))
             self._show(event)

@@ -61,7 +61,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """One occurrence or decision, with its reason as a sentence."""
 
     kind: str
@@ -82,4 +82,4 @@ class LateMetrics:
     time: float = field(default_factory=_time.time)
 
 
-Record = StepRecord | Event | LateMetrics
+Record = StepRecord | RunEvent | LateMetrics

@@ -12,7 +12,7 @@ import pytest
 from evenload.records import lines
 from evenload.records.reader import RecordTail
 from evenload.records.recorder import Recorder
-from evenload.records.values import Event, StepRecord
+from evenload.records.values import RunEvent, StepRecord
 from tests.paths import ROOT
 from tests.unit.records.make import START_S, make_step
 
@@ -52,7 +52,7 @@ def test_another_process_is_followed_at_once_and_past_its_death(tmp_path: Path) 
         # The writer lives and has flushed nothing: what it wrote is there.
         records = tail.poll()
         assert step_numbers(records) == [0, 1, 2, 3, 4]
-        told = [record.message for record in records if isinstance(record, Event) and record.kind == "reported"]
+        told = [record.message for record in records if isinstance(record, RunEvent) and record.kind == "reported"]
         assert told == [f"after {index}" for index in range(5)]
         assert tail.poll() == []
         writer.send_signal(signal.SIGKILL)
@@ -125,5 +125,5 @@ def test_events_and_steps_come_by_their_times(tmp_path: Path) -> None:
     recorder.event("x", "between")
     recorder.step(dataclasses.replace(make_step(1), time=now + 5))
     recorder.close()
-    kinds = [record.kind if isinstance(record, Event) else record.step for record in RecordTail(tmp_path).poll()]
+    kinds = [record.kind if isinstance(record, RunEvent) else record.step for record in RecordTail(tmp_path).poll()]
     assert kinds == [0, "open", "x", "close", 1]

@@ -17,7 +17,7 @@ from rich.console import Console
 from evenload.errors import ConfigError
 from evenload.records.console import RunInfo, plain_line
 from evenload.records.recorder import Recorder
-from evenload.records.values import Event, RankTimes
+from evenload.records.values import RankTimes, RunEvent
 from evenload.views.run.panel import BusyBar, render_panel
 from evenload.views.run.progress import RunProgress
 from tests.paths import ROOT
@@ -26,7 +26,7 @@ from tests.unit.records.make import START_S, make_step
 
 def make_facts(*devices: str, **fields: object) -> RunInfo:
     info = RunInfo()
-    info.add(Event("open", "", fields={"total_steps": 400, "devices": list(devices), **fields}))
+    info.add(RunEvent("open", "", fields={"total_steps": 400, "devices": list(devices), **fields}))
     return info
 
 
@@ -39,7 +39,7 @@ def draw(window: list, info: RunInfo, width: int) -> list[str]:
 def test_the_live_area_word_for_word() -> None:
     window = [make_step(index) for index in range(118, 120)]
     info = make_facts("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3060")
-    info.add(Event("solo_speeds", "", fields={"speeds_per_s": [400, 140]}))
+    info.add(RunEvent("solo_speeds", "", fields={"speeds_per_s": [400, 140]}))
     for step in window:
         info.add(step)
     assert [line.replace("\N{NO-BREAK SPACE}", " ") for line in draw(window, info, 100)] == [

@@ -8,13 +8,13 @@ import pytest
 from evenload.records.console import ProgressLines, RunInfo, format_number, format_seconds, plain_line
 from evenload.records.recorder import Recorder
 from evenload.records.summary import summarize_steps
-from evenload.records.values import Event, RankTimes
+from evenload.records.values import RankTimes, RunEvent
 from tests.unit.records.make import make_step
 
 
 def test_the_plain_line_word_for_word() -> None:
     info = RunInfo()
-    info.add(Event("open", "", fields={"total_steps": 400}))
+    info.add(RunEvent("open", "", fields={"total_steps": 400}))
     window = [make_step(index) for index in range(118, 120)]
     for step in window:
         info.add(step)
@@ -30,7 +30,7 @@ def test_efficiency_needs_the_solo_speed_of_each_rank() -> None:
     assert summarize_steps([step], (400.0,)).efficiency is None
     assert summarize_steps([step], (400.0, 140.0)).efficiency == pytest.approx(512 / 540)
     info = RunInfo()
-    info.add(Event("solo_speeds", "", fields={"speeds_per_s": [400.0, "140.0"]}))
+    info.add(RunEvent("solo_speeds", "", fields={"speeds_per_s": [400.0, "140.0"]}))
     info.add(step)
     assert " | efficiency 95 % | " in plain_line([step], info)
 
@@ -65,14 +65,14 @@ def test_without_the_runs_length_the_epoch_is_told() -> None:
     info.add(step)
     assert plain_line([step], info).startswith("step 46 | loss")
     assert "left" not in plain_line([step], info)
-    info.add(Event("data", "", fields={"epoch_steps": 40}))
+    info.add(RunEvent("data", "", fields={"epoch_steps": 40}))
     assert plain_line([step], info).startswith("step 46 (epoch 1: 6/40) | loss")
     assert plain_line([step], info).endswith("| 0:17 left in the epoch")
 
 
 def test_the_time_left_counts_what_is_between_the_steps() -> None:
     info = RunInfo()
-    info.add(Event("open", "", fields={"total_steps": 110}))
+    info.add(RunEvent("open", "", fields={"total_steps": 110}))
     for index in range(10):
         info.add(make_step(index, time=100.0 + 2 * index))
     assert info.left_s(make_step(9)) == pytest.approx(200)

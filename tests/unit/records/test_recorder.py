@@ -14,7 +14,7 @@ from evenload.errors import ConfigError, StepError
 from evenload.records import lines
 from evenload.records.reader import RecordTail, find_run, read_events, read_steps
 from evenload.records.recorder import Recorder
-from evenload.records.values import Event, LateMetrics, RankTimes, StepRecord
+from evenload.records.values import LateMetrics, RankTimes, RunEvent, StepRecord
 from tests.unit.records.make import make_step
 
 
@@ -55,11 +55,11 @@ def test_any_number_survives_as_strict_json(loss: float, metric: float, field: f
     assert isinstance(back, StepRecord)
     assert repr(back.loss) == repr(loss)
     assert repr(back.metrics) == repr({name: metric})
-    line = lines.event_line(Event("x", name, fields={"a": [{"b": (field,)}]}))
+    line = lines.event_line(RunEvent("x", name, fields={"a": [{"b": (field,)}]}))
     assert line.count(b"\n") == 1
     json.loads(line, parse_constant=refuse)
     event = lines.parse_line(line)
-    assert isinstance(event, Event)
+    assert isinstance(event, RunEvent)
     assert event.message == name
     assert repr(float(event.fields["a"][0]["b"][0])) == repr(field)
 

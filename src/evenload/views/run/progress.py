@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from evenload.records.console import ProgressLines, RunInfo
 from evenload.records.reader import RecordTail
-from evenload.records.values import Event, LateMetrics, Record, StepRecord
+from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +72,7 @@ class RunProgress:
         if self._closed:
             return
         for record in self._records.poll() if self._records is not None else ():
-            if isinstance(record, Event) and record.kind in ("open", "close"):
+            if isinstance(record, RunEvent) and record.kind in ("open", "close"):
                 self._ended = record.kind == "close"
             self._display.add(record)
         self._display.refresh()
@@ -136,7 +136,7 @@ class _LiveDisplay:
 
     def add(self, record: Record) -> None:
         self.info.add(record)
-        if isinstance(record, Event):
+        if isinstance(record, RunEvent):
             if record.message:
                 self.print(f"evenload: {record.message}")
         elif not isinstance(record, LateMetrics):

@@ -12,7 +12,7 @@ from evenload.records.console import RunInfo
 from evenload.records.lines import spell_floats
 from evenload.records.reader import read_events, read_steps
 from evenload.records.summary import WindowSummary, summarize_steps
-from evenload.records.values import SEGMENTS, Event, StepRecord
+from evenload.records.values import SEGMENTS, RunEvent, StepRecord
 from evenload.stored_names import RUN_SUMMARY_JSON
 
 
@@ -71,7 +71,7 @@ class RunSummary:
     by_arm: dict[str, WindowSummary]
     spans: tuple[SharesSpan, ...]
     ranks: tuple[RankBreakdown, ...]
-    events: tuple[Event, ...]
+    events: tuple[RunEvent, ...]
     """Those with a message."""
 
 
@@ -129,7 +129,7 @@ def _losses(steps: Sequence[StepRecord]) -> Losses | None:
     return Losses(first=steps[0].loss, last=steps[-1].loss, best=best.loss, best_step=best.step)
 
 
-def _spans(steps: Sequence[StepRecord], events: Sequence[Event]) -> tuple[SharesSpan, ...]:
+def _spans(steps: Sequence[StepRecord], events: Sequence[RunEvent]) -> tuple[SharesSpan, ...]:
     decisions = [event for event in events if event.message and isinstance(event.fields.get("shares"), list)]
     whole: dict[str, int] = {}
     for step in steps:
@@ -147,7 +147,7 @@ def _spans(steps: Sequence[StepRecord], events: Sequence[Event]) -> tuple[Shares
     return tuple(spans)
 
 
-def _reason(step: StepRecord, decisions: Sequence[Event]) -> str:
+def _reason(step: StepRecord, decisions: Sequence[RunEvent]) -> str:
     """Return the message of the newest decision for these shares before the commit of the step."""
     for event in reversed(decisions):
         if event.time <= step.time and tuple(event.fields["shares"]) == step.shares:
