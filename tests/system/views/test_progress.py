@@ -198,7 +198,7 @@ import sys, time
 from pathlib import Path
 from evenload.views.run.progress import RunProgress
 
-with RunProgress(Path(sys.argv[1]), sys.stdout) as progress:
+with RunProgress(Path(sys.argv[1]), sys.stdout, since_s=0.0) as progress:
     deadline_s = time.monotonic() + 30
     while not progress.ended and time.monotonic() < deadline_s:
         progress.poll()
