@@ -1,4 +1,7 @@
-"""Conversion between records and lines of JSON; the ranks' seconds are columns (``"ranks": {"wait_s": [0.1, 0.2], ...}``)."""
+"""Conversion between records and lines of JSON.
+
+The seconds of the ranks are columns: ``"ranks": {"wait_s": [0.1, 0.2], ...}``.
+"""
 
 from __future__ import annotations
 
