@@ -67,6 +67,16 @@ def _one_of(*choices: str) -> Kind:
     return Kind(" ".join(f"`{choice}`" for choice in choices), check, metavar="|".join(choices))
 
 
+def _number_or_text(kind: type[int] | type[float]) -> Callable[[str], float | str]:
+    def parse(text: str) -> float | str:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return parse
+
+
 def _integer(expected: str, metavar: str, *, least: int, word: str = "") -> Kind:
     """An integer of at least ``least``, or one word in its place."""
 
@@ -77,26 +87,13 @@ def _integer(expected: str, metavar: str, *, least: int, word: str = "") -> Kind
             raise ValueError(f"expected {expected}")
         return value
 
-    def parse(text: str) -> int | str:
-        try:
-            return int(text)
-        except ValueError:
-            return text
-
-    return Kind(expected, check, parse, f"{word}|{metavar}" if word else metavar)
+    return Kind(expected, check, _number_or_text(int), f"{word}|{metavar}" if word else metavar)
 
 
 def _check_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ValueError("expected seconds, more than 0")
     return float(value)
-
-
-def _parse_seconds(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _check_flag(value: Any) -> bool:
@@ -171,7 +168,7 @@ def parse_logger_options(texts: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 _FLAG = Kind("true or false", _check_flag)
-_SECONDS = Kind("seconds, more than 0", _check_seconds, _parse_seconds, "SECONDS")
+_SECONDS = Kind("seconds, more than 0", _check_seconds, _number_or_text(float), "SECONDS")
 _BOTH = ("run", "verify")
 
 

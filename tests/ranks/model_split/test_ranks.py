@@ -56,11 +56,11 @@ def test_a_rank_may_have_several_devices(text: str, devices: list[tuple[str, ...
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("0+", "'' is no device"),
-        ("+", "'' is no device"),
+        ("0+", "'' is not a device"),
+        ("+", "'' is not a device"),
         ("0+9", "no GPU 9 here"),
         ("cpu:2+0", r"is one rank with several devices, each of which must be named; write cpu\+cpu in place of cpu:2"),
-        ("auto+cpu", "'auto' is no device"),
+        ("auto+cpu", "'auto' is not a device"),
     ],
 )
 def test_groups_that_make_no_sense(text: str, told: str) -> None:

@@ -145,7 +145,7 @@ def test_no_other_rank_joins_the_rendezvous(tmp_path):
         (["nope.py"], "error: there is no script nope.py; scripts in that folder: train.py"),
         (["."], "is a folder; give the script in it"),
         (["-m", "no.such"], "error: -m no.such: there is no module no"),
-        (["-d", "tpu", "train.py"], "error: -d tpu: 'tpu' is no device; expected auto, all, cpu"),
+        (["-d", "tpu", "train.py"], "error: -d tpu: 'tpu' is not a device; expected auto, all, cpu"),
         (["-d", "0,1,2,3,4,5,6,7,8", "train.py"], "here; here are: "),
         (["-d", "cpu:2", "--balance", "8,8,8", "train.py"], "--balance 8,8,8: 3 shares for 2 ranks (cpu, cpu)"),
         (["-d", "cpu:2", "--throttle", "1,0.5,1", "train.py"], "--throttle 1,0.5,1: 3 speeds for 2 ranks"),

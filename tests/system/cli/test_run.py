@@ -31,7 +31,7 @@ def _refused(capfd, *arguments):
         (["nope.py"], "no script nope.py"),
         (["."], "is a folder"),
         (["-m", "nope"], "no module nope"),
-        (["-d", "cpu:x", "train.py"], "'cpu:x' is no device"),
+        (["-d", "cpu:x", "train.py"], "'cpu:x' is not a device"),
         (["-d", "cuda:7", "train.py"], "no GPU 7 here"),
         (["-d", "cpu:2", "--balance", "1,2,3", "train.py"], "3 shares for 2 ranks"),
         (["--balance", "half", "train.py"], "--balance half"),

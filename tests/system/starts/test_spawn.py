@@ -129,7 +129,7 @@ def test_a_rank_of_torchrun_does_not_spawn(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (lambda: evenload.spawn("train"), "evenload.spawn got a str; it takes a function"),
         (lambda: evenload.spawn(who, devices=2), r"devices=2\): expected text as -d takes it"),
-        (lambda: evenload.spawn(who, devices="tpu"), "'tpu' is no device"),
+        (lambda: evenload.spawn(who, devices="tpu"), "'tpu' is not a device"),
         (lambda: evenload.spawn(who, "cpu", "hello"), r"args='hello'\): expected a tuple"),
         (lambda: evenload.spawn(who, "cpu", args=1e-3), "expected a tuple of the function's arguments"),
         (lambda: evenload.spawn(who, "cpu", learning_rate=1), r"spawn\(learning_rate=1\) .* there is no setting"),

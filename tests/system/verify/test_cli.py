@@ -101,7 +101,7 @@ def test_what_could_not_be_verified_ends_with_2(tmp_path, script, told):
     [
         ([], "no script to run"),
         (["nope.py"], "no script nope.py"),
-        (["-d", "cpu:x", "train.py"], "'cpu:x' is no device"),
+        (["-d", "cpu:x", "train.py"], "'cpu:x' is not a device"),
         (["--balance", "1,2,3", "-d", "cpu:2", "train.py"], "3 shares for 2 ranks"),
         (["--throttle", "1,1", "train.py"], "No such option"),
     ],

@@ -50,7 +50,7 @@ def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a,,b", "node[1-", "node[1]]", "node[3-1]", "node[a-b]", "node[]", "a b"])
 def test_what_is_no_list_of_hosts(text: str) -> None:
-    with pytest.raises(LaunchError, match="is no list of hosts as Slurm writes it"):
+    with pytest.raises(LaunchError, match="is not a list of hosts in Slurm's form"):
         expand_hosts(text)
 
 
@@ -108,7 +108,7 @@ def test_who_is_alone(bare: pytest.MonkeyPatch, variables: dict[str, str]) -> No
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x': expected a number, as srun sets it"),
         ({"SLURM_NTASKS": None, "SLURM_STEP_NUM_TASKS": None}, "neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS"),
         ({"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None}, "set MASTER_ADDR to the host of rank 0"),
-        ({"SLURM_STEP_NODELIST": "gpu[1-"}, r"'gpu\[1-' is no list of hosts"),
+        ({"SLURM_STEP_NODELIST": "gpu[1-"}, r"'gpu\[1-' is not a list of hosts"),
         ({"SLURM_JOB_ID": None}, "set MASTER_PORT to a free port of rank 0's host"),
         ({"MASTER_PORT": "free"}, "MASTER_PORT='free': expected a number"),
         ({"WORLD_SIZE": "12"}, "WORLD_SIZE=12 is set, but the number of tasks of srun is 6; unset WORLD_SIZE"),

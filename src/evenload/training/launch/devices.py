@@ -88,7 +88,7 @@ def _parse_item(text: str, item: str, host: HostDevices) -> list[RankDevice]:
         if index >= len(host.gpus):
             raise ConfigError(f"-d {text}: there is no GPU {index} here; here are: {host.describe()}")
         return [_gpu_device(host.gpus[index])]
-    raise ConfigError(f"-d {text}: {item!r} is no device; {_EXPECTED}; here are: {host.describe()}")
+    raise ConfigError(f"-d {text}: {item!r} is not a device; {_EXPECTED}; here are: {host.describe()}")
 
 
 def _group(parts: list[list[RankDevice]], text: str, item: str) -> RankDevice:

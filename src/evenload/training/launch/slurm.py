@@ -77,7 +77,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     try:
         return tuple(name for item in _split(text) for name in _expand(item))
     except ValueError:
-        raise LaunchError(f"{text!r} is no list of hosts as Slurm writes it, such as node[01-03,07],login") from None
+        raise LaunchError(f"{text!r} is not a list of hosts in Slurm's form, such as node[01-03,07],login") from None
 
 
 def _split(text: str) -> list[str]:

@@ -8,6 +8,7 @@ the rendezvous and stay connected; the coordinator decides the cause of a failur
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import signal
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.replicas import as_one_worker, make_throttle, num_parts, throttle_of
 from evenload.training.launch.stop_status import StopStatus
 from evenload.training.launch.store_server import StoreServer, listen
-from evenload.training.launch.target import check_target
+from evenload.training.launch.target import target_file
 from evenload.training.launch.throttle import ThrottleController, check_factors
 from evenload.training.launch.worker import end_process
 
@@ -47,6 +48,7 @@ _NOT_SAVED = (
     "nothing was saved: the script doesn't call run.resume(model=..., optimizer=...), which lets it save and stop, or it handles "
     "SIGTERM itself"
 )
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.04
 _CAUSE_WAIT_S = 2.0
 """Time to wait for the rank that is the cause when others have only lost a peer."""
@@ -88,7 +90,7 @@ def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[Worke
     a device, or a number of shares or speeds is wrong. LaunchError: there is no such script or module.
     """
     if not request.call:
-        check_target(request.arguments)
+        target_file(request.arguments)  # raises if there is none
     resolve({}, request.settings, SPAWN if request.call else COMMAND_LINE)
     host = host or read_host()
     # One share for each rank of all machines: counted at the rendezvous.
@@ -166,16 +168,13 @@ class _Supervisor:
         self._store: StoreServer | None = None
         self._peers = PeerMonitor()
         self._machine = ""
-        """Name of this machine among several."""
         self._own_causes: dict[int, FailureCause] = {}
         self._throttle: ThrottleController | None = None
         self._view = request.view
         self._following = False
         self._outputs.view = request.view
         self._stop_signals: list[int] = []
-        """Signals received so far."""
         self._stop_forwarded = False
-        """The ranks were requested to save and stop."""
 
     def run(self, specs: Sequence[WorkerSpec], num_cores: Sequence[float]) -> int:
         """Start the workers, wait until all have ended, and return the exit code."""
@@ -217,15 +216,31 @@ class _Supervisor:
         The first signal is forwarded to ranks that can save and stop by themselves. Otherwise, and by a second signal, the
         ranks are ended.
         """
-        before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, lambda received, _: self._stop_signals.append(received))
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        reader, writer = os.pipe()
+        for descriptor in (reader, writer):
+            os.set_blocking(descriptor, False)
+
+        def collect(received: int, _: object) -> None:
+            # Python calls this once for several signals that came while a thread kept it busy (an import of torch), but
+            # writes a byte for each.
+            numbers: list[int] = []
+            with suppress(BlockingIOError):
+                numbers = [number for number in os.read(reader, 4096) if number in _STOP_SIGNALS]
+            self._stop_signals += numbers or [received]
+
+        before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        before = {number: signal.signal(number, collect) for number in _STOP_SIGNALS}
         try:
             yield
         finally:
             for caught, handler in before.items():
                 signal.signal(caught, signal.SIG_IGN if ignore_afterwards else handler)
+            signal.set_wakeup_fd(before_fd)
+            os.close(reader)
+            os.close(writer)
 
     @property
     def store_is_starting(self) -> bool:

@@ -12,11 +12,6 @@ from pathlib import Path
 from evenload.errors import LaunchError
 
 
-def check_target(arguments: Sequence[str]) -> None:
-    """Check that the script or module exists; LaunchError if not."""
-    target_file(arguments)
-
-
 def target_file(arguments: Sequence[str]) -> Path:
     """Return the file that would run; for a module without a source file, its name; LaunchError if it does not exist."""
     if not arguments or tuple(arguments) == ("-m",):
