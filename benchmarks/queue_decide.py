@@ -99,7 +99,7 @@ class _Full:
         for _ in range(num):
             self.submit()
 
-    def apply(self, event: events.Event) -> None:
+    def apply(self, event: events.QueueEvent) -> None:
         began_s = time.perf_counter()
         self.queue_state.apply(event)
         self.event_s += time.perf_counter() - began_s

@@ -21,7 +21,7 @@ from tests.unit.scheduler.test_cli_simulate import JOBS
 def test_the_commands_run(tmp_path: Path) -> None:
     table = tmp_path / "first.csv"
     table.write_text(JOBS)
-    log: list[events.Event] = []
+    log: list[events.QueueEvent] = []
     simulate(read_workload(table), Conditions(tuple(box(4)), Settings(policy="fifo")), log)
     with QueueStore(tmp_path / ".local/state/evenload/queue", holder="a test") as store:
         for event in log:

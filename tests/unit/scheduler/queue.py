@@ -36,14 +36,14 @@ class Queue:
 
     def __init__(self, devices: Sequence[Device], **settings: Any) -> None:
         self.queue_state = QueueState()
-        self.log: list[events.Event] = []
+        self.log: list[events.QueueEvent] = []
         self.now_s = 0.0
         self.num = 0
         self.apply(events.SettingsSet(0.0, Settings(**settings)))
         for device in devices:
             self.apply(events.DeviceAdded(0.0, device))
 
-    def apply(self, event: events.Event) -> tuple[Job, ...]:
+    def apply(self, event: events.QueueEvent) -> tuple[Job, ...]:
         changed = self.queue_state.apply(event)
         self.log.append(event)
         assert violations(self.queue_state.snapshot()) == []

@@ -135,7 +135,7 @@ def test_limits_and_reservations_hold_people_back(jobs: Path, capsys: pytest.Cap
 def queue_folder(jobs: Path, tmp_path: Path) -> Path:
     """A queue as a daemon leaves it: four devices with a price, two users, one of them limited."""
     devices = [replace(device, price_per_hour=2.0, power_w=300.0) for device in box(4)]
-    log: list[events.Event] = []
+    log: list[events.QueueEvent] = []
     settings = Settings(policy="fifo", restart_s=5.0)
     conditions = Conditions(tuple(devices), settings, limits={"bob": Limits(max_devices=4)})
     simulate(read_workload(jobs), conditions, log)

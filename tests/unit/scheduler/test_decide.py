@@ -435,7 +435,7 @@ def test_times_and_use_are_accounted() -> None:
         events.DeviceAdded(0.0, Device("gpu0.0", "elsewhere")),
     ],
 )
-def test_an_event_that_cannot_follow_is_refused_and_changes_nothing(event: events.Event) -> None:
+def test_an_event_that_cannot_follow_is_refused_and_changes_nothing(event: events.QueueEvent) -> None:
     queue = Queue(box(1))
     queue.submit(1)
     before = queue.queue_state.snapshot()

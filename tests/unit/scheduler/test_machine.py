@@ -32,11 +32,11 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue_state = QueueState()
-        self.log: list[events.Event] = []
+        self.log: list[events.QueueEvent] = []
         self.now_s = 0.0
         self.num = 0
 
-    def apply(self, event: events.Event) -> None:
+    def apply(self, event: events.QueueEvent) -> None:
         self.queue_state.apply(event)
         self.log.append(event)
 

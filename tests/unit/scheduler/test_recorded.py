@@ -23,7 +23,7 @@ JOBS = "job,submitted_s,devices,duration_s,user,priority,after,preemptible\n" + 
 )
 
 
-def write_log(log: list[events.Event], path: Path) -> Path:
+def write_log(log: list[events.QueueEvent], path: Path) -> Path:
     path.write_text("".join(json.dumps(events.as_row(event)) + "\n" for event in log))
     return path
 
@@ -33,7 +33,7 @@ def test_a_record_simulated_again_gives_the_same_times(tmp_path: Path, policy: s
     table = tmp_path / "jobs.csv"
     table.write_text(JOBS)
     conditions = Conditions(devices_of("1x4"), Settings(policy=policy))
-    log: list[events.Event] = []
+    log: list[events.QueueEvent] = []
     first = simulate(read_workload(table), conditions, log)
     record = write_log(log, tmp_path / "queue.jsonl")
     again = simulate(read_workload(record), conditions)

@@ -18,12 +18,12 @@ from evenload.stored_names import STORED_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class QueueEvent:
     time_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class JobEvent(Event):
+class JobEvent(QueueEvent):
     job: str
 
 
@@ -134,14 +134,14 @@ class SpecChanged(JobEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceAdded(Event):
+class DeviceAdded(QueueEvent):
     """A device was added to the queue, or measured again."""
 
     device: Device
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceClosed(Event):
+class DeviceClosed(QueueEvent):
     """Nothing new may start on a device: held externally, memory in use, broken, or closed by an admin."""
 
     device: str
@@ -149,37 +149,37 @@ class DeviceClosed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceOpened(Event):
+class DeviceOpened(QueueEvent):
     device: str
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRemoved(Event):
+class DeviceRemoved(QueueEvent):
     """A device that no job holds was removed from the queue."""
 
     device: str
 
 
 @dataclass(frozen=True, slots=True)
-class LimitsSet(Event):
+class LimitsSet(QueueEvent):
     user: str
     limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
-class ReservationSet(Event):
+class ReservationSet(QueueEvent):
     """Devices are reserved, or a reservation of the same id is changed."""
 
     reservation: Reservation
 
 
 @dataclass(frozen=True, slots=True)
-class ReservationEnded(Event):
+class ReservationEnded(QueueEvent):
     reservation: str
 
 
 @dataclass(frozen=True, slots=True)
-class SettingsSet(Event):
+class SettingsSet(QueueEvent):
     settings: Settings
 
 
@@ -192,20 +192,20 @@ def stored_kind(kind: type[Any]) -> str:
     return STORED_EVENTS.get(kind.__name__, kind.__name__)
 
 
-KINDS: dict[str, type[Event]] = {
+KINDS: dict[str, type[QueueEvent]] = {
     stored_kind(kind): kind
     for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, Event) and kind not in (Event, JobEvent)
+    if isinstance(kind, type) and issubclass(kind, QueueEvent) and kind not in (QueueEvent, JobEvent)
 }
 """Stored name → class, of all events above."""
 
 
-def as_row(event: Event) -> dict[str, Any]:
+def as_row(event: QueueEvent) -> dict[str, Any]:
     """Return the event as plain values of JSON, with its kind; what has its default is left out."""
     return {"kind": stored_kind(type(event)), **validation.plain(event)}
 
 
-def from_row(row: Mapping[str, Any]) -> Event:
+def from_row(row: Mapping[str, Any]) -> QueueEvent:
     """Return the event of a row that `as_row` made; `QueueError` for an unknown kind, or a field that doesn't fit."""
     kind = KINDS.get(str(row.get("kind")))
     if kind is None:

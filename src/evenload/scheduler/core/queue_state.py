@@ -22,7 +22,7 @@ _HOUR_S = 3600.0
 
 
 class QueueState:
-    def __init__(self, past: Iterable[events.Event] = ()) -> None:
+    def __init__(self, past: Iterable[events.QueueEvent] = ()) -> None:
         self.jobs: dict[str, Job] = {}
         """All that have not ended, in the order of submission."""
         self.outcomes: dict[str, JobState] = {}
@@ -73,7 +73,7 @@ class QueueState:
             for name in job.unmet:
                 self.dependents.setdefault(name, []).append(job.id)
 
-    def apply(self, event: events.Event) -> tuple[Job, ...]:
+    def apply(self, event: events.QueueEvent) -> tuple[Job, ...]:
         """Apply one event; return the jobs it changed as they are now, ended ones included.
 
         The clock never goes back: an event that claims to be older than the one before counts as of the same time.

@@ -289,7 +289,7 @@ class Attempts:
             if attempt is None or attempt.fence != live.fence:
                 continue
             self._record_report(live, record)
-            event: events.Event = events.Lost(time.time(), live.fence.job, gone.reason)
+            event: events.QueueEvent = events.Lost(time.time(), live.fence.job, gone.reason)
             if gone.result is not None:
                 event = ending(live.fence.job, time.time(), gone.result, live.report, live.done_before)
                 if isinstance(event, events.Yielded):

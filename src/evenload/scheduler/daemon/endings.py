@@ -15,7 +15,7 @@ _BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SI
 
 def ending(
     job: str, now_s: float, result: RunnerResult, report: ProgressReport | None, done_before: float
-) -> events.Event:
+) -> events.QueueEvent:
     """Return the event that ends an attempt.
 
     `done_before` is the work done when it began: a job that stops without a request must have made progress, or it would
@@ -36,7 +36,7 @@ def ending(
     return events.Ended(now_s, job, is_success=result.code == 0, reason=describe_code(result.code))
 
 
-def _requested_ending(job: str, now_s: float, result: RunnerResult, has_saved: bool) -> events.Event:
+def _requested_ending(job: str, now_s: float, result: RunnerResult, has_saved: bool) -> events.QueueEvent:
     code = result.code
     if code == EXIT_CODE or has_saved:
         return events.Yielded(now_s, job)

@@ -21,13 +21,13 @@ _REPEAT_S = 30.0
 """A reason with only other numbers is recorded again no more often than this."""
 
 
-def device_events(queue_state: QueueState, found: Mapping[str, LocalDevice], now_s: float) -> list[events.Event]:
+def device_events(queue_state: QueueState, found: Mapping[str, LocalDevice], now_s: float) -> list[events.QueueEvent]:
     """Return the events of devices that are new, changed, back, or missing.
 
     A missing one is removed only where another of its kind was found: a driver that doesn't answer for a moment must not
     empty the queue.
     """
-    happened: list[events.Event] = []
+    happened: list[events.QueueEvent] = []
     for name, one in found.items():
         if queue_state.devices.get(name) != one.device:
             happened.append(events.DeviceAdded(now_s, one.device))
@@ -49,9 +49,9 @@ def _is_reserved(queue_state: QueueState, name: str) -> bool:
     return any(name in reservation.devices for reservation in queue_state.reservations.values())
 
 
-def file_events(queue_state: QueueState, settings: QueueFile, now_s: float) -> list[events.Event]:
+def file_events(queue_state: QueueState, settings: QueueFile, now_s: float) -> list[events.QueueEvent]:
     """Return the events that apply `queue.toml` where it differs from the store."""
-    happened: list[events.Event] = []
+    happened: list[events.QueueEvent] = []
     if settings.settings:
         known = settings_from(settings.settings)
         wanted = replace(queue_state.settings, **{name: getattr(known, name) for name in settings.settings})

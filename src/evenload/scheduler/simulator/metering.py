@@ -20,7 +20,7 @@ class Meter:
         self.ended: list[JobOutcome] = []
         self.samples: list[ClusterSample] = []
 
-    def observe(self, event: events.Event, changed: tuple[Job, ...], queue_state: QueueState) -> None:
+    def observe(self, event: events.QueueEvent, changed: tuple[Job, ...], queue_state: QueueState) -> None:
         if isinstance(event, events.Reported):
             return
         match event:

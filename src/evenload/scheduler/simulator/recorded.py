@@ -57,7 +57,7 @@ class QueueRecord:
     """All there were; one that was taken back ends then."""
 
 
-def record_of(log: Iterable[events.Event]) -> QueueRecord:
+def record_of(log: Iterable[events.QueueEvent]) -> QueueRecord:
     """Fold the log; `QueueError` if its events don't follow each other."""
     queue_state = QueueState()
     seen: dict[str, _RecordedJob] = {}

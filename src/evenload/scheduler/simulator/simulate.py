@@ -60,7 +60,7 @@ class Conditions:
 
 
 def simulate(
-    arrivals: Sequence[JobArrival], conditions: Conditions, log: list[events.Event] | None = None
+    arrivals: Sequence[JobArrival], conditions: Conditions, log: list[events.QueueEvent] | None = None
 ) -> SimulationOutcome:
     """Run a workload to its end; `log` collects the queue's events, as a daemon would record them.
 
@@ -84,7 +84,9 @@ class _RunningProgram:
 
 
 class _Simulation:
-    def __init__(self, arrivals: Sequence[JobArrival], conditions: Conditions, log: list[events.Event] | None) -> None:
+    def __init__(
+        self, arrivals: Sequence[JobArrival], conditions: Conditions, log: list[events.QueueEvent] | None
+    ) -> None:
         self.conditions = conditions
         self.queue_state = QueueState()
         self.log = log
@@ -249,7 +251,7 @@ class _Simulation:
         if job is not None and job.state is JobState.STARTING:
             self._will_begin(name, now_s)
 
-    def _apply(self, event: events.Event) -> None:
+    def _apply(self, event: events.QueueEvent) -> None:
         if self.log is not None:
             self.log.append(event)
         self.meter.observe(event, self.queue_state.apply(event), self.queue_state)

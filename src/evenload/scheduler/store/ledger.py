@@ -33,7 +33,7 @@ class RunnerStarted:
     """Plain values, such as its pid, start time and boot id."""
 
 
-Entry = events.Event | RunnerStarted
+Entry = events.QueueEvent | RunnerStarted
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Ledger:
             f"have to end"
         )
 
-    def _new_names(self, event: events.Event) -> set[str]:
+    def _new_names(self, event: events.QueueEvent) -> set[str]:
         """The device or reservation that the event brings, where the queue's state doesn't have it."""
         if isinstance(event, events.DeviceAdded):
             return {event.device.id} - self.queue_state.devices.keys()
@@ -134,7 +134,7 @@ class Ledger:
             raise QueueError(f"attempt {number} of job {job} is not under way")
         return attempt
 
-    def _follow(self, job: Job, event: events.Event, changes: Changes) -> None:
+    def _follow(self, job: Job, event: events.QueueEvent, changes: Changes) -> None:
         before = self.open.get(job.id)
         number = job.attempt if job.devices else None
         if before is not None and before.fence.attempt != number:

@@ -45,7 +45,7 @@ class RayQueue:
         """The present state, including what is not yet committed."""
         return self._store.queue_state
 
-    def record(self, event: events.Event, extra: Mapping[str, Any] | None = None) -> None:
+    def record(self, event: events.QueueEvent, extra: Mapping[str, Any] | None = None) -> None:
         self._store.record(event, extra=extra)
 
     def commit(self) -> None:
