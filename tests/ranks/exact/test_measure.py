@@ -17,7 +17,7 @@ from tests.ranks.exact.reference import Reference
 from tests.ranks.exact.tasks import TASKS
 
 
-def _weigh_all_ranks_alike(run: Any) -> None:
+def _weigh_all_ranks_equally(run: Any) -> None:
     """What DistributedDataParallel does: a mean over ranks of local means."""
     backward = run._context.engine.strategy.backward
     step = run._loaders[0]
@@ -44,7 +44,7 @@ def _normalise_locally(run: Any) -> None:
 
 
 WRONG = {
-    "equal weights": ("Clipped", Setting((24, 6, 2), 8), _weigh_all_ranks_alike),
+    "equal weights": ("Clipped", Setting((24, 6, 2), 8), _weigh_all_ranks_equally),
     "a micro-batch less": ("Clipped", Setting((24, 6, 2), 8), _leave_a_micro_batch_out),
     "local BatchNorm": ("Normed", Setting((16, 8, 8)), _normalise_locally),
 }

@@ -97,7 +97,7 @@ def test_the_users_model_may_lie_on_the_cpu(tmp_path: Path) -> None:
     assert mixed["home"] == "cpu" and _far(mixed["state"], alone["state"]) <= 1e-11
 
 
-def test_dropout_is_repeated_and_recomputed_alike(tmp_path: Path) -> None:
+def test_dropout_is_repeated_and_recomputed_equally(tmp_path: Path) -> None:
     runs = [
         run_ranks(
             _train,

@@ -65,7 +65,7 @@ _TRACES = ("witness", "twice", "at_once", "locks", "saved")
 
 
 @dataclass
-class Tally:
+class CrashCounts:
     """What the kills have shown."""
 
     kills: dict[str, int] = field(default_factory=lambda: {"daemon": 0, "runner": 0, "both": 0, "reboot": 0})
@@ -83,28 +83,28 @@ class Tally:
 
 def crash(made: Box, work: Path, num_kills: int, seed: int) -> dict[str, Any]:
     """Kills so often, waits until all jobs have ended, and looks what is left."""
-    rng, tally, boot = random.Random(seed), Tally(), work / "boot_id"
+    rng, counts, boot = random.Random(seed), CrashCounts(), work / "boot_id"
     for name in _TRACES:
         (work / name).mkdir()
     (work / "program.py").write_text(PROGRAM)
     made.settings(_QUEUE)
     made.start()
     for number in range(num_kills):
-        _keep_full(made, work, rng, tally)
+        _keep_full(made, work, rng, counts)
         time.sleep(rng.uniform(0.02, 0.4))
         kind = rng.choices(("daemon", "runner", "both", "reboot"), (40, 30, 25, 5))[0]
         if number == num_kills // 2:
             kind = "reboot"
-        _strike(kind, made, boot, rng, tally)
+        _strike(kind, made, boot, rng, counts)
     until(
         lambda: not made.call("list", limit=1)["jobs"],
         lambda: f"jobs don't end: {made.call('list')}\n{made.log()}",
         300,
     )
-    return _judged(made, work, tally)
+    return _judged(made, work, counts)
 
 
-def _keep_full(made: Box, work: Path, rng: random.Random, tally: Tally) -> None:
+def _keep_full(made: Box, work: Path, rng: random.Random, counts: CrashCounts) -> None:
     """There are always jobs that wait."""
     try:
         with connect(made.folder, start=False, timeout_s=20) as client:
@@ -116,21 +116,21 @@ def _keep_full(made: Box, work: Path, rng: random.Random, tally: Tally) -> None:
                     spec |= {"share_device": True, "peak_bytes": 30 * 2**20}
                 command = [sys.executable, str(work / "program.py"), str(work), str(rng.randint(2, 30))]
                 program = {"command": command, "folder": str(work), "grace_s": 20.0}
-                tally.unsure += 1
-                tally.submitted.append(client.call("submit", spec=spec, program=program)["job"])
-                tally.unsure -= 1
+                counts.unsure += 1
+                counts.submitted.append(client.call("submit", spec=spec, program=program)["job"])
+                counts.unsure -= 1
     except EvenloadError:
         return
 
 
-def _strike(kind: str, made: Box, boot: Path, rng: random.Random, tally: Tally) -> None:
-    tally.kills[kind] += 1
+def _strike(kind: str, made: Box, boot: Path, rng: random.Random, counts: CrashCounts) -> None:
+    counts.kills[kind] += 1
     runners = made.runners()
     assert made.daemon is not None
     if kind == "runner":
         if runners:
             victim = rng.choice(list(runners))
-            tally.killed_runners.add(runners[victim])
+            counts.killed_runners.add(runners[victim])
             kill([victim])
         return
     before = _under_way(made)
@@ -138,7 +138,7 @@ def _strike(kind: str, made: Box, boot: Path, rng: random.Random, tally: Tally) 
         made.kill()
     elif kind == "both":
         victims = [pid for pid in runners if rng.random() < 0.5]
-        tally.killed_runners |= {runners[pid] for pid in victims}
+        counts.killed_runners |= {runners[pid] for pid in victims}
         if rng.random() < 0.5:
             made.kill()
             kill(victims)
@@ -147,9 +147,9 @@ def _strike(kind: str, made: Box, boot: Path, rng: random.Random, tally: Tally) 
             made.kill()
     else:
         made.kill()
-        tally.killed_runners |= set(before)
+        counts.killed_runners |= set(before)
         while runners := made.runners():  # before their programs: none may live to tell of the end
-            tally.killed_runners |= set(runners.values())
+            counts.killed_runners |= set(runners.values())
             kill(list(runners))
             time.sleep(0.02)
         until(lambda: not kill(made.processes()), lambda: f"there still are {made.processes()}")
@@ -159,8 +159,8 @@ def _strike(kind: str, made: Box, boot: Path, rng: random.Random, tally: Tally) 
     began_s = time.monotonic()
     made.start()
     made.call("status")
-    tally.decided_after_s.append(time.monotonic() - began_s)
-    _look_for(before, made, tally)
+    counts.decided_after_s.append(time.monotonic() - began_s)
+    _look_for(before, made, counts)
 
 
 def _under_way(made: Box) -> dict[tuple[str, int], int]:
@@ -176,53 +176,53 @@ def _under_way(made: Box) -> dict[tuple[str, int], int]:
     return found
 
 
-def _look_for(before: dict[tuple[str, int], int], made: Box, tally: Tally) -> None:
+def _look_for(before: dict[tuple[str, int], int], made: Box, counts: CrashCounts) -> None:
     """What ran before goes on under the new daemon, or has ended as it should."""
     with Reader(made.folder) as reader:
         for (job, number), pid in before.items():
-            if (job, number) in tally.killed_runners:
+            if (job, number) in counts.killed_runners:
                 continue
             attempt = next(a for a in reader.attempts(job) if a.fence.attempt == number)
             same = attempt.runner is not None and attempt.runner["pid"] == pid
             if same and (attempt.ended_s is None or attempt.ending != "Lost"):
-                tally.adopted += 1
+                counts.adopted += 1
             else:
-                tally.not_adopted.append(f"{job}.{number}: {attempt}")
+                counts.not_adopted.append(f"{job}.{number}: {attempt}")
 
 
-def _judged(made: Box, work: Path, tally: Tally) -> dict[str, Any]:
+def _judged(made: Box, work: Path, counts: CrashCounts) -> dict[str, Any]:
     made.stop()
     with Reader(made.folder) as reader:
         jobs = {line.id: line for line in reader.jobs()}
         attempts = {name: reader.attempts(name) for name in jobs}
     lost = [
         f"{name}: {jobs.get(name)}, {attempts.get(name)}"
-        for name in tally.submitted
+        for name in counts.submitted
         if name not in jobs or jobs[name].state != "SUCCEEDED"
     ]
-    for name in tally.submitted:
+    for name in counts.submitted:
         saved = work / "saved" / name
         if not saved.exists():
             lost.append(f"{name} has not run")
-    surplus = len(jobs) - len(tally.submitted)
+    surplus = len(jobs) - len(counts.submitted)
     needless = [
         f"{name}.{attempt.fence.attempt}: {attempt.reason}"
         for name, rows in attempts.items()
         for attempt in rows
-        if attempt.ending == "Lost" and (name, attempt.fence.attempt) not in tally.killed_runners
+        if attempt.ending == "Lost" and (name, attempt.fence.attempt) not in counts.killed_runners
     ]
     return {
-        "kills": tally.kills,
+        "kills": counts.kills,
         "jobs": len(jobs),
         "attempts": sum(map(len, attempts.values())),
         "lost": lost,
-        "unconfirmed": {"submits": tally.unsure, "jobs": surplus},
+        "unconfirmed": {"submits": counts.unsure, "jobs": surplus},
         "run_twice": sorted(path.name for path in (work / "twice").iterdir()),
         "two_at_once": sorted(path.name for path in (work / "at_once").iterdir()),
-        "adopted": tally.adopted,
-        "not_adopted": tally.not_adopted,
+        "adopted": counts.adopted,
+        "not_adopted": counts.not_adopted,
         "lost_without_a_kill": needless,
-        "decided_after_s": sorted(tally.decided_after_s),
+        "decided_after_s": sorted(counts.decided_after_s),
         "record": audit(made.folder),
         "left_behind": made.processes(),
     }

@@ -109,7 +109,7 @@ def test_a_shared_device_opens_again_under_its_jobs_and_another_doesnt() -> None
         assert external_process_events(queue.queue_state, found, clean, GIB, {}, 5.0, {job: 7}) == opens
 
 
-def test_jobs_that_are_alike_know_each_others_peaks(tmp_path: Path) -> None:
+def test_similar_jobs_know_each_others_peaks(tmp_path: Path) -> None:
     program = {"command": ["train", "--seed", "1"]}
     with QueueStore(tmp_path, holder="test") as store, Reader(tmp_path) as reader:
         store.record(events.DeviceAdded(0.0, box(1)[0]))
@@ -157,7 +157,7 @@ def test_one_that_still_runs_tells_only_where_nothing_else_is_known(tmp_path: Pa
         assert memory_history.with_known_peak(spec(share_device=True, memory_bytes=GIB), ["train"]).peak_bytes == 0
 
 
-def test_elements_of_an_array_are_alike_whatever_their_commands(tmp_path: Path) -> None:
+def test_elements_of_an_array_are_similar_with_any_command(tmp_path: Path) -> None:
     with QueueStore(tmp_path, holder="test") as store, Reader(tmp_path) as reader:
         store.record(events.DeviceAdded(0.0, box(1)[0]))
         for index in range(3):

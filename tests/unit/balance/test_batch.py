@@ -16,8 +16,8 @@ def drawn(shares: tuple[int, ...], noise: float, dim: int, generator: random.Ran
     means = [[1.0 + generator.gauss(0.0, (noise / n) ** 0.5) for _ in range(dim)] for n in shares]
     total = sum(shares)
     whole = [sum(n * mean[i] for n, mean in zip(shares, means, strict=True)) / total for i in range(dim)]
-    squares = [(float(n), sum(x * x for x in mean)) for n, mean in zip(shares, means, strict=True)]
-    return Norms(tuple(squares[:parts]), total, sum(x * x for x in whole))
+    squared_norms = [(float(n), sum(x * x for x in mean)) for n, mean in zip(shares, means, strict=True)]
+    return Norms(tuple(squared_norms[:parts]), total, sum(x * x for x in whole))
 
 
 @pytest.mark.parametrize(

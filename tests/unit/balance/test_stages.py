@@ -113,7 +113,7 @@ def test_a_fast_device_gets_as_much_as_fits() -> None:
     assert cut(layers, [4, 100], free(2), slack=0.02).bounds == (0, 1, 3)
 
 
-def test_equal_devices_are_filled_alike_and_in_proportion_to_their_room() -> None:
+def test_equal_devices_are_filled_equally_and_in_proportion_to_their_room() -> None:
     layers = chain_of([(1.0, 1.0)] * 8)
     assert cut(layers, [100, 100], free(2), slack=0.02).bounds == (0, 4, 8)
     assert cut(layers, [100, 300], free(2), slack=0.02).bounds == (0, 2, 8)

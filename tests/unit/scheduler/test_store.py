@@ -48,9 +48,9 @@ def test_whatever_happens_the_tables_are_the_fold_of_the_log_and_open_again_as_t
     num_refused = 0
     for seed in range(4):
         folder = tmp_path / str(seed)
-        for sitting in range(3):
+        for session in range(3):
             with QueueStore(folder, holder="a test") as store:
-                happenings = Happenings(store, 10 * seed + sitting)
+                happenings = Happenings(store, 10 * seed + session)
                 for _ in range(12):
                     happenings.happen(10)
                     store.commit()

@@ -233,12 +233,12 @@ def test_a_recomputed_forward_drops_the_same_and_the_seed_decides() -> None:
 def test_side_by_side_in_threads_of_their_own() -> None:
     both = threading.Barrier(2)
 
-    class Meeting(nn.Linear):
+    class WaitingLinear(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             both.wait(20)  # deadlocks if one came after the other
             return super().forward(x)
 
-    module = Meeting(4, 4)
+    module = WaitingLinear(4, 4)
     for _ in range(3):
         assert data_parallel(module, torch.randn(4, 4), TWO).shape == (4, 4)
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("evenload-replica"))

@@ -73,13 +73,13 @@ def sketch(tensor: torch.Tensor) -> tuple[float, float]:
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = values.detach().reshape(-1)
     projection = torch.zeros((), dtype=torch.float64, device=flat.device)
-    squares = torch.zeros_like(projection)
+    squared_sum = torch.zeros_like(projection)
     for index, part in enumerate(torch.split(flat, _SKETCH_VALUES)):
         wide = part.double()
         sign = 1.0 if mix(index) & 1 else -1.0
         projection += sign * torch.dot(wide, _signs(flat.device)[: wide.numel()])
-        squares += torch.dot(wide, wide)
-    found, square = torch.stack([projection, squares]).tolist()
+        squared_sum += torch.dot(wide, wide)
+    found, square = torch.stack([projection, squared_sum]).tolist()
     return found, math.sqrt(square)
 
 

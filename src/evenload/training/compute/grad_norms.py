@@ -77,9 +77,9 @@ def _square(tensor: torch.Tensor) -> torch.Tensor:
     return norm.double().square()
 
 
-def _total(squares: Iterable[torch.Tensor]) -> torch.Tensor:
+def _total(squared_norms: Iterable[torch.Tensor]) -> torch.Tensor:
     # On the CPU: models may lie on several devices.
     total = torch.zeros((), dtype=torch.float64)
-    for square in squares:
+    for square in squared_norms:
         total = total + square.cpu()
     return total
