@@ -44,8 +44,11 @@ def _refused(capfd, *arguments):
         (["--seed", "-1", "train.py"], "--seed -1"),
         (["-d", "cpu:2", "--throttle", "1", "train.py"], "1 speeds for 2 ranks"),
         (["-d", "cpu", "--throttle", "2", "train.py"], "more than 0 and at most 1"),
-        (["--nnodes", "2", "train.py"], "say where the machines meet"),
-        (["--rdzv-endpoint", "box:29500", "train.py"], "say how many machines there are"),
+        (
+            ["--nnodes", "2", "train.py"],
+            "--host is missing; give the name or address of one of the machines, the same on all",
+        ),
+        (["--rdzv-endpoint", "box:29500", "train.py"], "the number of machines is missing: --nodes 2"),
         (["--max-restarts", "3", "train.py"], "--max-restarts 3"),
         (["--nproc-per-node", "2", "-d", "cpu", "train.py"], "--nproc-per-node 2 and -d cpu both"),
         (["--nproc-per-node", "0", "train.py"], "expected a number of ranks"),
