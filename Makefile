@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
+# Two files at a time: ranks and loader workers are processes of their own, so more rarely helps on a small machine.
+PARALLEL := -n 2 --dist loadfile
 
 .PHONY: demo test test-all failed retest long gpu check docs bench format map clean install-all
 
@@ -22,11 +24,11 @@ demo: $(STAMP)
 
 # Tests without daemons, network namespaces, Slurm or Ray.
 test: $(STAMP)
-	$(PYTEST) tests/unit tests/ranks $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) tests/unit tests/ranks $(PYTEST_ARGS)
 
 # All tests. Slurm, Ray, Fashion-MNIST and recorded workloads (EVENLOAD_TRACES) are used where they are installed.
 test-all: $(STAMP)
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) $(PYTEST_ARGS)
 
 # The tests that failed in the last run: their names, and once more.
 failed: $(STAMP)
