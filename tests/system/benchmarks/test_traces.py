@@ -19,8 +19,8 @@ from evenload.scheduler.simulator.simulate import Conditions, simulate
 @pytest.fixture
 def traces(request: pytest.FixtureRequest) -> Path:
     folder = request.config.getoption("--traces")
-    if folder is None:
-        pytest.skip("needs recorded workloads: --traces DIR")
+    if folder is None or not Path(folder).is_dir():
+        pytest.skip("needs a folder of recorded workloads: EVENLOAD_TRACES or --traces")
     return pollux_folder(Path(folder))
 
 
