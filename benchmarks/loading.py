@@ -164,7 +164,7 @@ def _train(folder: str, case: str, workers: str, settle: int, rounds: int) -> di
         optimizer.step()
         optimizer.zero_grad()
         reading = step.batch.reading
-        if chosen_at is None and reading.how.name == "CHOSEN":
+        if chosen_at is None and reading.origin.name == "CHOSEN":
             chosen_at = step.index
         if step.index < block_ends - 1:
             continue

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("EVENLOAD_TRACES"),
         help="a folder of recorded workloads, for the tests of the simulator on them (default: EVENLOAD_TRACES)",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Use a short temporary folder: paths of Unix sockets below it may have 107 bytes at most."""
+    if config.option.basetemp is None and not hasattr(config, "workerinput"):
+        config.option.basetemp = tempfile.mkdtemp(prefix="et-")
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

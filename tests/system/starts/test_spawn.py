@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import textwrap
 import threading
 import time
@@ -141,7 +142,10 @@ def test_a_rank_of_torchrun_does_not_spawn(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda: evenload.spawn(who, "cpu", args=(threading.Lock(),)), "can't be sent to another process"),
     ],
 )
-def test_wrong_calls_are_refused_before_any_process_starts(call: Any, told: str) -> None:
+def test_wrong_calls_are_refused_before_any_process_starts(
+    call: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # pytest-xdist's has none
     with pytest.raises(ConfigError, match=told):
         call()
 

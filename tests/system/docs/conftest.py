@@ -1,0 +1,3 @@
+from tests.system.rendezvous.conftest import can_make_machines
+
+__all__ = ["can_make_machines"]
