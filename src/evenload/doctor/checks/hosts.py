@@ -78,7 +78,7 @@ async def _measure(facts: HostFacts, script: str, data_path: str) -> HostFacts:
 
 
 async def _answering_port(failures: list[tuple[Address, ConnectFailure]]) -> int:
-    """Return a port at which a silent machine answers; 0 if none. It tells a firewall from a machine that is off."""
+    """Return a port at which a silent machine answers; 0 if none. It distinguishes a firewall from a machine that is off."""
     for address, failure in failures:
         if failure.kind != "silent":
             continue

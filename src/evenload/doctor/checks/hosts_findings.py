@@ -51,7 +51,7 @@ class HostFacts:
 
     @property
     def missing(self) -> str:
-        """Name the check that tells why there is nothing to judge."""
+        """Name the check that gives the reason why no finding is possible."""
         return _NOT_REACHED.format("name" if self.unresolved else "port" if self.reached is None else "round trip")
 
 
