@@ -1,4 +1,4 @@
-"""Which Evenload this is: a file of its own, so that every room may ask without the package's public names."""
+"""The version of Evenload, in a file of its own so that every package can read it without the public names."""
 
 from __future__ import annotations
 
