@@ -172,7 +172,9 @@ if __name__ == "__main__":
     print([batch.tolist() for batch in loader])
 """
     code, stdout, stderr = run(tmp_path, body, "-d", "cpu")
-    assert (code, stderr) == (0, "") and "[[0, 1, 4], [9, 16, 25]]" in stdout
+    # Python's own resource tracker may warn on a loaded machine, when torch has to end the loader's worker by a signal.
+    lines = [line for line in stderr.splitlines() if "resource_tracker" not in line and "warnings.warn" not in line]
+    assert (code, lines) == (0, []) and "[[0, 1, 4], [9, 16, 25]]" in stdout
 
 
 def test_a_module_runs_as_python_m_does(tmp_path):
