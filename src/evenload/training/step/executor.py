@@ -20,6 +20,7 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext, run_micro_steps
+from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.compute.weighting import ignores_labels
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
@@ -138,7 +139,7 @@ class RankExecutor:
         stats = attempt.stats
         try:
             run_micro_steps(self._context, attempt.batch, attempt.loss_fn, stats.calls, attempt.last_units, sums)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             if self._exchanges_in_forward:
@@ -187,10 +188,6 @@ def slow_down(throttle: ComputeThrottle, device: torch.device, since_s: float) -
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # queued kernels have not taken their time yet
     throttle.slow_down(time.perf_counter() - since_s)
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from evenload.job import stop_requested
 from evenload.training.comm.clock import Segment, StepClock
 from evenload.training.compute import batchnorm
 from evenload.training.compute.micro_steps import LossSums, StepContext, run_micro_steps
+from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.compute.precision import Precision
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.replicas import ReplicaDevice
@@ -44,7 +45,6 @@ from evenload.training.step.executor import (
     AttemptResult,
     BackwardAttempt,
     LabelWatch,
-    is_out_of_memory,
     memory_bytes,
     slow_down,
 )
@@ -225,7 +225,7 @@ class ThreadedExecutor:
                 slow_down(self._throttles[index], thread.device, started_s)
             except ReplicaCancelledError:
                 part.status = UNWANTED
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 part.status = OUT_OF_MEMORY

@@ -27,6 +27,7 @@ from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.compute.batchnorm import has_global_statistics
 from evenload.training.compute.micro_steps import LossFn
+from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import read_result
 from evenload.training.step.context import TrainingContext, device_names
@@ -253,7 +254,9 @@ def _uncompiled(models: Sequence[nn.Module]) -> contextlib.AbstractContextManage
 def _explained_memory(call: VerifyCall) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         largest = max(high - low for low, high in call.slices())
         raise StepError(
             f"one process computes micro-batches of {largest} samples whole, and rank 0 ran out of memory; set "

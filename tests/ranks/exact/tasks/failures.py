@@ -57,6 +57,7 @@ class OutOfMemory(Clipped):
 
     limit = 5
     since = 0
+    error: Exception = torch.OutOfMemoryError("injected")
 
     def make_model(self) -> nn.Module:
         model = super().make_model()
@@ -69,15 +70,18 @@ class OutOfMemory(Clipped):
     def raise_if_too_many(self, x: torch.Tensor, loss: Any) -> Any:
         first = self.run_by_evenload and self.run.rank == 0  # of a replica its own number
         if first and self.step_index >= self.since and len(x) > self.limit:
-            raise torch.OutOfMemoryError("injected")
+            raise self.error
         return loss
 
 
 class OutOfMemoryLate(OutOfMemory):
     since = 3
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
 
 class OutOfMemoryTokens(Tokens, OutOfMemory):
+    error = MemoryError("Unable to allocate 1.00 TiB for an array")
+
     def loss(self, batch: Any) -> Any:
         return self.raise_if_too_many(batch["input_ids"], Tokens.loss(self, batch))
 
