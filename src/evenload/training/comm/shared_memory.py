@@ -1,0 +1,341 @@
+"""`SharedSegment`: memory that the ranks of one host share, and `SharedChannel`, their exchanges of small rows through it.
+
+The memory is an anonymous file (`memfd_create`): it has no name, so nothing is left when processes end in whatever way, and it
+needs no room in /dev/shm. Each rank writes in slots of its own and then raises its sequence number; the others read when it has
+risen. A slot has two buffers, used in turn. A rank raises its number to k + 1 only after it has read all rows of exchange k, so
+nobody overwrites in exchange k + 2 what somebody still reads.
+
+A rank that waits spins for 20 µs at most, because spinning uses up a CPU quota, and then sleeps in the kernel (futex) until the
+number rises. No socket closes when a peer dies, so a sleeping rank looks for the peer's process now and then.
+
+Memory order: a row must be visible before its number. x86 keeps the order of stores and of loads, and CPython writes an aligned
+8-byte item of a memoryview with one store. ARM keeps neither: it needs a release store and an acquire load, which Python does
+not have, so `why_unavailable` refuses other machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import platform
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from evenload.errors import DesyncError, PeerLostError
+
+_SPIN_NS = 20_000
+_SLEEP_NS = 50_000_000
+"""Longest sleep without a look at the peers. A wake-up between a look and a sleep is lost, which costs this time once."""
+_LIVENESS_S = 0.2
+_LINE = 64
+"""Bytes of a cache line: words that different ranks write are on different lines."""
+_MEMBER_BYTES = 512
+_REASON = slice(64, 448)
+_CLOSED = 1
+_ABORTED_BY = 1
+"""Word of the segment that holds 1 + the index of the member that aborted it."""
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+@dataclass(frozen=True)
+class SegmentMember:
+    """Process of one rank; its start tells it from a later process with the same id."""
+
+    rank: int
+    pid: int
+    start_ticks: int
+
+    @property
+    def alive(self) -> bool:
+        return start_ticks(self.pid) == self.start_ticks
+
+
+@dataclass(frozen=True)
+class ChannelLayout:
+    """Size of a channel; `num_writers` is 1 if the first member alone writes, otherwise the number of members."""
+
+    num_writers: int
+    row_bytes: int
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.num_writers * self.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return _LINE + -(-self.row_bytes // _LINE) * _LINE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_writers * _LINE + 2 * self.buffer_bytes
+
+
+def why_unavailable() -> str:
+    """Return why ranks of this machine can't share memory, or nothing."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"it needs Linux on x86-64, not {sys.platform} on {platform.machine()}"
+    if not hasattr(os, "memfd_create") or start_ticks(os.getpid()) < 0:
+        return "this system has no memfd_create, or /proc can't be read"
+    return ""
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks after boot; -1 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return -1
+    # The name in parentheses may contain anything.
+    state, *rest = text[text.rindex(b")") + 2 :].split()
+    return -1 if state in (b"Z", b"X") else int(rest[18])
+
+
+class SharedSegment:
+    """Memory of the ranks of one host, and the state of each: taking part, closed, or aborted."""
+
+    def __init__(self, fd: int, members: Sequence[SegmentMember], rank: int, layouts: Sequence[ChannelLayout]) -> None:
+        """Map the memory behind `fd`, made by `create` with the same members and layouts; the caller closes `fd`."""
+        self.members = tuple(members)
+        self.index = [member.rank for member in members].index(rank)
+        """Position of this rank among the members."""
+        self._memory = mmap.mmap(fd, _size(members, layouts))
+        self.words = memoryview(self._memory).cast("Q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._syscall = ctypes.CDLL(None).syscall
+        self._syscall.argtypes = [
+            ctypes.c_long,
+            ctypes.c_void_p,
+            *[ctypes.c_int] * 2,
+            *[ctypes.c_void_p] * 2,
+            ctypes.c_int,
+        ]
+        self._sleep = _Timespec(0, _SLEEP_NS)
+        self._sleep_address = ctypes.addressof(self._sleep)
+        self._layouts = tuple(layouts)
+        self._pid = os.getpid()
+
+    @staticmethod
+    def create(members: Sequence[SegmentMember], layouts: Sequence[ChannelLayout]) -> int:
+        """Make the memory and return its file descriptor; OSError if there is no room for it."""
+        fd = os.memfd_create("evenload", os.MFD_CLOEXEC)
+        try:
+            # Otherwise a lack of memory would be found by SIGBUS at the first write.
+            os.posix_fallocate(fd, 0, _size(members, layouts))
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def channel(self, index: int, timeout_s: float) -> SharedChannel:
+        """Return the exchange in the part of memory that `layouts[index]` describes."""
+        offset = len(self.members) * _MEMBER_BYTES + sum(layout.num_bytes for layout in self._layouts[:index])
+        return SharedChannel(self, self._memory, offset, self._layouts[index], timeout_s)
+
+    def abort(self, reason: str) -> None:
+        """End every exchange of all members, now and later, with `PeerLostError(reason)`. Any thread of any rank may call it."""
+        if os.getpid() != self._pid:  # a forked worker of a loader, which has inherited the memory
+            return
+        start = self.index * _MEMBER_BYTES
+        text = reason.encode()[: _REASON.stop - _REASON.start]
+        self._memory[start + _REASON.start : start + _REASON.start + len(text)] = text
+        self.words[_ABORTED_BY] = self.index + 1
+        self._wake_all()
+
+    def close(self) -> None:
+        """Leave: members that still wait for this rank learn that it is gone."""
+        if os.getpid() == self._pid:
+            self.words[self.index * _MEMBER_BYTES // 8] = _CLOSED
+            self._wake_all()
+
+    def check_aborted(self) -> None:
+        """Raise PeerLostError if a member aborted the segment."""
+        if aborted_by := self.words[_ABORTED_BY]:
+            start = (aborted_by - 1) * _MEMBER_BYTES
+            reason = self._memory[start + _REASON.start : start + _REASON.stop].rstrip(b"\0")
+            raise PeerLostError(reason.decode(errors="replace"))
+
+    def why_gone(self, index: int, *, look: bool) -> str:
+        """Return why a member writes nothing more, or nothing; `look` for its process too."""
+        member = self.members[index]
+        if self.words[index * _MEMBER_BYTES // 8] == _CLOSED:
+            return f"rank {member.rank} has closed its groups"
+        if look and not member.alive:
+            return f"the process {member.pid} of rank {member.rank} has ended"
+        return ""
+
+    def sleep(self, word: int, value: int) -> None:
+        """Sleep while the word has this value, for `_SLEEP_NS` at most; other threads of this process run meanwhile."""
+        self._syscall(_SYS_FUTEX, self._address + 8 * word, _FUTEX_WAIT, _signed32(value), self._sleep_address, None, 0)
+
+    def wake(self, word: int) -> None:
+        """Wake all who sleep on the word."""
+        self._syscall(_SYS_FUTEX, self._address + 8 * word, _FUTEX_WAKE, 2**31 - 1, None, None, 0)
+
+    def _wake_all(self) -> None:
+        offset = len(self.members) * _MEMBER_BYTES
+        for layout in self._layouts:
+            for writer in range(layout.num_writers):
+                self.wake((offset + writer * _LINE) // 8)
+            offset += layout.num_bytes
+
+
+class SharedChannel:
+    """A series of exchanges among the members of a segment, in which one thread of each rank takes part at a time."""
+
+    def __init__(
+        self, segment: SharedSegment, memory: mmap.mmap, offset: int, layout: ChannelLayout, timeout_s: float
+    ) -> None:
+        self._segment = segment
+        self._memory = memory
+        self._words = segment.words
+        self._layout = layout
+        self._timeout_s = timeout_s
+        self._sequence = [(offset + writer * _LINE) // 8 for writer in range(layout.num_writers)]
+        self._peers = [writer for writer in range(layout.num_writers) if writer != segment.index]
+        self._start = offset + layout.num_writers * _LINE
+        self._tables: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
+        """Views of the buffers; a model has few sizes of statistics."""
+        self._round = 0
+        self._broken = False
+
+    def exchange_row(self, row: Sequence[float]) -> list[tuple[float, ...]]:
+        """Exchange equally many float64 and return those of all members.
+
+        Raises:
+            PeerLostError: a member is gone, or the segment was aborted.
+            TimeoutError: a member is alive, but did not come in time.
+            DesyncError: the members exchange different numbers of values.
+        """
+        code = _row_code(len(row))
+        start = self._start + (self._round + 1) % 2 * self._layout.buffer_bytes
+        slot_bytes = self._layout.slot_bytes
+        code.pack_into(self._memory, start + self._segment.index * slot_bytes + _LINE, *row)
+        self._exchange(code.size)
+        return [
+            code.unpack_from(self._memory, start + writer * slot_bytes + _LINE)
+            for writer in range(self._layout.num_writers)
+        ]
+
+    def broadcast(self, row: bytes | None, num_bytes: int) -> memoryview:
+        """Return the first member's bytes, valid until the members exchange rows again; the other members pass None.
+
+        The first member must not come here again before all have read, which an exchange of rows in between ensures.
+        """
+        start = self._start + (self._round + 1) % 2 * self._layout.buffer_bytes + _LINE
+        if row is not None:
+            self._memory[start : start + num_bytes] = row
+        self._exchange(num_bytes)
+        return memoryview(self._memory)[start : start + num_bytes]
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of all members, shape ``(num_members, len(own))``; errors as in `exchange_row`."""
+        num_values = own.numel()
+        step = self._layout.row_bytes // own.element_size()
+        if num_values <= step:
+            return self._publish(own).clone(memory_format=torch.contiguous_format)
+        everyone = own.new_empty(len(self._sequence), num_values)
+        for start in range(0, num_values, step):
+            everyone[:, start : start + step] = self._publish(own[start : start + step])
+        return everyone
+
+    def sum(self, own: torch.Tensor) -> None:
+        """Replace a vector by the sum over all members, added in their order: the same bits on each."""
+        step = self._layout.row_bytes // own.element_size()
+        for start in range(0, own.numel(), step):
+            part = own[start : start + step]
+            table = self._publish(part)
+            part.copy_(table[0])
+            for row in table[1:]:
+                part.add_(row)
+
+    def _publish(self, own: torch.Tensor) -> torch.Tensor:
+        """Exchange vectors and return a view of all of them, valid until the next exchange but one."""
+        table = self._table((self._round + 1) % 2, own.dtype, own.numel())
+        table[self._segment.index].copy_(own)
+        self._exchange(own.numel() * own.element_size())
+        return table
+
+    def _table(self, buffer: int, dtype: torch.dtype, num_values: int) -> torch.Tensor:
+        key = buffer, dtype, num_values
+        if key not in self._tables:
+            layout = self._layout
+            start = self._start + buffer * layout.buffer_bytes
+            whole = torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=layout.buffer_bytes)
+            rows = whole.view(layout.num_writers, layout.slot_bytes)
+            self._tables[key] = rows[:, _LINE : _LINE + num_values * dtype.itemsize].view(dtype)
+        return self._tables[key]
+
+    def _exchange(self, num_bytes: int) -> None:
+        """Publish this rank's slot, and wait until all writers have published theirs."""
+        words, segment = self._words, self._segment
+        segment.check_aborted()
+        if self._broken:
+            raise PeerLostError("an exchange before this one was interrupted")
+        self._broken = True
+        self._round = count = self._round + 1
+        sizes = (self._start + count % 2 * self._layout.buffer_bytes) // 8
+        slot_words = self._layout.slot_bytes // 8
+        if segment.index < len(self._sequence):
+            words[sizes + segment.index * slot_words] = num_bytes
+            word = self._sequence[segment.index]
+            words[word] = count
+            segment.wake(word)
+        for writer in self._peers:
+            if words[self._sequence[writer]] < count:
+                self._wait(writer, count)
+        for writer in self._peers:
+            if words[sizes + writer * slot_words] != num_bytes:
+                raise DesyncError(
+                    f"rank {segment.members[segment.index].rank} exchanges {num_bytes} bytes and rank "
+                    f"{segment.members[writer].rank} {words[sizes + writer * slot_words]}: they do different things"
+                )
+        self._broken = False
+
+    def _wait(self, writer: int, count: int) -> None:
+        words, word = self._words, self._sequence[writer]
+        spin_until_ns = time.perf_counter_ns() + _SPIN_NS
+        while time.perf_counter_ns() < spin_until_ns:
+            if words[word] >= count:
+                return
+        now_s = time.monotonic()
+        deadline_s, look_s = now_s + self._timeout_s, now_s + _LIVENESS_S
+        while (value := words[word]) < count:
+            now_s = time.monotonic()
+            self._segment.check_aborted()
+            look = now_s >= look_s
+            if look:
+                look_s = now_s + _LIVENESS_S
+            behind = [other for other in self._peers if words[self._sequence[other]] < count]
+            for other in behind:
+                # It may have written its last row before it went.
+                if (why := self._segment.why_gone(other, look=look)) and words[self._sequence[other]] < count:
+                    raise PeerLostError(why)
+            if now_s >= deadline_s:
+                ranks = ", ".join(str(self._segment.members[other].rank) for other in behind)
+                raise TimeoutError(f"timed out after {self._timeout_s:g} s; rank {ranks} did not come")
+            self._segment.sleep(word, value)
+
+
+def _size(members: Sequence[SegmentMember], layouts: Sequence[ChannelLayout]) -> int:
+    return len(members) * _MEMBER_BYTES + sum(layout.num_bytes for layout in layouts)
+
+
+@functools.cache
+def _row_code(num_values: int) -> struct.Struct:
+    return struct.Struct(f"{num_values}d")
+
+
+def _signed32(value: int) -> int:
+    return (value & 0xFFFFFFFF) - ((value & 0x80000000) << 1)
