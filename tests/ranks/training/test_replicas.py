@@ -426,7 +426,7 @@ def _refused(folder: str, what: str) -> str:
     [
         ("compiled first", "ConfigError: strategy='dp' can't replicate a model that torch.compile has compiled"),
         ("scripted", "can't replicate RecursiveScriptModule, which is TorchScript"),
-        ("an optimizer in the backward", "0.weight has a hook that is called when its gradient is complete"),
+        ("an optimizer in the backward", "0.weight has a hook that runs when its gradient is accumulated"),
         ("uneven BatchNorm", "waits in a BatchNorm for replica 0, which ended without it"),
         ("a parameter of nobody's", "steps 1 parameters that are in no model given to run.prepare"),
         ("sparse", "is sparse; strategy='dp' sums dense gradients"),

@@ -25,6 +25,7 @@ from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.randomness import mix
 from evenload.training.launch.environment import devices_without_effect
 from evenload.training.parallel.model_split.transfers import split_of
+from evenload.training.session import gradient_contract
 from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.planner import LEAD_STEPS, Planner, PlanSource
 from evenload.training.step.step import StepLoader
@@ -49,11 +50,15 @@ def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
     meta = [key for key, p in parameters if p.is_meta]
     if meta:
         raise ConfigError(f"{name} has parameters on the meta device ({meta[0]}): materialise them before run.prepare")
-    if not any(p.requires_grad for _, p in parameters):
+    if (
+        not parameters
+        and not any(True for _ in model.buffers())
+        and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    ):
         raise ConfigError(
-            f"{name} has no trainable parameter ({len(parameters)} parameters, all frozen or none at all); a frozen model "
-            "needs no run.prepare: move it with model.to(run.device)"
+            f"{name} has no parameters, no buffers and no BatchNorm: there is nothing to prepare; use it as it is"
         )
+    gradient_contract.check_hooks(model, ConfigError)
     _move(context, model)
     if context.config.batch_norm == "global" and context.num_sharing > 1:
         converted, left = batchnorm.convert(model)
@@ -178,23 +183,15 @@ def refuse(value: Any) -> None:
     raise ConfigError(f"run.prepare takes models and DataLoaders; it received {received}")
 
 
-def check_optimizer(context: TrainingContext, optimizer: torch.optim.Optimizer) -> None:
-    """Raise StepError if an optimizer steps parameters with gradients of this rank alone: the ranks would diverge."""
-    covers = context.engine.strategy.covers
-    uncovered = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not covers(p)]
-    if not uncovered:
-        return
-    raise StepError(
-        f"{type(optimizer).__name__} steps {len(uncovered)} parameters that are in no model given to run.prepare (the first has "
-        f"shape {tuple(uncovered[0].shape)}), so their gradients are not summed over ranks. Pass the module that holds them to "
-        "run.prepare too"
-    )
-
-
 def check_models_prepared(context: TrainingContext, models: Sequence[nn.Module]) -> None:
     """Raise if there is no prepared model, or devices that no model uses."""
     if not models:
         raise StepError("no model was passed to run.prepare; write: model, loader = run.prepare(model, loader)")
+    if not any(p.requires_grad for model in models for p in model.parameters()):
+        raise StepError(
+            f"no prepared model has a trainable parameter ({', '.join(type(model).__name__ for model in models)}): all are "
+            "frozen. Pass the model that is trained to run.prepare too"
+        )
     if len(context.spec.devices) > 1 and not any(split_of(model) for model in models):
         raise ConfigError(devices_without_effect(context.spec))
 

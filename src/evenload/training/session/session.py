@@ -22,6 +22,7 @@ from evenload.training.data.evaluate import close_persistent_workers, evaluation
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
 from evenload.training.session import prepare
+from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
@@ -41,7 +42,8 @@ class Session(StepListener):
         self._attached = 0
         self._has_begun = False
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
-        listeners: list[StepListener | None] = [self._verifier, self, self._stopper]
+        self._contract = GradientContract(context, models, verifies=self._verifier is not None)
+        listeners: list[StepListener | None] = [self._verifier, self, self._contract, self._stopper]
         if context.spec.mode == "measure":
             listeners.append(Measurement(context, read_options(context.spec.options)))
         for listener in listeners:
@@ -73,6 +75,7 @@ class Session(StepListener):
     def attach(self) -> None:
         if len(self._models) != self._attached:
             prepare.attach_models(self._context, self._models)
+            self._contract.attach()
             self._attached = len(self._models)
 
     def resume(self, state: Mapping[str, Any]) -> bool:
@@ -141,6 +144,7 @@ class Session(StepListener):
                 loader.loader.close()
             close_persistent_workers()
             context.loop.close()
+            self._contract.close()
             context.engine.strategy.detach()
             for model in self._models:
                 batchnorm.restore(model)
@@ -152,8 +156,7 @@ class Session(StepListener):
                     context.groups.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._verifier is None and self._context.num_sharing > 1 and self._context.loop.step is not None:
-            prepare.check_optimizer(self._context, optimizer)
+        self._contract.before_optimizer(optimizer)
         if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
             adaptive_batch.rates.before(optimizer)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import time
 from typing import Any
@@ -16,6 +15,7 @@ from evenload.training.checkpoint import broadcast, files
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
+from evenload.training.session.live_objects import live_objects
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import StepLoader
 
@@ -211,12 +211,9 @@ class Saver:
         held = {id(value) for value in self._context.registry.values()} | {
             id(part) for value in self._context.registry.values() for part in getattr(value, "_schedulers", [])
         }
-        found = []
-        for value in gc.get_objects():
-            # type(), not isinstance: reading __class__ of some objects runs their code.
-            if issubclass(type(value), LRScheduler | AveragedModel) and id(value) not in held:
-                found.append(type(value).__name__)
-        return sorted(found)
+        return sorted(
+            type(value).__name__ for value in live_objects(LRScheduler, AveragedModel) if id(value) not in held
+        )
 
 
 def _parse_every(every: str | int) -> tuple[float, str]:

@@ -98,7 +98,7 @@ class Step:
 class StepListener:
     """Callbacks at the defined points of a step. Subclasses override the ones they need; the defaults do nothing.
 
-    begin -> backward (once per call) -> trained -> end -> boundary -> extra_steps, if due
+    begin -> backward -> gradients (once per call) -> trained -> end -> boundary -> extra_steps, if due
     """
 
     def on_begin(self, step: Step) -> None:
@@ -106,6 +106,9 @@ class StepListener:
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
         """`step.backward` was called and has not computed anything yet."""
+
+    def on_gradients(self, step: Step) -> None:
+        """`step.backward` is done without an error; `.grad` is final."""
 
     def on_trained(self, step: Step, usual: bool) -> None:
         """A step of training ended, before its commit; `usual` means that its times are typical."""
@@ -139,6 +142,8 @@ class StepLoop:
         """Global index of the next step to run, over all epochs and sessions."""
         self.failed = False
         """True if the last backward raised."""
+        self.in_backward = False
+        """True while `step.backward` computes."""
         self.left_early = False
         """True if the last loop over a loader was left before the end of its epoch."""
         self.ran_out = False
@@ -179,23 +184,30 @@ class StepLoop:
             raise StepError("this step is over; call step.backward inside the loop body of its own step")
         for listener in self._listeners:
             listener.on_backward(step, loss_fn)
-        self.failed = True
-        loss = self.engine.backward(step.batch, step.planner, step.stats, loss_fn, stepped=self._optimizer_stepped)
+        self.failed = self.in_backward = True
+        try:
+            loss = self.engine.backward(step.batch, step.planner, step.stats, loss_fn, stepped=self._optimizer_stepped)
+        finally:
+            self.in_backward = False
         self.failed = self._optimizer_stepped = False
         self._watched = [
             (parameter, parameter._version)
             for model in self.engine.models
             for parameter in islice((p for p in model.parameters() if p.grad is not None), _NUM_WATCHED)
         ]
+        for listener in self._listeners:
+            listener.on_gradients(step)
         return loss
 
     @property
     def awaits_optimizer(self) -> bool:
         """True if an optimizer that steps now uses a step's gradients, in a loop body or after a loop that was left."""
-        return self.step is not None or self._dropped is not None
+        return (self.step is not None and not self.in_backward) or self._dropped is not None
 
     def optimizer_done(self) -> None:
         """Note that an optimizer of torch has stepped, in a loop body or after a loop that was left before it did."""
+        if self.in_backward:
+            return  # an inner loop of loss_fn over parameters of its own
         self._optimizer_stepped = True
         if self._dropped is not None:
             self._dropped.commit()

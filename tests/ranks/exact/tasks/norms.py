@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ranks.exact.tasks.base import Rows, Task
+from tests.ranks.exact.tasks.base import Backward, Recorder, Rows, Task
 
 
 class Normed(Task):
@@ -54,6 +54,29 @@ class NormedAtEval(Normed):
     def place(self, models: Sequence[nn.Module]) -> None:
         super().place(models)
         self.model.eval()
+
+
+class MeanTeacher(Normed):
+    """A frozen teacher with BatchNorm in training mode: the average of the student's weights."""
+
+    def build(self) -> None:
+        self.models = [self.make_model().to(self.dtype), self.make_model().to(self.dtype).requires_grad_(False)]
+
+    def place(self, models: Sequence[nn.Module]) -> None:
+        self.model, self.teacher = models
+
+    def loss(self, batch: Any) -> Any:
+        x, y = batch
+        with torch.no_grad():
+            target = self.teacher(x)
+        out = self.model(x)
+        return F.cross_entropy(out, y) + F.mse_loss(out, target)
+
+    def body(self, backward: Backward, record: Recorder) -> None:
+        super().body(backward, record)
+        with torch.no_grad():
+            for average, now in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                average.lerp_(now, 0.1)
 
 
 class NormedFloat32(Normed):

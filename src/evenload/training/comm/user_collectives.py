@@ -1,0 +1,34 @@
+"""Detect collectives of the user's own: torch counts those of each process group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+_never_equal = itertools.count(1)
+
+
+def user_collectives(own: Collection[dist.ProcessGroup | None]) -> int:
+    """Return a number that grows when this rank calls a collective, send or receive on a group that is not in `own`.
+
+    Two calls return the same number if nothing was called between them and no group was made or ended. Groups of Evenload's
+    are `own`; every other one counts, also the default group, and those that `run.group` made. A group of a backend that
+    doesn't count (neither gloo nor NCCL) makes each number a new one. Takes about 10 us for each group.
+    """
+    if not dist.is_initialized():
+        return 0
+    total = 0
+    for group in _world.pg_map:
+        if any(group is mine for mine in own):
+            continue
+        try:
+            # A group may have several backends (cpu:gloo,cuda:nccl), each with a count of its own.
+            backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+            total += sum(backend._get_sequence_number_for_group() for backend in backends)
+        except RuntimeError:
+            total += next(_never_equal)
+    return total

@@ -1,0 +1,198 @@
+"""The gradient contract: name what would make a gradient wrong, and compute nothing then (docs/gradient-contract.md).
+
+    prepare -> a hook that sees gradients before their sum
+    before the first backward of a step -> such a hook again, gradients that no optimizer steps, BatchNorm that is not prepared
+    after a backward -> the user's own loss scale
+    before an optimizer steps -> inside a backward, with the gradients of one rank alone, or with none
+
+What happens on every step costs a few microseconds; the garbage collector's objects are searched once, at the first step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from evenload.errors import ConfigError, StepError
+from evenload.training.session.live_objects import live_objects
+from evenload.training.session.unprepared_norms import UnpreparedNorms
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.step import Step, StepListener
+
+_ACCUMULATED_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_NUM_SCALED = 3
+"""Backwards after which the user's own GradScaler is looked for: the first one that scales reveals it."""
+
+HOOK = (
+    "{name} has a hook that runs when its gradient is accumulated (register_post_accumulate_grad_hook; an optimizer in the "
+    "backward?). At that moment the gradient is this rank's part of one micro-batch, not yet summed over micro-batches and "
+    "ranks. Remove the hook, and use .grad after step.backward(loss_fn): clip it, step the optimizer"
+)
+IN_BACKWARD = (
+    "{optimizer} stepped inside step.backward (in loss_fn, or in a hook of a parameter), where the gradient is this rank's part "
+    "of one micro-batch, not yet summed. Step it after step.backward(loss_fn) returned"
+)
+OWN_SCALER = (
+    "the script's own torch.amp.GradScaler scaled this step's loss or gradients. step.backward scales and unscales them itself, "
+    'by one scale on all ranks: set evenload.init(precision="fp16") and remove the scaler; return the loss from loss_fn as it '
+    "is, and call optimizer.step()"
+)
+UNUSED = (
+    "{count} parameters have gradients from the last step that no optimizer has used (the first is {name}): an "
+    "optimizer of other parameters leaves them at zero_grad(), and this step's would add to them. Freeze what is not trained, "
+    "which also saves its gradients (module.requires_grad_(False) on all ranks), or call model.zero_grad()"
+)
+STRAY = (
+    "{optimizer} steps {count} parameters that are in no model given to run.prepare (the first has shape {shape}), so their "
+    "gradients are not summed over ranks. Pass the module that holds them to run.prepare too"
+)
+WITHOUT_EFFECT = (
+    "{optimizer} changes nothing: none of its {count} parameters is in a prepared model, and none has a gradient. Was the model "
+    "copied, or were its parameters replaced, after the optimizer was made? Make it from model.parameters() of the model that "
+    "run.prepare returned"
+)
+
+
+def check_hooks(model: nn.Module, kind: type[ConfigError] | type[StepError]) -> None:
+    """Raise an error of this kind if a parameter has a hook of others that runs when its gradient is accumulated."""
+    for name, param in model.named_parameters():
+        for hook in (_ACCUMULATED_HOOKS(param) or {}).values():
+            if not str(getattr(hook, "__module__", "")).startswith("evenload."):
+                raise kind(HOOK.format(name=f"{type(model).__name__}.{name}"))
+
+
+@dataclass
+class _Known:
+    """An optimizer that has stepped, as it was when it was checked."""
+
+    num_params: int
+    stray: list[torch.Tensor]
+    """Its parameters that are in no prepared model."""
+
+
+class GradientContract(StepListener):
+    """Checks of one session; the loop calls them at each backward, torch at each optimizer step."""
+
+    def __init__(self, context: TrainingContext, models: Sequence[nn.Module], *, verifies: bool) -> None:
+        """Args:
+        context: parts of the job.
+        models: the prepared models; the list grows.
+        verifies: `evenload verify` runs, which computes with models by itself and names causes.
+        """
+        self._context = context
+        self._models = models
+        self._verifies = verifies
+        self._norms = UnpreparedNorms(context, ())
+        self._params: list[nn.Parameter] = []
+        self._param_ids: frozenset[int] = frozenset()
+        self._num_hooks = -1
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._stepped_ids: set[int] = set()
+        self._unused: dict[str, nn.Parameter] | None = {}
+        """Trainable parameters in no optimizer that has stepped; None if they must be listed again."""
+        self._scalers: list[weakref.ref[torch.amp.GradScaler]] | None = None
+        self._unscaled_ids: set[int] = set()
+        self._num_backwards = 0
+
+    def attach(self) -> None:
+        """Follow the models after `run.prepare`."""
+        self._params = list({id(p): p for model in self._models for p in model.parameters()}.values())
+        self._param_ids = frozenset(map(id, self._params))
+        self._num_hooks = -1
+        self._optimizers.clear()
+        self._unused = None if self._stepped_ids else {}
+
+    def close(self) -> None:
+        self._norms.release()
+
+    def on_backward(self, step: Step, loss_fn: object) -> None:
+        # Hooks of Evenload's own are counted too: names are looked at only when the number changes.
+        num_hooks = sum(map(len, filter(None, map(_ACCUMULATED_HOOKS, self._params))))
+        if num_hooks != self._num_hooks:
+            for model in self._models:
+                check_hooks(model, StepError)
+            self._num_hooks = num_hooks
+        if step.stats.calls == 0:
+            self._check_unused()
+        if self._verifies:
+            return
+        if self._scalers is None:
+            found = live_objects(torch.amp.GradScaler, nn.modules.batchnorm._BatchNorm)
+            scalers = [value for value in found if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
+            self._scalers = [weakref.ref(scaler) for scaler in scalers]
+            self._unscaled_ids = {id(scaler) for scaler in scalers if scaler._scale is None}
+            self._norms = UnpreparedNorms(self._context, [value for value in found if isinstance(value, nn.Module)])
+        self._norms.watch()
+
+    def on_gradients(self, step: Step) -> None:
+        self._norms.release()
+        self._num_backwards += 1
+        if self._scalers and self._num_backwards <= _NUM_SCALED:
+            # The scale is made at the first use: here, inside loss_fn.
+            for scaler in filter(None, (reference() for reference in self._scalers)):
+                if id(scaler) in self._unscaled_ids and scaler._scale is not None:
+                    raise StepError(OWN_SCALER)
+
+    def before_optimizer(self, optimizer: Optimizer) -> None:
+        """Check an optimizer that is about to step in a loop body."""
+        loop = self._context.loop
+        if loop.in_backward:
+            # An inner loop over other parameters (a copy, a sample's own) is the user's affair.
+            if any(id(p) in self._param_ids for p in _params_of(optimizer)):
+                raise StepError(IN_BACKWARD.format(optimizer=type(optimizer).__name__))
+            return
+        if loop.step is None or self._verifies:
+            return
+        for scaler in filter(None, (reference() for reference in self._scalers or ())):
+            if id(optimizer) in scaler._per_optimizer_states:
+                raise StepError(OWN_SCALER)
+        known = self._known(optimizer, loop.step)
+        if known.stray and self._context.num_sharing > 1:
+            covers = self._context.engine.strategy.covers
+            stray = [p for p in known.stray if p.grad is not None and not covers(p)]
+            if stray:
+                raise StepError(
+                    STRAY.format(optimizer=type(optimizer).__name__, count=len(stray), shape=tuple(stray[0].shape))
+                )
+
+    def _known(self, optimizer: Optimizer, step: Step) -> _Known:
+        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._optimizers.get(optimizer)
+        if known is not None and known.num_params == num_params:
+            return known
+        params = list(_params_of(optimizer))
+        # Parameters that were replaced in a prepared model are new to it too.
+        held = {id(p) for model in self._models for p in model.parameters()}
+        known = _Known(num_params, [p for p in params if id(p) not in held])
+        if step.stats.calls and len(known.stray) == len(params) and all(p.grad is None for p in params):
+            raise StepError(WITHOUT_EFFECT.format(optimizer=type(optimizer).__name__, count=len(params)))
+        self._optimizers[optimizer] = known
+        self._stepped_ids.update(map(id, params))
+        self._unused = None
+        return known
+
+    def _check_unused(self) -> None:
+        if self._unused is None:
+            trained = [model for model in self._models if any(p.requires_grad for p in model.parameters())]
+            self._unused = {}
+            if len(trained) == 1:  # of several models, gradients may wait for their own zero_grad (a GAN)
+                kind = type(trained[0]).__name__
+                named = trained[0].named_parameters()
+                self._unused = {f"{kind}.{name}": p for name, p in named if id(p) not in self._stepped_ids}
+        left = [
+            name
+            for name, p in self._unused.items()
+            if p.requires_grad and p.grad is not None and bool(p.grad.count_nonzero())
+        ]
+        if left:
+            raise StepError(UNUSED.format(count=len(left), name=left[0]))
+
+
+def _params_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
