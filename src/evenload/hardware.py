@@ -1,24 +1,19 @@
 """Hardware of this machine: GPUs, CPU cores, quotas, memory and network interfaces; no torch.
 
-GPUs are queried through NVML (`nvidia-ml-py`), which creates no CUDA context and uses no GPU memory. Where it or the driver is
-missing there are no GPUs, and `nvml_problem` returns the reason. All files are read below ``root``, so tests can provide those
-of another machine.
+GPUs are found by NVML (visible_gpus.py). All files are read below ``root``, so tests can provide those of another machine.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from evenload.balance.values import ComputeDevice
+from evenload.visible_gpus import GpuQuery, gpus_of_torch, nvml_problem, query_gpus
 
 ROOT = Path("/")
 
@@ -65,173 +60,72 @@ class Mount:
 
 
 def gpus(environ: Mapping[str, str] = os.environ) -> tuple[ComputeDevice, ...]:
-    """Return the GPUs that a process may use; ``index`` is N of ``cuda:N``.
+    """Return the GPUs that a process may use; ``index`` is N of ``cuda:N``. Empty if there is no GPU or no NVML.
 
-    Follows CUDA_VISIBLE_DEVICES and its order, and CUDA_DEVICE_ORDER. Empty if there is no GPU or no NVML.
+    Follows CUDA_VISIBLE_DEVICES and its order, and CUDA_DEVICE_ORDER. Parts of a GPU (MIG) are devices of their own.
     """
-    with gpu_handles(environ) as (nvml, handles):
-        return tuple(
-            ComputeDevice(nvml.nvmlDeviceGetName(handle), "cuda", index, memory_bytes=_memory(nvml, handle)[1])
-            for index, handle in enumerate(handles)
-        )
+    with query_gpus(environ) as found:
+        return _devices(found)
+
+
+def find_gpus(
+    environ: Mapping[str, str] = os.environ, root: Path = ROOT
+) -> tuple[tuple[ComputeDevice, ...], tuple[str, ...]]:
+    """Return the GPUs for a run, and in words what is wrong with others. Torch is asked where NVML can't be."""
+    with query_gpus(environ) as found:
+        problems = tuple(f"GPU {gpu.index} is left out: {gpu.reason}" for gpu in found.refused)
+        devices = _devices(found)
+    if found.nvml is not None or not (problem := nvml_problem(root, environ)):
+        return devices, problems
+    known = gpus_of_torch(environ)
+    devices = tuple(ComputeDevice(name, "cuda", index, size) for index, (name, size) in enumerate(known.gpus))
+    outcome = f"finds {len(devices)}" if devices else "finds none, so the CPU is used; `evenload doctor` explains why"
+    return devices, (f"NVML can't be asked for GPUs ({problem}); {known.text} {outcome}",)
 
 
 def gpu_processes(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> tuple[GpuProcess, ...]:
     """Return the processes that use memory of the GPUs of `gpus`; empty if unknown to the driver."""
-    found = []
-    with gpu_handles(environ) as (nvml, handles):
-        for index, handle in enumerate(handles):
-            with suppress(nvml.NVMLError):
-                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+    processes = []
+    with query_gpus(environ) as found:
+        for gpu in found.gpus:
+            with suppress(found.nvml.NVMLError):
+                for process in found.nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle):
                     name, user = _process_owner(process.pid, root)
-                    found.append(GpuProcess(index, process.pid, name, user, process.usedGpuMemory or 0))
-    return tuple(found)
+                    processes.append(GpuProcess(gpu.index, process.pid, name, user, process.usedGpuMemory or 0))
+    return tuple(processes)
 
 
 def gpu_used_bytes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
     """Return the memory in use on each GPU of `gpus`, also by processes outside this container, without the driver's own."""
-    with gpu_handles(environ) as (nvml, handles):
-        return tuple(_memory(nvml, handle)[0] for handle in handles)
+    with query_gpus(environ) as found:
+        return tuple(found.used_and_total_bytes(gpu)[0] for gpu in found.gpus)
 
 
 def gpu_driver(environ: Mapping[str, str] = os.environ) -> GpuDriver | None:
     """Return None without NVML."""
-    with gpu_handles(environ) as (nvml, handles):
-        if nvml is None:
+    with query_gpus(environ) as found:
+        if found.nvml is None:
             return None
-        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        number = found.nvml.nvmlSystemGetCudaDriverVersion_v2()
         return GpuDriver(
-            version=nvml.nvmlSystemGetDriverVersion(),
+            version=found.nvml.nvmlSystemGetDriverVersion(),
             cuda=(number // 1000, number % 1000 // 10),
-            capabilities=tuple(tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles),
+            capabilities=tuple(found.compute_capability(gpu) for gpu in found.gpus),
         )
 
 
-@contextmanager
-def gpu_handles(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield `pynvml` and its handles of `gpus`, for queries needed in one place only; (None, []) without NVML."""
-    nvml, _ = _begin_nvml()
-    try:
-        yield nvml, _visible_handles(nvml, environ) if nvml is not None else []
-    finally:
-        if nvml is not None:
-            nvml.nvmlShutdown()
-
-
-def nvml_problem(root: Path = ROOT) -> str:
-    """Return why NVML fails although NVIDIA hardware is present; empty if it works or there is none."""
-    if not any((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
-        return ""
-    nvml, problem = _begin_nvml()
-    if nvml is not None:
-        nvml.nvmlShutdown()
-    return problem
-
-
-def _begin_nvml() -> tuple[Any, str]:
-    """Return the initialised module `pynvml`, or None and the reason."""
-    try:
-        import pynvml
-    except ImportError:
-        return None, "the package nvidia-ml-py is missing"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return None, str(error)
-    return pynvml, ""
-
-
-def _visible_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
-    """Return NVML's handles in CUDA's order.
-
-    CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs. As in the driver, an unknown entry ends the list, and a device
-    named twice empties it.
-    """
-    handles = _ordered_handles(nvml, environ)
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return handles
-    by_uuid = {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
-    visible: list[Any] = []
-    named: list[str] = []
-    for entry in (part.strip() for part in wanted.split(",")):
-        if entry.isdigit() and int(entry) < len(handles):
-            uuid = list(by_uuid)[int(entry)]
-            visible.append(by_uuid[uuid])
-        elif entry.startswith("GPU-") and sum(uuid.startswith(entry) for uuid in by_uuid) == 1:
-            uuid = next(uuid for uuid in by_uuid if uuid.startswith(entry))
-            visible.append(by_uuid[uuid])
-        elif entry.startswith("MIG-"):
-            try:
-                visible.append(nvml.nvmlDeviceGetHandleByUUID(entry))
-            except nvml.NVMLError:
-                break
-            uuid = entry
-        else:
-            break
-        if uuid in named:
-            return []
-        named.append(uuid)
-    return visible
-
-
-def _ordered_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
-    """Return all handles in CUDA's order.
-
-    NVML numbers GPUs by PCI bus, CUDA only with CUDA_DEVICE_ORDER=PCI_BUS_ID. By default CUDA puts the fastest first by a rule
-    of its own, so the driver is queried where models differ; if that fails, the order is that of the bus.
-    """
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        return handles
-    if len({nvml.nvmlDeviceGetName(handle) for handle in handles}) < 2:
-        return handles
-    order = _cuda_uuids(environ)
-    by_uuid = {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
-    return [by_uuid[uuid] for uuid in order] if set(order) == set(by_uuid) else handles
-
-
-_DRIVER_QUERY = """
-import ctypes, uuid
-cuda = ctypes.CDLL("libcuda.so.1")
-assert cuda.cuInit(0) == 0
-count = ctypes.c_int()
-assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
-for index in range(count.value):
-    device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    assert cuda.cuDeviceGet(ctypes.byref(device), index) == 0
-    assert cuda.cuDeviceGetUuid(ctypes.byref(raw), device) == 0
-    print("GPU-" + str(uuid.UUID(bytes=bytes(raw))))
-"""
-
-
-def _cuda_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of all GPUs in CUDA's order; empty if the driver fails."""
-    variables = {key: value for key, value in environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    try:
-        return _query_driver(_DRIVER_QUERY, tuple(sorted(variables.items())))
-    except (OSError, subprocess.SubprocessError):
-        return ()
-
-
-@cache
-def _query_driver(program: str, environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """Return the output of a child that initialises CUDA, since a process that has done so must not fork; takes a second."""
-    command = [sys.executable, "-I", "-c", program]
-    done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=20, check=True)
-    return tuple(done.stdout.split())
-
-
-def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Return used and total bytes; zeros for a GPU without memory of its own."""
-    try:
-        try:
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-        except (nvml.NVMLError, AttributeError, TypeError):
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except nvml.NVMLError:
-        return 0, 0
-    return int(memory.used), int(memory.total)
+def _devices(found: GpuQuery) -> tuple[ComputeDevice, ...]:
+    return tuple(
+        ComputeDevice(
+            gpu.name,
+            "cuda",
+            gpu.index,
+            memory_bytes=found.used_and_total_bytes(gpu)[1],
+            uuid=gpu.uuid if found.needs_uuids else "",
+            is_part=gpu.is_part,
+        )
+        for gpu in found.gpus
+    )
 
 
 def _process_owner(pid: int, root: Path) -> tuple[str, str]:

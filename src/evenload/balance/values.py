@@ -21,6 +21,10 @@ class ComputeDevice:
     memory_bytes: int
     num_cores: int = 0
     """CPU cores a rank on it may use; 0 where that means nothing."""
+    uuid: str = ""
+    """Of a GPU that a process sees only by this name in CUDA_VISIBLE_DEVICES; empty where the index is enough."""
+    is_part: bool = False
+    """A part of a GPU (MIG), of which a process can use one alone."""
 
 
 @dataclass(frozen=True)

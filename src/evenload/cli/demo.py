@@ -31,12 +31,12 @@ def demo(
     It uses the GPUs if there are at least two, otherwise two CPU ranks, the second throttled to half its speed.
     """
     from evenload.config import Config
-    from evenload.hardware import gpus
+    from evenload.hardware import find_gpus
     from evenload.training.launch.devices import describe_workers
     from evenload.training.launch.supervisor import LaunchRequest, launch, plan
     from evenload.views.run.progress import RunProgress
 
-    on_gpus = len(gpus()) >= 2
+    on_gpus = len(find_gpus()[0]) >= 2
     # Measure late, so that the table appears next to the text that the model writes at the end.
     before = max(2, steps * _STEPS_BEFORE // _STEPS)
     request = LaunchRequest(

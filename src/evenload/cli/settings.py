@@ -109,7 +109,7 @@ def merge(
 
 def _devices_of(nproc_per_node: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """Return what ``-d`` means for torchrun's number of ranks: that many GPUs, or CPU ranks where there is no GPU."""
-    from evenload.hardware import gpus
+    from evenload.hardware import find_gpus
 
     option = f"--nproc-per-node {nproc_per_node}"
     if "devices" in values:
@@ -119,7 +119,7 @@ def _devices_of(nproc_per_node: str, values: Mapping[str, Any], sources: Mapping
             f"{option} asks for several processes, but {sources['strategy']} uses one process for all devices; name the "
             "devices with -d, such as -d cpu:2"
         )
-    num_gpus = len(gpus())
+    num_gpus = len(find_gpus()[0])
     if nproc_per_node in ("auto", "gpu", "cpu"):
         if nproc_per_node == "gpu" and not num_gpus:
             raise ConfigError("--nproc-per-node gpu: there is no GPU here")

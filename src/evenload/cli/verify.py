@@ -69,9 +69,9 @@ def verify(
 
 def _default_devices() -> str:
     """Return all GPUs, or two ranks on a single device, so that there is a split to verify."""
-    from evenload.hardware import gpus
+    from evenload.hardware import find_gpus
 
-    num_gpus = len(gpus())
+    num_gpus = len(find_gpus()[0])
     return "auto" if num_gpus > 1 else "0,0" if num_gpus == 1 else "cpu:2"
 
 

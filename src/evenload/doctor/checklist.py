@@ -41,6 +41,7 @@ GROUPS: tuple[tuple[Check, ...], ...] = (
         Check("all-reduce", "allreduce:allreduce", "an all-reduce between local ranks", "fail", "it ends in time"),
     ),
     (
+        Check("GPU access", "gpu_config:access", "GPUs that the driver refuses", "fail", DRIVER),
         Check("GPU memory", "gpu_memory:memory_held", "GPU memory used by other processes", "fail", DRIVER),
         Check("GPU order", "gpu_config:order", "CUDA_VISIBLE_DEVICES; cuda:N against nvidia-smi's N", "fail", DRIVER),
         Check("GPU generations", "gpu_config:generations", "one wheel and one precision for all GPUs", "fail", DRIVER),

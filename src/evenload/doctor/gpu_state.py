@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenload import hardware
+from evenload.balance.values import ComputeDevice
 from evenload.doctor.finding import Finding, Options, skip
+from evenload.visible_gpus import VisibleGpu, query_gpus
 
 SLOWED_BY_HEAT = 0x20 | 0x40
 """Bits of NVML's clock event reasons: software and hardware thermal slowdown."""
@@ -57,8 +59,8 @@ class GpuState:
     is_row_lost: bool | None = None
     """A faulty memory row could not be replaced."""
     mode: int | None = None
-    is_split: bool | None = None
-    """MIG is enabled."""
+    is_part: bool = False
+    """A part of a GPU (MIG)."""
 
     @property
     def label(self) -> str:
@@ -76,25 +78,37 @@ def gpu_check(check: Callable[[Sequence[GpuState], Options], Finding]) -> Callab
     return run
 
 
+def usable_gpus() -> tuple[ComputeDevice, ...]:
+    """Return the GPUs that this process can use together, and show CUDA no others; call it before CUDA starts.
+
+    A GPU that the driver refuses could stop CUDA, and of parts of GPUs (MIG) a process can use one.
+    """
+    found = hardware.gpus()
+    parts = [gpu.uuid for gpu in found if gpu.is_part]
+    if uuids := parts[:1] or [gpu.uuid for gpu in found if gpu.uuid]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)
+        return hardware.gpus()
+    return found
+
+
 def read_gpu_states(environ: Mapping[str, str] = os.environ) -> tuple[GpuState, ...]:
     """Read the state of the GPUs of `hardware.gpus`, in that order."""
-    with hardware.gpu_handles(environ) as (nvml, handles):
-        return tuple(_read(nvml, handle, index) for index, handle in enumerate(handles))
+    with query_gpus(environ) as found:
+        return tuple(_read(found.nvml, gpu) for gpu in found.gpus)
 
 
-def _read(nvml: Any, handle: Any, index: int) -> GpuState:
+def _read(nvml: Any, gpu: VisibleGpu) -> GpuState:
     def query(function: str, *arguments: Any) -> Any:
         """Return the driver's value, or None if the GPU, the driver or the library does not support the query."""
         try:
-            return getattr(nvml, function)(handle, *arguments)
+            return getattr(nvml, function)(gpu.handle, *arguments)
         except (nvml.NVMLError, AttributeError, TypeError):
             return None
 
     rows = query("nvmlDeviceGetRemappedRows")
-    split = query("nvmlDeviceGetMigMode")
     return GpuState(
-        index=index,
-        name=nvml.nvmlDeviceGetName(handle),
+        index=gpu.index,
+        name=gpu.name,
         bus=_bus(query("nvmlDeviceGetPciInfo")),
         smi_index=query("nvmlDeviceGetIndex"),
         slowed_by=query("nvmlDeviceGetCurrentClocksThrottleReasons"),
@@ -111,7 +125,7 @@ def _read(nvml: Any, handle: Any, index: int) -> GpuState:
         is_row_pending=None if rows is None else bool(rows[2]),
         is_row_lost=None if rows is None else bool(rows[3]),
         mode=query("nvmlDeviceGetComputeMode"),
-        is_split=None if split is None else bool(split[0]),
+        is_part=gpu.is_part,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evenload import hardware
+from evenload import hardware, visible_gpus
 
 GIB = 2**30
 
@@ -118,7 +118,7 @@ def test_visible_devices_and_their_order(
 
 def test_unlike_gpus_are_counted_as_cuda_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "slow", "fast", "slow")
-    monkeypatch.setattr(hardware, "_cuda_uuids", lambda environ: ("GPU-11-aa", "GPU-00-aa", "GPU-22-aa"))
+    monkeypatch.setattr(visible_gpus, "_cuda_uuids", lambda environ: ("GPU-11-aa", "GPU-00-aa", "GPU-22-aa"))
     assert names({}) == ["fast", "slow", "slow"]
     assert names({"CUDA_VISIBLE_DEVICES": "1,0"}) == ["slow", "fast"]
     assert names({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}) == ["slow", "fast", "slow"]
@@ -127,13 +127,15 @@ def test_unlike_gpus_are_counted_as_cuda_counts_them(monkeypatch: pytest.MonkeyP
 
 def test_without_the_drivers_answer_the_order_is_the_buses(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "slow", "fast")
-    monkeypatch.setattr(hardware, "_DRIVER_QUERY", "raise SystemExit('no driver')")
+    monkeypatch.setattr(visible_gpus, "_DRIVER_QUERY", "raise SystemExit('no driver')")
     assert names({}) == ["slow", "fast"]
 
 
 def test_the_driver_is_asked_without_the_restriction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_DRIVER_QUERY", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), 'b')")
-    assert hardware._cuda_uuids({"CUDA_VISIBLE_DEVICES": "1"}) == ("None", "b")
+    monkeypatch.setattr(
+        visible_gpus, "_DRIVER_QUERY", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), 'b', sep='\\n')"
+    )
+    assert visible_gpus._cuda_uuids({"CUDA_VISIBLE_DEVICES": "1"}) == ("None", "b")
 
 
 def test_driver_and_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +159,11 @@ def test_no_driver_and_no_package_mean_no_gpus(monkeypatch: pytest.MonkeyPatch, 
     stand_in(monkeypatch, "A", broken="Driver/library version mismatch")
     assert hardware.gpus() == hardware.gpu_processes() == hardware.gpu_used_bytes() == ()
     assert hardware.gpu_driver() is None
-    assert hardware.nvml_problem(tmp_path) == "Driver/library version mismatch"
+    assert visible_gpus.nvml_problem(tmp_path) == "Driver/library version mismatch"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert hardware.gpus() == ()
-    assert hardware.nvml_problem(tmp_path) == "the package nvidia-ml-py is missing"
-    assert hardware.nvml_problem(tmp_path / "elsewhere") == ""
+    assert visible_gpus.nvml_problem(tmp_path) == "the package nvidia-ml-py is missing"
+    assert visible_gpus.nvml_problem(tmp_path / "elsewhere") == ""
 
 
 def mountinfo(*rows: tuple[str, str, str, str]) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from evenload import hardware
 from evenload.doctor.checks.packages import torch_problem
 from evenload.doctor.finding import Finding, Options, fail, ok, skip
+from evenload.doctor.gpu_state import usable_gpus
 
 NUM_FLOATS = 1_000_000
 EXPORT_DEBUG = {"nccl": "NCCL_DEBUG=INFO", "gloo": "TORCH_DISTRIBUTED_DEBUG=DETAIL"}
@@ -35,7 +35,7 @@ def allreduce(options: Options) -> Finding:
 
     if not dist.is_available():
         return fail(f"torch {torch.__version__} is built without torch.distributed", "a build with it")
-    num_gpus = len(hardware.gpus()) if torch.version.cuda is not None and dist.is_nccl_available() else 0
+    num_gpus = len(usable_gpus()) if torch.version.cuda is not None and dist.is_nccl_available() else 0
     backend = options.backend if options.backend != "auto" else "nccl" if num_gpus else "gloo"
     if backend == "nccl" and not num_gpus:
         found = "--backend nccl is set, but there is no GPU that this torch can use with NCCL"

@@ -9,6 +9,7 @@ from evenload import hardware
 from evenload.doctor.checks.torch_build import BLACKWELL, TURING
 from evenload.doctor.finding import Finding, Options, fail, ok, skip, warn
 from evenload.doctor.gpu_state import DEFAULT_MODE, NO_GPU, PROHIBITED_MODE, GpuState, gpu_check, read_gpu_states
+from evenload.visible_gpus import query_gpus
 
 ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")
 FIRST_WITH_BFLOAT16 = (8, 0)
@@ -48,6 +49,18 @@ def order(options: Options) -> Finding:
         pairs = [f"{gpu.label} is nvidia-smi's {gpu.smi_index}" for gpu in gpus if gpu.smi_index != gpu.index]
         return warn("; ".join(pairs), "the same number in CUDA and nvidia-smi", by_bus)
     return ok(", ".join(f"cuda:{gpu.index} is {gpu.name}" for gpu in gpus))
+
+
+def access(options: Options) -> Finding:
+    """Check that the driver gives access to every GPU; a run leaves the others out."""
+    with query_gpus() as found:
+        refused, num_gpus = found.refused, len(found.gpus)
+    if refused:
+        reasons = "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in refused)
+        lost = any("lost" in gpu.reason.lower() or "unknown" in gpu.reason.lower() for gpu in refused)
+        fix = "sudo reboot   # then, if it is lost again: power cables, riser, slot" if lost else "ls -l /dev/nvidia*"
+        return fail(reasons, f"access to all {num_gpus + len(refused)} GPUs; a run uses the other {num_gpus}", fix)
+    return ok(f"the driver gives access to {num_gpus} GPU(s)") if num_gpus else skip(NO_GPU)
 
 
 def generations(options: Options) -> Finding:
@@ -91,12 +104,11 @@ def mode(gpus: Sequence[GpuState], options: Options) -> Finding:
         )
         fix = " && ".join(f"sudo nvidia-smi -i {gpu.bus} -c DEFAULT" for gpu in closed)
         return (fail if any(is_prohibited) else warn)(found, expected, fix)
-    split = [gpu for gpu in gpus if gpu.is_split and "MIG-" not in os.environ.get("CUDA_VISIBLE_DEVICES", "")]
-    if split:
-        found = "; ".join(f"{gpu.label} is split by MIG, and a process sees only one part" for gpu in split)
-        buses = ",".join(gpu.bus for gpu in split)
-        fix = f"sudo nvidia-smi -i {buses} -mig 0   # or name parts: CUDA_VISIBLE_DEVICES=MIG-..., see nvidia-smi -L"
-        return warn(found, expected, fix)
+    parts = [gpu for gpu in gpus if gpu.is_part]
+    if len(parts) > 1:
+        found = f"{', '.join(gpu.label for gpu in parts)} are parts of GPUs (MIG)"
+        fix = "sudo nvidia-smi -mig 0   # or keep them: each is a rank of its own, and the ranks sum over gloo"
+        return warn(found, "whole GPUs: NCCL does not sum between parts of one", fix)
     return ok(f"{len(gpus)} GPU(s) accept all processes")
 
 

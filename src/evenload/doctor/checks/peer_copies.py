@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from evenload import hardware
 from evenload.doctor.checks.packages import torch_problem
 from evenload.doctor.finding import Finding, Options, fail, ok, skip
+from evenload.doctor.gpu_state import usable_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ DISABLE_P2P = (
 def peer_copies(options: Options) -> Finding:
     """Copy numbers between all pairs of GPUs, both ways, and compare the results on the host."""
     began = time.monotonic()
-    num_gpus = len(hardware.gpus())
+    num_gpus = len(usable_gpus())
     if num_gpus < 2:
         return skip(f"{num_gpus} NVIDIA GPU; the check needs two")
     if (problem := torch_problem()) is not None:

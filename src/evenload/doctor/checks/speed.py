@@ -10,6 +10,7 @@ from evenload import hardware
 from evenload.doctor.checks.allreduce import evaluate_allreduce, run_ranks
 from evenload.doctor.checks.packages import torch_problem
 from evenload.doctor.finding import Figure, Finding, Options, ok, skip, warn
+from evenload.doctor.gpu_state import usable_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +170,7 @@ def _devices() -> dict[str, str]:
 
     found = {"cpu": hardware.cpu_model()}
     if torch.version.cuda is not None:
-        found |= {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus()}
+        found |= {f"cuda:{gpu.index}": gpu.name for gpu in usable_gpus()}
     return found
 
 

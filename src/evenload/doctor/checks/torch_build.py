@@ -15,6 +15,7 @@ from evenload import hardware
 from evenload.balance.values import ComputeDevice
 from evenload.doctor.checks.packages import NO_TORCH, REQUIRED, pip_install, release, torch_problem
 from evenload.doctor.finding import Finding, Options, fail, ok, skip, warn
+from evenload.visible_gpus import nvml_problem
 
 TORCH = f"torch>={REQUIRED['torch']}"
 TURING = (7, 5)
@@ -56,7 +57,7 @@ def wheel(options: Options) -> Finding:
     built = Wheel(
         str(torch.__version__), torch.version.cuda, tuple((flags or "").split()), torch.version.hip is not None
     )
-    return evaluate_wheel(built, hardware.gpu_driver(), hardware.gpus(), hardware.nvml_problem(options.root_path))
+    return evaluate_wheel(built, hardware.gpu_driver(), hardware.gpus(), nvml_problem(options.root_path))
 
 
 def evaluate_wheel(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from evenload import hardware
 from evenload.scheduler.core.values import Device
 from evenload.scheduler.daemon.queue_file import QueueFile
+from evenload.visible_gpus import query_gpus
 
 HOST = "local"
 """All devices of a local queue are in one machine, whatever its current name."""
@@ -64,12 +65,10 @@ def kind_of(name: str) -> str:
 def _gpus() -> tuple[LocalDevice, ...]:
     """Return all GPUs of NVML; CUDA_VISIBLE_DEVICES of this process is ignored."""
     found = []
-    with hardware.gpu_handles(_ALONG_THE_BUS) as (nvml, handles):
-        for index, handle in enumerate(handles):
-            name = nvml.nvmlDeviceGetName(handle)
-            total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-            device = Device(nvml.nvmlDeviceGetUUID(handle), HOST, kind_of(name), total_bytes)
-            found.append(LocalDevice(device, f"gpu{index}"))
+    with query_gpus(_ALONG_THE_BUS) as query:
+        for gpu in query.gpus:
+            device = Device(gpu.uuid, HOST, kind_of(gpu.name), query.used_and_total_bytes(gpu)[1])
+            found.append(LocalDevice(device, f"gpu{gpu.index}"))
     return tuple(found)
 
 

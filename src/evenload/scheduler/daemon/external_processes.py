@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evenload import hardware
 from evenload.job.processes import ProcessStat, all_stats, ancestors
+from evenload.visible_gpus import VisibleGpu, query_gpus
 
 _ALONG_THE_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -113,13 +113,13 @@ class GpuMonitor(threading.Thread):
     def run(self) -> None:
         while not self._is_over:
             try:
-                with hardware.gpu_handles(_ALONG_THE_BUS) as (nvml, handles):
-                    self._scan_repeatedly(nvml, handles)
+                with query_gpus(_ALONG_THE_BUS) as found:
+                    self._scan_repeatedly(found.nvml, found.gpus)
             except Exception as error:  # whatever a driver's library raises: the queue goes on and reports it
                 self._publish(GpuScan(time.monotonic(), _UnknownUse(f"NVML can't be queried: {error}")))
                 self._wait()
 
-    def _scan_repeatedly(self, nvml: Any, handles: list[Any]) -> None:
+    def _scan_repeatedly(self, nvml: Any, gpus: Sequence[VisibleGpu]) -> None:
         """Scan while the devices stay the same; initialising NVML for each scan would cost a second."""
         if nvml is None:
             self._publish(GpuScan(time.monotonic(), _UnknownUse("NVML can't be queried any more")))
@@ -129,7 +129,7 @@ class GpuMonitor(threading.Thread):
         while not self._is_over and nvml.nvmlDeviceGetCount() == count:
             self._is_requested.clear()
             began_s = time.monotonic()
-            self._publish(GpuScan(began_s, scan_devices(nvml, handles, self.runners)))
+            self._publish(GpuScan(began_s, scan_devices(nvml, gpus, self.runners)))
             self._wait()
 
     def _publish(self, scan: GpuScan) -> None:
@@ -155,23 +155,22 @@ class _UnknownUse(dict[str, DeviceUse]):
         return self._held
 
 
-def scan_devices(nvml: Any, handles: Iterable[Any], runners: Iterable[int]) -> dict[str, DeviceUse]:
+def scan_devices(nvml: Any, gpus: Iterable[VisibleGpu], runners: Iterable[int]) -> dict[str, DeviceUse]:
     """Scan the devices and return their use by UUID."""
     found = {}
     stats: dict[int, ProcessStat] | None = None
     ours = frozenset(runners)
-    for handle in handles:
-        uuid = nvml.nvmlDeviceGetUUID(handle)
+    for gpu in gpus:
         try:
-            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            used_bytes = _used_bytes(nvml, handle)
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)
+            used_bytes = _used_bytes(nvml, gpu.handle)
         except nvml.NVMLError as error:
-            found[uuid] = DeviceUse(problem=f"NVML doesn't report its processes: {error}")
+            found[gpu.uuid] = DeviceUse(problem=f"NVML doesn't report its processes: {error}")
             continue
         if processes and stats is None:
             stats = all_stats()
         holders = tuple(_holder(process, runner_of(int(process.pid), ours, stats or {})) for process in processes)
-        found[uuid] = DeviceUse(holders, used_bytes)
+        found[gpu.uuid] = DeviceUse(holders, used_bytes)
     return found
 
 

@@ -28,6 +28,8 @@ class HostDevices:
     """Those that this process may use."""
     quota_cores: float | None = None
     """CPU quota of this process in cores; None: unlimited."""
+    problems: tuple[str, ...] = ()
+    """What is wrong with GPUs that are left out, or with the search for them."""
 
     @property
     def num_cores(self) -> float:
@@ -48,12 +50,17 @@ class RankDevice:
     name: str
     devices: tuple[str, ...] = ()
     """All devices of a rank with several, `device` first; otherwise empty."""
+    uuids: tuple[str, ...] = ()
+    """`ComputeDevice.uuid` of each device, where a GPU has one."""
+    is_part: bool = False
+    """A part of a GPU (MIG)."""
 
 
 def read_host() -> HostDevices:
     from evenload import hardware
 
-    return HostDevices(hardware.gpus(), hardware.cpu(), tuple(hardware.usable_cores()), hardware.cpu_quota())
+    gpus, problems = hardware.find_gpus()
+    return HostDevices(gpus, hardware.cpu(), tuple(hardware.usable_cores()), hardware.cpu_quota(), problems)
 
 
 def parse_devices(text: str, host: HostDevices) -> tuple[RankDevice, ...]:
@@ -85,9 +92,13 @@ def _parse_item(text: str, item: str, host: HostDevices) -> list[RankDevice]:
         return [_cpu_device(host)] * count
     if (kind.isdecimal() and not number) or (kind in ("cuda", "gpu") and number.isdecimal()):
         index = int(number or kind)
-        if index >= len(host.gpus):
-            raise ConfigError(f"-d {text}: there is no GPU {index} here; here are: {host.describe()}")
-        return [_gpu_device(host.gpus[index])]
+        for gpu in host.gpus:
+            if gpu.index == index:
+                return [_gpu_device(gpu)]
+        raise ConfigError(
+            f"-d {text}: "
+            + "; ".join([f"there is no GPU {index} here", *host.problems, f"here are: {host.describe()}"])
+        )
     raise ConfigError(f"-d {text}: {item!r} is not a device; {_EXPECTED}; here are: {host.describe()}")
 
 
@@ -100,11 +111,17 @@ def _group(parts: list[list[RankDevice]], text: str, item: str) -> RankDevice:
                 "cpu:2"
             )
     devices = [part[0] for part in parts]
+    if len(devices) > 1 and any(rank_device.is_part for rank_device in devices):
+        raise ConfigError(
+            f"-d {text}: {item} is one rank with several devices, but CUDA shows a process only one part of a GPU (MIG); write "
+            f"{item.replace('+', ',')} for one rank each"
+        )
     names = Counter(rank_device.name for rank_device in devices)
     return RankDevice(
         devices[0].device,
         " + ".join(f"{count} × {name}" if count > 1 else name for name, count in names.items()),
         tuple(rank_device.device for rank_device in devices),
+        tuple(uuid for rank_device in devices for uuid in rank_device.uuids),
     )
 
 
@@ -131,6 +148,7 @@ def plan_workers(
     cores = _cores_by_rank(rank_devices, host)
     threads = _threads_by_rank(rank_devices, host, cores)
     backend = _backend(rank_devices)
+    own = [own_numbers(rank_device) for rank_device in rank_devices]
     names = tuple(_name(rank_device, cores[rank]) for rank, rank_device in enumerate(rank_devices))
     return tuple(
         WorkerSpec(
@@ -138,8 +156,9 @@ def plan_workers(
             local_rank=rank,
             world_size=len(rank_devices),
             workers=tuple(f"worker-{index}" for index in range(len(rank_devices))),
-            device=rank_device.device,
-            devices=rank_device.devices,
+            device=own[rank][0],
+            devices=own[rank][1],
+            visible_devices=",".join(dict.fromkeys(rank_device.uuids)),
             device_names=names,
             backend=backend,
             cores=cores[rank],
@@ -151,6 +170,15 @@ def plan_workers(
         )
         for rank, rank_device in enumerate(rank_devices)
     )
+
+
+def own_numbers(rank_device: RankDevice) -> tuple[str, tuple[str, ...]]:
+    """Return `device` and `devices` as a process counts them that sees only the GPUs of this rank, if they have UUIDs."""
+    if not rank_device.uuids:
+        return rank_device.device, rank_device.devices
+    seen = list(dict.fromkeys(device for device in rank_device.devices or (rank_device.device,) if device != "cpu"))
+    numbers = {"cpu": "cpu", **{device: f"cuda:{index}" for index, device in enumerate(seen)}}
+    return numbers[rank_device.device], tuple(numbers[device] for device in rank_device.devices)
 
 
 def own_cores(workers: Sequence[WorkerSpec], host: HostDevices) -> tuple[float, ...]:
@@ -186,7 +214,7 @@ def describe_workers(workers: Sequence[WorkerSpec]) -> list[str]:
 
 
 def _gpu_device(gpu: ComputeDevice) -> RankDevice:
-    return RankDevice(f"cuda:{gpu.index}", gpu.name)
+    return RankDevice(f"cuda:{gpu.index}", gpu.name, uuids=(gpu.uuid,) if gpu.uuid else (), is_part=gpu.is_part)
 
 
 def _cpu_device(host: HostDevices) -> RankDevice:
@@ -203,10 +231,10 @@ def _name(rank_device: RankDevice, cores: tuple[int, ...]) -> str:
 
 
 def _backend(rank_devices: Sequence[RankDevice]) -> str:
-    # NCCL requires a separate GPU for each rank.
+    # NCCL requires a separate GPU for each rank, and takes two parts of a GPU for one.
     counts = Counter(rank_device.device for rank_device in rank_devices)
     one_each = all(count == 1 for count in counts.values()) and not any(
-        rank_device.devices for rank_device in rank_devices
+        rank_device.devices or rank_device.is_part for rank_device in rank_devices
     )
     return "nccl" if "cpu" not in counts and one_each else "gloo"
 

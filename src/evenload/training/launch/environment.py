@@ -36,6 +36,8 @@ class WorkerSpec:
     """``cuda:N`` or ``cpu``; ``auto``: the first GPU, else the CPU."""
     devices: tuple[str, ...] = ()
     """All devices of a rank with several (``-d 0+1``), `device` first; otherwise empty."""
+    visible_devices: str = ""
+    """CUDA_VISIBLE_DEVICES of this worker; empty: as the launcher's."""
     replicas: tuple[Mapping[str, Any], ...] = ()
     """``device``, ``name``, ``cores`` and ``num_threads`` of each replica of this process (strategy ``dp``)."""
     device_names: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,14 @@ from pathlib import Path
 from evenload.job.processes import SessionProcess
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, write_spec
 from evenload.training.launch.output import WorkerOutputs
+
+
+def worker_variables(spec: WorkerSpec, path: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a worker, from that of its launcher and its file."""
+    own = {WORKER_VARIABLE: str(path)}
+    if spec.visible_devices:
+        own["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
+    return {**variables, **own}
 
 
 class WorkerProcess(SessionProcess):
@@ -35,7 +43,7 @@ class WorkerProcess(SessionProcess):
             super().__init__(
                 # -P: no file of the user's folder may shadow a module before the script runs.
                 [sys.executable, "-u", "-P", "-m", "evenload.training.launch.worker", *arguments],
-                env={**os.environ, WORKER_VARIABLE: str(path)},
+                env=worker_variables(self.spec, path, os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=worker_ends[1],
                 stderr=worker_ends[2],

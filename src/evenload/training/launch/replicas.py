@@ -49,13 +49,20 @@ def as_one_worker(
                 f"{spelled} gives each device a whole replica, but {'+'.join(worker.devices)} is one rank with several; name "
                 f"them apart: -d {apart}"
             )
-    _check_distinct([worker.device for worker in workers], "-d")
+    uuids = [worker.visible_devices for worker in workers if worker.visible_devices]
+    if len(uuids) > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
+        raise ConfigError(
+            f"{spelled} is one process, and CUDA shows a process only one part of a GPU (MIG); use --strategy ddp"
+        )
+    # Workers that see one GPU each call it cuda:0; one process sees all of them.
+    numbers = [f"cuda:{uuids.index(w.visible_devices)}" if w.visible_devices else w.device for w in workers]
+    _check_distinct(numbers, "-d")
     check_mode(workers[0].mode, spelled)
     if len(workers) == 1:
         return tuple(workers)
     devices = tuple(
-        {"device": w.device, "name": w.device_names[w.rank], "cores": list(w.cores), "num_threads": w.num_threads}
-        for w in workers
+        {"device": number, "name": w.device_names[w.rank], "cores": list(w.cores), "num_threads": w.num_threads}
+        for number, w in zip(numbers, workers, strict=True)
     )
     first = workers[0]
     return (
@@ -63,6 +70,8 @@ def as_one_worker(
             first,
             world_size=1,
             workers=first.workers[:1],
+            device=numbers[0],
+            visible_devices=",".join(uuids),
             backend="gloo",
             cores=(),
             num_threads=max(1, sum(w.num_threads for w in workers if w.device == "cpu")),

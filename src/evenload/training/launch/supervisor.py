@@ -125,13 +125,14 @@ def launch(
 ) -> int:
     """Run the workers to their end and return the exit code.
 
-    0: all ended well. 75: all ranks saved and ended on request. 130 and 143: ended by SIGINT or SIGTERM. Otherwise the exit
-    code of the worker that failed, after ``report`` has received its error. No process, control group or folder of the launch
-    is left in any case. With ``exits_afterwards`` this process exits with the returned code, so SIGINT and SIGTERM are
-    ignored from then on. Errors as in `plan`, and LaunchError: the port is in use, or the rendezvous fails.
+    0: all ended well. 75: all ranks saved and ended on request. 130 and 143: ended by SIGINT or SIGTERM. Otherwise the
+    code of the worker that failed, after ``report`` received its error. Nothing of the launch is left in any case. With
+    ``exits_afterwards`` SIGINT and SIGTERM are ignored from then on. Errors as in `plan`, and LaunchError for the port.
     """
     host = read_host()
     workers = plan(request, host)
+    for problem in host.problems:
+        _print(problem)
     folder = Path(tempfile.mkdtemp(prefix="evenload-"))
     supervisor = _Supervisor(request, folder, report)
     try:

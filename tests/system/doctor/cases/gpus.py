@@ -20,10 +20,28 @@ def free(machine: Machine) -> Finding:
     return machine.look("GPU memory")
 
 
+@unwell("GPU access", "fail", "GPU 1: GPU is lost", "sudo reboot")
+def lost(machine: Machine) -> Finding:
+    machine.gpus({}, {"refused": "GPU is lost"}, {})
+    return machine.look("GPU access")
+
+
+@unwell("GPU access", "fail", "GPU 0: Insufficient Permissions", "ls -l /dev/nvidia*")
+def closed(machine: Machine) -> Finding:
+    machine.gpus({"refused": "Insufficient Permissions"})
+    return machine.look("GPU access")
+
+
+@well("GPU access")
+def all_answer(machine: Machine) -> Finding:
+    machine.gpus({}, {})
+    return machine.look("GPU access")
+
+
 @unwell("GPU order", "warn", "cuda:0 (RTX 5090) is nvidia-smi's 1", "CUDA_DEVICE_ORDER=PCI_BUS_ID")
 def fastest_first(machine: Machine) -> Finding:
     machine.gpus({"Name": "GTX 1060"}, {"Name": "RTX 5090"})
-    machine.monkeypatch.setattr("evenload.hardware._cuda_uuids", lambda environ: ("GPU-11-aa", "GPU-00-aa"))
+    machine.monkeypatch.setattr("evenload.visible_gpus._cuda_uuids", lambda environ: ("GPU-11-aa", "GPU-00-aa"))
     return machine.look("GPU order")
 
 
@@ -44,7 +62,7 @@ def unknown_order(machine: Machine) -> Finding:
 @well("GPU order")
 def same_numbers(machine: Machine) -> Finding:
     machine.gpus({"Name": "RTX 5090"}, {"Name": "GTX 1060"})
-    machine.monkeypatch.setattr("evenload.hardware._cuda_uuids", lambda environ: ("GPU-00-aa", "GPU-11-aa"))
+    machine.monkeypatch.setattr("evenload.visible_gpus._cuda_uuids", lambda environ: ("GPU-00-aa", "GPU-11-aa"))
     return machine.look("GPU order")
 
 
@@ -89,15 +107,15 @@ def exclusive(machine: Machine) -> Finding:
     return machine.look("GPU mode")
 
 
-@unwell("GPU mode", "warn", "split by MIG", "-mig 0")
+@unwell("GPU mode", "warn", "cuda:0 (A100 MIG 3g.20gb), cuda:1 (A100 MIG 2g.10gb) are parts of GPUs", "-mig 0")
 def split(machine: Machine) -> Finding:
-    machine.gpus({"ComputeMode": 0, "MigMode": [1, 1]})
+    machine.gpus({"ComputeMode": 0, "parts": ["A100 MIG 3g.20gb", "A100 MIG 2g.10gb"]})
     return machine.look("GPU mode")
 
 
 @well("GPU mode")
 def open_to_all(machine: Machine) -> Finding:
-    machine.gpus({"ComputeMode": 0, "MigMode": [0, 0]}, {})
+    machine.gpus({"ComputeMode": 0}, {"parts": ["A100 MIG 7g.40gb"]})
     return machine.look("GPU mode")
 
 
