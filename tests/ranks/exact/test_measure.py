@@ -19,19 +19,19 @@ from tests.ranks.exact.tasks import TASKS
 
 def _weigh_all_ranks_equally(run: Any) -> None:
     """What DistributedDataParallel does: a mean over ranks of local means."""
-    backward = run._context.engine.strategy.backward
+    backward = run._context.engine.strategy._backward
     step = run._loaders[0]
 
     def wrong(loss: torch.Tensor, *, last: bool, idle: bool) -> None:
         share = max(1, step.planner.shares[run.rank])
         backward(loss * (32 / 3 / share), last=last, idle=idle)
 
-    run._context.engine.strategy.backward = wrong
+    run._context.engine.strategy._backward = wrong
 
 
 def _leave_a_micro_batch_out(run: Any) -> None:
-    backward = run._context.engine.strategy.backward
-    run._context.engine.strategy.backward = lambda loss, *, last, idle: backward(
+    backward = run._context.engine.strategy._backward
+    run._context.engine.strategy._backward = lambda loss, *, last, idle: backward(
         loss if last or run.rank != 2 else loss * 0, last=last, idle=idle
     )
 

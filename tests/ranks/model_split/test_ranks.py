@@ -15,7 +15,8 @@ import evenload
 from evenload.balance.values import ComputeDevice
 from evenload.errors import ConfigError
 from evenload.testing import run_ranks
-from evenload.training.comm.groups import Groups, Membership
+from evenload.training.comm.generation import Membership
+from evenload.training.comm.groups import Groups
 from evenload.training.launch.devices import HostDevices, describe_workers, parse_devices, plan_workers
 from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.model_split.transfers import split_of

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import evenload
 from evenload.errors import DivergenceError
 from evenload.testing import run_ranks
-from evenload.training.step.consistency import Consistency, disagreements, state_of, tolerances
+from evenload.training.compute.replicated_state import replicated_state
+from evenload.training.step.consistency import Consistency, disagreements, tolerances
 
 EVERY = 3
 
@@ -287,14 +288,16 @@ def test_it_is_due_in_the_first_step_and_in_every_nth() -> None:
 
 def test_the_state_holds_each_tensor_once_by_name() -> None:
     model = Net()
-    names = list(state_of([model]))
+    names = list(replicated_state([model]))
     # On one rank no BatchNorm takes its statistics over all of them.
     assert len(names) == 12 and not any(name.startswith("norm.r") for name in names)
     assert {"first.weight", "frozen.bias", "narrow", "last.weight", "counter", "mask"} <= {*names}
     assert not {"again.weight", "cache"} & {*names}
     other = nn.Linear(2, 2)
     other.weight = model.first.bias  # shared between models
-    assert {"0.first.bias", "1.bias"} <= {*state_of([model, other])} and "1.weight" not in state_of([model, other])
+    assert {"0.first.bias", "1.bias"} <= {*replicated_state([model, other])} and "1.weight" not in replicated_state(
+        [model, other]
+    )
 
 
 def test_the_ranks_named_are_those_against_most() -> None:

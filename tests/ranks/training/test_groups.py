@@ -14,7 +14,8 @@ from evenload.errors import CheckpointError, DesyncError, PeerLostError
 from evenload.testing import run_ranks
 from evenload.training.checkpoint.registry import Registry, clone_state
 from evenload.training.comm.control import CAPACITY, Control, Operation
-from evenload.training.comm.groups import Groups, Membership
+from evenload.training.comm.generation import Membership
+from evenload.training.comm.groups import Groups
 from evenload.training.launch.environment import detect
 
 

@@ -13,7 +13,8 @@ import evenload
 from evenload.balance.values import StepPlan
 from evenload.training.checkpoint import files
 from evenload.training.comm.control import Control
-from evenload.training.comm.groups import Groups, Membership
+from evenload.training.comm.generation import Membership
+from evenload.training.comm.groups import Groups
 from evenload.training.compute.weighting import read_result
 from evenload.training.step.planner import Planner
 

@@ -7,7 +7,8 @@ import pytest
 from evenload.balance.rebalance import Decision
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
-from evenload.training.comm.groups import Groups, Membership
+from evenload.training.comm.generation import Membership
+from evenload.training.comm.groups import Groups
 from evenload.training.step.planner import LEAD_STEPS, Planner
 
 

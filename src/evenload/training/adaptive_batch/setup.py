@@ -61,16 +61,6 @@ def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int
     return adaptive_batch
 
 
-def check_adaptive_batch(context: TrainingContext, adaptive_batch: AdaptiveBatch | None) -> None:
-    """Raise ConfigError if a step that doesn't fit in memory could not be repeated; needs the models."""
-    if adaptive_batch is None or context.config.micro_batch != "auto" or not context.engine.statistics.in_use:
-        return
-    raise ConfigError(
-        f"{_spelled(context)} with BatchNorm over all ranks: a larger batch that doesn't fit in memory could not be repeated in "
-        "smaller micro-batches; set --micro-batch (or init(micro_batch=...)) to what fits, or batch_norm='local'"
-    )
-
-
 def _check(context: TrainingContext, loader: DataLoader[Any], limit: int, index: int) -> int:
     spelled = _spelled(context)
     if context.config.strategy != "ddp":

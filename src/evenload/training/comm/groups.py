@@ -1,8 +1,6 @@
-"""`Groups`, the only holder of process groups: control, gradients, statistics.
+"""`Groups`, the only holder of process groups: those of the current generation (generation.py), and of the user's subsets.
 
-Three groups, because their collectives interleave differently on each rank: gradients leave in the middle of a backward,
-statistics (BatchNorm) inside forward and backward, control at the boundaries. A generation of groups lives as long as the
-membership; `abort` fails whatever is outstanding, so that no rank waits for a lost peer.
+`abort` fails whatever is outstanding, so that no rank waits for a lost peer.
 """
 
 from __future__ import annotations
@@ -10,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -22,68 +19,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import LaunchError, PeerLostError
+from evenload.training.comm.generation import CollectiveAbortedError, Generation, Membership, Pending
 
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
-
-
-@dataclass(frozen=True)
-class Membership:
-    """Members of one generation; the index of a worker is its rank."""
-
-    generation: int
-    workers: tuple[str, ...]
-    store: str
-    """`WorkerSpec.store`; empty for a single rank, or if the script made the process group."""
-
-
-class Pending:
-    """A collective in progress. `wait` returns when it is done, or raises if it failed or its generation was aborted."""
-
-    def __init__(self, work: dist.Work | None, blocking: bool) -> None:
-        self._work = work
-        self._future: torch.futures.Future[None] | None = None
-        self._lock = threading.Lock()
-        if work is not None and blocking:
-            # Our own future, not the work's: a lost peer does not wake every waiter, so abort() must be able to.
-            self._future = torch.futures.Future()
-            work.get_future().add_done_callback(self._done)
-
-    def wait(self) -> None:
-        """Wait for the end; raise PeerLostError if a peer went away, or the generation was aborted."""
-        try:
-            if self._future is not None:
-                self._future.wait()
-            elif self._work is not None:
-                self._work.wait()
-        except PeerLostError:
-            raise
-        except RuntimeError as error:
-            raise PeerLostError(f"a collective failed: {error}") from error
-
-    @property
-    def done(self) -> bool:
-        return self._work is None or self._work.is_completed()
-
-    def fail(self, error: PeerLostError) -> None:
-        """End the wait with an error, if it has not ended."""
-        with self._lock:
-            if self._future is not None and not self._future.done():
-                self._future.set_exception(error)  # type: ignore[arg-type]
-
-    def _done(self, finished: torch.futures.Future[object]) -> None:
-        failure: Exception | None = None
-        try:
-            finished.value()
-        except Exception as error:  # the work's own error, whatever its type, belongs to the waiter
-            failure = error
-        with self._lock:
-            if self._future is None or self._future.done():
-                return
-            if failure is None:
-                self._future.set_result(None)
-            else:
-                self._future.set_exception(failure)  # type: ignore[arg-type]
 
 
 class Groups:
@@ -95,11 +34,10 @@ class Groups:
         `backend` is that of the gradients, of which NCCL needs a GPU for every rank; `gpu` identifies this rank's among all
         machines, and is empty for a CPU. LaunchError if the store or the peers can't be reached within `timeout_s`.
         """
-        self.rank = rank
         self.timeout_s = timeout_s
         self.closed = False
         self._timeout = timedelta(seconds=timeout_s)
-        self._backend = backend
+        self._wanted_backend = self._backend = backend
         self._gpu = gpu
         self._adopted = dist.is_initialized()
         self._made = False
@@ -108,21 +46,39 @@ class Groups:
         self._store: Store | None = None
         self._pending: list[Pending] = []
         self._all: dist.ProcessGroup | None = None
-        self.control: dist.ProcessGroup | None = None
-        self.gradients: dist.ProcessGroup | None = None
-        self.statistics: dist.ProcessGroup | None = None
-        self.membership = membership
-        self._alone = False
-        self._build()
+        self._gradients_of: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = {}
+        self.generation = self._build(membership, rank)
+
+    # -- the current generation -----------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.generation.rank
 
     @property
     def world_size(self) -> int:
-        return 1 if self._alone else len(self.membership.workers)
+        return self.generation.world_size
+
+    @property
+    def membership(self) -> Membership:
+        return self.generation.membership
 
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks of this generation, in the order of an exchange's rows."""
-        return range(self.world_size)
+        return self.generation.ranks
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        return self.generation.control
+
+    @property
+    def gradients(self) -> dist.ProcessGroup | None:
+        return self.generation.gradients
+
+    @property
+    def statistics(self) -> dist.ProcessGroup | None:
+        return self.generation.statistics
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -131,14 +87,60 @@ class Groups:
         It keeps its rank, so only one rank prints and writes. All ranks enter and leave it at their own pace; `arrive`
         synchronises them.
         """
-        held = self.control, self.gradients, self.statistics
-        self.control = self.gradients = self.statistics = None
-        self._alone, self._all = True, held[0]
+        before = self.generation
+        self.generation = Generation(
+            before.number, before.membership, before.rank, ranks=(before.rank,), computing=(before.rank,)
+        )
+        self._all = before.control
         try:
             yield
         finally:
-            self._alone, self._all = False, None
-            self.control, self.gradients, self.statistics = held
+            self._all = None
+            self.generation = before
+
+    def rebuild(self, membership: Membership, rank: int) -> None:
+        """Begin a generation with other members; all of them call it, new ones by making their `Groups`.
+
+        Everything of the generation before ends: collectives in progress raise PeerLostError, and so do its groups.
+        """
+        self.abort("the generation ended")
+        self._end_groups()
+        self.generation = self._build(membership, rank)
+
+    def set_computing(self, ranks: Sequence[int]) -> None:
+        """Begin a generation in which only these ranks share gradients and statistics. All ranks call it."""
+        computing = tuple(sorted(ranks))
+        now = self.generation
+        if computing == now.computing or now.control is None:
+            return
+        if computing not in self._gradients_of:
+            self._gradients_of[computing] = self._new_group(computing), self._new_group(computing)
+        gradients, statistics = self._gradients_of[computing]
+        self.generation = replace(
+            now, number=now.number + 1, computing=computing, gradients=gradients, statistics=statistics
+        )
+
+    def abort_statistics(self) -> None:
+        """Leave the collectives inside forward and backward: ranks that wait in one get `CollectiveAbortedError`."""
+        now = self.generation
+        if now.statistics is None:
+            return
+        group = now.statistics
+        gradients, _ = self._gradients_of[now.computing]
+        self._gradients_of[now.computing] = gradients, None
+        self.generation = replace(now, statistics=None)
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(group)
+
+    def rebuild_statistics(self) -> None:
+        """Make the group of statistics anew, after a rank has left it. All ranks call it."""
+        now = self.generation
+        if now.control is None:
+            return
+        self.abort_statistics()
+        statistics = self._new_group(now.computing)
+        self._gradients_of[now.computing] = now.gradients, statistics
+        self.generation = replace(now, number=now.number + 1, statistics=statistics)
 
     def arrive(self) -> Pending:
         """Begin a barrier inside `alone` without waiting; it is done when all ranks have arrived."""
@@ -160,7 +162,7 @@ class Groups:
         work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.gradients, async_op=True)
         # On NCCL wait() only orders streams; on gloo it blocks the thread and must be wakeable.
         pending = Pending(work, blocking=tensor.device.type == "cpu")
-        self._pending = [p for p in self._pending if p._future is not None and not p._future.done()]
+        self._pending = [p for p in self._pending if p.can_fail]
         self._pending.append(pending)
         return pending
 
@@ -171,17 +173,17 @@ class Groups:
         try:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.statistics)
         except RuntimeError as error:
-            raise PeerLostError(f"BatchNorm's statistics could not be summed: {error}") from error
+            raise CollectiveAbortedError(f"BatchNorm's statistics could not be summed: {error}") from error
 
     def gather_statistics(self, own: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' vectors of statistics, shape ``(world_size, len(own))``."""
         if self.statistics is None:
             return own.unsqueeze(0)
-        everyone = own.new_empty(self.world_size, own.numel())
+        everyone = own.new_empty(len(self.generation.computing), own.numel())
         try:
             dist.all_gather(list(everyone.unbind()), own, group=self.statistics)
         except RuntimeError as error:
-            raise PeerLostError(f"BatchNorm's statistics could not be gathered: {error}") from error
+            raise CollectiveAbortedError(f"BatchNorm's statistics could not be gathered: {error}") from error
         return everyone
 
     @property
@@ -210,32 +212,38 @@ class Groups:
         """End the groups that this object made; the user's process group stays."""
         self.closed = True
         self.abort("the process groups were closed")
-        groups = (self.control, self.gradients, self.statistics, *self._subsets.values())
-        self.control = self.gradients = self.statistics = None
+        self._end_groups()
+
+    def _end_groups(self) -> None:
+        now = self.generation
+        parts = (group for pair in self._gradients_of.values() for group in pair)
+        groups = {id(group): group for group in (now.control, *parts, *self._subsets.values()) if group is not None}
+        self.generation = replace(now, control=None, gradients=None, statistics=None)
         self._subsets.clear()
+        self._gradients_of.clear()
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
             if self._adopted:
-                for group in groups:
-                    if group is not None:
-                        dist.destroy_process_group(group)
+                for group in groups.values():
+                    dist.destroy_process_group(group)
             elif self._made:
                 self._made = False
                 dist.destroy_process_group()
 
-    def _build(self) -> None:
-        world_size = self.world_size
+    def _build(self, membership: Membership, rank: int) -> Generation:
+        world_size = len(membership.workers)
+        everyone = tuple(range(world_size))
         if world_size == 1 and not self._adopted:
-            return
+            return Generation(membership.number, membership, rank, ranks=(rank,), computing=(rank,))
         if not self._adopted:
             try:
                 if self._store is None:
-                    self._store = self._connect()
+                    self._store = self._connect(membership, rank)
                 dist.init_process_group(
-                    backend="cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo",
-                    store=PrefixStore(f"evenload/{self._session}/{self.membership.generation}", self._store),
-                    rank=self.rank,
+                    backend="cpu:gloo,cuda:nccl" if self._wanted_backend == "nccl" else "gloo",
+                    store=PrefixStore(f"evenload/{self._session}/{membership.number}", self._store),
+                    rank=rank,
                     world_size=world_size,
                     timeout=self._timeout,
                 )
@@ -243,31 +251,36 @@ class Groups:
             except (RuntimeError, ValueError) as error:
                 taken = "; another program listens there: set MASTER_PORT to a free port on all ranks"
                 raise LaunchError(
-                    f"rank {self.rank} could not join the other {world_size - 1} ranks at {self.membership.store}: {error}"
+                    f"rank {rank} could not join the other {world_size - 1} ranks at {membership.store}: {error}"
                     + (taken if "EADDRINUSE" in str(error) else "")
                 ) from error
-        self.control = dist.new_group(backend="gloo", timeout=self._timeout)
-        backend = self._backend = self._common_backend(self.control)
-        self.gradients = dist.new_group(backend=backend, timeout=self._timeout)
-        self.statistics = dist.new_group(backend=backend, timeout=self._timeout)
+        control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._backend = self._common_backend(control, rank, world_size)
+        groups = self._gradients_of[everyone] = self._new_group(everyone), self._new_group(everyone)
+        return Generation(membership.number, membership, rank, everyone, everyone, control, *groups)
 
-    def _common_backend(self, control: dist.ProcessGroup) -> str:
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Make a group for gradients or statistics, on all ranks; None for a rank outside, and for a single rank."""
+        group = dist.new_group(ranks=list(ranks), backend=self._backend, timeout=self._timeout)
+        return group if len(ranks) > 1 and isinstance(group, dist.ProcessGroup) else None
+
+    def _common_backend(self, control: dist.ProcessGroup, rank: int, world_size: int) -> str:
         # Whether every rank has a GPU of its own is known only by comparison: machines may differ.
         gpu = int.from_bytes(hashlib.sha256(self._gpu.encode()).digest()[:7])
-        own = torch.tensor([int(self._backend == "nccl"), gpu])
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        own = torch.tensor([int(self._wanted_backend == "nccl"), gpu])
+        rows = [torch.empty_like(own) for _ in range(world_size)]
         try:
             dist.all_gather(rows, own, group=control)
         except RuntimeError as error:
-            raise LaunchError(f"rank {self.rank} could not agree with the others on a backend: {error}") from error
+            raise LaunchError(f"rank {rank} could not agree with the others on a backend: {error}") from error
         return common_backend([(bool(wants), gpu) for wants, gpu in torch.stack(rows).tolist()])
 
-    def _connect(self) -> Store:
-        url = self.membership.store
+    def _connect(self, membership: Membership, rank: int) -> Store:
+        url = membership.store
         if "://" in url:
-            store: Store = next(rendezvous(url, self.rank, self.world_size, timeout=self._timeout))[0]
+            store: Store = next(rendezvous(url, rank, len(membership.workers), timeout=self._timeout))[0]
             return store
-        host, _, port = self.membership.store.rpartition(":")
+        host, _, port = url.rpartition(":")
         return TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=self._timeout)
 
 

@@ -19,20 +19,17 @@ LossFn = Callable[[Any], Any]
 
 
 class BackwardPass(Protocol):
-    """The part of a strategy that micro-batches use."""
+    """Runs the backward pass of one micro-batch; an `idle` one takes part in collectives but does not count."""
 
-    def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        """Run the backward pass of one micro-batch."""
+    def __call__(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None: ...
 
 
 @dataclass(frozen=True)
 class StepContext:
     """Context of the micro-batches, the same for all steps of a job."""
 
-    rank: int
     device: torch.device
     seed: int
-    strategy: BackwardPass
     statistics: batchnorm.Statistics
     precision: Precision
     check_unweighted: Callable[[Any], None]
@@ -61,19 +58,27 @@ class LossSums:
 
 
 def run_micro_steps(
-    context: StepContext, batch: GlobalBatch, loss_fn: LossFn, call_index: int, last_units: float | None, sums: LossSums
+    context: StepContext,
+    batch: GlobalBatch,
+    loss_fn: LossFn,
+    sums: LossSums,
+    backward: BackwardPass,
+    *,
+    column: int,
+    call_index: int,
+    last_units: float | None,
 ) -> None:
-    """Run all micro-batches of `batch`, adding up in `sums`, which are incomplete if this raises.
+    """Run all micro-batches of a plan's column, adding up in `sums`, which are incomplete if this raises.
 
     `last_units` is N of the same backward in the last step, if there was one.
     """
     plan = batch.plan
-    own = [m for m in range(plan.num_micro) if context.computes_idle or plan.micro[m][context.rank]]
+    own = [m for m in range(plan.num_micro) if context.computes_idle or plan.micro[m][column]]
     for m in own:
         context.check()
-        micro = batch.micro(m, context.rank, context.device)
+        micro = batch.micro(m, column, context.device)
         context.statistics.begin(m, idle=micro.idle)
-        key = (context.seed, batch.global_step, call_index, m, context.rank)
+        key = (context.seed, batch.global_step, call_index, m, column)
         if context.reseed is not None:
             context.reseed(*key)
         else:
@@ -93,9 +98,7 @@ def run_micro_steps(
             # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
             # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step with an event.)
             without = micro.idle or (weight == 0.0 and not context.statistics.in_use)
-            context.strategy.backward(
-                result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without
-            )
+            backward(result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without)
         context.statistics.end(m)
         if context.grad_norms is not None and m == own[0] != own[-1]:
             context.grad_norms.first_micro(sums.units)

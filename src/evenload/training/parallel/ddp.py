@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from evenload.balance.values import StepPlan
 from evenload.errors import PeerLostError
+from evenload.training.comm.clock import StepClock
+from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.groups import Groups
+from evenload.training.compute import batchnorm, randomness
+from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.grad_norms import GradNorms
+from evenload.training.compute.label_watch import LabelWatch
+from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext, run_micro_steps
+from evenload.training.compute.precision import Precision
+from evenload.training.compute.replicated_state import replicated_state
+from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.reducer import BucketReducer, Expectation
+from evenload.training.parallel.strategy import LATE_GRADIENT, OK, BackwardCall, LocalResult, StepResult
 
 _NATIVE_DTYPES = frozenset(
     (
@@ -23,17 +38,33 @@ _NATIVE_DTYPES = frozenset(
 
 
 class ReplicaStrategy:
-    def __init__(self, grad_norms: GradNorms | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        seed: int,
+        precision: Precision,
+        control: Control,
+        clock: StepClock,
+        throttle: ComputeThrottle,
+        groups: Groups,
+        grad_norms: GradNorms | None = None,
+    ) -> None:
+        self._groups = groups
+        self._control = control
+        self._clock = clock
+        self._throttle = throttle
+        self._precision = precision
         self._grad_norms = grad_norms
-        self._groups: Groups | None = None
+        self._statistics = batchnorm.Statistics(groups, clock)
+        self._context = StepContext(
+            device, seed, self._statistics, precision, LabelWatch().check, grad_norms=grad_norms
+        )
         self._segments = BucketSegments()
         self._models: list[nn.Module] = []
         self._signature: list[tuple[int, bool, torch.dtype, torch.device]] = []
         self._reducer: BucketReducer | None = None
         self._expectations: dict[int, Expectation] = {}
-        self._call_index = 0
-        self._used: Expectation | None = None
-        self._touched: list[int] = []
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
         self.detach()
@@ -42,20 +73,70 @@ class ReplicaStrategy:
         for model in models:
             _broadcast(model, groups)
         self._models = list(models)
-        self._build(groups)
+        self._context = replace(self._context, other_gpus=randomness.other_gpus(models, self._context.device))
+        self._statistics.in_use = any(batchnorm.has_global_statistics(model) for model in models)
+        self._build()
 
     def detach(self) -> None:
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
 
-    def begin(self, call_index: int, *, expect: bool) -> None:
+    def run(self, plan: StepPlan, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall) -> StepResult:
         self._follow_parameters()
-        self._call_index = call_index
-        self._used = self._expectations.get(call_index) if expect else None
-        self._of().begin(self._used)
+        reducer = self._of()
+        if call.begins_update:
+            reducer.clear_skip()
+        reducer.begin(self._expectations.get(call.index) if call.may_expect else None)
+        if self._statistics.in_use and self._groups.world_size > 1:
+            # A rank that does something else would leave the others inside a collective of the forward.
+            with self._clock.segment("wait"):
+                self._control.exchange(Operation.BEGIN)
+        sums = LossSums()
+        started_s = time.perf_counter()
+        try:
+            with batchnorm.active(self._statistics):
+                run_micro_steps(
+                    self._context,
+                    batch,
+                    loss_fn,
+                    sums,
+                    self._backward,
+                    column=self._groups.generation.data_index,
+                    call_index=call.index,
+                    last_units=call.last_units,
+                )
+        finally:
+            self._statistics.idle = False
+        slow_down(self._throttle, self._context.device, started_s)
+        totals = call.exchange([self._local_result(sums)])
+        touched = self._touched(totals.same_touched)
+        finite = reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale))
+        self._update_expectation(call.index, touched)
+        if not (finite and math.isfinite(totals.loss)):
+            reducer.clear(touched)
+        loss = torch.tensor(totals.loss, dtype=sums.dtype)
+        return StepResult(totals.units, loss, finite, sums.nominal)
 
-    def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
+    def rollback(self, *, together: bool) -> None:
+        if self._reducer is None:
+            return
+        if together:
+            self._reducer.rollback()
+        else:
+            self._reducer.abort()
+
+    def state_dict(self) -> Mapping[int, Expectation]:
+        """Return the arrivals that earlier steps had, by index of the call."""
+        return dict(self._expectations)
+
+    def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
+        self._expectations = dict(state)
+
+    def fingerprint(self) -> Mapping[str, torch.Tensor]:
+        return replicated_state(self._models)
+
+    def _backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
         reducer = self._of()
         reducer.micro(last=last, idle=idle)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -63,54 +144,32 @@ class ReplicaStrategy:
         if idle:
             reducer.end_idle()
 
-    def report(self) -> tuple[float, bool]:
-        reducer = self._of()
-        return reducer.touched_key(), reducer.late
+    def _local_result(self, sums: LossSums) -> LocalResult:
+        grad_norms = self._grad_norms
+        return LocalResult(
+            status=LATE_GRADIENT if self._of().late else OK,
+            weighted=sums.weighted,
+            units=sums.units,
+            loss_sum=float(sums.loss_sum),
+            metrics={name: float(value) for name, value in sums.metrics.items()},
+            touched_key=self._of().touched_key(),
+            squared_norm=grad_norms.own() if grad_norms is not None and grad_norms.on else None,
+        )
 
-    def resolve(self, same: bool) -> None:
-        reducer = self._of()
-        self._touched = reducer.touched()
-        if not same:
-            self._touched = _over_ranks(self._touched, self._groups, dist.ReduceOp.MAX)
+    def _touched(self, same: bool) -> list[int]:
+        touched = self._of().touched()
+        return touched if same else _over_ranks(touched, self._groups, dist.ReduceOp.MAX)
 
-    def finish(self, correction: float) -> bool:
-        reducer = self._of()
-        finite = reducer.finish(self._touched, correction)
-        known = self._expectations.get(self._call_index)
-        if known is None or any(now and not then for now, then in zip(self._touched, known, strict=True)):
-            expected = self._agreed(reducer.observed())
+    def _update_expectation(self, call_index: int, touched: Sequence[int]) -> None:
+        known = self._expectations.get(call_index)
+        if known is None or any(now and not then for now, then in zip(touched, known, strict=True)):
+            expected = self._agreed(self._of().observed())
             if known is not None:
                 expected = tuple(max(now, then) for now, then in zip(expected, known, strict=True))
-            self._expectations[self._call_index] = expected
-        return finite
+            self._expectations[call_index] = expected
 
-    def rollback(self) -> None:
-        self._of().rollback()
-
-    def abort(self) -> None:
-        if self._reducer is not None:
-            self._reducer.abort()
-
-    def clear(self) -> None:
-        self._of().clear(self._touched)
-
-    def clear_skip(self) -> None:
-        self._of().clear_skip()
-
-    def state_dict(self) -> Mapping[int, Expectation]:
-        return dict(self._expectations)
-
-    def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
-        self._expectations = dict(state)
-
-    def covers(self, param: torch.Tensor) -> bool:
-        return self._of().covers(param)
-
-    def leftovers(self) -> list[str]:
-        return self._of().leftovers()
-
-    def _build(self, groups: Groups) -> None:
-        self._reducer = BucketReducer(self._models, groups, self._segments, grad_norms=self._grad_norms)
+    def _build(self) -> None:
+        self._reducer = BucketReducer(self._models, self._groups, self._segments, grad_norms=self._grad_norms)
         self._signature = self._sign()
         self._expectations.clear()
 
@@ -119,9 +178,9 @@ class ReplicaStrategy:
 
     def _follow_parameters(self) -> None:
         # Parameters may be frozen, unfrozen, converted or replaced between steps, on all ranks.
-        if self._reducer is not None and self._groups is not None and self._sign() != self._signature:
+        if self._reducer is not None and self._sign() != self._signature:
             self._reducer.remove()
-            self._build(self._groups)
+            self._build()
 
     def _of(self) -> BucketReducer:
         if self._reducer is None:
@@ -156,8 +215,8 @@ def _broadcast(model: nn.Module, groups: Groups) -> None:
         raise PeerLostError(f"rank 0's parameters did not arrive: {error}") from error
 
 
-def _over_ranks(values: Sequence[int], groups: Groups | None, op: dist.ReduceOp.RedOpType) -> list[int]:
-    if groups is None or groups.control is None:
+def _over_ranks(values: Sequence[int], groups: Groups, op: dist.ReduceOp.RedOpType) -> list[int]:
+    if groups.control is None:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.int32)
     try:

@@ -1,60 +1,139 @@
-"""`Strategy`: how models are spread over ranks, and how their gradients become those of the global batch."""
+"""`Strategy`: one way to spread models over ranks. It runs the plan of a step; everything else about the step is the engine's.
+
+    engine: plan -> strategy.run -> all agree (`BackwardCall.exchange`, inside run) -> committed, or rolled back and run again
+
+A strategy computes its part of the global batch, calls `exchange` once with what it computed, and then sets `.grad` of the
+user's parameters to the gradient of the global batch. Micro-batches, reducers and processes are its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from evenload.balance.values import StepPlan
+from evenload.training.comm.clock import Segment
 from evenload.training.comm.groups import Groups
+from evenload.training.compute.micro_steps import LossFn
+from evenload.training.data.global_batch import GlobalBatch
+
+OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED, INTERRUPTED, RAISED = range(6)
+"""Status of an attempt on one rank. `UNWANTED`: it was interrupted for another replica, or used shared randomness.
+`INTERRUPTED`: a collective inside it ended because another rank failed. `RAISED`: the user's code raised an exception."""
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """Sums over the micro-batches that one rank, or one replica of a process, has computed."""
+
+    status: int = OK
+    weighted: bool = False
+    units: float = 0.0
+    """Sum of the weights."""
+    loss_sum: float = 0.0
+    """Sum of weight x mean loss."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name -> sum of weight x value."""
+    touched_key: float = 0.0
+    """Checksum of the parameters that received a gradient; 0 where it need not be equal on all ranks."""
+    squared_norm: float | None = None
+    """Squared norm of the own gradient, in a call that measures it."""
+    seconds: Mapping[Segment, float] | None = None
+    """Of each segment; None takes them from the rank's clock."""
+    memory_bytes: int | None = None
+    """Peak memory; None: of the rank's device."""
+
+
+@dataclass(frozen=True)
+class GlobalTotals:
+    """What all ranks agreed on; the same on all of them."""
+
+    units: float
+    """N, the sum of all weights."""
+    loss: float
+    """Weighted mean over the global batch."""
+    same_touched: bool
+    """True if all ranks gave the same `touched_key`."""
+
+
+ReplicaTimes = tuple[Sequence[float], Sequence[float], float, bool]
+"""Of one backward of replica threads: own_s and cpu_s of each replica, together_s, in_turns."""
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """One attempt of a `step.backward`, besides its plan, batch and loss function."""
+
+    index: int
+    """Index of the call within its step."""
+    last_units: float | None
+    """N of the same call in the last step, if there was one."""
+    exchange: Callable[[Sequence[LocalResult]], GlobalTotals]
+    """Report this rank's results (one per replica) and return the totals. `run` calls it once; collectives that are in
+    progress continue meanwhile. It raises `AttemptFailedError` where a rank failed: let it pass."""
+    may_expect: bool = True
+    """False where the observations of earlier steps must not be used: they made the last attempt fail."""
+    begins_update: bool = True
+    """True if an optimizer stepped since the last call, so calls that were skipped before no longer count."""
+    in_turns: bool = False
+    """True if replica threads compute one after the other, to be measured."""
+    add_replica_times: Callable[[Sequence[float], Sequence[float], float, bool], None] = lambda *_: None
+    """Takes the times of replica threads."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of a call; the same on all ranks."""
+
+    units: float
+    loss: torch.Tensor
+    """Weighted mean over the global batch, a scalar."""
+    finite: bool
+    """False if a gradient isn't finite. Then, or if the loss isn't, `.grad` is None, so an optimizer's step changes nothing."""
+    nominal: float = 1.0
+    """Divisor of the backwards (weighting.py)."""
+    norm: float | None = None
+    """2-norm of the gradient, if the strategy knows it without further work."""
+
+
+class AttemptFailedError(Exception):
+    """The attempt failed on some rank, and all ranks know it. Never leaves the engine."""
+
+    def __init__(self, statuses: Sequence[int]) -> None:
+        super().__init__(f"statuses {list(statuses)}")
+        self.statuses = tuple(statuses)
 
 
 class Strategy(Protocol):
-    """One way to spread models. The engine calls it; it never sees a batch or a loss function."""
+    """Executes plans. Columns of a plan are data-parallel coordinates, which need not be ranks."""
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
-        """Take the models of a generation; they stay the user's own objects."""
+        """Take the models, which stay the user's own objects; all ranks call it. Attaching again replaces the models."""
 
     def detach(self) -> None:
-        """Remove all hooks from the user's modules."""
+        """Leave the user's own modules bare: no hooks, no swapped parts."""
 
-    def begin(self, call_index: int, *, expect: bool) -> None:
-        """Start an attempt of the step's `call_index`-th backward; without `expect` no earlier observation is used."""
+    def run(self, plan: StepPlan, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall) -> StepResult:
+        """Compute the global batch, everyone its part; then `.grad` is the gradient of the mean loss over the global batch.
 
-    def backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
-        """Run the backward of one micro-batch; an `idle` one takes part in collectives but does not count."""
+        Gradients that were present before, from earlier calls of the same step, are added to. Raises whatever loss_fn raises.
+        """
 
-    def report(self) -> tuple[float, bool]:
-        """Return a key of the parameters touched here, and whether the attempt must be repeated."""
+    def rollback(self, *, together: bool) -> None:
+        """Restore the gradients from before a failed `run`, and end its collectives.
 
-    def resolve(self, same: bool) -> None:
-        """Accept the attempt on all ranks; `same` means that their keys were equal."""
+        `together`: all ranks do it, and none is gone; otherwise this rank must not wait for others.
+        """
 
-    def finish(self, correction: float) -> bool:
-        """End the reduction, after which `.grad` is final; return whether it is finite."""
+    def state_dict(self) -> Mapping[Any, Any]:
+        """Return what a checkpoint or a peer needs besides the models; equal on all ranks."""
 
-    def rollback(self) -> None:
-        """Restore the gradients from before the attempt, which all ranks repeat."""
+    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+        """Restore what `state_dict` returned."""
 
-    def abort(self) -> None:
-        """Restore the gradients from before the attempt after an error on this rank, without waiting for other ranks."""
-
-    def clear(self) -> None:
-        """Remove the gradients of the last call (a skipped step), and those of later calls until `clear_skip`."""
-
-    def clear_skip(self) -> None:
-        """Begin a new update: earlier skipped calls no longer affect it."""
-
-    def state_dict(self) -> Mapping[int, Any]:
-        """Return observations of earlier calls, by index of the call; equal on all ranks."""
-
-    def load_state_dict(self, state: Mapping[int, Any]) -> None:
-        """Restore what `state_dict` returned, after steps of each rank alone."""
-
-    def covers(self, param: torch.Tensor) -> bool:
-        """Return whether this parameter's gradient becomes that of the global batch."""
-
-    def leftovers(self) -> list[str]:
-        """Return the names of parameters that hold a nonzero gradient."""
+    def fingerprint(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors that must be equal on all ranks, by name, for the consistency check."""

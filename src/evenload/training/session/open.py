@@ -23,9 +23,9 @@ from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.adopted import adopt_group
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
-from evenload.training.comm.groups import Groups, Membership
+from evenload.training.comm.generation import Membership
+from evenload.training.comm.groups import Groups
 from evenload.training.compute import randomness
-from evenload.training.compute.batchnorm import Statistics
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
 from evenload.training.launch import worker
@@ -33,14 +33,11 @@ from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
 from evenload.training.launch.supervisor import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
-from evenload.training.parallel.ddp import ReplicaStrategy
-from evenload.training.parallel.strategy import Strategy
+from evenload.training.parallel.factory import StrategyParts, open_strategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
-from evenload.training.step.executor import Executor
 from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
-from evenload.training.step.threaded_executor import open_threaded_executor
 
 _FRESH_FOR = "fresh_for_job"
 """File in the run folder that names the queue's job whose ``--fresh`` was applied there."""
@@ -106,26 +103,20 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     recorder = StepRecorder(records, writes)
     precision = Precision(config.precision, device)
     grad_norms = GradNorms() if config.batch_max is not None and spec.mode == "train" else None
-    strategy: Strategy = ReplicaStrategy(grad_norms)
-    statistics = Statistics(groups, clock)
-    executor: Executor | None = None
-    if len(replicas) > 1:
-        strategy, statistics, executor = open_threaded_executor(replicas, spec, precision, clock, config.seed)
-    elif replicas:
+    if len(replicas) == 1:
         recorder.event("replicas", _one_device(replicas[0].device))
+    throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
+    parts = StrategyParts(spec, device, config.seed, groups, control, clock, precision, throttle, grad_norms, replicas)
     engine = Engine(
-        rank=spec.rank,
         device=device,
-        seed=config.seed,
+        groups=groups,
         control=control,
-        strategy=strategy,
-        statistics=statistics,
+        strategy=open_strategy(config.strategy, parts),
         precision=precision,
         clock=clock,
         recorder=recorder,
-        throttle=ComputeThrottle(spec if executor is None else replace(spec, throttle={})),
+        throttle=throttle,
         check_every=0 if config.check_every == "off" else int(config.check_every),
-        executor=executor,
         grad_norms=grad_norms,
     )
     loop = StepLoop(engine)

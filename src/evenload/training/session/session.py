@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from evenload.config import as_table
 from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.job import EXIT_CODE
-from evenload.training.adaptive_batch.setup import check_adaptive_batch, open_adaptive_batch
+from evenload.training.adaptive_batch.setup import open_adaptive_batch
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
@@ -173,7 +173,6 @@ class Session(StepListener):
         self._has_begun = True
         self._stopper.begin()
         prepare.check_models_prepared(self._context, self._models)
-        check_adaptive_batch(self._context, self._saver.adaptive_batch)
         if self._context.config.dry_run:
             self._print_dry_run(step)
             raise SystemExit(0)

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from evenload.errors import DivergenceError
 from evenload.hardware import cpu_model
 from evenload.training.comm.control import Control, Operation
-from evenload.training.compute import batchnorm
 from evenload.training.compute.checksums import checksum, fold, queue_checksums, sketch
 
 DRIFT_EPS = 1000.0
@@ -30,7 +28,6 @@ _FLOOR = 0.1
 """Fraction of the model's usual value used where a tensor's own values are smaller: they may have been larger before."""
 _MAX_NAMED = 5
 _MAX_IN_EVENT = 50
-_BATCH_NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 _PARAMETER_CAUSES = (
     "Usual causes for a parameter: weights loaded, reset or changed on one rank only (under `if run.is_main:`); a different "
@@ -54,15 +51,16 @@ class Consistency:
         self.every = every
         self._control = control
         self._record_event = record_event
-        self._models: list[nn.Module] = []
+        self._fingerprint: Callable[[], Mapping[str, torch.Tensor]] = dict
         self._queued: list[torch.Tensor] | None = None
         self._key = 0.0
         self._last_step = -1
         self._last_good = -1
         self._norms: dict[str, list[float]] = {}
 
-    def attach(self, models: Sequence[nn.Module]) -> None:
-        self._models = list(models)
+    def attach(self, fingerprint: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Compare what `fingerprint` returns: the tensors that must be equal on all ranks, by name."""
+        self._fingerprint = fingerprint
         self._last_step = self._last_good = -1
 
     def begin(self, step: int, *, first_call: bool, world_size: int) -> None:
@@ -72,7 +70,7 @@ class Consistency:
         # The first step of a session is checked too: the loaded state may differ.
         if wanted and step != self._last_step and (self._last_step < 0 or step % self.every == 0):
             self._last_step = step
-            self._queued = queue_checksums(state_of(self._models).values())
+            self._queued = queue_checksums(self._fingerprint().values())
 
     def key(self) -> float:
         """Return this rank's checksum for the exchange; 0 if none is due."""
@@ -93,7 +91,7 @@ class Consistency:
 
     def _find_differences(self) -> dict[str, tuple[int, ...]]:
         """Return the tensors that differ, each with its ranks; all ranks call it and get the same result."""
-        state = state_of(self._models)
+        state = self._fingerprint()
         shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()}
         structure = float(zlib.crc32(repr(list(shapes.items())).encode()))
         rows = self._exchange([structure, float(zlib.crc32(repr(_kinds(state.values())).encode()))])
@@ -117,7 +115,7 @@ class Consistency:
 
     def _describe(self, found: Mapping[str, tuple[int, ...]], step: int, world_size: int) -> tuple[str, dict[str, Any]]:
         ranks = sorted({rank for outside in found.values() for rank in outside})
-        state = state_of(self._models)
+        state = self._fingerprint()
         named = [self._name(name, outside, state) for name, outside in list(found.items())[:_MAX_NAMED]]
         more = f", and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         if world_size == 2:
@@ -156,26 +154,6 @@ class Consistency:
         length = max(int(row[0]) for row in self._exchange([float(len(data))]))
         rows = self._exchange([float(byte) for byte in data.ljust(length)])
         return [bytes(int(number) for number in row).decode().rstrip() for row in rows]
-
-
-def state_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the state that must be equal on all ranks, by name; see docs/consistency.md."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for index, model in enumerate(models):
-        first = f"{index}." if len(models) > 1 else ""
-        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        for path, module in model.named_modules():
-            own = isinstance(module, nn.modules.batchnorm._BatchNorm) and not batchnorm.has_global_statistics(module)
-            left_out = getattr(module, "_non_persistent_buffers_set", set()) | set(_BATCH_NORM_BUFFERS if own else ())
-            buffers = ((key, value) for key, value in module._buffers.items() if key not in left_out)
-            for key, tensor in (*module._parameters.items(), *buffers):
-                name = f"{path}.{key}" if path else key
-                if tensor is None or id(tensor) in seen or name in ignored or not _comparable(tensor):
-                    continue
-                seen.add(id(tensor))
-                found[first + name] = tensor
-    return found
 
 
 def disagreements(
@@ -224,15 +202,6 @@ def _agree(a: tuple[float, float], b: tuple[float, float], allowed: float | None
         if math.isfinite(x) and abs(x - y) > allowed:
             return False
     return True
-
-
-def _comparable(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout == torch.strided
-        and not tensor.is_meta
-        and not nn.parameter.is_lazy(tensor)
-        and not is_traceable_wrapper_subclass(tensor)
-    )
 
 
 def _kinds(tensors: Collection[torch.Tensor]) -> list[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control
 from evenload.training.comm.groups import Groups
 from evenload.training.launch.environment import WorkerSpec
-from evenload.training.parallel.threaded.dp import ThreadedStrategy
+from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.engine import Engine
 from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop

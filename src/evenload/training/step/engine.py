@@ -1,42 +1,81 @@
 """Run `step.backward`: attempts until one succeeds on all ranks.
 
-    begin -> the executor computes each micro-batch (loss_fn, backward) and exchanges reports -> finish the reduction
+    strategy.run -> inside it all ranks exchange reports -> accepted: `.grad` is final; else rolled back, and run again or raised
 
 All ranks repeat an attempt when memory ran out somewhere (with smaller micro-batches) or a gradient came after its bucket
-had left. Buffers, randomness and gradients are restored first. See executor.py and threaded_executor.py for the executors.
+had left. Buffers, randomness and gradients are restored first. An exception of the user's code takes the same path: all
+ranks give the attempt up together, so a script that catches it can continue with the next step.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from evenload.errors import DesyncError, DivergenceError, NonFiniteError, StepError
+from evenload.errors import DesyncError, NonFiniteError, PeerLostError, StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control
+from evenload.training.comm.generation import CollectiveAbortedError
+from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.buffers import BufferGuard
 from evenload.training.compute.grad_norms import MEASURE_EVERY, GradNorms
-from evenload.training.compute.micro_steps import LossFn, StepContext
+from evenload.training.compute.micro_steps import LossFn
+from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.compute.precision import Precision
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
-from evenload.training.parallel.strategy import Strategy
+from evenload.training.parallel.strategy import (
+    INTERRUPTED,
+    LATE_GRADIENT,
+    OK,
+    OUT_OF_MEMORY,
+    RAISED,
+    AttemptFailedError,
+    BackwardCall,
+    GlobalTotals,
+    LocalResult,
+    StepResult,
+    Strategy,
+)
 from evenload.training.step.consistency import Consistency
-from evenload.training.step.executor import AttemptResult, BackwardAttempt, Executor, LabelWatch, RankExecutor
+from evenload.training.step.exchange import ReportExchange, total, totals_of, where
 from evenload.training.step.planner import Planner
-from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, RankReport
+from evenload.training.step.report import RankReport
 from evenload.training.step.stats import StepRecorder, StepStats
 
 MAX_SKIPPED_STEPS = 3
 """Steps in a row that may be skipped for a non-finite gradient that no loss scale explains."""
 MAX_ATTEMPTS = 40
+_INTERRUPTING = (OUT_OF_MEMORY, RAISED, INTERRUPTED)
+"""Statuses of ranks that left collectives of the forward."""
+
+
+@dataclass
+class Attempt:
+    """A `step.backward` in progress."""
+
+    batch: GlobalBatch
+    planner: Planner
+    stats: StepStats
+    loss_fn: LossFn
+    begins_update: bool
+    may_expect: bool = True
+    reports: list[RankReport] = field(default_factory=list)
+    """Of all ranks, once they are exchanged."""
+    error: Exception | None = None
+    """Failure of this rank."""
+    failed_together: bool = False
+    """True while an exception would be raised on all ranks alike."""
+
+    def begin(self) -> None:
+        self.reports, self.error = [], None
 
 
 class Engine:
@@ -45,24 +84,20 @@ class Engine:
     def __init__(
         self,
         *,
-        rank: int,
         device: torch.device,
-        seed: int,
+        groups: Groups,
         control: Control,
         strategy: Strategy,
-        statistics: batchnorm.Statistics,
         precision: Precision,
         clock: StepClock,
         recorder: StepRecorder,
         throttle: ComputeThrottle,
         check_every: int = 0,
-        executor: Executor | None = None,
         grad_norms: GradNorms | None = None,
     ) -> None:
         self.device = device
         self.control = control
         self.strategy = strategy
-        self.statistics = statistics
         self.precision = precision
         self.clock = clock
         self.recorder = recorder
@@ -70,29 +105,42 @@ class Engine:
         self.models: list[nn.Module] = []
         self.elapsed_s = 0.0
         """Seconds since the start of the run on rank 0's clock, as of the last exchange: equal on all ranks."""
-        self.context = StepContext(
-            rank, device, seed, strategy, statistics, precision, LabelWatch().check, grad_norms=grad_norms
-        )
-        self.consistency = Consistency(check_every, control, recorder.event)
-        self._executor = executor or RankExecutor(self.context, strategy, control, clock, throttle, self.consistency)
+        self._groups = groups
+        self._grad_norms = grad_norms
+        self._consistency = Consistency(check_every, control, recorder.event)
+        self._exchange = ReportExchange(control, clock, self._consistency, device)
         self._buffers = BufferGuard()
+        self._other_gpus: tuple[torch.device, ...] = ()
+        self._has_statistics = False
         self._units: dict[int, float] = {}
         self._skipped: dict[int, int] = {}
 
     def attach(self, models: Sequence[nn.Module]) -> None:
+        """Take the models of the job, which the strategy has attached."""
         self.models = list(models)
-        has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
-        self.statistics.in_use = has_statistics and self.statistics.world_size > 1
-        self.context = replace(self.context, other_gpus=randomness.other_gpus(models, self.device))
-        self._executor.attach(models)
+        self._other_gpus = randomness.other_gpus(models, self.device)
+        self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self._buffers = BufferGuard(models)
-        self.consistency.attach(models)
+        self._consistency.attach(self.strategy.fingerprint)
 
-    def state_dict(self) -> tuple[Mapping[int, float], Mapping[int, Any]]:
+    def covers(self, param: torch.Tensor) -> bool:
+        """Return whether this parameter's gradient becomes that of the global batch."""
+        return any(param is own for model in self.models for own in model.parameters())
+
+    def leftovers(self) -> list[str]:
+        """Return the names of parameters that hold a nonzero gradient."""
+        return [
+            f"{index}.{name}" if len(self.models) > 1 else name
+            for index, model in enumerate(self.models)
+            for name, p in model.named_parameters()
+            if p.requires_grad and p.grad is not None and bool(p.grad.count_nonzero())
+        ]
+
+    def state_dict(self) -> tuple[Mapping[int, float], Mapping[Any, Any]]:
         """Return what earlier steps left for the next, equal on all ranks: N of each call, and the strategy's state."""
         return dict(self._units), self.strategy.state_dict()
 
-    def load_state_dict(self, state: tuple[Mapping[int, float], Mapping[int, Any]]) -> None:
+    def load_state_dict(self, state: tuple[Mapping[int, float], Mapping[Any, Any]]) -> None:
         """Restore what `state_dict` returned, after steps of each rank alone."""
         self._units = dict(state[0])
         self.strategy.load_state_dict(state[1])
@@ -107,123 +155,145 @@ class Engine:
             )
         if stats.calls == 0:
             self._check_leftovers()
-        if stats.calls == 0 or stepped:
-            self.strategy.clear_skip()
         self.clock.switch("compute")
-        self.consistency.begin(batch.global_step, first_call=stats.calls == 0, world_size=self._executor.num_ranks)
+        self._consistency.begin(batch.global_step, first_call=stats.calls == 0, world_size=self._groups.world_size)
+        attempt = Attempt(batch, planner, stats, loss_fn, begins_update=stats.calls == 0 or stepped)
         try:
-            with randomness.set_aside(self.device, self.context.other_gpus), batchnorm.active(self.statistics):
-                loss = self._attempts(batch, planner, stats, loss_fn)
+            with randomness.set_aside(self.device, self._other_gpus):
+                loss = self._attempts(attempt)
         except BaseException:
-            self.strategy.abort()
+            self.strategy.rollback(together=attempt.failed_together)
             raise
         finally:
             self.clock.switch("optimizer")
-            self.statistics.idle = False
         stats.calls += 1
         stats.body_since_s = time.perf_counter()
         return loss
 
-    def _attempts(self, batch: GlobalBatch, planner: Planner, stats: StepStats, loss_fn: LossFn) -> torch.Tensor:
-        expect = True
+    def _attempts(self, attempt: Attempt) -> torch.Tensor:
+        stats, grad_norms = attempt.stats, self._grad_norms
         for _ in range(MAX_ATTEMPTS):
+            attempt.begin()
             self._buffers.save()
-            self.strategy.begin(stats.calls, expect=expect)
-            if self.context.grad_norms is not None:
+            self._exchange.begin()
+            if grad_norms is not None:
                 # Only the first of several backwards is measured.
-                self.context.grad_norms.begin(stats.calls == 0 and batch.global_step % MEASURE_EVERY == 0)
-            result = self._executor.attempt(
-                BackwardAttempt(batch, planner, stats, loss_fn, self._units.get(stats.calls))
-            )
-            reports = result.reports
-            self._receive(batch, planner, stats, reports)
-            if all(report.status == OK for report in reports):
+                grad_norms.begin(stats.calls == 0 and attempt.batch.global_step % MEASURE_EVERY == 0)
+            outcome = self._run(attempt)
+            if isinstance(outcome, StepResult):
                 self._buffers.forget()
-                return self._finish(batch, stats, result)
-            self._rollback(batch, planner, stats, reports)
-            expect = expect and not any(report.status == LATE_GRADIENT for report in reports)
-        raise StepError(f"step {batch.global_step} still failed after {MAX_ATTEMPTS} attempts")
+                return self._finish(attempt, outcome)
+            self._redo(attempt, outcome.statuses)
+        raise StepError(f"step {attempt.batch.global_step} still failed after {MAX_ATTEMPTS} attempts")
 
-    def _receive(self, batch: GlobalBatch, planner: Planner, stats: StepStats, reports: Sequence[RankReport]) -> None:
+    def _run(self, attempt: Attempt) -> StepResult | AttemptFailedError:
+        """Run the strategy; a failure on one rank is returned on all of them."""
+
+        def exchange(results: Sequence[LocalResult]) -> GlobalTotals:
+            return self._agree(attempt, results)
+
+        stats, planner = attempt.stats, attempt.planner
+        call = BackwardCall(
+            index=stats.calls,
+            last_units=self._units.get(stats.calls),
+            exchange=exchange,
+            may_expect=attempt.may_expect,
+            begins_update=attempt.begins_update,
+            in_turns=planner.takes_turns,
+            add_replica_times=planner.add_replica_times,
+        )
+        try:
+            return self.strategy.run(attempt.batch.plan, attempt.batch, attempt.loss_fn, call)
+        except AttemptFailedError as failed:
+            return failed
+        except Exception as error:
+            is_interrupted = isinstance(error, CollectiveAbortedError)
+            if attempt.reports or (isinstance(error, DesyncError | PeerLostError) and not is_interrupted):
+                raise
+            # The other ranks may wait in a collective of the forward.
+            self._groups.abort_statistics()
+            attempt.error = error
+            status = INTERRUPTED if is_interrupted else OUT_OF_MEMORY if is_out_of_memory(error) else RAISED
+            try:
+                self._agree(attempt, [LocalResult(status=status)])
+            except AttemptFailedError as failed:
+                return failed
+            raise
+
+    def _agree(self, attempt: Attempt, results: Sequence[LocalResult]) -> GlobalTotals:
+        batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
+        reports = attempt.reports = self._exchange.run(results, batch, planner, stats)
+        attempt.failed_together = True  # from here on all ranks do the same
         stats.add(reports)
         self.elapsed_s = reports[0].elapsed_s
         if reports[0].has_decision:
             planner.sync_decision(batch.global_step)
-        try:
-            self.consistency.check(batch.global_step, [report.state_key for report in reports])
-        except DivergenceError:
-            self.strategy.rollback()
-            raise
+        if any(report.status != OK for report in reports):
+            raise AttemptFailedError([report.status for report in reports])
+        self._consistency.check(batch.global_step, [report.state_key for report in reports])
+        totals = totals_of(reports, batch.global_step)
+        attempt.failed_together = False
+        return totals
 
-    def _rollback(self, batch: GlobalBatch, planner: Planner, stats: StepStats, reports: Sequence[RankReport]) -> None:
-        # All ranks do the same here.
-        self.strategy.rollback()
+    def _redo(self, attempt: Attempt, statuses: Sequence[int]) -> None:
+        """Restore what was before the attempt, on all ranks; raise if it can't be run again."""
+        batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
+        attempt.failed_together = False
+        self.strategy.rollback(together=True)
         self._buffers.restore()
         stats.redone = True
-        failed = [report.status == OUT_OF_MEMORY for report in reports]
-        if len(failed) < planner.world_size:  # this rank runs alone, in a measurement
-            failed = [failed[0] and rank == self.context.rank for rank in range(planner.world_size)]
-        if any(failed):
+        if self._has_statistics and any(status in _INTERRUPTING for status in statuses):
+            self._groups.rebuild_statistics()
+        if raised := [rank for rank, status in enumerate(statuses) if status == RAISED]:
+            if attempt.error is not None and not isinstance(attempt.error, CollectiveAbortedError):
+                raise attempt.error
+            raise PeerLostError(
+                f"rank {', '.join(map(str, raised))} raised an exception in step.backward at step {batch.global_step}; this "
+                "rank gave the step up with it"
+            )
+        attempt.may_expect = attempt.may_expect and LATE_GRADIENT not in statuses
+        out = [status == OUT_OF_MEMORY for status in statuses]
+        if len(out) < planner.world_size:  # this rank runs alone, in a measurement
+            out = [out[0] and rank == self._groups.rank for rank in range(planner.world_size)]
+        if any(out):
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
             before = batch.plan.num_micro
-            batch.replan(planner.lower_caps(batch.plan, failed))
-            ranks = ", ".join(str(rank) for rank, out in enumerate(failed) if out)
+            batch.replan(planner.lower_caps(batch.plan, out))
             self.recorder.event(
                 "memory",
-                f"rank {ranks} ran out of memory in step {batch.global_step}: micro-batches {before} → "
+                f"rank {where(out)} ran out of memory in step {batch.global_step}: micro-batches {before} → "
                 f"{batch.plan.num_micro}; the step is repeated",
                 step=batch.global_step,
                 num_micro=batch.plan.num_micro,
             )
         self.clock.switch("compute")
 
-    def _finish(self, batch: GlobalBatch, stats: StepStats, result: AttemptResult) -> torch.Tensor:
-        reports = result.reports
-        num_trainable = [int(report.touched_key) >> 32 for report in reports]
-        if len(set(num_trainable)) > 1:
-            raise DesyncError(
-                f"the ranks train different numbers of parameters in step {batch.global_step}: {num_trainable}; freeze and "
-                "unfreeze the same parameters on all ranks"
-            )
-        weighted = [report.weighted for report in reports]
-        if any(weighted) and not all(weighted):
-            self.strategy.rollback()
-            raise StepError(f"loss_fn returned a weight on ranks {_where(weighted)} only; return one always or never")
-        units = _total(report.units for report in reports)
-        if units <= 0:
-            self.strategy.rollback()
-            raise StepError(
-                f"step {batch.global_step}: all weights are 0, so the mean loss over the global batch is undefined; are all "
-                "labels -100?"
-            )
-        self.strategy.resolve(len({report.touched_key for report in reports}) == 1)
-        finite = self.strategy.finish(result.nominal / (units * self.precision.scale))
-        if finite and (grad_norms := self.context.grad_norms) is not None and grad_norms.on:
+    def _finish(self, attempt: Attempt, result: StepResult) -> torch.Tensor:
+        batch, stats, reports = attempt.batch, attempt.stats, attempt.reports
+        if result.finite and (grad_norms := self._grad_norms) is not None and grad_norms.on:
             stats.norms = grad_norms.norms(
                 [report.units for report in reports],
                 [report.squared_norm or 0.0 for report in reports],
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
-        self._units[stats.calls] = units
-        loss = _total(report.loss_sum for report in reports) / units
-        stats.loss = loss
+        self._units[stats.calls] = result.units
+        stats.loss = float(result.loss)
         for name in reports[0].metrics:
-            stats.metrics[name] = _total(report.metrics[name] for report in reports) / units
-        self.precision.update(finite)
-        if finite and math.isfinite(loss):
+            stats.metrics[name] = total(report.metrics[name] for report in reports) / result.units
+        self.precision.update(result.finite)
+        if result.finite and math.isfinite(stats.loss):
             self._skipped[stats.calls] = 0
         else:
             self._skip(batch, stats, reports)
-        return torch.tensor(loss, dtype=result.dtype)
+        return result.loss
 
     def _skip(self, batch: GlobalBatch, stats: StepStats, reports: Sequence[RankReport]) -> None:
         # No gradient is left, so a plain optimizer.step() changes nothing, on all ranks.
-        self.strategy.clear()
         stats.skipped = True
         not_finite = [not math.isfinite(report.loss_sum) for report in reports]
-        what = f"the loss of rank {_where(not_finite)}" if any(not_finite) else "the gradient"
+        what = f"the loss of rank {where(not_finite)}" if any(not_finite) else "the gradient"
         if not self.precision.scaled or self.precision.exhausted:
             self._skipped[stats.calls] = self._skipped.get(stats.calls, 0) + 1
         in_a_row = self._skipped.get(stats.calls, 0)
@@ -241,23 +311,10 @@ class Engine:
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
-        names = self.strategy.leftovers() if len(self.models) == 1 else []
+        names = self.leftovers() if len(self.models) == 1 else []
         if names:
             raise StepError(
                 f"gradients are already present before the step's first backward (of {len(names)} parameters, the first is "
                 f"{names[0]}): they would add to this step's. Call optimizer.zero_grad() after optimizer.step(), at "
                 "the end of the loop body"
             )
-
-
-def _total(values: Iterable[float]) -> float:
-    """Return the exact sum; where there is none (inf - inf, overflow), the sum of floats."""
-    terms = list(values)
-    try:
-        return math.fsum(terms)
-    except (ValueError, OverflowError):
-        return sum(terms)
-
-
-def _where(flags: Sequence[bool]) -> str:
-    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)

@@ -17,6 +17,7 @@ from evenload.balance.split import Split, even_shares, micro_shares, num_micro, 
 from evenload.balance.values import Cost, StepPlan
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
+from evenload.training.parallel.strategy import ReplicaTimes
 
 LEAD_STEPS = 2
 """A decision received in step s holds from step s + 2: step s + 1 is loaded already, s + 2 gets a step's time to load."""
@@ -27,8 +28,6 @@ from the coarser split stays small."""
 
 Shares = tuple[int, ...]
 Caps = tuple[int | None, ...]
-ReplicaTimes = tuple[Sequence[float], Sequence[float], float, bool]
-"""Of one backward, see `ReplicaObservation`: own_s and cpu_s of each replica, together_s, in_turns."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from evenload.errors import StepError
 from evenload.training.comm.clock import SEGMENTS, Segment
 from evenload.training.comm.control import CAPACITY
+from evenload.training.parallel.strategy import OK
 
-OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED = 0, 1, 2, 3
-"""Status of an attempt on one rank; `UNWANTED`: it was interrupted for another replica, or used shared randomness."""
 _SCALARS: dict[str, Callable[[float], float]] = {
     "status": int,
     "weighted": bool,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from evenload.errors import StepError
+from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.step.engine import Engine
-from evenload.training.step.executor import slow_down
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 
@@ -270,7 +270,7 @@ class StepLoop:
             return False
         if any(parameter._version != version for parameter, version in self._watched):
             return False
-        return bool(self.engine.strategy.leftovers())
+        return bool(self.engine.leftovers())
 
     def check_between_steps(self, what: str) -> None:
         """Raise StepError if `what` would see gradients that no optimizer has used yet."""

@@ -23,7 +23,8 @@ from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import read_result
 from evenload.training.data.batches import move
 from evenload.training.data.global_batch import GlobalBatch
-from evenload.training.parallel.ddp import ReplicaStrategy
+from evenload.training.parallel.factory import StrategyParts, open_strategy
+from evenload.training.parallel.strategy import Strategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
@@ -132,7 +133,7 @@ class VerifyCall:
 
     def split(self, variant: Variant) -> Gradient:
         context = self.context
-        strategy = ReplicaStrategy()
+        strategy = self._strategy()
         strategy.attach(self.models, context.groups)
         try:
             with self._varied(variant), buffers_restored(self.models), warnings.catch_warnings():
@@ -148,15 +149,27 @@ class VerifyCall:
             strategy.detach()
         return self._take(float(loss), 1.0)
 
-    def _engine(self, strategy: ReplicaStrategy) -> Engine:
+    def _strategy(self) -> Strategy:
+        context = self.context
+        parts = StrategyParts(
+            context.spec,
+            context.device,
+            context.config.seed,
+            context.groups,
+            context.control,
+            StepClock(context.device),
+            self.precision,
+            context.engine.throttle,
+        )
+        return open_strategy("ddp", parts)
+
+    def _engine(self, strategy: Strategy) -> Engine:
         context = self.context
         engine = Engine(
-            rank=context.groups.rank,
             device=context.device,
-            seed=context.config.seed,
+            groups=context.groups,
             control=context.control,
             strategy=strategy,
-            statistics=context.engine.statistics,
             precision=self.precision,
             clock=StepClock(context.device),
             recorder=StepRecorder(Recorder(None), writes=False),

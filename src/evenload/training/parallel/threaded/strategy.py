@@ -1,4 +1,4 @@
-"""Compute an attempt with the replicas of one process side by side (strategy ``dp``), each in its thread.
+"""Strategy ``dp``: the replicas of one process compute a step side by side, each in its thread.
 
 Note [Differences to ranks]
   Nothing is exchanged between processes: this module makes all reports. A replica without samples does nothing at all, not
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,18 +21,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from evenload.balance.values import StepPlan
 from evenload.errors import ConfigError, StepError
-from evenload.job import stop_requested
 from evenload.training.comm.clock import Segment, StepClock
+from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm
-from evenload.training.compute.micro_steps import LossSums, StepContext, run_micro_steps
+from evenload.training.compute.device_state import memory_bytes, slow_down
+from evenload.training.compute.label_watch import LabelWatch
+from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext, run_micro_steps
 from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.compute.precision import Precision
+from evenload.training.compute.replicated_state import replicated_state
+from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.replicas import ReplicaDevice
 from evenload.training.launch.throttle import ComputeThrottle
-from evenload.training.parallel.threaded.dp import ThreadedStrategy
+from evenload.training.parallel.reducer import Expectation
+from evenload.training.parallel.strategy import (
+    LATE_GRADIENT,
+    OK,
+    OUT_OF_MEMORY,
+    UNWANTED,
+    BackwardCall,
+    LocalResult,
+    StepResult,
+)
 from evenload.training.parallel.threaded.generators import ReplicaGenerators, seed_replica
+from evenload.training.parallel.threaded.replica_gradients import ReplicaGradients
 from evenload.training.parallel.threaded.replica_threads import (
     ReplicaCancelledError,
     ReplicaExchange,
@@ -41,14 +57,6 @@ from evenload.training.parallel.threaded.replica_threads import (
     current_replica,
     this_replica,
 )
-from evenload.training.step.executor import (
-    AttemptResult,
-    BackwardAttempt,
-    LabelWatch,
-    memory_bytes,
-    slow_down,
-)
-from evenload.training.step.report import LATE_GRADIENT, OK, OUT_OF_MEMORY, UNWANTED, RankReport
 
 
 class ReplicaStatistics(batchnorm.Statistics):
@@ -120,37 +128,33 @@ class _ReplicaResult:
     ended_s: float = 0.0
 
 
-class ThreadedExecutor:
-    """Compute an attempt with all replicas of this process; see the note above."""
+class ThreadedStrategy:
+    """Data parallelism with all replicas of this process; see the note above."""
 
     def __init__(
         self,
         threads: ReplicaThreads,
-        strategy: ThreadedStrategy,
-        statistics: ReplicaStatistics,
         precision: Precision,
         clock: StepClock,
         seed: int,
         throttles: Sequence[ComputeThrottle],
     ) -> None:
-        self._threads = threads
-        self._strategy = strategy
-        self._statistics = statistics
+        self.threads = threads
+        self._gradients = ReplicaGradients(threads)
+        self._statistics = ReplicaStatistics(threads)
         self._precision = precision
         self._clock = clock
         self._seed = seed
         self._throttles = list(throttles)
         self._generators = ReplicaGenerators(threads.all)
         self._precisions = [Precision(precision.name, thread.device) for thread in threads.all]
-        self._started = time.monotonic()
+        self._models: list[nn.Module] = []
         watch = LabelWatch()
         self._context = [
             StepContext(
-                thread.index,
                 thread.device,
                 seed,
-                strategy,
-                statistics,
+                self._statistics,
                 own_precision,
                 watch.check,
                 computes_idle=False,
@@ -160,53 +164,80 @@ class ThreadedExecutor:
             for thread, own_precision in zip(threads.all, self._precisions, strict=True)
         ]
 
-    def attach(self, models: Sequence[nn.Module]) -> None:
-        """Do nothing: the strategy has the models."""
+    def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
+        self._models = list(models)
+        self._gradients.attach(models)
+        self._statistics.in_use = any(batchnorm.has_global_statistics(model) for model in models)
 
-    @property
-    def num_ranks(self) -> int:
-        return 1
+    def detach(self) -> None:
+        self._gradients.detach()
+        self.threads.close()
 
-    def attempt(self, attempt: BackwardAttempt) -> AttemptResult:
+    def run(self, plan: StepPlan, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall) -> StepResult:
         """Compute all parts side by side, or in turns where the planner asks for it."""
-        batch, plan = attempt.batch, attempt.batch.plan
         batch.read_all()
         active = [index for index, share in enumerate(plan.shares) if share]
-        in_turns = attempt.planner.takes_turns and len(active) > 1
+        in_turns = call.in_turns and len(active) > 1
+        if call.begins_update:
+            self._gradients.clear_skip()
+        self._gradients.begin(call.index, expect=call.may_expect)
         process_s = dict(self._clock.take())
         self._clock.switch("wait")
-        with _gpu_generators_kept(self._threads.all[1:]):
-            parts = self._side_by_side(attempt, active, TurnLock() if in_turns else None)
+        with _gpu_generators_kept(self.threads.all[1:]), batchnorm.active(self._statistics):
+            parts = self._side_by_side(batch, loss_fn, call, active, TurnLock() if in_turns else None)
         self._clock.take()  # this thread waits while the replicas compute; their own clocks count that
         began_s = min(part.began_s for part in parts.values())
         together_s = max(part.ended_s for part in parts.values()) - began_s
-        self._report_times(attempt, parts, together_s, in_turns)
-        reports = self._reports(attempt, parts, process_s, together_s)
+        own_s, cpu_s = [0.0] * len(self.threads), [0.0] * len(self.threads)
+        for index, part in parts.items():
+            own_s[index], cpu_s[index] = part.seconds["compute"], part.cpu_s
+        call.add_replica_times(own_s, cpu_s, together_s, in_turns)
+        totals = call.exchange(self._local_results(parts, process_s, together_s))
         first = parts[active[0]]
-        wide = any(part.sums.dtype == torch.float64 for part in parts.values())
-        return AttemptResult(reports, first.sums.nominal, torch.float64 if wide else first.sums.dtype)
+        self._gradients.resolve()
+        nominal = first.sums.nominal
+        finite = self._gradients.finish(nominal / (totals.units * self._precision.scale))
+        if not (finite and math.isfinite(totals.loss)):
+            self._gradients.clear()
+        is_wide = any(part.sums.dtype == torch.float64 for part in parts.values())
+        loss = torch.tensor(totals.loss, dtype=torch.float64 if is_wide else first.sums.dtype)
+        return StepResult(totals.units, loss, finite, nominal)
+
+    def rollback(self, *, together: bool) -> None:
+        self._gradients.abort()
+
+    def state_dict(self) -> Mapping[int, Expectation]:
+        return self._gradients.state_dict()
+
+    def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
+        self._gradients.load_state_dict(state)
+
+    def fingerprint(self) -> Mapping[str, torch.Tensor]:
+        return replicated_state(self._models)
 
     def _side_by_side(
-        self, attempt: BackwardAttempt, active: Sequence[int], turn: TurnLock | None
+        self, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall, active: Sequence[int], turn: TurnLock | None
     ) -> dict[int, _ReplicaResult]:
-        plan = attempt.batch.plan
+        plan = batch.plan
         parts = {index: _ReplicaResult() for index in active}
         for index in active:
             self._precisions[index].scale = self._precision.scale
-            self._threads.all[index].turn = turn
+            self.threads.all[index].turn = turn
         self._statistics.begin_attempt(plan.micro)
-        self._generators.begin(self._seed, attempt.batch.global_step, attempt.stats.calls)
-        works = {index: functools.partial(self._work, index, attempt, part) for index, part in parts.items()}
+        self._generators.begin(self._seed, batch.global_step, call.index)
+        works = {
+            index: functools.partial(self._work, index, batch, loss_fn, call, part) for index, part in parts.items()
+        }
         buffer_owner = max(active, key=lambda index: (plan.shares[index], -index))
-        with self._strategy.active_replicas(active, buffer_owner), self._generators.active(), _uncompiled():
-            self._threads.run(works, on_failure=self._statistics.cancel)
+        with self._gradients.active_replicas(active, buffer_owner), self._generators.active(), _uncompiled():
+            self.threads.run(works, on_failure=self._statistics.cancel)
         if all(part.status == OK for part in parts.values()) and self._generators.must_separate():
             for part in parts.values():
                 part.status = UNWANTED
         return parts
 
-    def _work(self, index: int, attempt: BackwardAttempt, part: _ReplicaResult) -> None:
-        thread = self._threads.all[index]
+    def _work(self, index: int, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall, part: _ReplicaResult) -> None:
+        thread = self.threads.all[index]
         part.began_s = time.perf_counter()
         clock = thread.clock = StepClock(thread.device)
         with contextlib.nullcontext() if thread.turn is None else thread.turn.held(clock):
@@ -216,11 +247,13 @@ class ThreadedExecutor:
                 with self._generators.mode_of(thread):
                     run_micro_steps(
                         self._context[index],
-                        attempt.batch,
-                        attempt.loss_fn,
-                        attempt.stats.calls,
-                        attempt.last_units,
+                        batch,
+                        loss_fn,
                         part.sums,
+                        self._gradients.backward,
+                        column=index,
+                        call_index=call.index,
+                        last_units=call.last_units,
                     )
                 slow_down(self._throttles[index], thread.device, started_s)
             except ReplicaCancelledError:
@@ -229,9 +262,9 @@ class ThreadedExecutor:
                 if not is_out_of_memory(error):
                     raise
                 part.status = OUT_OF_MEMORY
-                self._threads.cancel()
+                self.threads.cancel()
                 self._statistics.cancel()
-            part.touched_key, late = self._strategy.report()
+            part.touched_key, late = self._gradients.report()
             if late and part.status == OK:
                 part.status = LATE_GRADIENT
             if thread.device.type == "cuda":
@@ -241,21 +274,9 @@ class ThreadedExecutor:
         part.seconds = clock.take()
         part.ended_s = time.perf_counter()
 
-    def _report_times(
-        self, attempt: BackwardAttempt, parts: Mapping[int, _ReplicaResult], together_s: float, in_turns: bool
-    ) -> None:
-        own_s, cpu_s = [0.0] * len(self._threads), [0.0] * len(self._threads)
-        for index, part in parts.items():
-            own_s[index], cpu_s[index] = part.seconds["compute"], part.cpu_s
-        attempt.planner.add_replica_times(own_s, cpu_s, together_s, in_turns)
-
-    def _reports(
-        self,
-        attempt: BackwardAttempt,
-        parts: Mapping[int, _ReplicaResult],
-        process_s: Mapping[Segment, float],
-        together_s: float,
-    ) -> list[RankReport]:
+    def _local_results(
+        self, parts: Mapping[int, _ReplicaResult], process_s: Mapping[Segment, float], together_s: float
+    ) -> list[LocalResult]:
         done = [part for part in parts.values() if part.status == OK]
         names = {tuple(sorted(part.sums.metrics)) for part in done}
         if len(names) > 1:
@@ -264,29 +285,24 @@ class ThreadedExecutor:
             )
         known = sorted(next(iter(names), ()))
         pattern = next(iter(parts.values()))
-        reports = []
-        for index, thread in enumerate(self._threads.all):
+        results = []
+        for index, thread in enumerate(self.threads.all):
             part = parts.get(index)
             sums = part.sums if part is not None else LossSums(weighted=pattern.sums.weighted)
             own = dict(part.seconds) if part is not None else dict.fromkeys(process_s, 0.0)
-            reports.append(
-                RankReport(
+            results.append(
+                LocalResult(
                     status=part.status if part is not None else OK,
                     weighted=sums.weighted,
                     units=sums.units,
                     loss_sum=float(sums.loss_sum),
-                    touched_key=part.touched_key if part is not None else pattern.touched_key,
-                    has_decision=attempt.planner.has_decision,
-                    elapsed_s=time.monotonic() - self._started,
-                    memory_bytes=float(memory_bytes(thread.device)),
-                    state_key=0.0,
-                    reading=attempt.batch.reading.code(),
-                    stop_requested=stop_requested(),
-                    seconds=_reported_seconds(own, process_s, together_s, is_first=index == 0),
                     metrics={name: float(sums.metrics.get(name, 0.0)) for name in known},
+                    touched_key=part.touched_key if part is not None else pattern.touched_key,
+                    seconds=_reported_seconds(own, process_s, together_s, is_first=index == 0),
+                    memory_bytes=memory_bytes(thread.device),
                 )
             )
-        return reports
+        return results
 
 
 def _reported_seconds(
@@ -336,9 +352,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def open_threaded_executor(
+def open_threaded_strategy(
     places: Sequence[ReplicaDevice], spec: WorkerSpec, precision: Precision, clock: StepClock, seed: int
-) -> tuple[ThreadedStrategy, ReplicaStatistics, ThreadedExecutor]:
+) -> ThreadedStrategy:
     """Open the replicas of this process, one per place; ConfigError if torch doesn't see one of the GPUs."""
     for place in places:
         device = torch.device(place.device)
@@ -346,7 +362,6 @@ def open_threaded_executor(
             raise ConfigError(
                 f"device {device} was requested, but torch sees {torch.cuda.device_count()} GPUs; run `evenload doctor`"
             )
-    threads = ReplicaThreads.on(places)
     throttles = [
         ComputeThrottle(
             replace(
@@ -358,5 +373,4 @@ def open_threaded_executor(
         )
         for index, place in enumerate(places)
     ]
-    strategy, statistics = ThreadedStrategy(threads), ReplicaStatistics(threads)
-    return strategy, statistics, ThreadedExecutor(threads, strategy, statistics, precision, clock, seed, throttles)
+    return ThreadedStrategy(ReplicaThreads.on(places), precision, clock, seed, throttles)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from evenload.errors import ConfigError, StepError
-from evenload.training.comm.groups import Groups
 from evenload.training.parallel.reducer import PLAIN_BACKWARD, BucketReducer, Expectation
 from evenload.training.parallel.threaded.bucket_sums import BucketSums, ReplicaBuckets
 from evenload.training.parallel.threaded.dispatch import check_replicable, dispatched
@@ -34,8 +33,8 @@ _NOT_REPLICATED = (
 )
 
 
-class ThreadedStrategy:
-    """Data parallelism within one process (see replica_modules.py and replica_threads.py)."""
+class ReplicaGradients:
+    """The replicas of the models in one process, and the reduction of their gradients to the user's parameters."""
 
     def __init__(self, threads: ReplicaThreads) -> None:
         self.threads = threads
@@ -44,7 +43,6 @@ class ThreadedStrategy:
         self._replicas: dict[int, Replica] = {}
         self._reducers: dict[int, BucketReducer] = {}
         self._guards: list[torch.utils.hooks.RemovableHandle] = []
-        self._names: dict[int, str] = {}
         self._sums = BucketSums(threads.all[0].device)
         self._active: tuple[int, ...] = ()
         self._expectations: dict[int, Expectation] = {}
@@ -52,7 +50,7 @@ class ThreadedStrategy:
         self._call_index = 0
         self._touched: list[int] = []
 
-    def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
+    def attach(self, models: Sequence[nn.Module]) -> None:
         self._remove_hooks()
         check_replicable(models, "strategy='dp'")
         self._models = list(models)
@@ -60,7 +58,6 @@ class ThreadedStrategy:
 
     def detach(self) -> None:
         self._remove_hooks()
-        self.threads.close()
 
     def begin(self, call_index: int, *, expect: bool) -> None:
         self._call_index = call_index
@@ -115,7 +112,8 @@ class ThreadedStrategy:
         reducer = self._own_reducer()
         return reducer.touched_key(), reducer.late
 
-    def resolve(self, same: bool) -> None:
+    def resolve(self) -> None:
+        """Take the parameters that any replica touched."""
         rows = [self._reducers[index].touched() for index in self._active]
         self._touched = [max(column) for column in zip(*rows, strict=True)]
 
@@ -135,9 +133,6 @@ class ThreadedStrategy:
             reducer.release()
         self._publish_gradients()
         return finite
-
-    def rollback(self) -> None:
-        self.abort()
 
     def abort(self) -> None:
         if not self._active:
@@ -162,16 +157,6 @@ class ThreadedStrategy:
     def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
         self._expectations = dict(state)
 
-    def covers(self, param: torch.Tensor) -> bool:
-        return id(param) in self._names
-
-    def leftovers(self) -> list[str]:
-        return [
-            self._names[id(p)]
-            for p in self._parameters()
-            if p.requires_grad and p.grad is not None and bool(p.grad.count_nonzero())
-        ]
-
     def _build(self) -> None:
         self._remove_hooks()
         self._check_hooks()
@@ -195,7 +180,6 @@ class ThreadedStrategy:
             for p in user_modules.parameters
             if p.requires_grad
         ]
-        self._names = {id(p): name for model in self._models for name, p in model.named_parameters()}
         self._expectations.clear()
 
     def _check_hooks(self) -> None:

@@ -1,0 +1,113 @@
+"""Exchange the reports of one attempt, and add them up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from evenload.errors import DesyncError, StepError
+from evenload.job import stop_requested
+from evenload.training.comm.clock import StepClock
+from evenload.training.comm.control import Control, Operation
+from evenload.training.compute.device_state import compiled_graphs, memory_bytes
+from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.parallel.strategy import GlobalTotals, LocalResult
+from evenload.training.step.consistency import Consistency
+from evenload.training.step.planner import Planner
+from evenload.training.step.report import RankReport, read_rows
+from evenload.training.step.stats import StepStats
+
+
+class ReportExchange:
+    """Sends one row of numbers per rank; replicas of one process need no other process."""
+
+    def __init__(self, control: Control, clock: StepClock, consistency: Consistency, device: torch.device) -> None:
+        self._control = control
+        self._clock = clock
+        self._consistency = consistency
+        self._device = device
+        self._started_s = time.monotonic()
+        self._num_graphs = 0
+
+    def begin(self) -> None:
+        """Begin an attempt."""
+        self._num_graphs = compiled_graphs()
+
+    def run(
+        self, results: Sequence[LocalResult], batch: GlobalBatch, planner: Planner, stats: StepStats
+    ) -> list[RankReport]:
+        """Return the reports of all who share the step. All ranks call it once in an attempt."""
+        own = [self._report(result, batch, planner, stats) for result in results]
+        if len(own) > 1:
+            return own
+        self._clock.switch("wait")
+        rows = self._control.exchange(Operation.BACKWARD, own[0].row())
+        return read_rows(rows, sorted(own[0].metrics), measured=own[0].squared_norm is not None)
+
+    def _report(self, result: LocalResult, batch: GlobalBatch, planner: Planner, stats: StepStats) -> RankReport:
+        seconds = result.seconds
+        if seconds is None:
+            seconds = self._clock.take()
+            if compiled_graphs() != self._num_graphs:
+                stats.compiled = True
+            if stats.compiled:
+                planner.coarsen()
+                seconds["compile"], seconds["compute"] = seconds["compile"] + seconds["compute"], 0.0
+        return RankReport(
+            status=result.status,
+            weighted=result.weighted,
+            units=result.units,
+            loss_sum=result.loss_sum,
+            touched_key=result.touched_key,
+            has_decision=planner.has_decision,
+            elapsed_s=time.monotonic() - self._started_s,
+            memory_bytes=float(memory_bytes(self._device) if result.memory_bytes is None else result.memory_bytes),
+            state_key=self._consistency.key(),
+            reading=batch.reading.code(),
+            stop_requested=stop_requested(),
+            seconds=seconds,
+            metrics=result.metrics,
+            squared_norm=result.squared_norm,
+        )
+
+
+def totals_of(reports: Sequence[RankReport], step: int) -> GlobalTotals:
+    """Add up the reports of a successful attempt.
+
+    Raises:
+        DesyncError: the ranks train different parameters.
+        StepError: some ranks weight their losses and others do not, or all weights are 0.
+    """
+    num_trainable = [int(report.touched_key) >> 32 for report in reports]
+    if len(set(num_trainable)) > 1:
+        raise DesyncError(
+            f"the ranks train different numbers of parameters in step {step}: {num_trainable}; freeze and unfreeze the same "
+            "parameters on all ranks"
+        )
+    weighted = [report.weighted for report in reports]
+    if any(weighted) and not all(weighted):
+        raise StepError(f"loss_fn returned a weight on ranks {where(weighted)} only; return one always or never")
+    units = total(report.units for report in reports)
+    if units <= 0:
+        raise StepError(
+            f"step {step}: all weights are 0, so the mean loss over the global batch is undefined; are all labels -100?"
+        )
+    loss = total(report.loss_sum for report in reports) / units
+    return GlobalTotals(units, loss, len({report.touched_key for report in reports}) == 1)
+
+
+def total(values: Iterable[float]) -> float:
+    """Return the exact sum; where there is none (inf - inf, overflow), the sum of floats."""
+    terms = list(values)
+    try:
+        return math.fsum(terms)
+    except (ValueError, OverflowError):
+        return sum(terms)
+
+
+def where(flags: Sequence[bool]) -> str:
+    """Return the ranks whose flag is set, as text."""
+    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
