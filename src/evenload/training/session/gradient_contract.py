@@ -154,7 +154,7 @@ class GradientContract(StepListener):
                 raise StepError(OWN_SCALER)
         known = self._known(optimizer, loop.step)
         if known.stray and self._context.num_sharing > 1:
-            covers = self._context.engine.strategy.covers
+            covers = self._context.engine.covers
             stray = [p for p in known.stray if p.grad is not None and not covers(p)]
             if stray:
                 raise StepError(
