@@ -51,7 +51,7 @@ class Recorder:
     def finish(self) -> None:
         """At the end: keeps values, lets the models go."""
         task, self._task = self._task, None
-        self.params = torch.cat([p.detach().flatten().cpu().clone() for p in task.parameters()])
+        self.params = torch.cat([tensor.detach().flatten().cpu().clone() for tensor in task.results()])
         buffers = [b.detach().flatten().double().cpu() for model in task.models for b in model.buffers()]
         self.buffers = torch.cat(buffers) if buffers else torch.empty(0)
         self.notes.update(task.notes)
@@ -122,6 +122,10 @@ class Task:
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for model in self.models for p in model.parameters()]
+
+    def results(self) -> list[torch.Tensor]:
+        """What is compared at the end: the parameters, and what the loop made of them."""
+        return list(self.parameters())
 
     # loop
 

@@ -47,6 +47,17 @@ class Tokens(Task):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), (labels != IGNORED).sum()
 
 
+class TiedTokens(Tokens):
+    """The embedding is also the output's weight."""
+
+    num_steps = 8
+
+    def make_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Embedding(11, 12), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 11))
+        model[3].weight = model[0].weight
+        return model
+
+
 class SilentRank(Tokens):
     """The last quarter of each global batch has no label: on the last rank the mean loss is 0 / 0."""
 

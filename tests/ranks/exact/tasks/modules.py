@@ -130,6 +130,49 @@ class WrappedAfter(WrappedFirst):
         self.wrap()
 
 
+class Deepening(Task):
+    """One more pass through a re-entrant checkpoint every third step: gradients accumulate more and more often."""
+
+    num_steps = 8
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4))
+
+    def loss(self, batch: Any) -> Any:
+        x, y = batch
+        first, block, last = self.model
+        h = first(x)
+        for _ in range(1 + self.step_index // 3):
+            h = checkpoint(block, h, use_reentrant=True)
+        return F.cross_entropy(last(h), y)
+
+
+class MixtureOfExperts(nn.Module):
+    """Each sample goes through one of four experts; with few samples, a rank leaves experts unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.Tanh()) for _ in range(5))
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = self.gate(x).softmax(1)
+        chosen = 2 * (x[:, 1] > 0).long() + (x[:, 2] > 0).long()
+        h = x.new_zeros(len(x), 12)
+        for index in chosen.unique().tolist():
+            at = (chosen == index).nonzero().squeeze(1)
+            h = h.index_add(0, at, self.experts[index](x[at]) * gates[at, index, None])
+        return self.last(h)
+
+
+class Experts(Task):
+    num_steps = 8
+
+    def make_model(self) -> nn.Module:
+        return MixtureOfExperts()
+
+
 class Compiled(Task):
     """torch.compile around the prepared model."""
 

@@ -79,6 +79,16 @@ class MeanTeacher(Normed):
                 average.lerp_(now, 0.1)
 
 
+class FrozenNorm(Normed):
+    """A frozen feature extractor with BatchNorm in training mode below a trained head, in one model."""
+
+    num_steps = 8
+
+    def build(self) -> None:
+        super().build()
+        self.models[0][:6].requires_grad_(False)
+
+
 class NormedFloat32(Normed):
     dtype = torch.float32
     num_steps = 8

@@ -1,0 +1,153 @@
+"""Uses of gradients, hooks and optimizers: each gives the values of one process to 1e-12, or is refused by name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from evenload.testing import run_ranks
+from tests.ranks.wrong_uses import gradient_scripts as right
+from tests.ranks.wrong_uses import refused_gradient_scripts as wrong
+from tests.ranks.wrong_uses.gradient_jobs import SHARES, Script, in_one_process, on_ranks
+
+BOUND = 1e-12
+THREE = {"micro_batch": 5}
+"""Three micro-batches."""
+
+RIGHT: dict[str, tuple[Script, dict[str, Any]]] = {
+    name: (script, {})
+    for name, script in vars(right).items()
+    if callable(script) and getattr(script, "__module__", "") == right.__name__ and not name.startswith("_")
+} | {
+    f"{script.__name__} in three": (script, THREE)
+    for script in (right.zero_grad_in_loss_fn, right.zero_grad_to_zeros_in_loss_fn, right.raised_in_backward)
+}
+
+REFUSED: dict[str, tuple[Script, str]] = {
+    script.__name__: (script, told)
+    for script, told in (
+        (wrong.raised_and_not_caught_by_all, r"a bad sample|ValueError|rank 1"),
+        (wrong.optimizer_in_a_hook, r"StepError: .*hook"),
+        (wrong.optimizer_in_a_hook_of_before, r"Error: .*hook"),
+        (wrong.hook_that_clamps, r"Error: .*hook"),
+        (wrong.hook_that_clamps_of_before, r"Error: .*hook"),
+        (wrong.accumulate_hook_that_clamps, r"Error: .*hook"),
+        (wrong.teacher_not_prepared, r"StepError: .*prepare"),
+        (wrong.own_scaler, r"StepError: .*precision=.fp16"),
+        (wrong.optimizer_of_the_head_alone, r"StepError: .*requires_grad_\(False\)"),
+        (wrong.accumulated_by_hand, r"StepError: gradients are already present before the step's first backward"),
+        (wrong.two_loaders_in_zip, r"StepError: .*prepare\(.*\("),
+        (
+            wrong.parameters_that_nobody_sums,
+            r"StepError: SGD steps 2 parameters that are in no model given to run.prepare",
+        ),
+        (wrong.sparse_gradient, r"StepError: the gradient of weight is sparse"),
+        (wrong.plain_backward, r"StepError: loss.backward\(\) was called on a model that run.prepare returned"),
+        (wrong.backward_in_loss_fn, r"StepError: loss_fn called backward\(\) itself"),
+        (wrong.backward_of_the_returned_loss, r"RuntimeError: .*does not require grad"),
+        (wrong.backward_inside_of_itself, r"StepError: .*step.backward"),
+        (wrong.detached_loss, r"StepError: .*under torch.no_grad, detached"),
+        (wrong.detached_loss_on_one_rank, r"Error: .*(detached|rank 1)"),
+        (wrong.under_inference_mode, r"StepError: .*(inference|no_grad)"),
+        (wrong.imaginary_nan, r"NonFiniteError: the gradient was NaN or infinite in 3 steps in a row"),
+        (wrong.gradient_changed_on_one_rank, r"DivergenceError: "),
+        (wrong.noise_of_each_rank, r"DivergenceError: "),
+        (wrong.frozen_on_one_rank, r"DesyncError: the ranks train different numbers of parameters"),
+        (wrong.other_dtype_on_one_rank, r"DivergenceError: .*dtype"),
+        (wrong.other_dtype_on_one_rank_later, r"(DesyncError|DivergenceError): "),
+        (wrong.replaced_on_one_rank, r"(DesyncError|DivergenceError): "),
+        (wrong.zeroed_on_one_rank, r"StepError: .*(gradients are already present|rank 1)"),
+    )
+}
+
+A = "fault a: a failed backward leaves buckets outstanding"
+HOOKS = "fault e: a hook of a parameter sees this rank's part of the gradient"
+OPEN_FAULTS = {
+    "kept_gradient": "fault c",
+    "kept_views": "fault c",
+    "frozen_teacher": "fault d",
+    "teacher_not_prepared": "fault d",
+    "added_after_prepare": "fault l",
+    "saved_and_pickled": "fault o",
+    "optimizer_in_a_hook": "fault b",
+    "optimizer_in_a_hook_of_before": "fault b",
+    "hook_that_clamps": HOOKS,
+    "hook_that_clamps_of_before": HOOKS,
+    "accumulate_hook_that_clamps": HOOKS,
+    "own_scaler": "fault h",
+    "optimizer_of_the_head_alone": "fault i",
+    "two_loaders_in_zip": "fault j",
+    "imaginary_nan": "fault f",
+    "zero_grad_to_zeros_in_loss_fn in three": "the gradients of earlier micro-batches are lost without a word",
+    "backward_inside_of_itself": "refused, by a text about torch.no_grad",
+}
+"""Script -> the fault of the engine that it still shows."""
+
+CRASHING = {
+    "raised_in_backward": A,
+    "raised_in_backward in three": A,
+    "raised_in_backward_and_left_out": A,
+    "raised_in_loss_fn_of_one_rank": A,
+    "raised_in_backward_of_one_rank": A,
+    "detached_loss_on_one_rank": A,
+    "zeroed_on_one_rank": A,
+    "raised_and_not_caught_by_all": A,
+    "other_dtype_on_one_rank_later": "buckets of different sizes meet, and gloo ends the process",
+    "replaced_on_one_rank": "the ranks wait for each other until the time limit",
+}
+"""Script -> the fault that ends or blocks the processes in which the others run; not run."""
+
+Outcome = list[torch.Tensor | str]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What each rank got from each script."""
+    scripts = [(name, script, settings) for name, (script, settings) in RIGHT.items()]
+    scripts += [(name, script, {}) for name, (script, _) in REFUSED.items()]
+    scripts = [script for script in scripts if script[0] not in CRASHING]
+    ranks = run_ranks(on_ranks, len(SHARES), scripts, str(tmp_path_factory.mktemp("runs")), timeout_s=100.0)
+    return {name: list(results) for (name, *_), *results in zip(scripts, *ranks, strict=True)}
+
+
+@cache
+def _expected(script: Script) -> torch.Tensor:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about what the script does
+            return in_one_process(script)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _fault(request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.params["name"]
+    if name in CRASHING:
+        pytest.xfail(CRASHING[name])
+    if name in OPEN_FAULTS:
+        request.node.add_marker(pytest.mark.xfail(strict=True, reason=OPEN_FAULTS[name]))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_exact(name: str, outcomes: dict[str, Outcome]) -> None:
+    expected = _expected(RIGHT[name][0])
+    for rank, values in enumerate(outcomes[name]):
+        assert not isinstance(values, str), f"rank {rank}: {values}"
+        assert values.shape == expected.shape
+        found = float((values - expected).norm() / expected.norm())
+        assert found <= BOUND, f"rank {rank} differs from one process by {found:.1e}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, outcomes: dict[str, Outcome]) -> None:
+    for rank, told in enumerate(outcomes[name]):
+        assert isinstance(told, str), f"rank {rank} was told nothing"
+        assert re.search(REFUSED[name][1], told), f"rank {rank} was told: {told}"
