@@ -74,7 +74,7 @@ class Svrg(KeepingTask):
 
 
 class Fisher(KeepingTask):
-    """The mean of the last three steps' gradients, weighted by their squares."""
+    """The mean of the last three steps' gradients, weighted by their second_moments."""
 
     def build(self) -> None:
         super().build()
@@ -84,8 +84,8 @@ class Fisher(KeepingTask):
         self.earlier = [*self.earlier[-2:], self.taken(backward, record, self.loss)]
         columns = list(zip(*self.earlier, strict=True))
         means = [torch.stack(column).mean(0) for column in columns]
-        squares = [torch.stack(column).square().mean(0) for column in columns]
-        self.update([mean / (square.sqrt() + 0.1) for mean, square in zip(means, squares, strict=True)])
+        second_moments = [torch.stack(column).square().mean(0) for column in columns]
+        self.update([mean / (square.sqrt() + 0.1) for mean, square in zip(means, second_moments, strict=True)])
 
 
 class CurvatureTerm(Task):
