@@ -285,6 +285,21 @@ def mount_of(path: Path) -> Mount | None:
     return max(reversed(above), key=lambda mount: len(mount.point), default=None)
 
 
+MAX_TEMPORARY_PATH = 75
+"""Bytes: ``/pymp-abcdefgh/listener-abcdefgh`` follows in the names of sockets, for which the system allows 107."""
+
+
+def temporary_path_problem(folder: str) -> str:
+    """Return why processes can't exchange tensors through sockets in a folder for temporary files; empty if they can."""
+    num_bytes = len(os.fsencode(folder))
+    if num_bytes <= MAX_TEMPORARY_PATH:
+        return ""
+    return (
+        f"the path of {folder} has {num_bytes} characters, at most {MAX_TEMPORARY_PATH} leave room for the sockets of loader "
+        "workers; a shorter one: export TMPDIR=/tmp"
+    )
+
+
 def free_port(host: str = "") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))

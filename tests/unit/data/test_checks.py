@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from evenload.errors import ConfigError, DataError
+from evenload.training.data.reading import inner_loader, read_settings
+from evenload.training.data.tuning import ReadSettings
 from tests.unit.data.fakes import Board, Numbers, make_ranks
 
 
@@ -106,3 +110,17 @@ def test_what_the_users_loader_says_is_still_there() -> None:
     (stream,) = make_ranks(Board((1,)), DataLoader(Stream(), batch_size=4))
     with pytest.raises(TypeError):
         len(stream)
+
+
+@pytest.mark.parametrize(("num_bytes", "refused"), [(75, False), (76, True)])
+def test_workers_in_a_temporary_folder_with_a_long_path(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, refused: bool
+) -> None:
+    """Loader workers hang where the names of their sockets don't fit (found by trying 75 and 76)."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (num_bytes - 1))
+    loader = DataLoader(Numbers(8), 4, num_workers=1)
+    inner_loader(loader, Numbers(8), ReadSettings())
+    with (
+        pytest.raises(ConfigError, match=r"76 characters.*export TMPDIR=/tmp") if refused else contextlib.nullcontext()
+    ):
+        inner_loader(loader, Numbers(8), read_settings(loader, pinned=False))

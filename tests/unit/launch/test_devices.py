@@ -65,6 +65,27 @@ def test_cores_are_disjoint_even_and_never_more_than_there_are(num_gpus, num_cpu
     assert sum(own_cores(workers, host)) == pytest.approx(num_cores)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "num_cpu", "num_cores", "left"),
+    [
+        (1, 1, 2, 1),
+        (1, 1, 4, 2),
+        (2, 1, 8, 4),
+        (8, 1, 16, 8),
+        (8, 1, 17, 16),
+        (2, 1, 64, 8),
+        (1, 2, 3, 1),
+        (4, 0, 8, 8),
+    ],
+)
+def test_cores_left_to_gpu_ranks(num_gpus, num_cpu, num_cores, left):
+    host = _host(num_gpus, num_cores)
+    text = ",".join([*map(str, range(num_gpus)), *["cpu"] * num_cpu])
+    workers = plan_workers(parse_devices(text, host), host)
+    assert num_cores - sum(len(worker.cores) for worker in workers) == left
+    assert all(worker.num_threads == left // num_gpus for worker in workers if worker.device != "cpu")
+
+
 def test_under_a_quota_nobody_is_bound():
     host = _host(num_cores=64, quota=4.0)
     workers = plan_workers(parse_devices("cpu:2", host), host)
@@ -84,9 +105,9 @@ def test_the_specs_say_who_is_who():
     workers = plan_workers(parse_devices("0,cpu", host), host, {"seed": 3}, mode="verify", options={"a": 1})
     assert [worker.rank for worker in workers] == [0, 1]
     assert workers[1].workers == ("worker-0", "worker-1") and workers[0].world_size == 2
-    assert workers[0].device_names == ("GPU model 0", "CPU (cores 1-3)")
+    assert workers[0].device_names == ("GPU model 0", "CPU (cores 2-3)")
     assert workers[1].settings == {"seed": 3} and workers[1].mode == "verify" and workers[1].options == {"a": 1}
     assert describe_workers(workers) == [
-        "rank 0: cuda:0 GPU model 0      1 thread, gloo",
-        "rank 1: cpu    CPU (cores 1-3)  3 threads, gloo",
+        "rank 0: cuda:0 GPU model 0      2 threads, gloo",
+        "rank 1: cpu    CPU (cores 2-3)  2 threads, gloo",
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from evenload.doctor.finding import Finding, Options, fail, ok, warn
 from evenload.doctor.system_files import GIB
-from evenload.hardware import mount_of
+from evenload.hardware import MAX_TEMPORARY_PATH, mount_of, temporary_path_problem
 
 SHM_STOPS_BYTES, SHM_SLOWS_BYTES = GIB // 8, GIB
 """Loader workers and NCCL exchange data in /dev/shm; with Docker's default, 64 MiB, workers die by SIGBUS."""
@@ -27,8 +27,6 @@ TEST_BYTES = 4 * 2**20
 SLOW_WRITE_S = 1.0
 """To write TEST_BYTES to the disk."""
 TEMPORARY_SLOWS_BYTES = GIB
-MAX_PATH_LENGTH = 60
-"""Sockets of worker processes are some 40 characters longer; the system allows 107."""
 
 
 def shared_memory(options: Options) -> Finding:
@@ -108,9 +106,8 @@ def temporary(options: Options) -> Finding:
     if state.error:
         expected = "a folder for temporary files that this user may write to"
         return fail(f"{state.folder} is not writable: {state.error}", expected, fix)
-    if len(state.folder) > MAX_PATH_LENGTH:
-        expected = f"at most {MAX_PATH_LENGTH}: paths of sockets of loader workers are longer, and the limit is 107"
-        return fail(f"{state.folder} has {len(state.folder)} characters", expected, fix)
+    if problem := temporary_path_problem(state.folder):
+        return fail(problem, f"at most {MAX_TEMPORARY_PATH} characters", fix)
     if not state.runs_programs:
         expected = "a folder that allows programs: torch.compile loads its kernels from there"
         return warn(f"{state.text}, mounted with noexec", expected, fix)

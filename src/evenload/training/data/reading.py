@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from evenload.errors import ConfigError
+from evenload.hardware import temporary_path_problem
 from evenload.training.data import randomness
 from evenload.training.data.tuning import ReadSettings
 
@@ -169,9 +172,14 @@ def read_settings(loader: DataLoader[Any], *, pinned: bool) -> ReadSettings:
 
 
 def inner_loader(loader: DataLoader[Any], dataset: Any, reading: ReadSettings, **batching: Any) -> DataLoader[Any]:
-    """Return a torch DataLoader over `dataset` with the settings of the user's loader, `reading` and `batching`."""
+    """Return a torch DataLoader over `dataset` with the settings of the user's loader, `reading` and `batching`.
+
+    ConfigError: workers could not send what they read, because the path of the temporary folder is too long.
+    """
     workers: dict[str, Any] = {}
     if reading.num_workers > 0:
+        if problem := temporary_path_problem(tempfile.gettempdir()):
+            raise ConfigError(f"num_workers={reading.num_workers}: {problem}")
         workers = {
             "prefetch_factor": reading.prefetch,
             "persistent_workers": loader.persistent_workers,

@@ -134,7 +134,8 @@ def plan_workers(
 ) -> tuple[WorkerSpec, ...]:
     """Return the workers of a launch on one host, by rank; store, folder and throttle are still empty.
 
-    CPU ranks are bound to separate cores if there are enough, leaving one core for each GPU rank. GPU ranks are not bound.
+    CPU ranks are bound to separate cores if there are enough. GPU ranks are not bound; half of the cores are left to them, up to
+    four for each, and at least two where each CPU rank still gets one.
     Under a CPU quota no rank is bound, because a quota is not tied to cores. ConfigError: ``settings`` fix the shares of
     another number of ranks.
     """
@@ -247,7 +248,7 @@ def _cores_by_rank(rank_devices: Sequence[RankDevice], host: HostDevices) -> lis
     if host.num_cores < len(cores):
         return bound
     if len(cores) >= len(cpu_ranks) + num_gpu_ranks:
-        cores = cores[num_gpu_ranks:]
+        cores = cores[num_gpu_ranks * _cores_per_gpu_rank(len(cores), num_gpu_ranks, len(cpu_ranks)) :]
     if len(cores) < len(cpu_ranks):
         return bound
     for index, rank in enumerate(cpu_ranks):
@@ -255,6 +256,14 @@ def _cores_by_rank(rank_devices: Sequence[RankDevice], host: HostDevices) -> lis
         high = (index + 1) * len(cores) // len(cpu_ranks)
         bound[rank] = cores[low:high]
     return bound
+
+
+def _cores_per_gpu_rank(num_cores: int, num_gpu_ranks: int, num_cpu_ranks: int) -> int:
+    # A GPU idles while Python, autograd's thread or a loader worker waits for a core, and it is the faster device.
+    if not num_gpu_ranks:
+        return 0
+    wanted = max(2, min(4, num_cores // 2 // num_gpu_ranks))
+    return min(wanted, (num_cores - num_cpu_ranks) // num_gpu_ranks)
 
 
 def _threads_by_rank(

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from evenload.errors import ConfigError, LaunchError
 from evenload.training.launch import stop_status
+from evenload.training.launch.cuda_memory import allocator_variables
 from evenload.training.launch.environment import WorkerSpec, detect, devices_without_effect
 from evenload.training.launch.failure import describe_error, is_consequence, write_failure
 from evenload.training.launch.function_call import MAIN_NAME, read_call, run_call
@@ -167,7 +168,7 @@ def _no_init(arguments: list[str], world_size: int) -> str:
 
 
 def _bind(spec: WorkerSpec) -> None:
-    """Set cores, threads and network interface, before libraries read the variables."""
+    """Set cores, threads, memory of GPUs and network interface, before libraries read the variables."""
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
         # Torch counts only the cores of this rank; loader workers have a lower priority (data/reading.py).
@@ -175,6 +176,8 @@ def _bind(spec: WorkerSpec) -> None:
     if spec.num_threads:
         for variable in _THREAD_VARIABLES:
             os.environ[variable] = str(spec.num_threads)
+    replicas = [str(replica["device"]) for replica in spec.replicas]
+    os.environ.update(allocator_variables([spec.device, *spec.devices, *replicas], os.environ))
     if spec.interface:
         # By default they take that of the host name, or the first: the usual reason for a rendezvous that hangs.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", spec.interface)
