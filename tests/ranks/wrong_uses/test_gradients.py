@@ -217,6 +217,19 @@ def test_batch_norm_of_a_model_that_is_not_prepared_under_dp(tmp_path):
     assert "loss_fn runs Sequential.1 in training mode, and its model was not given to run.prepare" in line
 
 
+def _frozen_differently(run):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 1))
+    job = Job(run, model=model)
+    job.train()
+    model[run.rank].requires_grad_(False)
+    job.train()
+
+
+def test_other_parameters_frozen_on_other_ranks(tmp_path):
+    for line in told_by_ranks(_frozen_differently, tmp_path):
+        assert "DesyncError: the ranks train different parameters in step 4" in line
+
+
 def _other_optimizers(run):
     job = Job(run)
     if run.rank:

@@ -132,7 +132,8 @@ class BucketReducer:
                 if p.requires_grad and not (id(p) in seen or seen.add(id(p)))  # type: ignore[func-returns-value]
             ]
             self._add_model(named)
-        self._covered = {id(slot.param) for slot in self.slots}
+        trained = [(slot.name, tuple(slot.param.shape), slot.param.dtype) for slot in self.slots]
+        self._trained_key = zlib.crc32(repr(trained).encode()) % 2**20
         for slot in self.slots:
             slot.handle = slot.param.register_post_accumulate_grad_hook(self._hook(slot))  # type: ignore[no-untyped-call]
 
@@ -186,8 +187,8 @@ class BucketReducer:
         return tuple(slot.arrivals for slot in self.slots)
 
     def touched_key(self) -> float:
-        """Return a checksum of the parameters that received a gradient and, above 32 bits, their number; exact in a float64."""
-        return float(zlib.crc32(bytes([slot.touched for slot in self.slots])) + (len(self.slots) % 2**20 << 32))
+        """Return a checksum of the parameters that received a gradient and, above 32 bits, of all; exact in a float64."""
+        return float(zlib.crc32(bytes([slot.touched for slot in self.slots])) + (self._trained_key << 32))
 
     def touched(self) -> list[int]:
         return [int(slot.touched) for slot in self.slots]
@@ -265,9 +266,6 @@ class BucketReducer:
         """Let gradients count again: an optimizer has stepped, or a new step began."""
         for slot in self.slots:
             slot.skipped = False
-
-    def covers(self, param: torch.Tensor) -> bool:
-        return id(param) in self._covered
 
     def leftovers(self) -> list[str]:
         return [

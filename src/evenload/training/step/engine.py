@@ -45,7 +45,7 @@ from evenload.training.parallel.strategy import (
     Strategy,
 )
 from evenload.training.step.consistency import Consistency
-from evenload.training.step.exchange import ReportExchange, total, totals_of, where
+from evenload.training.step.exchange import ReportExchange, check_trained, total, totals_of, where
 from evenload.training.step.planner import Planner
 from evenload.training.step.report import RankReport
 from evenload.training.step.stats import StepRecorder, StepStats
@@ -112,6 +112,7 @@ class Engine:
         self._buffers = BufferGuard()
         self._other_gpus: tuple[torch.device, ...] = ()
         self._has_statistics = False
+        self._num_trained = 0
         self._units: dict[int, float] = {}
         self._skipped: dict[int, int] = {}
 
@@ -120,6 +121,7 @@ class Engine:
         self.models = list(models)
         self._other_gpus = randomness.other_gpus(models, self.device)
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
+        self._num_trained = sum(any(p.requires_grad for p in model.parameters()) for model in models)
         self._buffers = BufferGuard(models)
         self._consistency.attach(self.strategy.fingerprint)
 
@@ -223,6 +225,7 @@ class Engine:
     def _agree(self, attempt: Attempt, results: Sequence[LocalResult]) -> GlobalTotals:
         batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
         reports = attempt.reports = self._exchange.run(results, batch, planner, stats)
+        check_trained(reports, batch.global_step)
         attempt.failed_together = True  # from here on all ranks do the same
         stats.add(reports)
         self.elapsed_s = reports[0].elapsed_s
@@ -311,7 +314,7 @@ class Engine:
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
-        names = self.leftovers() if len(self.models) == 1 else []
+        names = self.leftovers() if self._num_trained == 1 else []
         if names:
             raise StepError(
                 f"gradients are already present before the step's first backward (of {len(names)} parameters, the first is "

@@ -74,19 +74,24 @@ class ReportExchange:
         )
 
 
+def check_trained(reports: Sequence[RankReport], step: int) -> None:
+    """Raise DesyncError if the ranks train different parameters: their buckets don't match, and can't be waited for."""
+    trained = {rank: int(report.touched_key) >> 32 for rank, report in enumerate(reports) if report.touched_key}
+    if len(set(trained.values())) > 1:
+        first = next(iter(trained))
+        other = ", ".join(str(rank) for rank, key in trained.items() if key != trained[first])
+        raise DesyncError(
+            f"the ranks train different parameters in step {step}: rank {other} differs from rank {first} (in names, shapes or "
+            "dtypes); freeze and unfreeze the same parameters on all ranks"
+        )
+
+
 def totals_of(reports: Sequence[RankReport], step: int) -> GlobalTotals:
     """Add up the reports of a successful attempt.
 
     Raises:
-        DesyncError: the ranks train different parameters.
         StepError: some ranks weight their losses and others do not, or all weights are 0.
     """
-    num_trainable = [int(report.touched_key) >> 32 for report in reports]
-    if len(set(num_trainable)) > 1:
-        raise DesyncError(
-            f"the ranks train different numbers of parameters in step {step}: {num_trainable}; freeze and unfreeze the same "
-            "parameters on all ranks"
-        )
     weighted = [report.weighted for report in reports]
     if any(weighted) and not all(weighted):
         raise StepError(f"loss_fn returned a weight on ranks {where(weighted)} only; return one always or never")
