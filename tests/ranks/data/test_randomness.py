@@ -80,10 +80,50 @@ def test_a_subset_of_a_plain_dataset_is_keyed_by_sample() -> None:
     assert rows((1, 2), dataset=subset) == rows((1,))
 
 
-def test_a_dataset_with_getitems_is_keyed_by_task() -> None:
-    data = NoisyInBatches(40)
-    assert rows((1,), dataset=data) == rows((1,), dataset=data, num_workers=2)
-    assert rows((1, 2), dataset=data) != rows((1,), dataset=data)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_with_getitems_that_draws_is_keyed_by_sample(num_workers: int) -> None:
+    wanted = rows((1,))
+    for shares, num_micro in (((1,), 1), ((5, 1), 1), ((0, 1, 3), 3)):
+        assert rows(shares, num_micro, dataset=NoisyInBatches(40), num_workers=num_workers) == wanted
+
+
+class SometimesNoisyInBatches(Numbers):
+    """Draws for one sample in five only, in the order of the call."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.calls: list[int] = []
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.calls.append(len(indices))
+        return [torch.tensor([float(index), 0.0 if index % 5 else torch.rand(()).item()]) for index in indices]
+
+
+def test_a_dataset_with_getitems_that_draws_now_and_then() -> None:
+    wanted = rows((1,), 9, dataset=SometimesNoisyInBatches(40))
+    for shares in ((1,), (2, 1), (4, 1, 1)):
+        assert rows(shares, dataset=SometimesNoisyInBatches(40)) == wanted
+
+
+def test_a_dataset_with_getitems_that_draws_nothing_is_read_in_batches() -> None:
+    data = SometimesNoisyInBatches(40)
+    loader = DataLoader(Subset(data, [index for index in range(40) if index % 5]), batch_size=8)
+    for step in lockstep(make_ranks(Board((1,)), loader)):
+        step[0].micro(0)
+    assert data.calls == [8, 8, 8, 8]
+
+
+def test_a_dataset_whose_getitems_returns_a_whole_batch() -> None:
+    class Whole(Numbers):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return {"index": torch.tensor(indices), "noise": torch.rand(len(indices))}
+
+    loader = DataLoader(Whole(12), batch_size=4, collate_fn=lambda batch: batch["index"])
+    assert [step[0].micro(0).data.tolist() for step in lockstep(make_ranks(Board((1,)), loader))] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
 
 
 def test_keying_can_be_switched_off() -> None:

@@ -16,25 +16,26 @@ from evenload.testing import run_ranks
 from evenload.training.parallel import reducer
 from evenload.training.step.planner import PlanSource
 from tests.ranks.exact.tasks import TASKS, Recorder, Task
+from tests.ranks.exact.tasks.tuples import Paired
 
 CHANGING = ((24, 6, 2), (2, 10, 20), (11, 10, 11), (0, 24, 8), (24, 0, 8), (22, 10, 0))
 
 
 class EpochOrder(Sampler[int]):
-    """The task's own order of an epoch."""
+    """The task's own order of an epoch, or another."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, order: Callable[[int], list[int]] | None = None) -> None:
+        self._order = order or task.order
         self._epoch = 0
 
     def __len__(self) -> int:
-        return len(self._task.dataset)
+        return len(self._order(0))
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._task.order(self._epoch))
+        return iter(self._order(self._epoch))
 
 
 def run_split(fn: Callable[..., Any], num_parts: int, strategy: str, *args: Any, **options: Any) -> list[Any]:
@@ -43,6 +44,16 @@ def run_split(fn: Callable[..., Any], num_parts: int, strategy: str, *args: Any,
         return run_ranks(fn, num_parts, *args, **options)
     replicas = [{"device": "cpu", "name": f"replica {index}", "num_threads": 1} for index in range(num_parts)]
     return run_ranks(fn, 1, *args, replicas=tuple(replicas), **options)
+
+
+def loaders_of(task: Task) -> Any:
+    """The task's DataLoader, or its tuple of them."""
+    if not isinstance(task, Paired):
+        return DataLoader(task.dataset, batch_size=task.batch_size, sampler=EpochOrder(task), collate_fn=task.collate)
+    return tuple(
+        DataLoader(rows, batch_size=task.batch_size * unit, sampler=EpochOrder(task, order))
+        for rows, unit, order in zip((task.first, task.second), task.units, task.orders(), strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
         task.make_optimizers()
     *models, loader = run.prepare(
         *task.models,
-        DataLoader(task.dataset, batch_size=task.batch_size, sampler=EpochOrder(task), collate_fn=task.collate),
+        loaders_of(task),
     )
     assert all(ours is theirs for ours, theirs in zip(task.models, models, strict=True))
     task.place(models)

@@ -52,6 +52,8 @@ def test_on_every_split(name: str, strategy: str, tmp_path: Path) -> None:
         "TwoLosses",
         "GanKeepsGradients",
         "Critic",
+        "FixMatch",
+        "CycleGan",
         "Unfreezing",
         "Checkpointed",
         "CheckpointedReentrant",

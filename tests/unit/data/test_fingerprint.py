@@ -122,6 +122,11 @@ def test_the_same_loaders_are_the_same(name: str) -> None:
             DataLoader(ConcatDataset([Held(y=numpy.arange(40)), Held(y=numpy.arange(40)[::-1].copy())]), 8),
             "the dataset holds different values on rank 1",
         ),
+        (
+            DataLoader(Held(x=numpy.zeros(1 << 19)), 8),
+            DataLoader(Held(x=numpy.zeros(1 << 20)), 8),
+            "the dataset holds different values on rank 1",
+        ),
     ],
 )
 def test_what_differs_is_told(first: DataLoader[Any], second: DataLoader[Any], told: str) -> None:

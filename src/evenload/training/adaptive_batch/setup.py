@@ -30,6 +30,10 @@ def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int
     limit = context.config.batch_max
     if limit is None:
         return None
+    if loader.loader.is_joint:
+        raise ConfigError(
+            f"{_spelled(context)} works with one loader, and a tuple has a batch for each; prepare one loader, or leave it out"
+        )
     base = _check(context, loader.loader.user_loader, limit, index)
     if context.spec.mode != "train":
         return None  # verify and measurements look at steps of the user's batch

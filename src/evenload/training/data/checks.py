@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import math
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
@@ -39,6 +40,62 @@ def check_loader(loader: Any) -> None:
         _check_stream(loader)
     else:
         _check_map(loader)
+
+
+def check_tuple(loaders: Sequence[Any]) -> None:
+    """Refuse loaders that can't be read together in units, besides what `check_loader` refuses of each."""
+    if not loaders:
+        raise ConfigError("run.prepare received an empty tuple; give it DataLoaders: (labeled, unlabeled)")
+    for index, loader in enumerate(loaders):
+        check_loader(loader)
+        if any(loader is other for other in loaders[:index]):
+            raise ConfigError(
+                f"loader {index} of the tuple is in it twice; build a DataLoader for each place (the dataset may be the same)"
+            )
+        if is_stream(loader):
+            raise DataError(
+                f"loader {index} of the tuple has an iterable dataset, which can't be read in units: every loader of a tuple "
+                "needs a map-style dataset"
+            )
+        if not has_plain_batches(loader):
+            raise DataError(
+                f"loader {index} of the tuple has a batch_sampler, so its batches have no fixed size: give it a batch_size, and "
+                "a sampler if need be"
+            )
+        if index:
+            _check_restarting(loader, index)
+    units = _units_of(loaders)
+    sampler = loaders[0].sampler
+    if isinstance(sampler, Sized) and not loaders[0].drop_last:
+        check_whole_units(len(sampler), units)
+
+
+def check_whole_units(num_samples: int, units: Sequence[int]) -> None:
+    """Raise DataError if the first loader of a tuple ends within a unit; `units` are the samples of each loader in one."""
+    if rest := num_samples % units[0]:
+        raise DataError(
+            f"the first loader of the tuple has {num_samples} samples, and its last batch ends within a unit of "
+            f"{' + '.join(map(str, units))} samples ({rest} of {units[0]} are there): set drop_last=True, or batch sizes with "
+            "another common divisor"
+        )
+
+
+def _units_of(loaders: Sequence[DataLoader[Any]]) -> tuple[int, ...]:
+    sizes = [loader.batch_size or 1 for loader in loaders]
+    return tuple(size // math.gcd(*sizes) for size in sizes)
+
+
+def _check_restarting(loader: DataLoader[Any], index: int) -> None:
+    if not isinstance(loader.sampler, Sized):
+        raise DataError(
+            f"loader {index} of the tuple restarts when it ends, and its sampler, {type(loader.sampler).__qualname__}, has no "
+            "__len__ that tells when; add one"
+        )
+    if len(loader.sampler) < (loader.batch_size or 1):
+        raise DataError(
+            f"loader {index} of the tuple restarts when it ends and yields whole batches only, and its {len(loader.sampler)} "
+            f"samples are no batch of {loader.batch_size}; set a smaller batch_size"
+        )
 
 
 def has_plain_batches(loader: DataLoader[Any]) -> bool:

@@ -147,7 +147,7 @@ def _contents(parts: Iterable[Any]) -> tuple[float, float, float]:
             tensor = _as_tensor(value)
             if tensor is None:
                 continue
-            exact = zlib.crc32(repr((tuple(tensor.shape), str(tensor.dtype))).encode(), exact)
+            exact = zlib.crc32(repr((tuple(value.shape), str(tensor.dtype))).encode(), exact)
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_complex():
                 continue
             flat = tensor.detach().reshape(-1)
@@ -169,6 +169,7 @@ def _signs() -> torch.Tensor:
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return a tensor, or the ends of an array as one, flat; None for values that are not compared."""
     if type(value) is torch.Tensor:
         return value if value.layout is torch.strided and not value.is_quantized else None
     numpy = sys.modules.get("numpy")

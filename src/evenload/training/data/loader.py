@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
@@ -15,13 +14,12 @@ from evenload.balance.values import StepPlan
 from evenload.errors import ConfigError, DataError, StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.data import checks, order, randomness
-from evenload.training.data.batches import transfer_seconds
 from evenload.training.data.cursor import Cursor
 from evenload.training.data.global_batch import GlobalBatch, spans_of
-from evenload.training.data.prefetch import Prefetcher
-from evenload.training.data.reading import ReadTask, read_settings
+from evenload.training.data.map_reader import MapReader
+from evenload.training.data.prefetch import Span
 from evenload.training.data.stream import StreamReader, check_same_stream
-from evenload.training.data.tuning import PINNING_PAYS, ReadSettings, StepCost, WorkerTuner
+from evenload.training.data.tuning import ReadSettings, StepCost
 
 
 class StepPlanner(Protocol):
@@ -42,10 +40,11 @@ class StepPlanner(Protocol):
 
 
 class GlobalLoader:
-    """Wrap the user's DataLoader; iterating yields one `GlobalBatch` per optimizer step.
+    """Wrap the user's DataLoader, or a tuple of them; iterating yields one `GlobalBatch` per optimizer step.
 
     ``batch_size`` is the global batch. Map-style datasets are read by key: the order of samples is a function of
-    (seed, epoch), or of the user's sampler drawn once and shared. For iterable datasets see stream.py.
+    (seed, epoch), or of the user's sampler drawn once and shared. For iterable datasets see stream.py. Where the samples of
+    plans and of the cursor are counted, a tuple's count is of units; see map_reader.py.
 
     A loop that was left by `break` and starts again begins the next epoch, as with a plain DataLoader; until then the
     cursor stays in the epoch that was left. A loop left before any step was committed has not begun the epoch.
@@ -56,7 +55,7 @@ class GlobalLoader:
 
     def __init__(
         self,
-        user_loader: DataLoader[Any],
+        loaders: DataLoader[Any] | tuple[DataLoader[Any], ...],
         planner: StepPlanner,
         *,
         seed: int,
@@ -66,31 +65,40 @@ class GlobalLoader:
         most_workers: int | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        checks.check_loader(user_loader)
-        self.user_loader = user_loader
+        self.is_joint = isinstance(loaders, tuple)
+        """True for a tuple of loaders."""
+        self.user_loaders = loaders if isinstance(loaders, tuple) else (loaders,)
+        if self.is_joint:
+            checks.check_tuple(self.user_loaders)
+        else:
+            checks.check_loader(loaders)
+        self.user_loader = self.user_loaders[0]
+        """The one whose epochs count."""
         self._planner = planner
         self._ranks = tuple(ranks) if ranks is not None else (planner.rank,)
         self._seed = seed
         self._device = device
         self._clock = clock
-        self._generators = randomness.find_generators(checks.samplers_of(user_loader))
-        pin = bool(user_loader.pin_memory) and device.type == "cuda"
-        self._tuner: WorkerTuner | None = None
-        self._measures_pinning = False
-        self._reader: Prefetcher | StreamReader
-        if checks.is_stream(user_loader):
+        self._generators = randomness.find_generators(checks.samplers_of(self.user_loader))
+        self._reader: MapReader | StreamReader
+        if checks.is_stream(self.user_loader):
             if most_workers is not None:
                 raise ConfigError(
                     "num_workers='auto' has no effect on an iterable dataset: its workers decide the order of its samples; "
                     "leave it out, and set DataLoader(num_workers=...)"
                 )
-            self._reader = StreamReader(user_loader, seed=seed, keyed=keyed_rng, pin=pin)
+            pin = bool(self.user_loader.pin_memory) and device.type == "cuda"
+            self._reader = StreamReader(self.user_loader, seed=seed, keyed=keyed_rng, pin=pin)
         else:
-            reading = read_settings(user_loader, pinned=pin)
-            self._tuner = None if most_workers is None else WorkerTuner(reading, most_workers, planner.rank)
-            self._measures_pinning = self._tuner is not None and device.type == "cuda" and not pin
-            first = reading if self._tuner is None else self._tuner.reading
-            self._reader = Prefetcher(user_loader, seed=seed, rank=planner.rank, keyed=keyed_rng, reading=first)
+            self._reader = MapReader(
+                self.user_loaders,
+                is_joint=self.is_joint,
+                seed=seed,
+                rank=planner.rank,
+                device=device,
+                keyed=keyed_rng,
+                most_workers=most_workers,
+            )
         self._cursor = Cursor(seed=seed)
         self._resized: int | None = None
         self._generators_before: tuple[str, ...] | None = None
@@ -107,12 +115,22 @@ class GlobalLoader:
         return self._cursor.epoch
 
     @property
-    def batch_size(self) -> int | None:
-        """Samples of a global batch; None with a batch_sampler."""
+    def batch_size(self) -> int | tuple[int, ...] | None:
+        """Samples of a global batch, of each loader of a tuple; None with a batch_sampler."""
+        if self.is_joint:
+            return tuple(loader.batch_size or 1 for loader in self.user_loaders)
         return self._resized or self.user_loader.batch_size
 
     @property
+    def unit_name(self) -> str:
+        """``samples``, or for a tuple such as ``units of 1 + 7 samples``."""
+        if not isinstance(self._reader, MapReader) or not self.is_joint:
+            return "samples"
+        return f"units of {' + '.join(map(str, self._reader.units))} samples"
+
+    @property
     def num_samples(self) -> int | None:
+        """Samples of an epoch, of the first loader of a tuple."""
         sampler = self.user_loader.sampler
         return len(sampler) if isinstance(sampler, Sized) else None
 
@@ -127,6 +145,8 @@ class GlobalLoader:
 
     @property
     def dataset(self) -> Any:
+        if self.is_joint:
+            return tuple(loader.dataset for loader in self.user_loaders)
         return self.user_loader.dataset
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -191,51 +211,38 @@ class GlobalLoader:
 
     def observe(self, cost: StepCost) -> None:
         """Record the cost of the last step; with measured workers the next step may start others."""
-        if self._tuner is not None:
-            self._tuner.observe(cost)
+        if isinstance(self._reader, MapReader):
+            self._reader.observe(cost)
 
     def close(self) -> None:
         self._leave()
         self._reader.close()
 
-    def _map_steps(self, reader: Prefetcher) -> Generator[GlobalBatch, None, None]:
-        planner, epoch = self._planner, self._cursor.epoch
-        drawn = order.draw_order(
-            self.user_loader,
-            seed=self._seed,
-            epoch=epoch,
-            rank=planner.rank,
-            agree=planner.agree,
-            batch_size=self._resized,
-        )
+    def _map_steps(self, reader: MapReader) -> Generator[GlobalBatch, None, None]:
+        planner, cursor = self._planner, self._cursor
+        drawn = reader.begin(cursor.epoch, cursor.samples_total - cursor.position, planner.agree, self._resized)
         self._check_resumed(drawn)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
 
-        def task(span: tuple[int, int]) -> ReadTask:
-            return ReadTask(epoch, span[0], tuple(drawn.keys(*span)))
-
         def read(low: int, high: int) -> Any:
             with self._clock.segment("data"):
-                data = reader.get(task((low, high)))
-            if self._measures_pinning:
-                self._measure_pinning(data)
-            return data
+                return reader.get((low, high))
 
-        def wanted(now: GlobalBatch) -> Iterator[ReadTask]:
-            yield from map(task, now.unread_spans())
+        def wanted(now: GlobalBatch) -> Iterator[Span]:
+            yield from now.unread_spans()
             for step in range(now.epoch_step + 1, drawn.num_steps):
                 plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], now)
-                yield from map(task, spans_of(plan, self._ranks))
+                yield from spans_of(plan, self._ranks)
 
         def on_replan() -> None:
             with self._clock.segment("data"):
-                reader.read_ahead(epoch, functools.partial(wanted, batch))
+                reader.read_ahead(functools.partial(wanted, batch))
 
         revision: int | None = None
         try:
             for step in range(drawn.step_at(self._cursor.position), drawn.num_steps):
-                changed = self._apply_tuned_settings(reader)
+                changed = reader.apply_tuned_settings()
                 revised = planner.revision()
                 batch = self._batch(self._plan(step, drawn.bounds[step], drawn.bounds[step + 1]), read, on_replan)
                 if changed or revised != revision:
@@ -245,21 +252,6 @@ class GlobalLoader:
             self._next_epoch()
         finally:
             reader.pause()
-
-    def _measure_pinning(self, data: Any) -> None:
-        """Pin memory from now on if that speeds up the copy to the GPU; measured once."""
-        self._measures_pinning = False
-        with contextlib.suppress(RuntimeError):  # the samples are on a GPU already
-            usual_s, pinned_s = transfer_seconds(data, self._device)
-            if self._tuner is not None and pinned_s < PINNING_PAYS * usual_s:
-                self._tuner.pin()
-
-    def _apply_tuned_settings(self, reader: Prefetcher) -> bool:
-        if self._tuner is None:
-            return False
-        if reader.workers_failed:
-            self._tuner.disable_workers()
-        return reader.change(self._tuner.reading)
 
     def _stream_steps(self, reader: StreamReader) -> Generator[GlobalBatch, None, None]:
         epoch, position = self._cursor.epoch, self._cursor.position
@@ -309,6 +301,11 @@ class GlobalLoader:
                 f"--fresh"
             )
         if now.position > 0 and now.order_key not in (-1, drawn.key):
+            if self.is_joint:
+                raise DataError(
+                    "the checkpoint is in the middle of an epoch, and the loaders of the tuple now give other samples: a "
+                    "batch_size, a length or the order of a sampler changed; set them as they were, or start anew with --fresh"
+                )
             raise DataError(
                 "the checkpoint is in the middle of an epoch, and the sampler now draws a different order: samples would be "
                 "used twice or left out. The sampler has a state that a resume can't restore; let it draw from torch's, Python's "

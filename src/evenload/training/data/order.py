@@ -1,7 +1,8 @@
 """The global order of an epoch: samples by position, cut into global batches.
 
 Every rank computes the identity and plain shuffling, functions of (seed, epoch), for itself. Rank 0 draws any other sampler
-once and broadcasts the order.
+once and broadcasts the order. Plain shuffling is torch.randperm up to `MAX_DRAWN` samples; above it is computed where it is
+used (permutation.py), because each rank would hold 8 bytes for each sample.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from evenload.errors import DataError, PeerLostError
 from evenload.training.data import checks, randomness
+from evenload.training.data.permutation import KeyedPermutation
 
+MAX_DRAWN = 1 << 25
+"""Most samples of an order that plain shuffling draws as a whole: 256 MiB."""
 MAX_ENDLESS = 10_000_000
 """Keys drawn from a sampler without a length before it counts as endless."""
 
@@ -36,7 +41,7 @@ class SampleOrder:
     Step s takes the positions ``[bounds[s], bounds[s + 1])``; the last bound is the number of samples.
     """
 
-    source: range | torch.Tensor | list[Any]
+    source: range | torch.Tensor | KeyedPermutation | list[Any]
     bounds: Sequence[int]
     generators_before: tuple[str, ...] = ()
     """States of the sampler's own generators before it was drawn, to draw the same again."""
@@ -54,7 +59,7 @@ class SampleOrder:
     def keys(self, low: int, high: int) -> list[Any]:
         """Return the dataset's keys at the positions ``[low, high)``."""
         part = self.source[low:high]
-        return part.tolist() if isinstance(part, torch.Tensor) else list(part)
+        return part.tolist() if isinstance(part, torch.Tensor | np.ndarray) else list(part)
 
     def step_at(self, position: int) -> int:
         """Return the step that begins at a position; DataError if none does, because the batches have changed."""
@@ -76,40 +81,79 @@ def draw_order(
     rank: int,
     agree: BroadcastIntegers,
     batch_size: int | None = None,
+    own_key: int | None = None,
 ) -> SampleOrder:
     """Return the order of one epoch; a collective call where the sampler is the user's.
 
     The user's sampler draws from global generators keyed by (seed, epoch), and from its own generators, whose states stay
-    equal on all ranks. A `set_epoch` method is called. `batch_size` replaces the loader's.
+    equal on all ranks. A `set_epoch` method is called. `batch_size` replaces the loader's. With `own_key` the sampler's own
+    generators are seeded by (own_key, seed, epoch), so that the order does not depend on the epochs drawn before.
 
     Raises:
         DataError: The sampler has no end, or its keys can't be sent to other ranks.
         PeerLostError: Rank 0 could not draw the order.
     """
-    sampler = loader.sampler
-    if checks.has_plain_batches(loader):
-        plain: range | torch.Tensor | None = None
-        if type(sampler) is SequentialSampler:
-            plain = range(len(sampler))
-        elif checks.is_plain_shuffle(sampler):
-            generator = torch.Generator().manual_seed(randomness.mix(seed, epoch, randomness.ORDER))
-            plain = torch.randperm(len(sampler), generator=generator)  # type: ignore[arg-type]
-        if plain is not None:
-            return SampleOrder(plain, regular_bounds(len(plain), loader, batch_size))
-    return _share_order(loader, seed, epoch, rank, agree, batch_size)
+    if not is_function_of_seed(loader):
+        return _share_order(loader, seed, epoch, rank, agree, batch_size, own_key)
+    num_samples = len(loader.sampler)  # type: ignore[arg-type]
+    source: range | torch.Tensor | KeyedPermutation = range(num_samples)
+    if type(loader.sampler) is RandomSampler:
+        key = randomness.mix(seed, epoch, randomness.ORDER)
+        if num_samples > MAX_DRAWN:
+            source = KeyedPermutation(num_samples, key)
+        else:
+            source = torch.randperm(num_samples, generator=torch.Generator().manual_seed(key))
+    return SampleOrder(source, regular_bounds(num_samples, loader, batch_size))
 
 
-def regular_bounds(num_samples: int, loader: DataLoader[Any], batch_size: int | None = None) -> list[int]:
-    """Return the first position of each batch of `batch_size` (default: the loader's), then the end."""
+class RegularBounds(Sequence[int]):
+    """The first position of each batch of `size` samples, then the number of samples; computed, not stored."""
+
+    def __init__(self, num_samples: int, size: int) -> None:
+        self._positions = range(0, num_samples, size)
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return len(self._positions) + 1
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index in (-1, len(self._positions)):
+            return self._num_samples
+        return self._positions[index + 1 if index < 0 else index]
+
+
+def regular_bounds(num_samples: int, loader: DataLoader[Any], batch_size: int | None = None) -> RegularBounds:
+    """Return the bounds of batches of `batch_size` (default: the loader's), without a short last one if it is dropped."""
     size = batch_size or loader.batch_size or 1
-    bounds = list(range(0, num_samples, size))
-    if num_samples % size == 0 or not loader.drop_last:
-        bounds.append(num_samples)
-    return bounds or [0]
+    return RegularBounds(num_samples - num_samples % size if loader.drop_last else num_samples, size)
+
+
+def is_function_of_seed(loader: DataLoader[Any]) -> bool:
+    """Return True if every rank computes the order for itself: the identity, or plain shuffling."""
+    return checks.has_plain_batches(loader) and (
+        type(loader.sampler) is SequentialSampler or checks.is_plain_shuffle(loader.sampler)
+    )
+
+
+def is_computed(loader: DataLoader[Any]) -> bool:
+    """Return True if the loader is shuffled by a permutation that is computed where it is used, not drawn."""
+    return is_function_of_seed(loader) and type(loader.sampler) is RandomSampler and len(loader.sampler) > MAX_DRAWN
 
 
 def _share_order(
-    loader: DataLoader[Any], seed: int, epoch: int, rank: int, agree: BroadcastIntegers, batch_size: int | None
+    loader: DataLoader[Any],
+    seed: int,
+    epoch: int,
+    rank: int,
+    agree: BroadcastIntegers,
+    batch_size: int | None,
+    own_key: int | None,
 ) -> SampleOrder:
     samplers = checks.samplers_of(loader)
     generators = randomness.find_generators(samplers)
@@ -118,6 +162,8 @@ def _share_order(
             sampler.set_epoch(epoch)
     if rank == 0:
         try:
+            if own_key is not None:
+                randomness.seed_generators(generators, own_key, seed, epoch, randomness.DRAW)
             message = _draw(loader, generators, seed, epoch)
         except Exception as error:
             # The other ranks wait for the order: send them the error before raising it here.
@@ -133,6 +179,7 @@ def _share_order(
     source: torch.Tensor | list[Any] = torch.tensor(keys, dtype=torch.int64)
     if header["keys"] is not None:
         source = header["keys"]
+    bounds: Sequence[int]
     if header["lengths"] is None:
         bounds = regular_bounds(len(source), loader, batch_size)
     else:

@@ -51,8 +51,8 @@ class TaskDataset(Dataset[Any]):
     """The user's dataset, indexed by tasks; each worker has one.
 
     Keyed randomness: the global generators are seeded by (seed, epoch, global position) before each sample, and by the
-    position of the first sample before collation. A dataset with ``__getitems__`` reads a whole task in one call, so it is
-    seeded once, by the task's first position: its random draws depend on the split of the batch.
+    position of the first sample before collation. A dataset with ``__getitems__`` reads a whole task in one call while it
+    draws nothing from these generators. Its first draw is discarded, and it reads one sample at a time from then on.
 
     `cancelled` has shared flags by ``serial % len``; a task whose flag is set is left before its next sample.
     """
@@ -72,6 +72,7 @@ class TaskDataset(Dataset[Any]):
         self._keyed = keyed and not (is_deterministic(dataset) and collate_fn is default_collate)
         self._cancelled = cancelled
         self._is_tabular = collate_fn is default_collate and _has_columns(dataset)
+        self._reads_in_batches = reads_in_batches(dataset)
 
     def __getitems__(self, task: ReadTask) -> Any:
         """Read and collate; torch's fetcher passes on whatever the batch sampler yields."""
@@ -88,22 +89,32 @@ class TaskDataset(Dataset[Any]):
             return SkippedRead()
         if self._is_tabular and (found := _index_columns(self.dataset, task.keys)) is not None:
             return found
-        seed = randomness.mix(self._seed, task.epoch, randomness.SAMPLE)
-        if reads_in_batches(self.dataset):
-            if self._keyed:
-                randomness.reseed(randomness.mix(seed, task.low))
-            samples = self.dataset.__getitems__(list(task.keys))
-        else:
+        samples = self._read_in_batch(task) if self._reads_in_batches else None
+        if samples is None:
             samples = []
+            seed = randomness.mix(self._seed, task.epoch, randomness.SAMPLE)
+            by_list = reads_in_batches(self.dataset)
             for position, key in enumerate(task.keys, start=task.low):
                 if flag >= 0 and flags[flag]:
                     return SkippedRead()
                 if self._keyed:
                     randomness.reseed(randomness.mix(seed, position))
-                samples.append(self.dataset[key])
+                samples.append(self.dataset.__getitems__([key])[0] if by_list else self.dataset[key])
         if self._keyed:
             randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.COLLATE, task.low))
         return self.collate_fn(samples)
+
+    def _read_in_batch(self, task: ReadTask) -> Any:
+        """Return the samples from one call; None if that drew random numbers, which would depend on the split."""
+        if self._keyed:
+            randomness.reseed(randomness.mix(self._seed, task.epoch, randomness.SAMPLE, task.low))
+            before = randomness.comparable_global_state()
+        samples = self.dataset.__getitems__(list(task.keys))
+        # Anything but a list is a whole batch for the user's own collate_fn, which can't be joined from single samples.
+        if not self._keyed or not isinstance(samples, list) or randomness.comparable_global_state() == before:
+            return samples
+        self._reads_in_batches = False
+        return None
 
 
 def reads_in_batches(dataset: Any) -> bool:

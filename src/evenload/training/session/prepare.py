@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from evenload.errors import ConfigError, DesyncError, StepError
 from evenload.hardware import usable_cores
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
-from evenload.training.data import checks, fingerprint
+from evenload.training.data import checks, fingerprint, order
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.randomness import mix
 from evenload.training.launch.environment import devices_without_effect
@@ -118,9 +119,12 @@ def attach_models(context: TrainingContext, models: Sequence[nn.Module]) -> None
 
 
 def prepare_loader(
-    context: TrainingContext, loader: DataLoader[Any], index: int, source: PlanSource | None = None
+    context: TrainingContext,
+    loader: DataLoader[Any] | tuple[Any, ...],
+    index: int,
+    source: PlanSource | None = None,
 ) -> StepLoader:
-    """Wrap a DataLoader whose batch_size is the global batch; the `index`-th of the job has its own order of samples."""
+    """Wrap a DataLoader whose batch_size is the global batch, or a tuple of them; the `index`-th has its own order of samples."""
 
     def announce(decision: Decision, _: int) -> None:
         context.recorder.event(
@@ -138,9 +142,17 @@ def prepare_loader(
             **planner.outlook(),
         )
 
-    checks.check_loader(loader)
-    check_same_loader(context, loader, Operation.PREPARE)
-    usual, is_guess = _usual_batch(loader, context.config.balance)
+    if isinstance(loader, tuple):
+        for value in loader:
+            if not isinstance(value, DataLoader):
+                refuse_in_tuple(value)
+        checks.check_tuple(loader)
+        usual, is_guess = _usual_units(loader, context.config.balance), False
+    else:
+        checks.check_loader(loader)
+        usual, is_guess = _usual_batch(loader, context.config.balance)
+    for one in loader if isinstance(loader, tuple) else (loader,):
+        check_same_loader(context, one, Operation.PREPARE)
     planner = Planner(
         context.control,
         rank=context.groups.rank,
@@ -180,7 +192,8 @@ def refuse(value: Any) -> None:
     if isinstance(value, StepLoader):
         raise ConfigError("run.prepare received a loader that is already prepared")
     received = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-    raise ConfigError(f"run.prepare takes models and DataLoaders; it received {received}")
+    hint = ". Loaders that make one loader together go in a tuple" if isinstance(value, list) else ""
+    raise ConfigError(f"run.prepare takes models and DataLoaders; it received {received}{hint}")
 
 
 def check_models_prepared(context: TrainingContext, models: Sequence[nn.Module]) -> None:
@@ -194,6 +207,16 @@ def check_models_prepared(context: TrainingContext, models: Sequence[nn.Module])
         )
     if len(context.spec.devices) > 1 and not any(split_of(model) for model in models):
         raise ConfigError(devices_without_effect(context.spec))
+
+
+def refuse_in_tuple(value: Any) -> None:
+    """Raise ConfigError with the reason why an object can't be part of a tuple of loaders."""
+    if isinstance(value, StepLoader):
+        raise ConfigError("the tuple given to run.prepare holds a prepared loader; give it the plain DataLoaders")
+    raise ConfigError(
+        f"a tuple given to run.prepare holds DataLoaders that make one loader together; it holds a {type(value).__name__}. Give "
+        "models, and loaders of their own, as arguments of their own: model, loader = run.prepare(model, (labeled, unlabeled))"
+    )
 
 
 def _report_contention(context: TrainingContext, found: Contention) -> None:
@@ -244,6 +267,19 @@ def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tup
         return 32, True
 
 
+def _usual_units(loaders: tuple[DataLoader[Any], ...], balance: str | tuple[int, ...]) -> int:
+    """Return the units of a step; ConfigError for fixed shares that don't sum to them."""
+    sizes = [loader.batch_size or 1 for loader in loaders]
+    num_units = math.gcd(*sizes)
+    if isinstance(balance, tuple) and sum(balance) != num_units:
+        raise ConfigError(
+            f"balance {','.join(map(str, balance))} sums to {sum(balance)}, but a step of the loaders of a tuple with "
+            f"batch_size {' and '.join(map(str, sizes))} has {num_units} units of "
+            f"{' + '.join(str(size // num_units) for size in sizes)} samples: shares count these units"
+        )
+    return num_units
+
+
 def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, batch_size: int) -> None:
     try:
         epoch_steps: int | None = len(loader)
@@ -255,9 +291,20 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
         for rank, (name, share) in enumerate(zip(names, planner.shares, strict=True))
     ]
     epoch = f"{epoch_steps} steps an epoch" if epoch_steps is not None else "epochs of unknown length"
+    batch = f"{batch_size} {loader.loader.unit_name}" if loader.loader.is_joint else str(batch_size)
+    few = ""
+    if loader.loader.is_joint and batch_size < context.num_sharing:
+        few = " (fewer units than ranks: choose batch sizes with a larger common divisor)"
     context.recorder.event(
-        "loader", f"global batch {batch_size}, {epoch}\n  " + "\n  ".join(lines), epoch_steps=epoch_steps, devices=names
+        "loader", f"global batch {batch}, {epoch}{few}\n  " + "\n  ".join(lines), epoch_steps=epoch_steps, devices=names
     )
+    for one in loader.loader.user_loaders:
+        if order.is_computed(one):
+            context.recorder.event(
+                "order",
+                f"{len(one.sampler):,} samples are shuffled by a permutation that is computed where it is used "  # type: ignore[arg-type]
+                f"(up to {order.MAX_DRAWN:,} it is drawn as a whole)",
+            )
     message = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
         str(context.config.balance), "shares as set"
     )

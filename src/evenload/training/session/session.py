@@ -59,7 +59,7 @@ class Session(StepListener):
             if not any(value is model for model in self._models):
                 self._models.append(prepare.prepare_model(self._context, value))
             return value
-        if isinstance(value, DataLoader):
+        if isinstance(value, DataLoader | tuple):
             if self._saver.resumed:
                 raise ConfigError(
                     "run.prepare received a loader after run.resume, which restores the loaders' position; prepare it first"
@@ -195,7 +195,7 @@ class Session(StepListener):
                 lines.append(f"  {key} = {value!r}  ({sources.get(key, 'default')})")
         plan = step.batch.plan
         lines.append(
-            f"first step: {plan.num_samples} samples, shares {list(plan.shares)}, {plan.num_micro} micro-batches"
+            f"first step: {plan.num_samples} {step.loader.unit_name}, shares {list(plan.shares)}, {plan.num_micro} micro-batches"
         )
         for model in self._models:
             count = sum(p.numel() for p in model.parameters() if p.requires_grad)

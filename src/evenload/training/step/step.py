@@ -27,7 +27,7 @@ class Step:
     Attributes:
         index: global index of the step, over all epochs and loaders.
         epoch: the epoch.
-        num_samples: samples of the global batch.
+        num_samples: samples of the global batch; units, where a tuple of loaders was prepared.
     """
 
     def __init__(
@@ -81,8 +81,12 @@ class Step:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each rank in this step."""
+        """Samples (units of a tuple of loaders) of each rank in this step."""
         return self.batch.plan.shares
+
+    @property
+    def loader(self) -> GlobalLoader:
+        return self._loader
 
     def commit(self) -> None:
         """Count the step's samples as used; a checkpoint in the loop body does it before the body ends."""
@@ -246,7 +250,7 @@ class StepLoop:
         if not step.arm:
             usual = not (first or step.stats.unusual)
             if usual:
-                step._loader.observe(step.stats.cost(step.batch.plan.num_samples))
+                step.loader.observe(step.stats.cost(step.batch.plan.num_samples))
             for listener in self._listeners:
                 listener.on_trained(step, usual)
         self.engine.recorder.step(step.record_index, step.batch.plan, step.stats, step.arm)
@@ -271,6 +275,15 @@ class StepLoop:
         if any(parameter._version != version for parameter, version in self._watched):
             return False
         return bool(self.engine.leftovers())
+
+    def check_alone(self, loader: GlobalLoader) -> None:
+        """Raise StepError if a step of another loader is open: a step can't be of two loaders."""
+        if self.step is not None and self.step.loader is not loader:
+            raise StepError(
+                "a step of one prepared loader began inside a step of another: a step has the batches of one loader, so zip and "
+                "nested loops over prepared loaders don't work. Prepare them together: model, loader = run.prepare(model, "
+                "(labeled, unlabeled)); then in `for step in loader`, loss_fn receives a tuple of their batches"
+            )
 
     def check_between_steps(self, what: str) -> None:
         """Raise StepError if `what` would see gradients that no optimizer has used yet."""
@@ -300,12 +313,12 @@ class StepLoader:
 
     @property
     def dataset(self) -> Any:
-        """The user's dataset."""
+        """The user's dataset; of a tuple of loaders a tuple."""
         return self.loader.dataset
 
     @property
-    def batch_size(self) -> int | None:
-        """The global batch, in samples; None where a batch_sampler decides."""
+    def batch_size(self) -> int | tuple[int, ...] | None:
+        """The global batch, in samples, of each loader of a tuple; None where a batch_sampler decides."""
         return self.loader.batch_size
 
     def __iter__(self) -> Iterator[Step]:
@@ -317,6 +330,7 @@ class StepLoader:
         loop = self._loop
         batches = iter(self.loader)
         while True:
+            loop.check_alone(self.loader)
             loop.engine.clock.switch("data")
             try:
                 batch = next(batches)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from tests.ranks.exact.tasks import base, batches, failures, gans, gradients, modules, norms, optimizers
+from tests.ranks.exact.tasks import base, batches, failures, gans, gradients, modules, norms, optimizers, tuples
 from tests.ranks.exact.tasks.base import Recorder, Task
 
 __all__ = ["TASKS", "Recorder", "Task"]
 
 TASKS: dict[str, type[Task]] = {
     task.__name__: task
-    for room in (base, norms, batches, gans, modules, failures, optimizers, gradients)
+    for room in (base, norms, batches, gans, modules, failures, optimizers, gradients, tuples)
     for task in vars(room).values()
-    if isinstance(task, type) and issubclass(task, Task)
+    if isinstance(task, type) and issubclass(task, Task) and task is not tuples.Paired
 }
 """By name."""
