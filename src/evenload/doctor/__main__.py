@@ -78,7 +78,8 @@ def show(request: DoctorRequest) -> int:
         folder=request.folder,
         private=request.issue and not request.with_names,
     )
-    findings = run_checks(options, groups=chosen(request.only, GROUPS))
+    report = _print_progress if sys.stderr.isatty() else None
+    findings = run_checks(options, groups=chosen(request.only, GROUPS), report=report)
     if request.full:
         findings += run_measurements(options, groups=chosen(request.only, FULL))
     if request.issue:
@@ -87,6 +88,10 @@ def show(request: DoctorRequest) -> int:
     else:
         print(as_json(findings) if request.json else as_text(findings))
     return exit_code(findings)
+
+
+def _print_progress(text: str) -> None:
+    print(f"evenload doctor: {text}", file=sys.stderr, flush=True)
 
 
 def _show_hosts(request: DoctorRequest) -> int:

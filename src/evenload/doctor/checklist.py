@@ -10,6 +10,9 @@ from evenload.doctor.finding import Status
 DRIVER = "the driver responds"
 SYSTEM = "the system responds"
 TORCH = "torch can be imported"
+DRIVER_S, TORCH_S, CUDA_S = 30.0, 60.0, 90.0
+"""Limits of the checks that start a driver without persistence mode, import torch from a cold disk, or start CUDA and NCCL on
+all GPUs: on a cold host each takes a multiple of its usual seconds."""
 FILES = "the file system responds"
 PEER = "the other machine responds"
 
@@ -25,6 +28,8 @@ class Check:
     """Its description in ``--list``."""
     on_timeout: Status = "warn"
     expected: str = SYSTEM
+    limit_s: float = 9.0
+    """Time limit, from the end of the check before it in its group."""
 
 
 GROUPS: tuple[tuple[Check, ...], ...] = (
@@ -36,23 +41,64 @@ GROUPS: tuple[tuple[Check, ...], ...] = (
     ),
     # These share one child because importing torch is the slowest part.
     (
-        Check("wheel and driver", "torch_build:wheel", "torch's build against driver and GPUs", "fail", TORCH),
-        Check("CUDA libraries", "torch_build:libraries", "versions of cuDNN and NCCL", "fail", "CUDA libraries load"),
-        Check("all-reduce", "allreduce:allreduce", "an all-reduce between local ranks", "fail", "it ends in time"),
+        Check("wheel and driver", "torch_build:wheel", "torch's build against driver and GPUs", "fail", TORCH, TORCH_S),
+        Check(
+            "CUDA libraries",
+            "torch_build:libraries",
+            "versions of cuDNN and NCCL",
+            "fail",
+            "CUDA libraries load",
+            TORCH_S,
+        ),
+        Check(
+            "all-reduce", "allreduce:allreduce", "an all-reduce between local ranks", "fail", "it ends in time", CUDA_S
+        ),
     ),
     (
-        Check("GPU access", "gpu_config:access", "GPUs that the driver refuses", "fail", DRIVER),
-        Check("GPU memory", "gpu_memory:memory_held", "GPU memory used by other processes", "fail", DRIVER),
-        Check("GPU order", "gpu_config:order", "CUDA_VISIBLE_DEVICES; cuda:N against nvidia-smi's N", "fail", DRIVER),
-        Check("GPU generations", "gpu_config:generations", "one wheel and one precision for all GPUs", "fail", DRIVER),
-        Check("GPU mode", "gpu_config:mode", "compute mode, MIG", "fail", DRIVER),
-        Check("GPU throttling", "gpu_health:throttling", "slowdown by heat or power supply right now", "warn", DRIVER),
-        Check("GPU clocks", "gpu_health:clocks", "lowered power limits and clocks", "warn", DRIVER),
-        Check("GPU links", "gpu_health:links", "PCIe link width, NVLinks", "warn", DRIVER),
-        Check("GPU errors", "gpu_health:errors", "memory errors, Xid errors in the kernel log", "warn", DRIVER),
+        Check("GPU access", "gpu_config:access", "GPUs that the driver refuses", "fail", DRIVER, DRIVER_S),
+        Check("GPU memory", "gpu_memory:memory_held", "GPU memory used by other processes", "fail", DRIVER, DRIVER_S),
+        Check(
+            "GPU order",
+            "gpu_config:order",
+            "CUDA_VISIBLE_DEVICES; cuda:N against nvidia-smi's N",
+            "fail",
+            DRIVER,
+            DRIVER_S,
+        ),
+        Check(
+            "GPU generations",
+            "gpu_config:generations",
+            "one wheel and one precision for all GPUs",
+            "fail",
+            DRIVER,
+            DRIVER_S,
+        ),
+        Check("GPU mode", "gpu_config:mode", "compute mode, MIG", "fail", DRIVER, DRIVER_S),
+        Check(
+            "GPU throttling",
+            "gpu_health:throttling",
+            "slowdown by heat or power supply right now",
+            "warn",
+            DRIVER,
+            DRIVER_S,
+        ),
+        Check("GPU clocks", "gpu_health:clocks", "lowered power limits and clocks", "warn", DRIVER, DRIVER_S),
+        Check("GPU links", "gpu_health:links", "PCIe link width, NVLinks", "warn", DRIVER, DRIVER_S),
+        Check(
+            "GPU errors", "gpu_health:errors", "memory errors, Xid errors in the kernel log", "warn", DRIVER, DRIVER_S
+        ),
     ),
     # A separate child: it initializes CUDA, which the all-reduce must not, and a wrong IOMMU setting makes it hang.
-    (Check("peer copies", "peer_copies:peer_copies", "values copied between GPUs", "fail", "copies between GPUs end"),),
+    (
+        Check(
+            "peer copies",
+            "peer_copies:peer_copies",
+            "values copied between GPUs",
+            "fail",
+            "copies between GPUs end",
+            CUDA_S,
+        ),
+    ),
     (
         Check("IOMMU and ACS", "iommu:iommu", "the PCIe path between GPUs"),
         Check("NUMA", "numa:numa", "NUMA nodes of cores, memory, GPUs and network cards"),

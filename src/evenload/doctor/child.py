@@ -18,15 +18,19 @@ from evenload.doctor.finding import Options
 
 
 def main(argument: str) -> None:
-    """Run the checks of ``{"checks": ["module:function", ...], "options": {...}}``."""
+    """Run the checks of ``{"checks": ["module:function", ...], "options": {...}, "limits_s": [60, ...]}``.
+
+    Without limits the checks share ``limit_s`` of the options.
+    """
     began = time.monotonic()
     request = json.loads(argument)
     options = Options(**request.get("options", {}))
     with os.fdopen(os.dup(1), "w") as findings:
         os.dup2(2, 1)  # keep the output of libraries apart from the findings
-        for name in request["checks"]:
-            left_s = options.limit_s - (time.monotonic() - began)
-            print(json.dumps(_run(name, replace(options, limit_s=left_s))), file=findings, flush=True)
+        for index, name in enumerate(request["checks"]):
+            limits_s = request.get("limits_s")
+            limit_s = limits_s[index] if limits_s else options.limit_s - (time.monotonic() - began)
+            print(json.dumps(_run(name, replace(options, limit_s=limit_s))), file=findings, flush=True)
 
 
 def _run(name: str, options: Options) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parent process of the doctor: start the checks as children and kill those that exceed the deadline.
+"""Parent process of the doctor: start the checks as children and kill those that exceed their limits.
 
 Uses only the standard library, because other packages may be missing.
 """
@@ -13,39 +13,61 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from evenload.doctor.checklist import FULL, GROUPS, Check
 from evenload.doctor.finding import Finding, Options, read_finding
 
-DEADLINE_S = 9.0
-"""For all checks together, so that the command ends within 10 s."""
+_POLL_S = 0.02
+_REPORT_S = 5.0
+"""Between two lines about a check that is still running."""
+_MARGIN_S = 1.0
+"""A check ends by itself this long before it would be killed, with a finding of its own."""
 FULL_DEADLINE_S = 60.0
 """For each measurement of ``--full``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ChildProcess:
     checks: tuple[Check, ...]
     process: subprocess.Popen[bytes]
     folder: Path
+    num_done: int = 0
+    """Checks with a finding."""
+    since_s: float = field(default_factory=time.monotonic)
+    """Beginning of the present check."""
+
+    @property
+    def check(self) -> Check:
+        """The present check, or the last."""
+        return self.checks[min(self.num_done, len(self.checks) - 1)]
+
+    def follow(self) -> bool:
+        """Count the findings so far; return whether the process still runs."""
+        if self.process.poll() is not None:
+            return False
+        num_done = (self.folder / "findings").read_bytes().count(b"\n")
+        if num_done > self.num_done:
+            self.num_done, self.since_s = num_done, time.monotonic()
+        return True
 
 
 def run_checks(
     options: Options | None = None,
     *,
-    deadline_s: float = DEADLINE_S,
+    deadline_s: float | None = None,
     groups: Sequence[tuple[Check, ...]] = GROUPS,
+    report: Callable[[str], None] | None = None,
 ) -> tuple[Finding, ...]:
     """Run one child process per group, all in parallel; return one finding per check, in their order.
 
-    Children still running after ``deadline_s`` are killed, so no process is left.
+    A child is killed when a check takes longer than its limit, or with `deadline_s` when all of its checks together do. So no
+    process is left. `report` receives a line now and then while a check takes long.
     """
-    end = time.monotonic() + deadline_s
     options = options or Options()
     found: list[Finding] = []
     with ExitStack() as stack:
@@ -55,20 +77,37 @@ def run_checks(
             parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".evenload-doctor-", dir=Path.home())))
         options = replace(
             options,
-            limit_s=max(1.0, deadline_s - 1.0),
+            limit_s=options.limit_s if deadline_s is None else max(1.0, deadline_s - _MARGIN_S),
             temporary=options.temporary or os.environ.get("TMPDIR") or str(parent.parent),
         )
         children = []
         for index, checks in enumerate(groups):
             folder = parent / str(index)
             folder.mkdir()
-            children.append(_start(checks, options, folder))
+            children.append(_start(checks, options, folder, shares_limit=deadline_s is not None))
             stack.callback(_kill, children[-1].process)
+        _wait(children, deadline_s, report)
         for child in children:
-            with suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, end - time.monotonic()))
-            found += _collect(child, deadline_s)
+            found += _collect(child, child.check.limit_s if deadline_s is None else deadline_s)
     return tuple(found)
+
+
+def _wait(children: Sequence[_ChildProcess], deadline_s: float | None, report: Callable[[str], None] | None) -> None:
+    """Return when every child has ended or exceeded its limit."""
+    began_s = reported_s = time.monotonic()
+    running = list(children)
+    while running := [child for child in running if child.follow()]:
+        now_s = time.monotonic()
+        if report is not None and now_s - reported_s >= _REPORT_S:
+            reported_s = now_s
+            slow = max(running, key=lambda child: now_s - child.since_s)
+            limit = "" if deadline_s is not None else f" of at most {slow.check.limit_s:g} s"
+            report(f"still checking {slow.check.name}: {now_s - slow.since_s:.0f} s{limit}")
+        if deadline_s is None:
+            running = [child for child in running if now_s - child.since_s < child.check.limit_s]
+        elif now_s - began_s >= deadline_s:
+            return
+        time.sleep(_POLL_S)
 
 
 def run_measurements(
@@ -81,13 +120,16 @@ def run_measurements(
     return tuple(finding for group in groups for finding in run_checks(options, deadline_s=deadline_s, groups=(group,)))
 
 
-def _start(checks: tuple[Check, ...], options: Options, folder: Path) -> _ChildProcess:
+def _start(checks: tuple[Check, ...], options: Options, folder: Path, *, shares_limit: bool) -> _ChildProcess:
     """Start a child in a new process group, so that all its descendants can be killed; its output goes to ``folder``."""
     source = str(Path(__file__).resolve().parents[2])
     if source in sysconfig.get_paths().values():
         source = ""  # installed: PYTHONPATH would put site-packages before the standard library
     search = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-    argument = json.dumps({"checks": [check.function for check in checks], "options": asdict(options)})
+    limits_s = [] if shares_limit else [max(1.0, check.limit_s - _MARGIN_S) for check in checks]
+    argument = json.dumps(
+        {"checks": [check.function for check in checks], "options": asdict(options), "limits_s": limits_s}
+    )
     with (folder / "findings").open("wb") as findings, (folder / "errors").open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "evenload.doctor.child", argument],  # -P: ignore a torch.py in this folder

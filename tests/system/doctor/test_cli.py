@@ -25,7 +25,7 @@ from tests.system.doctor.conftest import REPOSITORY, SOURCE, environment
 def answer(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> list[Options]:
     asked: list[Options] = []
 
-    def run_checks(options: Options, groups: Any = GROUPS) -> Sequence[Finding]:
+    def run_checks(options: Options, groups: Any = GROUPS, report: Any = None) -> Sequence[Finding]:
         asked.append(options)
         return findings
 

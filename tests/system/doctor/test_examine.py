@@ -26,8 +26,8 @@ def _stand_ins_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
 
 
-def check(name: str, on_timeout: str = "fail") -> Check:
-    return Check(name, f"tests.system.doctor.stand_in:{name}", "a test", on_timeout)  # type: ignore[arg-type]
+def check(name: str, on_timeout: str = "fail", limit_s: float = 9.0) -> Check:
+    return Check(name, f"tests.system.doctor.stand_in:{name}", "a test", on_timeout, limit_s=limit_s)  # type: ignore[arg-type]
 
 
 def test_findings_come_in_order_and_carry_the_checks_name() -> None:
@@ -52,6 +52,18 @@ def test_a_hung_check_is_a_finding_and_its_processes_are_ended(tmp_path: Path) -
     assert (after.status, after.found) == ("skip", "not run, see hang")
     for pid in map(int, (tmp_path / "ids").read_text().split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_each_check_has_a_limit_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenload.doctor.runner._REPORT_S", 1.0)
+    lines: list[str] = []
+    groups = ((check("well", limit_s=60), check("hang", limit_s=3), check("well")), (check("time_left", limit_s=60),))
+    began = time.monotonic()
+    first, hung, after, other = run_checks(Options(root=str(tmp_path)), groups=groups, report=lines.append)
+    assert time.monotonic() - began < 40
+    assert (first.status, after.status, other.found) == ("ok", "skip", "59.0")
+    assert "no result within 3 s" in hung.found
+    assert any(line.startswith("still checking hang: ") and line.endswith(" s of at most 3 s") for line in lines)
 
 
 def test_a_crash_and_an_exception_are_findings() -> None:
