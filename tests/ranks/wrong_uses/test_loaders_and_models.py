@@ -243,3 +243,77 @@ def test_the_run_is_of_no_use_after_close(init):
     run.close()
     with pytest.raises(StepError, match=r"the script calls run.prepare after run.close"):
         run.prepare(nn.Linear(4, 1))
+
+
+def _two_prepared(init, **settings):
+    run = init(**settings)
+    model = nn.Linear(4, 1)
+    model, first, second = run.prepare(model, _loader(), _loader())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, first, second, optimizer
+
+
+def _loss_of(model):
+    return lambda batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def test_zip_over_prepared_loaders(init):
+    _, first, second, _ = _two_prepared(init)
+    with pytest.raises(StepError, match=r"zip and nested loops .* run.prepare\(model, \(labeled, unlabeled\)\)"):
+        for _ in zip(first, second, strict=False):
+            pass
+
+
+def test_nested_loops_over_prepared_loaders(init):
+    model, first, second, optimizer = _two_prepared(init)
+    with pytest.raises(StepError, match="a step of one prepared loader began inside a step of another"):
+        for step in first:
+            step.backward(_loss_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in second:
+                pass
+
+
+def test_one_prepared_loader_after_the_other_is_fine(init):
+    model, first, second, optimizer = _two_prepared(init)
+    for loader in (first, second, first):
+        for index, step in enumerate(loader):
+            step.backward(_loss_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 1:
+                break
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (lambda run: (), "run.prepare received an empty tuple"),
+        (lambda run: (nn.Linear(4, 1), _loader()), r"it holds a Linear\. Give models, .* as arguments of their own"),
+        (lambda run: (_loader(), (_loader(), _loader())), "it holds a tuple"),
+        (lambda run: (_loader(), run.prepare(_loader())), "holds a prepared loader; give it the plain DataLoaders"),
+        (lambda run: [_loader(), _loader()], "it received a list. Loaders that make one loader together go in a tuple"),
+        (lambda run: (_loader(), _loader(dataset(10))), "its 10 samples are no batch of 16"),
+        (
+            lambda run: (_loader(dataset(65)), _loader(batch_size=24)),
+            r"has 65 samples, and its last batch ends within a unit of 2 \+ 3 samples \(1 of 2 are there\): set drop_last",
+        ),
+    ],
+)
+def test_tuples_that_prepare_does_not_take(init, value, told):
+    run = init()
+    with pytest.raises((ConfigError, DataError), match=told):
+        run.prepare(value(run))
+
+
+def test_fixed_shares_of_a_tuple_count_units(init):
+    run = init(balance=(16,))
+    with pytest.raises(ConfigError, match=r"balance 16 sums to 16, but .* batch_size 16 and 24 has 8 units of 2 \+ 3"):
+        run.prepare((_loader(), _loader(batch_size=24)))
+
+
+def test_a_batch_of_a_tuple_can_not_grow(init):
+    run = init(batch_max=64)
+    with pytest.raises(ConfigError, match="works with one loader, and a tuple has a batch for each"):
+        run.prepare((_loader(), _loader(batch_size=24)))
