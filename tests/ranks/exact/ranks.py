@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 import evenload
 from evenload.testing import run_ranks
-from evenload.training.parallel import reducer
+from evenload.training.parallel import buckets
 from evenload.training.step.planner import PlanSource
 from tests.ranks.exact.tasks import TASKS, Recorder, Task
 from tests.ranks.exact.tasks.tuples import Paired
@@ -106,7 +106,7 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
         **setting.options,
     )
     if setting.bucket_bytes is not None:
-        reducer.FIRST_BUCKET_BYTES, reducer.BUCKET_BYTES = setting.bucket_bytes // 2, setting.bucket_bytes
+        buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES = setting.bucket_bytes // 2, setting.bucket_bytes
     task.rank, task.run, task.run_by_evenload = run.rank, run, True
     torch.manual_seed(task.seed + run.rank)  # other initial weights on each rank: rank 0's must count
     task.build()

@@ -25,8 +25,10 @@ from evenload.training.compute.precision import Precision
 from evenload.training.compute.replicated_state import replicated_state
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
+from evenload.training.parallel.call_gradients import Expectation
+from evenload.training.parallel.local_reducer import LocalReducer
 from evenload.training.parallel.model_split.buckets import BucketSegments
-from evenload.training.parallel.reducer import BucketReducer, Expectation
+from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.parallel.strategy import LATE_GRADIENT, OK, BackwardCall, LocalResult, StepResult
 
 _NATIVE_DTYPES = frozenset(
@@ -63,7 +65,7 @@ class ReplicaStrategy:
         self._segments = BucketSegments()
         self._models: list[nn.Module] = []
         self._signature: list[tuple[int, bool, torch.dtype, torch.device]] = []
-        self._reducer: BucketReducer | None = None
+        self._reducer: BucketReducer | LocalReducer | None = None
         self._expectations: dict[int, Expectation] = {}
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
@@ -169,7 +171,10 @@ class ReplicaStrategy:
             self._expectations[call_index] = expected
 
     def _build(self) -> None:
-        self._reducer = BucketReducer(self._models, self._groups, self._segments, grad_norms=self._grad_norms)
+        if self._groups.gradients is None:
+            self._reducer = LocalReducer(self._models, self._grad_norms)
+        else:
+            self._reducer = BucketReducer(self._models, self._groups, self._segments, grad_norms=self._grad_norms)
         self._signature = self._sign()
         self._expectations.clear()
 
@@ -182,7 +187,7 @@ class ReplicaStrategy:
             self._reducer.remove()
             self._build()
 
-    def _of(self) -> BucketReducer:
+    def _of(self) -> BucketReducer | LocalReducer:
         if self._reducer is None:
             raise RuntimeError("the strategy is not attached to a model")
         return self._reducer

@@ -2,94 +2,62 @@
 
 Note [Gradients are views]
   After the first micro-batch `.grad` of a parameter is a view into its bucket: nothing is copied back after the reduction,
-  and the buckets replace the gradients instead of needing memory beside them.
+  and the buckets replace the gradients instead of needing memory beside them. Small gradients accumulate there from the start.
+  If the user still holds a gradient of an earlier call, its bucket takes other memory.
 
-Note [When a bucket is complete]
-  The n-th call of `backward` in a step records which parameters receive a gradient, and how often, in the last micro-batch
-  (re-entrant checkpointing accumulates several times). From the second step on a bucket leaves when that many have arrived,
-  in one order on all ranks. If a gradient comes after its bucket left, all ranks see it in the exchange and repeat the
-  attempt without expectations. If one does not come, its bucket leaves at the end.
+Note [When a bucket leaves]
+  The n-th call of `backward` in a step records which parameters receive a gradient, and how often, in the last micro-batch.
+  From the second step on a bucket leaves when each has come once, in one order on all ranks; one with a parameter that came
+  more often (recursion, re-entrant checkpointing), or on some ranks only, leaves at the end. If a gradient comes after its
+  bucket left, all ranks see it in the exchange and repeat the attempt without expectations.
 
 Note [Idle passes]
   A rank without samples still runs forward and backward, so that collectives in the model match; its results are discarded,
   NaN included, and count as zero.
+
+Note [Finite]
+  A bucket carries the norm of each rank's part. Its sum over ranks bounds every value of the bucket, so if it is finite, all
+  values are.
 """
 
 from __future__ import annotations
 
-import zlib
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
+from evenload.training.parallel.buckets import Bucket, BucketSummer, Slot, build_buckets
+from evenload.training.parallel.call_gradients import CallGradients, Expectation, all_finite, number_slots, sparse_error
 from evenload.training.parallel.model_split.buckets import BucketSegments
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-
-PLAIN_BACKWARD = (
-    "loss.backward() was called on a model that run.prepare returned: its gradient would be this rank's alone. Write "
-    "instead:  loss = step.backward(loss_fn)  with a function loss_fn(batch) that returns the loss"
-)
-
-Expectation = tuple[int, ...]
-"""Number of times each slot accumulates in the last micro-batch of a call."""
+MAX_PLANS = 32
 
 
-class PendingSum(Protocol):
-    """A sum in progress."""
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How an expectation lets buckets leave during the backward."""
 
-    def wait(self) -> None:
-        """Return when subsequent computation sees the sum."""
-
-
-class BucketSummer(Protocol):
-    """Sums a bucket: over the process groups of ranks (`Groups`), or over the replicas of one process (bucket_sums.py)."""
-
-    def sum_async(self, tensor: torch.Tensor, /) -> PendingSum:
-        """Begin a sum, in place."""
+    queue: tuple[tuple[Bucket, frozenset[int]], ...]
+    """Buckets in the order in which they leave, with the parameters that each waits for."""
+    used: tuple[Bucket, ...]
+    """All buckets with a parameter that is expected."""
+    last_ids: frozenset[int]
+    """The parameter of each bucket in the queue that comes last."""
 
 
-class Slot:
-    __slots__ = ("arrivals", "filled", "handle", "index", "name", "param", "skipped", "stash", "touched", "view")
-
-    def __init__(self, index: int, name: str, param: nn.Parameter, view: torch.Tensor) -> None:
-        self.index = index
-        self.name = name
-        self.param = param
-        self.view = view
-        self.arrivals = 0  # in the last micro-batch
-        self.touched = False  # by any micro-batch of this call, idle or not
-        self.filled = False  # the view holds this call's gradient
-        self.skipped = False  # a call of this update was skipped, so all of it is
-        self.stash: torch.Tensor | None = None  # the gradient from before this call
-        self.handle: torch.utils.hooks.RemovableHandle | None = None
-
-
-@dataclass
-class Bucket:
-    """Neighbouring parameters of one model, dtype and device (on all ranks), reduced together."""
-
-    flat: torch.Tensor
-    slots: list[Slot] = field(default_factory=list)
-    missing: int = 0
-    """Arrivals still expected in this call; meaningful only with an expectation."""
-    pending: PendingSum | None = None
-
-
-class BucketReducer:
+class BucketReducer(CallGradients):
     def __init__(
         self,
         models: Sequence[nn.Module],
         groups: BucketSummer,
         segments: BucketSegments | None = None,
         *,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
         pins: bool = False,
         strategy: str = "ddp",
         grad_norms: GradNorms | None = None,
@@ -102,96 +70,64 @@ class BucketReducer:
         strategy: its name in messages.
         grad_norms: receives what leaves and what returns, if norms are measured.
         """
+        super().__init__(number_slots(models), check)
         self._groups = groups
         self._segments = segments or BucketSegments()
-        self._check = check
         self._pins = pins
         self._strategy = strategy
         self._grad_norms = grad_norms
         if grad_norms is not None:
             grad_norms.follow(self._held)
-        self.slots: list[Slot] = []
-        self.buckets: list[Bucket] = []
-        self._bucket_of: list[Bucket] = []
-        self._live = False
-        self._running = False
-        self._last = False
-        self._idle = False
-        self._expected: Expectation | None = None
-        self._queue: list[Bucket] = []
+        self._lock = threading.Lock()  # a model cut over GPUs has a backward thread for each
+        self._filled: set[int] = set()
+        """Parameters whose slot holds this call's gradient."""
+        self._plan: LaunchPlan | None = None
         self._next = 0
-        self.late = False
-        self.has_run = False
-        """True if a backward ran in this attempt."""
-        seen: set[int] = set()
-        for model_index, model in enumerate(models):
-            prefix = f"{model_index}." if len(models) > 1 else ""
-            named = [
-                (prefix + name, p)
-                for name, p in model.named_parameters()
-                if p.requires_grad and not (id(p) in seen or seen.add(id(p)))  # type: ignore[func-returns-value]
-            ]
-            self._add_model(named)
-        trained = [(slot.name, tuple(slot.param.shape), slot.param.dtype) for slot in self.slots]
-        self._trained_key = zlib.crc32(repr(trained).encode()) % 2**20
-        for slot in self.slots:
-            slot.handle = slot.param.register_post_accumulate_grad_hook(self._hook(slot))  # type: ignore[no-untyped-call]
+        self._seen: set[int] = set()
+        self._num_seen = 0
+        self._hooks.watch(frozenset(id(slot.param) for slot in self.slots if not slot.is_small))
+        # The reverse order of registration is near the order in which gradients arrive.
+        self._build(range(len(self.slots) - 1, -1, -1))
 
-    def remove(self) -> None:
-        for slot in self.slots:
-            if slot.handle is not None:
-                slot.handle.remove()
-                slot.handle = None
+    def reorder(self, order: Sequence[int]) -> None:
+        """Build the buckets anew, between two calls, from the slots in this order, which is equal on all ranks."""
+        if list(order) != self._order:
+            self._build(order)
 
     # -- one call of step.backward ------------------------------------------------------------------------------------
 
     def begin(self, expected: Expectation | None) -> None:
-        """Set aside gradients of earlier calls in this step, and expect new ones."""
-        self._live, self._running, self.has_run = True, False, False
-        self._last = self._idle = self.late = False
-        self._expected = expected
+        super().begin(expected)
+        self._filled.clear()
         self._next = 0
-        for slot in self.slots:
-            slot.arrivals, slot.touched, slot.filled = 0, False, False
-            grad = slot.param.grad
-            if grad is not None:
-                slot.stash = grad.clone() if grad is slot.view else grad
-                slot.param.grad = None
-            else:
-                slot.stash = None
         for bucket in self.buckets:
-            bucket.pending = None
-            bucket.missing = sum(expected[slot.index] for slot in bucket.slots) if expected else 0
-        self._queue = [bucket for bucket in self.buckets if bucket.missing] if expected else []
+            bucket.pending, bucket.is_claimed, bucket.was_zero = None, False, False
+        self._set_aside()
+        self._plan = self._plan_of(expected) if expected is not None else None
+        if self._plan is not None:
+            for bucket in self._plan.used:
+                self._prepare(bucket)
+            self._hooks.watch(self._plan.last_ids)
 
     def micro(self, *, last: bool, idle: bool) -> None:
-        """Describe the micro-batch of the next backward."""
-        self._running, self._last, self._idle, self.has_run = True, last, idle, True
-        if idle:
-            for slot in self.slots:
-                slot.param.grad = None
+        self._seen.clear()
+        self._num_seen = 0
+        super().micro(last=last, idle=idle)
 
     def end_micro(self) -> None:
-        """End the backward of a micro-batch; later gradients come from elsewhere."""
-        self._running = False
+        super().end_micro()
+        if not self._idle:
+            self._fill_rest()
+        if self._last:
+            self._look_for_late()
 
     def end_idle(self) -> None:
         """Discard the gradients of an idle micro-batch after its backward."""
-        for slot in self.slots:
-            slot.param.grad = slot.view if slot.filled else None
+        for bucket in self.buckets:
+            for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True):
+                slot.param.grad = view if id(slot.param) in self._filled else None
         if self._last and not self.late:
             self._launch_queue()
-
-    def observed(self) -> Expectation:
-        """Return the arrivals in the last micro-batch."""
-        return tuple(slot.arrivals for slot in self.slots)
-
-    def touched_key(self) -> float:
-        """Return a checksum of the parameters that received a gradient and, above 32 bits, of all; exact in a float64."""
-        return float(zlib.crc32(bytes([slot.touched for slot in self.slots])) + (self._trained_key << 32))
-
-    def touched(self) -> list[int]:
-        return [int(slot.touched) for slot in self.slots]
 
     def flush(self, touched: Sequence[int]) -> None:
         """Send all buckets that have not left yet; `touched` as in `finish`."""
@@ -207,180 +143,213 @@ class BucketReducer:
         `touched` holds 1 for each slot to which any rank gave a gradient; equal on all ranks.
         """
         self.flush(touched)
-        sums = []
+        reduced = [bucket for bucket in self.buckets if bucket.pending is not None]
         with torch.no_grad():
-            for bucket in self.buckets:
-                if bucket.pending is None:
-                    continue
-                bucket.pending.wait()
+            for bucket in reduced:
+                if bucket.pending is not None:
+                    bucket.pending.wait()
                 if correction != 1.0:
                     bucket.flat.mul_(correction)
                 if self._grad_norms is not None:
-                    self._grad_norms.summed(bucket.flat)
-                sums.append(bucket.flat.sum().double().to(self.buckets[0].flat.device))
-            for slot in self.slots:
-                slot.param.grad = self._final(slot, bool(touched[slot.index]))
-                slot.stash = None
-        if not sums or bool(torch.isfinite(sum(sums, torch.zeros((), dtype=torch.float64, device=sums[0].device)))):
-            return True
-        # A large but finite gradient may overflow the sum: check each value.
-        return all(bool(torch.isfinite(bucket.flat).all()) for bucket in self.buckets if bucket.pending is not None)
+                    self._grad_norms.summed(bucket.memory.gradients)
+            changed = {self._bucket_of[index] for index in self._summed_hooks.run(touched, self._view_of)}
+            self._publish(touched)
+        return self._is_finite([bucket for bucket in reduced if bucket not in changed]) and all_finite(
+            bucket.memory.gradients for bucket in changed
+        )
 
     def rollback(self) -> None:
         """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
-        self._live = False
+        self._close()
         self._launch_queue()
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
                 bucket.pending = None
-        for slot in self.slots:
-            slot.param.grad = slot.stash
-            slot.stash = None
+        self._restore()
 
     def abort(self) -> None:
         """End an attempt that failed on this rank: restore earlier gradients without waiting for other ranks."""
-        if not self._live:
-            return
-        self._live = self._running = False
-        for slot in self.slots:
-            slot.param.grad = slot.stash
-            slot.stash = None
-
-    def release(self) -> None:
-        """Remove all gradients after `flush`, when another reducer keeps the sums."""
-        for slot in self.slots:
-            slot.param.grad = slot.stash = None
-
-    def clear(self, touched: Sequence[int]) -> None:
-        """Remove the gradients of a call, so that an optimizer's step changes nothing.
-
-        Another call of the same step would make half an update, so its parameters stay without gradient until `clear_skip`.
-        """
-        for slot in self.slots:
-            if touched[slot.index]:
-                slot.param.grad = None
-                slot.skipped = True
-
-    def clear_skip(self) -> None:
-        """Let gradients count again: an optimizer has stepped, or a new step began."""
-        for slot in self.slots:
-            slot.skipped = False
-
-    def leftovers(self) -> list[str]:
-        return [
-            slot.name for slot in self.slots if slot.param.grad is not None and bool(slot.param.grad.count_nonzero())
-        ]
+        was_live = self._live
+        self._close()
+        if was_live:
+            for bucket in self.buckets:
+                if bucket.pending is not None:
+                    bucket.forget()
+            self._restore()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _add_model(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        # The reverse order of registration is near the order in which gradients arrive.
-        groups: dict[tuple[torch.dtype, torch.device, int], list[tuple[str, nn.Parameter]]] = {}
-        for name, param in reversed(named):
-            where = param.dtype, param.device, self._segments.of(param)
-            groups.setdefault(where, []).append((name, param))
-        for members in groups.values():
-            limit, part, size = FIRST_BUCKET_BYTES, list[tuple[str, nn.Parameter]](), 0
-            for name, param in members:
-                part.append((name, param))
-                size += param.numel() * param.element_size()
-                if size >= limit:
-                    self._add_bucket(part)
-                    limit, part, size = BUCKET_BYTES, [], 0
-            if part:
-                self._add_bucket(part)
+    def _build(self, order: Sequence[int]) -> None:
+        self._order = list(order)
+        self.buckets = build_buckets((self.slots[index] for index in order), self._segments, pins=self._pins)
+        places = {slot.index: (bucket, n) for bucket in self.buckets for n, slot in enumerate(bucket.laid_out)}
+        self._bucket_of = [places[slot.index][0] for slot in self.slots]
+        self._number_in_bucket = [places[slot.index][1] for slot in self.slots]
+        self._plans: dict[Expectation, LaunchPlan] = {}
 
-    def _add_bucket(self, members: list[tuple[str, nn.Parameter]]) -> None:
-        first = members[0][1]
-        size = sum(p.numel() for _, p in members)
-        flat = torch.zeros(size, dtype=first.dtype, device=first.device, pin_memory=self._pins)
-        bucket = Bucket(flat)
-        offset = 0
-        for name, param in members:
-            part = flat[offset : offset + param.numel()]
-            view = part.view(param.size())
-            if (
-                param.dim() == 4
-                and not param.is_contiguous()
-                and param.is_contiguous(memory_format=torch.channels_last)
-            ):
-                view = part.as_strided(param.size(), param.stride(), part.storage_offset())
-            slot = Slot(len(self.slots), name, param, view)
-            self.slots.append(slot)
-            self._bucket_of.append(bucket)
-            bucket.slots.append(slot)
-            offset += param.numel()
-        self.buckets.append(bucket)
+    def _plan_of(self, expected: Expectation) -> LaunchPlan:
+        if expected not in self._plans:
+            if len(self._plans) == MAX_PLANS:
+                self._plans.clear()
+            queue, used, last_ids = [], [], set()
+            for bucket in self.buckets:
+                counts = [expected[slot.index] for slot in bucket.slots]
+                if any(counts):
+                    used.append(bucket)
+                if max(counts) == 1:
+                    awaited = [id(slot.param) for slot, count in zip(bucket.slots, counts, strict=True) if count]
+                    queue.append((bucket, frozenset(awaited)))
+                    last_ids.add(awaited[-1])
+            self._plans[expected] = LaunchPlan(tuple(queue), tuple(used), frozenset(last_ids))
+        return self._plans[expected]
 
-    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def arrived(param: torch.Tensor) -> None:
-            self._check()
-            if not self._running:
-                param.grad = None
-                if self._live:
-                    raise StepError(
-                        "loss_fn called backward() itself; let it return the loss: step.backward(loss_fn) does the rest"
-                    )
-                raise StepError(PLAIN_BACKWARD)
-            if slot.param.grad is None:
-                return
-            slot.touched = True
-            if self._last:
-                slot.arrivals += 1
-            if not self._idle:
-                self._arrive(slot, slot.param.grad)
+    def _view_of(self, index: int) -> torch.Tensor:
+        return self._bucket_of[index].memory.views[self._number_in_bucket[index]]
 
-        return arrived
+    def _zero_buckets(self, grads: Sequence[torch.Tensor | None]) -> list[Bucket]:
+        """Return the buckets whose gradients are all present, and zero (`zero_grad(set_to_none=False)`)."""
+        return [
+            bucket
+            for bucket in self.buckets
+            if all(grads[slot.index] is view for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True))
+            and bucket.is_zero()
+        ]
 
-    def _arrive(self, slot: Slot, grad: torch.Tensor) -> None:
-        bucket = self._bucket_of[slot.index]
-        if bucket.pending is not None:
-            self.late = True
+    def _set_aside(self) -> None:
+        self._stash = self._no_stash
+        if (grads := self._present()) is None:
             return
-        if grad is not slot.view:
-            if grad.is_sparse:
-                raise StepError(
-                    f"the gradient of {slot.name} is sparse; strategy={self._strategy!r} sums dense gradients: use "
-                    "sparse=False"
-                )
-            # Hooks run without autograd, unless the user's own backward builds a graph, which a leaf's gradient never joins.
-            view = slot.view
-            if slot.filled:
-                view.add_(grad.detach())
-            else:
-                view.copy_(grad.detach())
-            slot.param.grad = slot.view
-        slot.filled = True
-        if not self._last or self._expected is None or not bucket.missing:
+        self._stash = grads
+        for bucket in self._zero_buckets(grads):
+            bucket.is_claimed = bucket.was_zero = True
+            self._filled |= bucket.ids
+        for slot in self.slots:
+            if id(slot.param) not in self._filled:
+                slot.param.grad = None
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Let the small gradients of a bucket accumulate in place."""
+        if bucket.was_zero:
             return
-        if slot.arrivals <= self._expected[slot.index]:
-            bucket.missing -= 1
-        while self._next < len(self._queue) and self._queue[self._next].missing == 0 and not self.late:
-            self._launch(self._queue[self._next])
+        bucket.claim()
+        bucket.memory.small.zero_()
+        for param, view in zip(bucket.small, bucket.memory.views, strict=False):  # the small ones come first
+            param.grad = view
+        self._filled |= bucket.small_ids
+
+    def _arrive(self, param: torch.Tensor) -> None:
+        self._arrived.append(param)
+        slot = self._slot_of[id(param)]
+        if self._bucket_of[slot.index].pending is None:
+            self._fill(slot)
+        plan = self._plan
+        if self._last and plan is not None and self._next < len(plan.queue):
+            with self._lock:
+                self._advance(plan)
+
+    def _fill(self, slot: Slot) -> None:
+        """Move a gradient into its view."""
+        grad, bucket = slot.param.grad, self._bucket_of[slot.index]
+        if grad is None:
+            raise StepError(
+                f"the gradient of {slot.name} was removed during the backward (by an optimizer that steps in it?); the sum over "
+                "ranks needs it: step and call zero_grad after step.backward"
+            )
+        if grad.is_sparse:
+            raise sparse_error(slot.name, self._strategy)
+        if not bucket.is_claimed:
+            bucket.claim()
+        view = self._view_of(slot.index)
+        if grad is view:
+            return
+        # Hooks run without autograd, unless the user's own backward builds a graph, which a leaf's gradient never joins.
+        if id(slot.param) in self._filled:
+            view.add_(grad.detach())
+        else:
+            view.copy_(grad.detach())
+        slot.param.grad = view
+        self._filled.add(id(slot.param))
+
+    def _fill_rest(self) -> None:
+        """Move the gradients that no hook has moved: small ones that were not expected."""
+        for key in set(map(id, self._arrived)) - self._filled:
+            slot = self._slot_of[key]
+            if self._bucket_of[slot.index].pending is None:
+                self._fill(slot)
+
+    def _advance(self, plan: LaunchPlan) -> None:
+        arrived = self._arrived
+        self._seen.update(map(id, arrived[self._num_seen :]))
+        self._num_seen = len(arrived)
+        while self._next < len(plan.queue) and plan.queue[self._next][1] <= self._seen:
+            bucket = plan.queue[self._next][0]
             self._next += 1
+            bucket.num_before = len(arrived)
+            self._launch(bucket)
+
+    def _look_for_late(self) -> None:
+        """Note whether a gradient came after its bucket had left."""
+        left = [bucket for bucket in self.buckets if bucket.pending is not None]
+        if left and min(bucket.num_before for bucket in left) < len(self._last_ids):
+            self.late = any(
+                bucket.pending is not None and number >= bucket.num_before
+                for number, key in enumerate(self._last_ids)
+                for bucket in (self._bucket_of[self._slot_of[key].index],)
+            )
 
     def _launch_queue(self) -> None:
-        for bucket in self._queue[self._next :]:
-            self._launch(bucket)
-        self._next = len(self._queue)
+        if self._plan is not None:
+            for bucket, _ in self._plan.queue[self._next :]:
+                self._launch(bucket)
+            self._next = len(self._plan.queue)
 
     def _launch(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            if not slot.filled:
-                slot.view.zero_()
+        if not bucket.is_claimed:
+            bucket.claim()
+        if not bucket.ids <= self._filled:
+            for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True):
+                if id(slot.param) not in self._filled:
+                    view.zero_()
+        bucket.write_norm()
         if self._grad_norms is not None:
-            self._grad_norms.leaves(bucket.flat)
+            self._grad_norms.leaves(bucket.memory.gradients)
         bucket.pending = self._groups.sum_async(bucket.flat)
 
-    def _held(self) -> list[torch.Tensor]:
-        return [slot.view for b in self.buckets if b.pending is None for slot in b.slots if slot.filled]
+    def _is_finite(self, reduced: Sequence[Bucket]) -> bool:
+        norms = [bucket.memory.norm.to(self.buckets[0].flat.device, torch.float64) for bucket in reduced]
+        if not norms or bool(torch.isfinite(torch.stack(norms)).all()):
+            return True
+        # The norms of large but finite gradients may overflow.
+        return all_finite(bucket.memory.gradients for bucket in reduced)
 
-    def _final(self, slot: Slot, touched: bool) -> torch.Tensor | None:
-        if slot.skipped:
+    def _publish(self, touched: Sequence[int]) -> None:
+        """Put the sums into `.grad`, and add what was set aside."""
+        usual = self._stash is self._no_stash and not self._skipped
+        if usual and touched == self.touched() and self._filled == self._touched_ids:
+            return
+        for slot in self.slots:
+            slot.param.grad = self._final(slot.index, bool(touched[slot.index]))
+        self._stash = self._no_stash
+
+    def _final(self, index: int, touched: bool) -> torch.Tensor | None:
+        stash, view = self._stash[index], self._view_of(index)
+        if index in self._skipped:
             return None
         if not touched:
-            return slot.stash
-        if slot.stash is None:
-            return slot.view
-        return slot.stash.add_(slot.view)
+            return stash
+        if stash is None or stash is view:
+            return view
+        return stash.add_(view)
+
+    def _restore(self) -> None:
+        for bucket in self.buckets:
+            if bucket.was_zero:
+                bucket.flat.zero_()
+                for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True):
+                    self._stash[slot.index] = view
+        super()._restore()
+
+    def _held(self) -> list[torch.Tensor]:
+        slots = (self._slot_of[key] for key in self._filled)
+        return [self._view_of(slot.index) for slot in slots if self._bucket_of[slot.index].pending is None]

@@ -234,7 +234,11 @@ class Engine:
         if any(report.status != OK for report in reports):
             raise AttemptFailedError([report.status for report in reports])
         self._consistency.check(batch.global_step, [report.state_key for report in reports])
-        totals = totals_of(reports, batch.global_step)
+        try:
+            totals = totals_of(reports, batch.global_step)
+        except DesyncError:
+            attempt.failed_together = False  # buckets of other parameters would never meet
+            raise
         attempt.failed_together = False
         return totals
 

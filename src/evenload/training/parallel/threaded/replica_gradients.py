@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from evenload.errors import ConfigError, StepError
-from evenload.training.parallel.reducer import PLAIN_BACKWARD, BucketReducer, Expectation
+from evenload.training.parallel.call_gradients import PLAIN_BACKWARD, Expectation
+from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.parallel.threaded.bucket_sums import BucketSums, ReplicaBuckets
 from evenload.training.parallel.threaded.dispatch import check_replicable, dispatched
 from evenload.training.parallel.threaded.replica_modules import Replica, UserModules, make_parameter, refresh_parameters

@@ -36,7 +36,7 @@ from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.replicas import ReplicaDevice
 from evenload.training.launch.throttle import ComputeThrottle
-from evenload.training.parallel.reducer import Expectation
+from evenload.training.parallel.call_gradients import Expectation
 from evenload.training.parallel.strategy import (
     LATE_GRADIENT,
     OK,

@@ -1,0 +1,199 @@
+"""The gradients of one call of `step.backward`: what is present before it, what arrives, what becomes of both."""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import repeat
+
+import torch
+from torch import nn
+
+from evenload.errors import StepError
+from evenload.training.parallel.buckets import Slot, real
+from evenload.training.parallel.grad_hooks import ArrivalHooks, Hook, SummedHooks
+
+PLAIN_BACKWARD = (
+    "loss.backward() was called on a model that run.prepare returned: its gradient would be this rank's alone. Write "
+    "instead:  loss = step.backward(loss_fn)  with a function loss_fn(batch) that returns the loss"
+)
+
+Expectation = tuple[int, ...]
+"""Number of times each slot accumulates in the last micro-batch of a call."""
+
+_GRAD = operator.attrgetter("grad")
+_TRAINABLE = operator.attrgetter("requires_grad")
+
+
+class CallGradients:
+    """State that a reducer over ranks and one for a single rank share. Gradients present before a call are set aside."""
+
+    def __init__(self, slots: Sequence[Slot], check: Callable[[], None] | None) -> None:
+        """Args:
+        slots: in order of registration.
+        check: called at each gradient, in the thread that computed it.
+        """
+        self.slots = list(slots)
+        self.late = False
+        """True if the attempt must be repeated."""
+        self.has_run = False
+        """True if a backward ran in this attempt."""
+        self._check = check
+        self._params = [slot.param for slot in slots]
+        self._slot_of = {id(slot.param): slot for slot in slots}
+        self._hooks = ArrivalHooks(slots, self._checked(self._outside))
+        self._summed_hooks = SummedHooks(slots)
+        self._live = False
+        self._last = self._idle = False
+        self._no_stash: list[torch.Tensor | None] = [None] * len(slots)
+        self._stash = self._no_stash
+        self._skipped: set[int] = set()
+        self._arrived: list[torch.Tensor] = []
+        """Parameters whose gradient came in this micro-batch, in order, as often as it came."""
+        self._last_ids: list[int] = []
+        self._touched_ids: set[int] = set()
+        self._trainable: list[bool] = []
+        self._trained_key = 0.0
+        self._known_touched: tuple[set[int], list[int], float] = set(), [0] * len(slots), -1.0
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        self._hooks.remove()
+
+    def begin(self, expected: Expectation | None) -> None:
+        """Begin an attempt: set aside gradients of earlier calls in this step, and expect new ones."""
+        self._live, self.has_run, self.late = True, False, False
+        self._touched_ids.clear()
+        self._last_ids = []
+        if (trainable := list(map(_TRAINABLE, self._params))) != self._trainable:
+            trained = [(s.name, tuple(s.param.shape), s.param.dtype) for s in self.slots if s.param.requires_grad]
+            self._trainable = trainable
+            self._trained_key = float(zlib.crc32(repr(trained).encode()) % 2**20 << 32)
+
+    def micro(self, *, last: bool, idle: bool) -> None:
+        """Describe the micro-batch of the next backward."""
+        self._last, self._idle, self.has_run = last, idle, True
+        self._arrived.clear()
+        self._summed_hooks.take()
+        if idle:
+            self._remove_all()
+        quiet = self._arrived.append if self._check is None else self._checked(self._arrived.append)
+        self._hooks.open(quiet, quiet if idle else self._checked(self._arrive))
+
+    def end_micro(self) -> None:
+        """End the backward of a micro-batch; later gradients come from elsewhere."""
+        self._hooks.close()
+        self._summed_hooks.put_back()
+        ids = list(map(id, self._arrived))
+        self._touched_ids.update(ids)
+        if self._last:
+            self._last_ids = ids
+
+    def observed(self) -> Expectation:
+        """Return the arrivals in the last micro-batch."""
+        counts = Counter(self._last_ids)
+        return tuple(counts[id(param)] for param in self._params)
+
+    def order(self) -> list[int]:
+        """Return the indices of slots in the order in which their gradients came in the last micro-batch; then the others."""
+        first = [self._slot_of[key].index for key in dict.fromkeys(self._last_ids)]
+        return first + sorted(set(range(len(self.slots))) - set(first), reverse=True)
+
+    def touched(self) -> list[int]:
+        """Return 1 for each slot that received a gradient in this call, idle or not."""
+        self._follow_touched()
+        return self._known_touched[1]
+
+    def touched_key(self) -> float:
+        """Return a checksum of `touched` and, above 32 bits, of the trainable parameters; exact in a float64."""
+        self._follow_touched()
+        return self._known_touched[2] + self._trained_key
+
+    def release(self) -> None:
+        """Remove all gradients after `flush`, when another reducer keeps the sums."""
+        self._remove_all()
+        self._stash = self._no_stash
+
+    def clear(self, touched: Sequence[int]) -> None:
+        """Remove the gradients of a call, so that an optimizer's step changes nothing.
+
+        Another call of the same step would make half an update, so its parameters stay without gradient until `clear_skip`.
+        """
+        for slot in self.slots:
+            if touched[slot.index]:
+                slot.param.grad = None
+                self._skipped.add(slot.index)
+
+    def clear_skip(self) -> None:
+        """Let gradients count again: an optimizer has stepped, or a new step began."""
+        self._skipped.clear()
+
+    def _close(self) -> None:
+        self._live = False
+        self._hooks.close()
+        self._summed_hooks.put_back()
+
+    def _present(self) -> list[torch.Tensor | None] | None:
+        """Return all gradients by slot; None if there is none."""
+        grads = list(map(_GRAD, self._params))
+        return None if all(map(operator.is_, grads, repeat(None))) else grads
+
+    def _remove_all(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+    def _restore(self) -> None:
+        """Put back what was set aside."""
+        for param, grad in zip(self._params, self._stash, strict=True):
+            param.grad = grad
+        self._stash = self._no_stash
+
+    def _arrive(self, param: torch.Tensor) -> None:
+        self._arrived.append(param)
+
+    def _outside(self, param: torch.Tensor) -> None:
+        param.grad = None
+        if self._live:
+            raise StepError(
+                "loss_fn called backward() itself; let it return the loss: step.backward(loss_fn) does the rest"
+            )
+        raise StepError(PLAIN_BACKWARD)
+
+    def _checked(self, hook: Hook) -> Hook:
+        check = self._check
+        if check is None:
+            return hook
+
+        def checked(param: torch.Tensor) -> None:
+            check()
+            hook(param)
+
+        return checked
+
+    def _follow_touched(self) -> None:
+        if self._known_touched[0] != self._touched_ids:
+            flags = [int(id(param) in self._touched_ids) for param in self._params]
+            self._known_touched = set(self._touched_ids), flags, float(zlib.crc32(bytes(flags)))
+
+
+def number_slots(models: Sequence[nn.Module], keep: Collection[int] = ()) -> list[Slot]:
+    """Return a slot for each trainable parameter, and for frozen ones whose id is in `keep`."""
+    slots: list[Slot] = []
+    seen: set[int] = set()
+    for model_index, model in enumerate(models):
+        prefix = f"{model_index}." if len(models) > 1 else ""
+        for name, param in model.named_parameters():
+            if id(param) not in seen and (param.requires_grad or id(param) in keep):
+                slots.append(Slot(len(slots), model_index, prefix + name, param))
+            seen.add(id(param))
+    return slots
+
+
+def sparse_error(name: str, strategy: str) -> StepError:
+    return StepError(f"the gradient of {name} is sparse; strategy={strategy!r} sums dense gradients: use sparse=False")
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(real(tensor)).all()) for tensor in tensors)

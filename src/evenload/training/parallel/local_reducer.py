@@ -1,0 +1,121 @@
+"""The gradients of a rank that is alone: nothing is summed, so they stay where autograd put them, without buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from evenload.training.compute.grad_norms import GradNorms
+from evenload.training.parallel.buckets import Bucket, real
+from evenload.training.parallel.call_gradients import CallGradients, Expectation, all_finite, number_slots, sparse_error
+
+
+class LocalReducer(CallGradients):
+    """A `BucketReducer` of one rank."""
+
+    buckets: Sequence[Bucket] = ()
+
+    def __init__(self, models: Sequence[nn.Module], grad_norms: GradNorms | None = None) -> None:
+        super().__init__(number_slots(models), None)
+        self._grad_norms = grad_norms
+        if grad_norms is not None:
+            grad_norms.follow(self._held)
+        self._was_zero = False
+        self._before_idle: list[torch.Tensor | None] | None = None
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Do nothing: there are no buckets."""
+
+    def begin(self, expected: Expectation | None) -> None:
+        super().begin(expected)
+        self._stash, self._was_zero = self._no_stash, False
+        if (grads := self._present()) is not None:
+            self._stash = grads
+            self._was_zero = not _any_nonzero(grads)
+            if not self._was_zero:
+                self._remove_all()
+
+    def micro(self, *, last: bool, idle: bool) -> None:
+        self._before_idle = self._present() if idle else None
+        super().micro(last=last, idle=idle)
+
+    def end_idle(self) -> None:
+        """Discard the gradients of an idle micro-batch after its backward."""
+        for param, grad in zip(self._params, self._before_idle or self._no_stash, strict=True):
+            param.grad = grad
+
+    def flush(self, touched: Sequence[int]) -> None:
+        self._live = False
+
+    def finish(self, touched: Sequence[int], correction: float) -> bool:
+        """Multiply the gradients by `correction`, add what was set aside, and return whether all are finite."""
+        self.flush(touched)
+        grads = self._held()
+        with torch.no_grad():
+            if correction != 1.0 and grads:
+                torch._foreach_mul_(grads, correction)
+            if self._grad_norms is not None:
+                for grad in grads:
+                    self._grad_norms.summed(grad)
+            self._summed_hooks.run(touched, self._grad_of)
+            is_finite = _finite_norms(grads) or all_finite(grads)
+            if self._stash is not self._no_stash or self._skipped:
+                for slot in self.slots:
+                    slot.param.grad = self._final(slot.index)
+                self._stash = self._no_stash
+        return is_finite
+
+    def rollback(self) -> None:
+        """End an attempt that will be repeated: restore earlier gradients."""
+        self.abort()
+
+    def abort(self) -> None:
+        """End an attempt that failed: restore earlier gradients."""
+        was_live = self._live
+        self._close()
+        if was_live:
+            if self._was_zero:
+                torch._foreach_zero_([grad for grad in self._stash if grad is not None])
+            self._restore()
+
+    def _grad_of(self, index: int) -> torch.Tensor:
+        grad = self._params[index].grad
+        if grad is None:
+            raise RuntimeError(f"{self.slots[index].name} has no gradient")
+        return grad
+
+    def _held(self) -> list[torch.Tensor]:
+        grads = []
+        for slot in self.slots:
+            if (grad := slot.param.grad) is not None:
+                if grad.is_sparse:
+                    raise sparse_error(slot.name, "ddp")
+                grads.append(grad)
+        return grads
+
+    def _final(self, index: int) -> torch.Tensor | None:
+        stash, grad = self._stash[index], self._params[index].grad
+        if index in self._skipped:
+            return None
+        if stash is None or grad is None or stash is grad:
+            return stash if grad is None else grad
+        return stash.add_(grad)
+
+
+def _finite_norms(grads: Sequence[torch.Tensor]) -> bool:
+    """Return whether all norms are finite; those of large but finite gradients may not be."""
+    if not grads:
+        return True
+    norms = torch._foreach_norm([real(grad) for grad in grads])
+    return bool(torch.isfinite(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])).all())
+
+
+def _any_nonzero(grads: Sequence[torch.Tensor | None]) -> bool:
+    present = [grad for grad in grads if grad is not None and grad.numel()]
+    if not present or any(grad.is_sparse for grad in present):
+        return bool(present)
+    norms = torch._foreach_norm([real(grad) for grad in present], math.inf)
+    return bool(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).any())
