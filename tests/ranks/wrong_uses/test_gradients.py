@@ -45,7 +45,7 @@ def test_an_optimizer_in_a_hook_that_comes_later(init):
         if index == 2:
             _step_in_hook(job.model)
             before = job.model.weight.detach().clone()
-            with _step_error("Linear.weight has a hook that runs when its gradient is accumulated"):
+            with _step_error("A parameter of Linear has a hook that runs when its gradient is accumulated"):
                 step.backward(job.loss)
             break
         job.step(step)

@@ -30,10 +30,16 @@ _TRAINABLE = operator.attrgetter("requires_grad")
 class CallGradients:
     """State that a reducer over ranks and one for a single rank share. Gradients present before a call are set aside."""
 
-    def __init__(self, slots: Sequence[Slot], check: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        check: Callable[[], None] | None = None,
+        hooked: Sequence[nn.Parameter] | None = None,
+    ) -> None:
         """Args:
         slots: in order of registration.
         check: called at each gradient, in the thread that computed it.
+        hooked: the parameters whose hooks run on the sums, if they are not those of the slots.
         """
         self.slots = list(slots)
         self.late = False
@@ -44,7 +50,7 @@ class CallGradients:
         self._params = [slot.param for slot in slots]
         self._slot_of = {id(slot.param): slot for slot in slots}
         self._hooks = ArrivalHooks(slots, self._checked(self._outside))
-        self._summed_hooks = SummedHooks(slots)
+        self._summed_hooks = SummedHooks(self._params if hooked is None else hooked)
         self._live = False
         self._last = self._idle = False
         self._no_stash: list[torch.Tensor | None] = [None] * len(slots)
@@ -71,6 +77,8 @@ class CallGradients:
             trained = [(s.name, tuple(s.param.shape), s.param.dtype) for s in self.slots if s.param.requires_grad]
             self._trainable = trainable
             self._trained_key = float(zlib.crc32(repr(trained).encode()) % 2**20 << 32)
+        self._summed_hooks.take()
+        self._summed_hooks.put_back()
 
     def micro(self, *, last: bool, idle: bool) -> None:
         """Describe the micro-batch of the next backward."""

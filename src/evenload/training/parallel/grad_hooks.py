@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from evenload.errors import ConfigError, StepError
@@ -82,8 +83,9 @@ class ArrivalHooks:
 class SummedHooks:
     """The user's `Tensor.register_hook` hooks, kept from each rank's part and run on the sum."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._params = [slot.param for slot in slots]
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        """`params`: those of the slots, in their order, or those that the user sees in their place."""
+        self._params = params
         self._taken: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
         self._away = False
 

@@ -19,7 +19,7 @@ class LocalReducer(CallGradients):
     buckets: Sequence[Bucket] = ()
 
     def __init__(self, models: Sequence[nn.Module], grad_norms: GradNorms | None = None) -> None:
-        super().__init__(number_slots(models), None)
+        super().__init__(number_slots(models))
         self._grad_norms = grad_norms
         if grad_norms is not None:
             grad_norms.follow(self._held)

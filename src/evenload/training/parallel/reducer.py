@@ -58,6 +58,7 @@ class BucketReducer(CallGradients):
         segments: BucketSegments | None = None,
         *,
         check: Callable[[], None] | None = None,
+        hooked: Sequence[nn.Parameter] | None = None,
         pins: bool = False,
         strategy: str = "ddp",
         grad_norms: GradNorms | None = None,
@@ -66,11 +67,12 @@ class BucketReducer(CallGradients):
         groups: sums the buckets.
         segments: which parameters may share a bucket.
         check: called at each gradient, in the thread that computed it.
+        hooked: the parameters whose hooks run on the sums, if they are not the models' own.
         pins: buckets lie in pinned memory, to be copied to a GPU.
         strategy: its name in messages.
         grad_norms: receives what leaves and what returns, if norms are measured.
         """
-        super().__init__(number_slots(models), check)
+        super().__init__(number_slots(models), check, hooked)
         self._groups = groups
         self._segments = segments or BucketSegments()
         self._pins = pins

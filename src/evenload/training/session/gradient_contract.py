@@ -62,9 +62,16 @@ WITHOUT_EFFECT = (
 def check_hooks(model: nn.Module, kind: type[ConfigError] | type[StepError]) -> None:
     """Raise an error of this kind if a parameter has a hook of others that runs when its gradient is accumulated."""
     for name, param in model.named_parameters():
-        for hook in (_ACCUMULATED_HOOKS(param) or {}).values():
-            if not str(getattr(hook, "__module__", "")).startswith("evenload."):
-                raise kind(HOOK.format(name=f"{type(model).__name__}.{name}"))
+        hooks = list((_ACCUMULATED_HOOKS(param) or {}).values())
+        foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("evenload.")]
+        if foreign:
+            # Prepared parameters share their hooks (parallel/grad_hooks.py): which one got a new one can't be told.
+            one = (
+                f"{type(model).__name__}.{name}"
+                if len(foreign) == len(hooks)
+                else f"A parameter of {type(model).__name__}"
+            )
+            raise kind(HOOK.format(name=one))
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evenload.errors import ConfigError, StepError
-from evenload.training.parallel.call_gradients import PLAIN_BACKWARD, Expectation
+from evenload.training.parallel.call_gradients import PLAIN_BACKWARD, Expectation, number_slots
 from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.parallel.threaded.bucket_sums import BucketSums, ReplicaBuckets
 from evenload.training.parallel.threaded.dispatch import check_replicable, dispatched
@@ -173,6 +173,7 @@ class ReplicaGradients:
                 [replica.modules[id(model)] for model in self._models],
                 ReplicaBuckets(self._sums, thread.index),
                 check=_owner_check(thread),
+                hooked=[slot.param for slot in number_slots(self._models)] if thread.index == 0 else None,
                 pins=thread.device.type == "cpu" and home.type == "cuda",
                 strategy="dp",
             )
