@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenload import stored_names
 from evenload.errors import ConfigError
 from evenload.records import measurement
-from evenload.training.checkpoint.registry import clone_state
+from evenload.training.checkpoint.host_copy import HostCopy
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
@@ -261,26 +261,24 @@ class _SavedRun:
         self._steps_done = context.loop.steps_done
         self._generators = randomness.capture(context.device)
         self._engine_state = context.engine.state_dict()
-        self._precision = clone_state(context.engine.precision.state_dict())
+        # In host memory: beside the copies the largest arm must still fit on the device.
+        self._precision = HostCopy(context.engine.precision)
         # Evenload's own part of the registry holds what is saved here beside it.
-        self._objects = [
-            (value, clone_state(value.state_dict()))
-            for name, value in zip(context.registry.names, context.registry.values(), strict=True)
-            if name != "evenload"
-        ]
-        self._schedules = [(value, state) for value, state in self._objects if isinstance(value, LRScheduler)]
+        named = zip(context.registry.names, context.registry.values(), strict=True)
+        self._objects = [(value, HostCopy(value)) for name, value in named if name != "evenload"]
 
     def rewind_schedules(self) -> None:
         """Restore the schedulers: some raise when they are stepped past their end."""
-        for value, state in self._schedules:
-            value.load_state_dict(clone_state(state))
+        for value, saved in self._objects:
+            if isinstance(value, LRScheduler):
+                saved.restore()
 
     def restore(self) -> None:
         context = self._context
         with context.clock.segment("other"):
-            for value, state in self._objects:
-                value.load_state_dict(clone_state(state))
-            context.engine.precision.load_state_dict(clone_state(self._precision))
+            for _, saved in self._objects:
+                saved.restore()
+            self._precision.restore()
             context.engine.load_state_dict(self._engine_state)
             context.loop.steps_done = self._steps_done
             self._loader.loader.load(self._cursor)
