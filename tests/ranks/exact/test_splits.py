@@ -46,6 +46,7 @@ def test_on_every_split(name: str, strategy: str, tmp_path: Path) -> None:
         "ZeroFirst",
         "ChannelsLast",
         "NormedAtEval",
+        "PenalisedNormed",
         "MeanTeacher",
         "SilentRankNormed",
         "DictMetrics",

@@ -2,24 +2,26 @@
 
 With n_r values per channel on rank r:  mu = sum_r n_r mu_r / n,   var = sum_r n_r (var_r + (mu_r - mu)^2) / n.
 torch's SyncBatchNorm computes the same on GPUs only. A module keeps its identity: only its class is swapped while it is
-attached, so `state_dict` keys, `isinstance` and `deepcopy` do not change, and `restore` sets the user's class again.
+attached, so `state_dict` keys and `isinstance` do not change, and `restore` sets the user's class again. It is pickled as
+the user's class, and a copy of it shares statistics too. batchnorm_kernels.py has the arithmetic.
 
 The process groups are not attributes of a module, since a deepcopy would raise; `active` sets them during a step.
 """
 
 from __future__ import annotations
 
+import copy
+import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.groups import Groups
+from evenload.training.compute import batchnorm_kernels as kernels
 
 
 class Statistics:
@@ -44,12 +46,19 @@ class Statistics:
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' vectors, shape ``(world_size, len(own))``."""
-        with self._clock.segment("comm"):
+        before = self._clock.switch("comm")
+        try:
             return self._groups.gather_statistics(own)
+        finally:
+            self._clock.switch(before)
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
-        with self._clock.segment("comm"):
+        """Sum all ranks' vectors; `own` may be overwritten."""
+        before = self._clock.switch("comm")
+        try:
             self._groups.sum_statistics(own)
+        finally:
+            self._clock.switch(before)
         return own
 
 
@@ -76,34 +85,38 @@ class _GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         # Without running statistics torch takes the batch's in eval mode too.
         of_batch = self.training or (self.running_mean is None and self.running_var is None)
         if statistics is None or statistics.world_size == 1 or not of_batch:
-            return super().forward(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+            plain: torch.Tensor = super().forward(input)
+            return plain
+        if isinstance(self, nn.SyncBatchNorm):  # its own check wants a GPU
+            self._check_non_zero_input_channels(input)
+        else:
+            self._check_input_dim(input)  # type: ignore[no-untyped-call]
         output: torch.Tensor = _forward_global(self, input, statistics)
         return output
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A file written by torch.save(model) names the user's class, and loads without Evenload.
+        return copyreg._reconstructor, (_BACK[type(self)], object, None), self.__dict__  # type: ignore[attr-defined]
 
-class _GlobalBatchNorm1d(_GlobalBatchNorm, nn.BatchNorm1d):
-    pass
+    def __copy__(self) -> nn.Module:
+        copied = object.__new__(type(self))
+        copied.__setstate__(self.__dict__)  # type: ignore[no-untyped-call]
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        memo[id(self)] = copied = object.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        return copied
 
 
-class _GlobalBatchNorm2d(_GlobalBatchNorm, nn.BatchNorm2d):
-    pass
-
-
-class _GlobalBatchNorm3d(_GlobalBatchNorm, nn.BatchNorm3d):
-    pass
-
-
-class _GlobalSyncBatchNorm(_GlobalBatchNorm, nn.SyncBatchNorm):
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        self._check_non_zero_input_channels(input)
+def _with_global_statistics(original: Any) -> type[nn.Module]:
+    named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (_GlobalBatchNorm, original), named)
 
 
 _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: _GlobalBatchNorm1d,
-    nn.BatchNorm2d: _GlobalBatchNorm2d,
-    nn.BatchNorm3d: _GlobalBatchNorm3d,
-    nn.SyncBatchNorm: _GlobalSyncBatchNorm,
+    original: _with_global_statistics(original)
+    for original in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 }
 _BACK = {swapped: original for original, swapped in _SWAPS.items()}
 
@@ -133,30 +146,8 @@ def has_global_statistics(model: nn.Module) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _forward_global(
-    module: nn.modules.batchnorm._BatchNorm, input: torch.Tensor, statistics: Statistics
-) -> torch.Tensor:
-    channels = input.shape[1]
-    dims = [dim for dim in range(input.dim()) if dim != 1]
-    wide = input.detach().to(torch.promote_types(input.dtype, torch.float32))
-    count = 0 if statistics.idle else wide.numel() // channels
-    own = wide.new_zeros(2 * channels + 1)
-    if count:
-        var, mean = torch.var_mean(wide, dims, correction=0)
-        own[:channels], own[channels:-1], own[-1] = mean, var, float(count)
-    table = statistics.gather(own)
-    counts = table[:, -1:]
-    total = counts.sum()
-    if total <= 1:
-        raise ValueError(f"BatchNorm needs more than 1 value per channel over all ranks, got {int(total)}")
-    means, variances = table[:, :channels], table[:, channels:-1]
-    mean = (counts * means).sum(0) / total
-    var = (counts * (variances + (means - mean) ** 2)).sum(0) / total
-    _update_running(module, mean, var * (total / (total - 1)))
-    output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-        input, module.weight, module.bias, mean, var, total, module.eps, statistics, statistics.idle
-    )
-    return output
+def _forward_global(module: nn.modules.batchnorm._BatchNorm, input: torch.Tensor, statistics: Statistics) -> Any:
+    return _Normalize.apply(input, module.weight, module.bias, module, statistics)  # type: ignore[no-untyped-call]
 
 
 def forward_joined(
@@ -195,18 +186,17 @@ def takes_batch_statistics(module: nn.Module) -> bool:
     return module.training or getattr(module, "running_mean", None) is None
 
 
-@torch.no_grad()
 def _update_running(module: nn.modules.batchnorm._BatchNorm, mean: torch.Tensor, unbiased: torch.Tensor) -> None:
-    if module.running_mean is None or module.running_var is None:
+    running_mean, running_var, num_batches = module.running_mean, module.running_var, module.num_batches_tracked
+    if running_mean is None or running_var is None:
         return
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-    if module.momentum is None:
-        factor = 1.0 / float(module.num_batches_tracked) if module.num_batches_tracked is not None else 0.0
-    else:
-        factor = module.momentum
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-    module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+    if num_batches is not None:
+        num_batches.add_(1)
+    factor: float | torch.Tensor | None = module.momentum
+    if factor is None:  # the mean over all batches; on a GPU the host doesn't wait for their number
+        factor = 0.0 if num_batches is None else num_batches.double().reciprocal().to(running_mean.dtype)
+    running_mean.lerp_(mean.to(running_mean.dtype), factor)
+    running_var.lerp_(unbiased.to(running_var.dtype), factor)
 
 
 class _Normalize(torch.autograd.Function):
@@ -222,44 +212,80 @@ class _Normalize(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        var: torch.Tensor,
-        total: torch.Tensor,
-        eps: float,
+        module: nn.modules.batchnorm._BatchNorm,
         statistics: Statistics,
-        idle: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight, mean, var, total)
-        ctx.eps, ctx.statistics, ctx.idle = eps, statistics, idle
-        if weight is None or weight.dtype == mean.dtype:
-            return F.batch_norm(input, mean, var, weight, bias, training=False, eps=eps)
-        # A model in half precision: the statistics are wider than the weights, which torch doesn't accept.
-        wide_bias = None if bias is None else bias.to(mean.dtype)
-        return F.batch_norm(
-            input.to(mean.dtype), mean, var, weight.to(mean.dtype), wide_bias, training=False, eps=eps
-        ).to(input.dtype)
+        x, idle = kernels.dense(input), statistics.idle or not input.numel()
+        table = statistics.gather(kernels.own_statistics(x, idle=idle))
+        moments = kernels.combine(table, x.shape[1], module.eps)
+        _update_running(module, moments.mean, moments.var * (moments.num_values / (moments.num_values - 1)))
+        ctx.save_for_backward(input, weight)
+        ctx.moments, ctx.eps, ctx.statistics, ctx.idle = moments, module.eps, statistics, idle
+        return kernels.normalize(x, weight, bias, moments, module.eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight, mean, var, total = ctx.saved_tensors
-        channels = input.shape[1]
-        shape = [1, channels, *([1] * (input.dim() - 2))]
-        inv = (var + ctx.eps).rsqrt()
-        scale = inv if weight is None else inv * weight.to(inv.dtype)
-        wide = torch.promote_types(input.dtype, torch.float32)
-        dims = [dim for dim in range(input.dim()) if dim != 1]
-        grad_wide = grad.to(wide)
-        xhat = (input.to(wide) - mean.view(shape)) * inv.view(shape)
-        own_bias = grad_wide.sum(dims)
-        own_weight = (grad_wide * xhat).sum(dims)
-        sums = torch.cat([own_bias, own_weight])
-        sums = ctx.statistics.sum(torch.zeros_like(sums) if ctx.idle else sums.clone()) / total
-        if ctx.idle:
-            grad_input = torch.zeros_like(input)
-        else:
-            shift = sums[:channels].view(shape) + xhat * sums[channels:].view(shape)
-            grad_input = ((grad_wide - shift) * scale.view(shape)).to(input.dtype)
-        grad_weight = own_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        grad_bias = own_bias.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None, None
+        input, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: a gradient penalty, for instance
+            return (*_gradients_with_graph(ctx, grad, input, weight), None, None)
+        moments, x = ctx.moments, kernels.dense(input)
+        grad = kernels.like(grad, x)
+        own = kernels.own_sums(grad, x, weight, moments)
+        sums = torch.cat([own.grad, own.product])
+        # Each rank takes part, whether or not it needs this gradient.
+        sums = ctx.statistics.sum(torch.zeros_like(sums) if ctx.idle else sums)
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = (
+                torch.zeros_like(input) if ctx.idle else kernels.input_gradient(grad, x, weight, moments, own, sums)
+            )
+        if ctx.needs_input_grad[1]:
+            grad_weight = (own.product * moments.inv).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = own.grad.to(weight.dtype)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a vector over all ranks; so is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+        ctx.statistics = statistics
+        return statistics.sum(own.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _SumOverRanks.apply(grad.contiguous(), ctx.statistics), None  # type: ignore[no-untyped-call]
+
+
+def _gradients_with_graph(
+    ctx: Any, grad: torch.Tensor, input: torch.Tensor, weight: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients by operations that autograd records, for a backward through this one.
+
+    The statistics are computed again, with their graph, around the known mean: nothing cancels, and one sum is enough.
+    """
+    statistics, num_values, channels = ctx.statistics, ctx.moments.num_values, input.shape[1]
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    shape = (1, channels, *(1,) * (input.dim() - 2))
+    idle = torch.tensor(ctx.idle, device=input.device)
+
+    def mean_over_ranks(*values: torch.Tensor) -> list[torch.Tensor]:
+        # A part that does not count has a graph too: its backward takes part in the sums of the others.
+        own = torch.cat([value.sum(dims) for value in values]).masked_fill(idle, 0.0)
+        total: torch.Tensor = _SumOverRanks.apply(own, statistics)  # type: ignore[no-untyped-call]
+        return [mean.view(shape) for mean in (total / num_values).view(len(values), channels)]
+
+    centred = input.to(ctx.moments.inv.dtype) - ctx.moments.mean.view(shape)
+    rest, square = mean_over_ranks(centred, centred * centred)
+    inv = (square - rest * rest + ctx.eps).rsqrt()
+    xhat, wide_grad = (centred - rest) * inv, grad.to(inv.dtype)
+    product = wide_grad * xhat
+    mean_grad, mean_product = mean_over_ranks(wide_grad, product)
+    grad_input = (wide_grad - mean_grad - xhat * mean_product) * inv
+    if weight is not None:
+        grad_input = grad_input * weight.to(inv.dtype).view(shape)
+    grad_weight = product.sum(dims).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    grad_bias = wide_grad.sum(dims).to(weight.dtype) if ctx.needs_input_grad[2] else None
+    return grad_input.to(input.dtype).masked_fill(idle, 0.0), grad_weight, grad_bias
