@@ -18,6 +18,7 @@ NAMES = (
     "dp",
     "adapt",
     "efficiency",
+    "uneven",
     "consistency",
     "loading",
     "hosts",

@@ -44,12 +44,19 @@ CNN = Size("cnn", 270)
 CHANGING = Size("gpt", 192, 64, 128, 3)
 """Steps of about 0.4 s on two CPU cores, and enough samples that a share can be cut finely."""
 TINY_GPT = Size("gpt", 12, 16, 32, 1)
+BERT = Size("bert", 64, 64, 256, 4)
+"""As Hugging Face's: 4.3 million parameters, steps of about half a second on two CPU cores."""
+_VOCABULARY = 4096
+UNEVEN = {"bert": BERT, "cnn": CNN}
+"""Those of ``benchmarks uneven``."""
 
 
 def build(size: Size) -> tuple[nn.Module, Dataset[Any]]:
     """The model with fresh weights, and enough data."""
     if size.model == "cnn":
         return small_cnn(), images()
+    if size.model == "bert":
+        return SentenceClassifier(size), sentences(size)
     classes = _example_classes()
     text = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return classes.GPT(size.width, size.depth, size.context), classes.Crops(text, 100_000, size.context)
@@ -60,6 +67,39 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     x, y = batch
     logits = model(x)
     return F.cross_entropy(logits.flatten(0, 1), y.flatten()) if logits.dim() == 3 else F.cross_entropy(logits, y)
+
+
+class SentenceClassifier(nn.Module):
+    """Hugging Face's BERT with a line on its pooled output."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        self.bert = BertModel(
+            BertConfig(
+                vocab_size=_VOCABULARY,
+                hidden_size=size.width,
+                num_hidden_layers=size.depth,
+                num_attention_heads=size.width // 64,
+                intermediate_size=4 * size.width,
+                max_position_embeddings=size.context,
+            )
+        )
+        self.head = nn.Linear(size.width, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.bert(tokens).pooler_output)
+        return logits
+
+
+def sentences(size: Size) -> Dataset[Any]:
+    """Random ones: only their cost matters here."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randint(0, _VOCABULARY, (8_000, size.context), generator=generator),
+        torch.randint(0, 10, (8_000,), generator=generator),
+    )
 
 
 def small_cnn() -> nn.Module:

@@ -22,7 +22,9 @@ from evenload.balance.values import Cost
 MEDIAN_ERROR = 1.2533
 """Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2)."""
 _MAD_TO_SIGMA = 1.4826
-_FEW_POINTS = 8
+_THIRD_TO_SIGMA = 0.967
+"""A third of normal noise is beyond so many standard deviations."""
+_FEW_POINTS, _MANY_POINTS = 8, 16
 _FEW_POINTS_NOISE = 0.04
 _LEAST_NOISE = 0.004
 _LEAST_SLOPE = 0.02
@@ -158,5 +160,9 @@ def _scatter(groups: dict[tuple[int, int], list[float]], middles: dict[tuple[int
     free = len(off) - len(groups)
     if free < 1:
         return _FEW_POINTS_NOISE
-    noise = _MAD_TO_SIGMA * median(off) * math.sqrt(len(off) / free)
+    noise = _MAD_TO_SIGMA * median(off)
+    if len(off) >= _MANY_POINTS:
+        # Under a quota most steps may agree and some take a period more: the median alone doesn't see these.
+        noise = max(noise, sorted(off)[len(off) * 2 // 3] / _THIRD_TO_SIGMA)
+    noise *= math.sqrt(len(off) / free)
     return max(noise, _FEW_POINTS_NOISE) if len(off) < _FEW_POINTS else noise

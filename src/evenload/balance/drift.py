@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
+from statistics import median, stdev
 
 from evenload.balance.cost import MEDIAN_ERROR, CostSample, Fit, OverheadRatio, fit_cost, is_varied
 
@@ -25,6 +26,10 @@ _LEAST_RANGE = 0.08
 """Three steps agree where they lie within five standard deviations of the noise, or within this."""
 _LEAST_SLIDE = 0.02
 _SURE = 3.0
+_TAKEN_BACK_WITHIN = 128
+"""A change that is undone so few steps later was none; so many steps without a change make up for one."""
+_MOST_TAKEN_BACK = 4
+_MOST_VISITS = 12
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ class SpeedTracker:
         self._odd: list[CostSample] = []
         self._since_look = 0
         self._was_varied = False
+        self._last_change: SpeedChange | None = None
+        self._num_taken_back = 0
+        self._num_quiet = 0
 
     @property
     def fit(self) -> Fit:
@@ -57,6 +65,10 @@ class SpeedTracker:
         self._points.append(point)
         if self._fit is None:
             return None
+        self._num_quiet += 1
+        if self._num_quiet >= _TAKEN_BACK_WITHIN:
+            self._num_quiet = 0
+            self._num_taken_back = max(0, self._num_taken_back - 1)
         return self._step_change(point) or self._slide(point)
 
     def seen_s(self, num_samples: int, num_micro: int) -> float | None:
@@ -94,12 +106,26 @@ class SpeedTracker:
         if self._odd and self._side(self._odd[-1]) != side:
             self._odd.clear()
         self._odd.append(point)
-        if len(self._odd) < _RUN:
+        extra = self._extra_run(side)
+        if len(self._odd) < _RUN + extra:
             return None
         ratios = [self._ratio(p) for p in self._odd[-_RUN:]]
-        if max(ratios) < (1 + max(_LEAST_RANGE, 5 * self.fit.noise)) * min(ratios) or len(self._odd) >= _LONG_RUN:
+        if (
+            max(ratios) < (1 + max(_LEAST_RANGE, 5 * self.fit.noise)) * min(ratios)
+            or len(self._odd) >= _LONG_RUN + extra
+        ):
             return self._forget_before(self._odd[-_RUN], self._odd[0].step)
         return None
+
+    def _extra_run(self, side: int) -> int:
+        """Return how many more steps out of the band a change takes: the rank was there before, or came back before."""
+        first = self._odd[0]
+        under = first.num_samples, first.num_micro
+        visits = sum(
+            p.step < first.step and (p.num_samples, p.num_micro) == under and self._side(p) == side
+            for p in self._points
+        )
+        return _RUN * ((1 << self._num_taken_back) - 1) + (2 * min(visits, _MOST_VISITS) if visits > 1 else 0)
 
     def _slide(self, point: CostSample) -> SpeedChange | None:
         self._since_look += 1
@@ -111,10 +137,25 @@ class SpeedTracker:
             return None
         moved = abs(math.log(median(self._ratio(p) for p in recent)))
         error = math.hypot(
-            MEDIAN_ERROR * self.fit.noise / math.sqrt(_RECENT),
+            max(MEDIAN_ERROR * self.fit.noise / math.sqrt(_RECENT), self._slow_scatter(point)),
             self.fit.predict_error(point.num_samples, point.num_micro),
         )
-        return self._forget_before(recent[0], recent[0].step) if moved > max(_LEAST_SLIDE, _SURE * error) else None
+        least = max(_LEAST_SLIDE, _SURE * (1 << self._num_taken_back) * error)
+        return self._forget_before(recent[0], recent[0].step) if moved > least else None
+
+    def _slow_scatter(self, point: CostSample) -> float:
+        """Return the scatter of the medians of eight steps in a row, before the last eight; 0 where there are few.
+
+        By the differences of neighbours, so that a slide doesn't hide itself.
+        """
+        older = [p for p in self._points if (p.num_samples, p.num_micro) == (point.num_samples, point.num_micro)][
+            :-_RECENT
+        ]
+        logs = [
+            math.log(median(self._ratio(p) for p in older[i : i + _RECENT]))
+            for i in range(0, len(older) - _RECENT + 1, _RECENT)
+        ]
+        return stdev(later - earlier for earlier, later in pairwise(logs)) / math.sqrt(2) if len(logs) > _RUN else 0.0
 
     def _forget_before(self, first: CostSample, since: int) -> SpeedChange:
         before = self.fit
@@ -126,7 +167,13 @@ class SpeedTracker:
         self._odd.clear()
         self._since_look = 0
         self.refit(before.noise)
-        return SpeedChange(since, factor)
+        change, last = SpeedChange(since, factor), self._last_change
+        self._last_change, self._num_quiet = change, 0
+        if last is not None and since - last.step < _TAKEN_BACK_WITHIN:
+            back, forth = math.log(factor), math.log(last.factor)
+            if back * forth < 0 and min(abs(back), abs(forth)) > 0.5 * max(abs(back), abs(forth)):
+                self._num_taken_back = min(self._num_taken_back + 1, _MOST_TAKEN_BACK)
+        return change
 
     def _ratio(self, point: CostSample) -> float:
         return point.seconds / self.fit.cost.predict_s(point.num_samples, point.num_micro)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from evenload.balance.cost import CostSample
 from evenload.balance.drift import SpeedChange, SpeedTracker
+from evenload.balance.neighbours import NeighbourSearch
 from evenload.balance.split import Caps, Split, even_shares, num_micro, scale_shares, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
@@ -38,6 +39,10 @@ _REVERSED_WITHIN = 64
 on the cost is no line (a quota's periods, cores that two ranks share), and each halves how far a move goes. So many quiet
 steps make up for one."""
 _MOST_HALVINGS = 4
+_OF_THE_SHARE = 1
+"""Seconds that change so few steps after the rank's share did are the share's, and no change of its speed."""
+_OVERRULES = 0.15
+"""A predicted gain so large is followed though a move there was rejected, or one is being judged."""
 _LEAST_MICRO_GAIN = 0.02
 _REPORTED_CHANGE = 1.1
 _LOST_AFTER = 32
@@ -55,6 +60,8 @@ class Observation:
     num_micro: int
     seconds: tuple[float, ...]
     """Each rank's own seconds: compute and optimizer, without waiting for others and without collectives."""
+    step_s: float | None = None
+    """Seconds of the whole step, waiting and collectives included; None if unknown: then those of the slowest rank count."""
     left_out: bool = False
     """The step doesn't represent the next ones: it compiled, was done again, or wrote a checkpoint."""
 
@@ -109,6 +116,9 @@ class Balancer:
         self._num_warmup = num_warmup
         self._under: tuple[tuple[int, ...], int] | None = None
         self._num_under = 0
+        self._under_since = 0
+        self._resized: tuple[bool, ...] = (False,) * world_size
+        """Of each rank whether its share is another than under the shares before."""
         self._num_pending = 0
         self._num_since_change = _LOST_AFTER
         self._changes: dict[int, SpeedChange] = {}
@@ -118,6 +128,7 @@ class Balancer:
         self._num_since_move = 0
         self._num_reversals = 0
         self._has_fits = False
+        self._search = NeighbourSearch()
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:
@@ -135,12 +146,19 @@ class Balancer:
             return None
         under = (observation.shares, observation.num_micro)
         if under != self._under:
-            self._under, self._num_under = under, 0
+            before = self._under[0] if self._under else under[0]
+            self._resized = tuple(new != old for new, old in zip(under[0], before, strict=True))
+            self._under, self._num_under, self._under_since = under, 0, observation.step
         self._num_under += 1
         self._num_since_move += 1
         if self._num_since_move % _REVERSED_WITHIN == 0:
             self._num_reversals = max(0, self._num_reversals - 1)
-        has_changed = self._add(observation)
+        has_changed, is_of_speed = self._add(observation)
+        if is_of_speed:
+            self._search.forget(is_new=bool(self._reported()))
+        else:
+            whole_s = observation.step_s or max(observation.seconds)
+            self._search.add(observation.step, under, observation.seconds, whole_s)
         big = has_changed and any(abs(math.log(c.factor)) > math.log(_BIG_CHANGE) for c in self._changes.values())
         self._num_since_change = 0 if big else self._num_since_change + 1
         if under != (self.shares, self.num_micro):
@@ -149,6 +167,9 @@ class Balancer:
                 return self._look(observation.step) if has_changed else None
             self.shares, self.num_micro = under
         self._num_pending = 0
+        back = self._search.verdict(observation.step, under)
+        if back is not None:
+            return self._go_back(back)
         since_last = self._num_under - max(_LOOKS)
         if (
             has_changed
@@ -156,8 +177,10 @@ class Balancer:
             or self._num_since_change in _LOOKS_AFTER_CHANGE
             or (since_last > 0 and since_last % _LOOK_EVERY == 0)
         ):
-            return self._look(observation.step)
-        return None
+            decision = self._look(observation.step)
+            if decision is not None:
+                return decision
+        return self._try_neighbours(observation.step) if self._is_measured and not has_changed else None
 
     def set_caps(self, caps: Caps) -> Decision | None:
         """Set new limits of memory; return shares that keep them if the present ones don't.
@@ -165,6 +188,7 @@ class Balancer:
         With nothing measured the shares stay and K rises; otherwise shares and K are what is fastest within the limits.
         """
         self._caps = caps
+        self._search.forget(is_new=True)
         needed = num_micro(self.shares, caps)
         if needed <= self.num_micro:
             return None
@@ -184,19 +208,23 @@ class Balancer:
             return False
         return sum(observation.shares) == self.num_samples
 
-    def _add(self, observation: Observation) -> bool:
-        has_changed = False
+    def _add(self, observation: Observation) -> tuple[bool, bool]:
+        """Return whether seconds of a rank changed, and whether that is a change of its speed."""
+        has_changed = is_of_speed = False
         for rank, (track, share, time_s) in enumerate(
             zip(self._tracks, observation.shares, observation.seconds, strict=True)
         ):
             point = CostSample(observation.step, max(share, observation.num_micro), observation.num_micro, time_s)
             if change := track.add(point):
                 has_changed = True
+                if self._resized[rank] and change.step <= self._under_since + _OF_THE_SHARE:
+                    continue
+                is_of_speed = True
                 before = self._changes.get(rank)
                 if before:
                     change = SpeedChange(before.step, before.factor * change.factor)
                 self._changes[rank] = change
-        return has_changed and self._has_fits
+        return has_changed and self._has_fits, is_of_speed and self._has_fits
 
     def _look(self, step: int) -> Decision | None:
         noise = sorted(track.refit().noise for track in self._tracks)[len(self._tracks) // 2]
@@ -223,6 +251,10 @@ class Balancer:
             sure, least = _SURE_AFTER_CHANGE, _LEAST_GAIN_AFTER_MOVE
         if gain < max(least, sure * self._gain_error()):
             return None
+        now, new = (self.shares, self.num_micro), (split.shares, split.num_micro)
+        is_refined = self._is_measured and not self._reported() and gain < _OVERRULES
+        if is_refined and self._search.forbids(step, new, now):
+            return None
         num_reversals = self._num_reversals + self._is_reversal(split)
         parts = 2 ** min(max(0, num_reversals - 1), _MOST_HALVINGS)
         if parts > 1:
@@ -231,6 +263,21 @@ class Balancer:
                 return None
         self._num_reversals = num_reversals
         return self._move(split, *self._why(split, step), before_s)
+
+    def _try_neighbours(self, step: int) -> Decision | None:
+        found = self._search.propose(step, (self.shares, self.num_micro), self._caps, self.quantum)
+        if found is None:
+            return None
+        before_s = self._expected_s()
+        what = f"ranks wait {found.waiting:.0%} of the time"
+        return self._move(
+            Split(found.shares, self.num_micro, (1 - found.gain) * before_s), "refined", None, None, what, before_s
+        )
+
+    def _go_back(self, key: tuple[tuple[int, ...], int]) -> Decision:
+        shares, num_micro = key
+        what = "the last move did not make the step shorter"
+        return self._move(Split(shares, num_micro, 0.0), "refined", None, None, what, self._expected_s())
 
     def _is_reversal(self, split: Split) -> bool:
         """Return whether the split takes back half or more of a recent move."""
@@ -274,13 +321,13 @@ class Balancer:
             variance += (weight * track.fit.predict_error(share, self.num_micro)) ** 2
         return math.sqrt(variance)
 
+    def _reported(self) -> dict[int, SpeedChange]:
+        least = math.log(_REPORTED_CHANGE)
+        return {rank: change for rank, change in self._changes.items() if abs(math.log(change.factor)) > least}
+
     def _why(self, split: Split, step: int) -> tuple[str, int | None, float | None, str]:
         """Return kind, rank, factor, and the first half of the sentence."""
-        reported = {
-            r: change
-            for r, change in self._changes.items()
-            if abs(math.log(change.factor)) > math.log(_REPORTED_CHANGE)
-        }
+        reported = self._reported()
         moved = [
             (rank, "left_out" if old else "returned")
             for rank, (old, new) in enumerate(zip(self.shares, split.shares, strict=True))
@@ -319,6 +366,7 @@ class Balancer:
             how = "shares unchanged"
         if split.num_micro != self.num_micro:
             how += f", micro-batches {self.num_micro} → {split.num_micro}"
+        self._search.begin((self.shares, self.num_micro), (split.shares, split.num_micro))
         self._last_delta = (
             tuple(new - old for new, old in zip(split.shares, self.shares, strict=True)) if self._is_measured else ()
         )

@@ -3,7 +3,7 @@
 A rank with share n of a step of K micro-batches needs ``t(n) = K * a + c * max(n, K)`` seconds: a rank computes at
 least one sample in each micro-batch, because one without samples of its own runs one of weight 0 (all ranks then call
 the model equally often). So a share of 0 costs ``K * (a + c)``: a device slower than the others at that slows every
-step it is a member of, whatever its share.
+step it is a member of, whatever its share. Where such a rank may leave the gradient group (``may_leave``), 0 costs it nothing.
 
 Everything here is integers and sums of a few floats in a fixed order; ties go to the rank with fewer samples, then to
 the lower rank. Even so, one rank computes a split and broadcasts the integers: the last bit of a fit may differ between
@@ -23,8 +23,13 @@ from evenload.errors import ConfigError
 Caps = Sequence[int | None] | None
 """For each rank the most samples in one micro-batch, None where memory sets no limit; None alone for no limits."""
 
+MayLeave = Sequence[bool] | None
+"""For each rank whether it leaves the step where its share is 0, which then costs nothing; None where all stay."""
+
 _SCAN_MICRO = 8
 """Up to so many values of K are all tried; beyond, the time is taken as convex in K, which it is up to rounding."""
+_SCAN_MICRO_LEAVING = 64
+"""The same where ranks may leave: with each that does the time is another convex function, and least in several places."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,15 @@ def scale_shares(shares: Sequence[int], num_samples: int) -> tuple[int, ...]:
     for rank in by_remainder[: num_samples - sum(scaled)]:
         scaled[rank] += 1
     return tuple(scaled)
+
+
+def slowest_s(costs: Sequence[Cost], shares: Sequence[int], num_micro: int, may_leave: MayLeave = None) -> float:
+    """Return the seconds of the slowest rank under these shares; 0 where all have left."""
+    leaves = may_leave or (False,) * len(costs)
+    return max(
+        cost.predict_s(share, num_micro) if share or not left else 0.0
+        for cost, share, left in zip(costs, shares, leaves, strict=True)
+    )
 
 
 def num_micro(shares: Sequence[int], caps: Caps) -> int:
@@ -130,13 +144,19 @@ def _spread_unevenly(
 
 
 def split_batch(
-    num_samples: int, costs: Sequence[Cost], caps: Caps = None, num_micro: int | None = None, quantum: int = 1
+    num_samples: int,
+    costs: Sequence[Cost],
+    caps: Caps = None,
+    num_micro: int | None = None,
+    quantum: int = 1,
+    may_leave: MayLeave = None,
 ) -> Split:
     """Return the integer shares whose slowest rank is as fast as possible.
 
     Minimises ``max_r t_r(n_r)`` with ``sum n_r = num_samples`` and ``n_r <= K * cap_r``, exactly. The samples are
     dealt one by one to the rank that would be done with it first, so among equal optima no rank is needlessly slow, and
-    a rank gets 0 where the others finish the batch before it would finish its first sample.
+    a rank gets 0 where the others finish the batch before it would finish its first sample. That costs it ``K * (a + c)``, or
+    nothing where it may leave; the dealing is the same, but K may differ.
 
     Without ``num_micro``, K is that of the shortest step; of equal ones the smallest. Shares are multiples of ``quantum``,
     except one that takes what the batch has over: a compiled model then meets few sizes. Where no cap binds, no rank ends
@@ -153,13 +173,15 @@ def split_batch(
     if num_micro is not None:
         if num_micro < 1:
             raise ConfigError(f"a step of {num_micro} micro-batches: expected at least 1")
-        split = _split(num_samples, costs, checked, num_micro)
+        split = _split(num_samples, costs, checked, num_micro, may_leave)
     else:
-        split = _split_best_micro(num_samples, costs, checked)
-    return split if quantum <= 1 else _coarsen(split, costs, checked, quantum)
+        split = _split_best_micro(num_samples, costs, checked, may_leave)
+    return split if quantum <= 1 else _coarsen(split, costs, checked, quantum, may_leave)
 
 
-def _coarsen(split: Split, costs: Sequence[Cost], caps: Sequence[int | None], quantum: int) -> Split:
+def _coarsen(
+    split: Split, costs: Sequence[Cost], caps: Sequence[int | None], quantum: int, may_leave: MayLeave
+) -> Split:
     """Round the shares down to multiples, then deal the rest by the quantum to the rank that would finish first."""
     count, num_samples = split.num_micro, sum(split.shares)
     limits = [num_samples if cap is None else count * cap for cap in caps]
@@ -173,27 +195,31 @@ def _coarsen(split: Split, costs: Sequence[Cost], caps: Sequence[int | None], qu
         first = min(fits, key=lambda rank: (costs[rank].predict_s(shares[rank] + given, count), rank))
         shares[first] += given
         left -= given
-    slowest_s = max(cost.predict_s(share, count) for cost, share in zip(costs, shares, strict=True))
-    return Split(tuple(shares), count, slowest_s)
+    return Split(tuple(shares), count, slowest_s(costs, shares, count, may_leave))
 
 
-def _split_best_micro(num_samples: int, costs: Sequence[Cost], caps: Sequence[int | None]) -> Split:
+def _split_best_micro(
+    num_samples: int, costs: Sequence[Cost], caps: Sequence[int | None], may_leave: MayLeave
+) -> Split:
     lowest = 1
     if None not in caps:
         lowest = -(-num_samples // sum(cap for cap in caps if cap is not None))
     # From the K on where no cap binds, more micro-batches only cost.
     unbound: tuple[None, ...] = (None,) * len(caps)
     highest = lowest
-    while (needed := num_micro((free := _split(num_samples, costs, unbound, highest)).shares, caps)) > highest:
+    while (
+        needed := num_micro((free := _split(num_samples, costs, unbound, highest, may_leave)).shares, caps)
+    ) > highest:
         highest = needed
     tried = {highest: free}
 
     def expected_s(count: int) -> float:
         if count not in tried:
-            tried[count] = _split(num_samples, costs, caps, count)
+            tried[count] = _split(num_samples, costs, caps, count, may_leave)
         return tried[count].expected_s
 
-    while highest - lowest >= _SCAN_MICRO:
+    most = _SCAN_MICRO_LEAVING if may_leave and any(may_leave) else _SCAN_MICRO
+    while highest - lowest >= most:
         middle = (lowest + highest) // 2
         if expected_s(middle + 1) < expected_s(middle):
             lowest = middle + 1
@@ -202,7 +228,9 @@ def _split_best_micro(num_samples: int, costs: Sequence[Cost], caps: Sequence[in
     return tried[min(range(lowest, highest + 1), key=expected_s)]
 
 
-def _split(num_samples: int, costs: Sequence[Cost], caps: Sequence[int | None], count: int) -> Split:
+def _split(
+    num_samples: int, costs: Sequence[Cost], caps: Sequence[int | None], count: int, may_leave: MayLeave
+) -> Split:
     """Deal the samples one by one to the rank that would finish first, but skip to just before the end."""
     limits = [num_samples if cap is None else min(num_samples, count * cap) for cap in caps]
     if sum(limits) < num_samples:
@@ -235,8 +263,7 @@ def _split(num_samples: int, costs: Sequence[Cost], caps: Sequence[int | None], 
             shares[r] = samples
             if samples < limits[r]:
                 heapq.heappush(queue, (costs[r].predict_s(samples + 1, count), samples, r))
-    slowest_s = max(cost.predict_s(share, count) for cost, share in zip(costs, shares, strict=True))
-    return Split(tuple(shares), count, slowest_s)
+    return Split(tuple(shares), count, slowest_s(costs, shares, count, may_leave))
 
 
 def _skip_ahead(num_samples: int, costs: Sequence[Cost], limits: Sequence[int], count: int) -> list[int]:

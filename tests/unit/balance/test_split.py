@@ -31,10 +31,17 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def best_by_force(num_samples: int, costs: list[Cost], caps: list[int | None], count: int) -> float:
+def time_s(costs: list[Cost], shares: tuple[int, ...], count: int, may_leave: list[bool]) -> float:
+    rows = zip(costs, shares, may_leave, strict=True)
+    return max(0.0 if leaves and not n else cost.predict_s(n, count) for cost, n, leaves in rows)
+
+
+def best_by_force(
+    num_samples: int, costs: list[Cost], caps: list[int | None], count: int, may_leave: list[bool]
+) -> float:
     return min(
         (
-            max(cost.predict_s(n, count) for cost, n in zip(costs, shares, strict=True))
+            time_s(costs, shares, count, may_leave)
             for shares in compositions(num_samples, len(costs))
             if all(cap is None or n <= count * cap for n, cap in zip(shares, caps, strict=True))
         ),
@@ -46,17 +53,18 @@ def best_by_force(num_samples: int, costs: list[Cost], caps: list[int | None], c
 @given(COSTS, st.integers(1, 12), st.integers(1, 4), st.data())
 def test_split_equals_brute_force(costs: list[Cost], num_samples: int, count: int, data: st.DataObject) -> None:
     caps = data.draw(st.lists(st.sampled_from([None, 1, 2, 3, 5]), min_size=len(costs), max_size=len(costs)))
-    best = best_by_force(num_samples, costs, caps, count)
+    may_leave = data.draw(st.lists(st.booleans(), min_size=len(costs), max_size=len(costs)))
+    best = best_by_force(num_samples, costs, caps, count, may_leave)
     if best == float("inf"):
         with pytest.raises(ConfigError, match="use at least"):
-            split_batch(num_samples, costs, caps, count)
+            split_batch(num_samples, costs, caps, count, may_leave=may_leave)
         return
-    split = split_batch(num_samples, costs, caps, count)
+    split = split_batch(num_samples, costs, caps, count, may_leave=may_leave)
     assert split.expected_s == best
-    assert max(cost.predict_s(n, count) for cost, n in zip(costs, split.shares, strict=True)) == best
+    assert time_s(costs, split.shares, count, may_leave) == best
     assert sum(split.shares) == num_samples
     assert all(cap is None or n <= count * cap for n, cap in zip(split.shares, caps, strict=True))
-    assert split == split_batch(num_samples, costs, caps, count)
+    assert split == split_batch(num_samples, costs, caps, count, may_leave=may_leave)
 
 
 @settings(max_examples=150, deadline=None)
@@ -65,8 +73,9 @@ def test_free_micro_batches_equal_brute_force_over_them_all(
     costs: list[Cost], num_samples: int, data: st.DataObject
 ) -> None:
     caps = data.draw(st.lists(st.sampled_from([None, 1, 2, 3]), min_size=len(costs), max_size=len(costs)))
-    split = split_batch(num_samples, costs, caps)
-    by_count = {count: best_by_force(num_samples, costs, caps, count) for count in range(1, num_samples + 1)}
+    may_leave = data.draw(st.lists(st.booleans(), min_size=len(costs), max_size=len(costs)))
+    split = split_batch(num_samples, costs, caps, may_leave=may_leave)
+    by_count = {count: best_by_force(num_samples, costs, caps, count, may_leave) for count in range(1, num_samples + 1)}
     assert split.expected_s == min(by_count.values())
     assert split.num_micro == min(count for count, best in by_count.items() if best == split.expected_s)
 
@@ -113,6 +122,17 @@ def test_coarse_shares_are_multiples_and_cost_at_most_a_quantum(
 
 def test_a_device_too_slow_for_one_sample_is_left_out() -> None:
     assert split_batch(32, [Cost(0, 0.01), Cost(0, 0.01), Cost(0.2, 0.1)]).shares == (16, 16, 0)
+
+
+def test_a_device_that_leaves_costs_nothing_and_one_that_stays_what_its_first_samples_cost() -> None:
+    costs = [Cost(0, 0.01), Cost(0.1, 0.002)]
+    assert split_batch(4, costs).expected_s == pytest.approx(0.102)
+    leaving = split_batch(4, costs, may_leave=[False, True])
+    assert (leaving.shares, leaving.expected_s) == ((4, 0), pytest.approx(0.04))
+    # A rank that leaves lets K rise: each micro-batch would cost the slow one 0.1 s more.
+    capped = split_batch(40, [Cost(0, 0.01), Cost(0.3, 0.01)], [10, 30], may_leave=[False, True])
+    assert (capped.shares, capped.num_micro, capped.expected_s) == ((40, 0), 4, pytest.approx(0.4))
+    assert split_batch(40, [Cost(0, 0.01), Cost(0.3, 0.01)], [10, 30]).num_micro == 1
 
 
 def test_equal_ranks_get_equal_shares_and_ties_go_to_the_lower_rank() -> None:

@@ -202,8 +202,9 @@ class CpuCgroups:
     A quota of this process itself stays in force. OSError: groups can't be created.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], period_us: int = PERIOD_US) -> None:
         self.ranks = tuple(ranks)
+        self._period_us = period_us
         above, self._version = find_cpu_group()
         _sweep(above)
         self._folder = _make_folder(above)
@@ -223,9 +224,9 @@ class CpuCgroups:
     def limit(self, rank: int, num_cores: float | None) -> None:
         """Limit the rank to ``num_cores`` cores; None removes the limit."""
         group = self._of(rank)
-        period_us, quota_us = PERIOD_US, -1
+        period_us, quota_us = self._period_us, -1
         if num_cores is not None:
-            period_us = min(1_000_000, max(PERIOD_US, round(_LEAST_QUOTA_US / num_cores)))
+            period_us = min(1_000_000, max(self._period_us, round(_LEAST_QUOTA_US / num_cores)))
             quota_us = max(_LEAST_QUOTA_US, round(num_cores * period_us))
         if self._version == 2:
             (group / "cpu.max").write_text(f"{'max' if quota_us < 0 else quota_us} {period_us}")

@@ -176,8 +176,10 @@ class Planner:
         balancer = self._balancer
         return isinstance(balancer, ReplicaBalancer) and not self._source.sets_shares and balancer.takes_turns
 
-    def observe(self, step: int, plan: StepPlan, seconds: Sequence[float], left_out: bool) -> None:
-        """Learn on rank 0 what a step cost each rank, in own seconds. All ranks call it."""
+    def observe(
+        self, step: int, plan: StepPlan, seconds: Sequence[float], left_out: bool, step_s: float | None = None
+    ) -> None:
+        """Learn on rank 0 what a step cost each rank, in own seconds, and `step_s` in all. All ranks call it."""
         times, self._replica_times = self._replica_times, []
         if self._source.sets_shares:
             return
@@ -187,7 +189,9 @@ class Planner:
         if isinstance(self._balancer, ReplicaBalancer):
             decision = self._observe_replicas(self._balancer, step, plan, times, left_out)
         elif self._balancer is not None:
-            decision = self._balancer.observe(Observation(step, plan.shares, plan.num_micro, tuple(seconds), left_out))
+            decision = self._balancer.observe(
+                Observation(step, plan.shares, plan.num_micro, tuple(seconds), step_s or None, left_out)
+            )
         self._pending = decision or self._pending
 
     def _observe_replicas(

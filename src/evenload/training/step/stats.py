@@ -53,6 +53,10 @@ class StepStats:
         """Return the seconds that each rank computed, without waiting."""
         return [times["compute"] + times["optimizer"] for times in self._times]
 
+    def whole_seconds(self) -> float:
+        """Return the seconds of the step on the first rank, with waiting and collectives, without waiting for samples."""
+        return sum(self._times[0][name] for name in ("compute", "optimizer", "wait", "comm")) if self._times else 0.0
+
     def cost(self, num_samples: int) -> StepCost:
         """Return the cost of the step for the loader's tuning."""
         first = self._times[0]

@@ -245,7 +245,11 @@ class StepLoop:
         first = self._session_steps == 0
         self._session_steps += 1
         step.planner.observe(
-            step.batch.global_step, step.batch.plan, step.stats.own_seconds(), first or step.stats.unusual
+            step.batch.global_step,
+            step.batch.plan,
+            step.stats.own_seconds(),
+            first or step.stats.unusual,
+            step.stats.whole_seconds(),
         )
         if not step.arm:
             usual = not (first or step.stats.unusual)
