@@ -15,6 +15,7 @@ NAMES = (
     "store",
     "exact",
     "overhead",
+    "exchange",
     "dp",
     "adapt",
     "efficiency",

@@ -208,7 +208,7 @@ class SharedChannel:
         self._tables: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
         """Views of the buffers; a model has few sizes of statistics."""
         self._round = 0
-        self._broken = False
+        self._unfinished = False
 
     def exchange_row(self, row: Sequence[float]) -> list[tuple[float, ...]]:
         """Exchange equally many float64 and return those of all members.
@@ -219,10 +219,10 @@ class SharedChannel:
             DesyncError: the members exchange different numbers of values.
         """
         code = _row_code(len(row))
-        start = self._start + (self._round + 1) % 2 * self._layout.buffer_bytes
+        start = self._begin()
         slot_bytes = self._layout.slot_bytes
         code.pack_into(self._memory, start + self._segment.index * slot_bytes + _LINE, *row)
-        self._exchange(code.size)
+        self._exchange(start, code.size)
         return [
             code.unpack_from(self._memory, start + writer * slot_bytes + _LINE)
             for writer in range(self._layout.num_writers)
@@ -233,11 +233,11 @@ class SharedChannel:
 
         The first member must not come here again before all have read, which an exchange of rows in between ensures.
         """
-        start = self._start + (self._round + 1) % 2 * self._layout.buffer_bytes + _LINE
+        start = self._begin()
         if row is not None:
-            self._memory[start : start + num_bytes] = row
-        self._exchange(num_bytes)
-        return memoryview(self._memory)[start : start + num_bytes]
+            self._memory[start + _LINE : start + _LINE + num_bytes] = row
+        self._exchange(start, num_bytes)
+        return memoryview(self._memory)[start + _LINE : start + _LINE + num_bytes]
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all members, shape ``(num_members, len(own))``; errors as in `exchange_row`."""
@@ -254,39 +254,45 @@ class SharedChannel:
         """Replace a vector by the sum over all members, added in their order: the same bits on each."""
         step = self._layout.row_bytes // own.element_size()
         for start in range(0, own.numel(), step):
-            part = own[start : start + step]
-            table = self._publish(part)
-            part.copy_(table[0])
-            for row in table[1:]:
+            part = own if own.numel() <= step else own[start : start + step]
+            first, *others = self._publish(part).unbind()
+            if len(others) == 1:
+                torch.add(first, others[0], out=part)
+                continue
+            part.copy_(first)
+            for row in others:
                 part.add_(row)
 
     def _publish(self, own: torch.Tensor) -> torch.Tensor:
         """Exchange vectors and return a view of all of them, valid until the next exchange but one."""
-        table = self._table((self._round + 1) % 2, own.dtype, own.numel())
+        start = self._begin()
+        table = self._table(start, own.dtype, own.numel())
         table[self._segment.index].copy_(own)
-        self._exchange(own.numel() * own.element_size())
+        self._exchange(start, own.numel() * own.element_size())
         return table
 
-    def _table(self, buffer: int, dtype: torch.dtype, num_values: int) -> torch.Tensor:
-        key = buffer, dtype, num_values
+    def _table(self, start: int, dtype: torch.dtype, num_values: int) -> torch.Tensor:
+        key = start, dtype, num_values
         if key not in self._tables:
             layout = self._layout
-            start = self._start + buffer * layout.buffer_bytes
             whole = torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=layout.buffer_bytes)
             rows = whole.view(layout.num_writers, layout.slot_bytes)
             self._tables[key] = rows[:, _LINE : _LINE + num_values * dtype.itemsize].view(dtype)
         return self._tables[key]
 
-    def _exchange(self, num_bytes: int) -> None:
-        """Publish this rank's slot, and wait until all writers have published theirs."""
-        words, segment = self._words, self._segment
-        segment.check_aborted()
-        if self._broken:
+    def _begin(self) -> int:
+        """Begin an exchange and return the offset of its buffer. Where the last one was cut off, a peer may still read that."""
+        self._segment.check_aborted()
+        if self._unfinished:
             raise PeerLostError("an exchange before this one was interrupted")
-        self._broken = True
-        self._round = count = self._round + 1
-        sizes = (self._start + count % 2 * self._layout.buffer_bytes) // 8
-        slot_words = self._layout.slot_bytes // 8
+        self._unfinished = True
+        self._round += 1
+        return self._start + self._round % 2 * self._layout.buffer_bytes
+
+    def _exchange(self, start: int, num_bytes: int) -> None:
+        """Publish this rank's slot of the buffer at `start`, and wait until all writers have published theirs."""
+        words, segment, count = self._words, self._segment, self._round
+        sizes, slot_words = start // 8, self._layout.slot_bytes // 8
         if segment.index < len(self._sequence):
             words[sizes + segment.index * slot_words] = num_bytes
             word = self._sequence[segment.index]
@@ -301,7 +307,7 @@ class SharedChannel:
                     f"rank {segment.members[segment.index].rank} exchanges {num_bytes} bytes and rank "
                     f"{segment.members[writer].rank} {words[sizes + writer * slot_words]}: they do different things"
                 )
-        self._broken = False
+        self._unfinished = False
 
     def _wait(self, writer: int, count: int) -> None:
         words, word = self._words, self._sequence[writer]
