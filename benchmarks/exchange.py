@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.report import rows
 from evenload.testing import run_ranks
-from evenload.training.comm.host_exchange import ROW_VALUES, share_memory
+from evenload.training.comm.host_exchange import ROW_VALUES, find_hosts, share_rows, share_statistics
 from evenload.training.launch.environment import detect
 
 WAITS_S = (0.001, 0.01, 0.1, 1.0)
@@ -61,10 +61,11 @@ def _measure_rank(num_rounds: int, waits_s: tuple[float, ...]) -> dict[str, Any]
     host, _, port = spec.store.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False)
     dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size)
-    shared = share_memory(spec.rank, _gloo_gather, lambda _: _gloo_gather, 60.0)
-    if shared is None or shared.statistics is None:
+    hosts = find_hosts(_gloo_gather)
+    shared = share_rows(hosts, spec.rank, _gloo_gather, lambda _: _gloo_gather, 60.0)
+    channel = share_statistics(hosts, spec.rank, (0, 1), _gloo_gather, 60.0)[1]
+    if shared is None or channel is None:
         raise RuntimeError("the ranks of this machine can't share memory")
-    channel = shared.statistics
     row = torch.zeros(ROW_VALUES, dtype=torch.float64)
     kinds: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         f"row of {ROW_VALUES}": (

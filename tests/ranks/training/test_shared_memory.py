@@ -17,9 +17,24 @@ import torch.distributed as dist
 
 from evenload.errors import DesyncError, PeerLostError
 from evenload.testing import run_ranks
-from evenload.training.comm.groups import Groups, Membership
-from evenload.training.comm.host_exchange import ROW_VALUES, Gather, HostExchange, share_memory
-from evenload.training.comm.shared_memory import ChannelLayout, SegmentMember, SharedSegment, start_ticks
+from evenload.training.comm.control import CAPACITY, Control, Operation
+from evenload.training.comm.generation import CollectiveAbortedError, Membership
+from evenload.training.comm.groups import Groups
+from evenload.training.comm.host_exchange import (
+    ROW_VALUES,
+    Gather,
+    HostExchange,
+    find_hosts,
+    share_rows,
+    share_statistics,
+)
+from evenload.training.comm.shared_memory import (
+    ChannelLayout,
+    SegmentMember,
+    SharedChannel,
+    SharedSegment,
+    start_ticks,
+)
 from evenload.training.launch.environment import detect
 
 _SIZES = (1, 129, 4_097, 9_001)
@@ -36,11 +51,16 @@ def _gather_among(ranks: Sequence[int]) -> Gather:
     return gather
 
 
-def _share(timeout_s: float = 20, hosts: str = "") -> tuple[HostExchange | None, int]:
+def _groups(timeout_s: float = 20) -> tuple[Groups, int]:
     spec = detect()
-    Groups(Membership(0, spec.workers, spec.store), spec.rank, backend="gloo", timeout_s=20)
-    host = hosts[spec.rank] if hosts else None
-    return share_memory(spec.rank, _gather_among(range(spec.world_size)), _gather_among, timeout_s, host), spec.rank
+    return Groups(Membership(0, spec.workers, spec.store), spec.rank, backend="gloo", timeout_s=timeout_s), spec.rank
+
+
+def _share(hosts: str) -> tuple[HostExchange | None, int]:
+    """As `Groups` does it, on hosts of these names."""
+    _, rank = _groups()
+    gather = _gather_among(range(len(hosts)))
+    return share_rows(find_hosts(gather, hosts[rank]), rank, gather, _gather_among, 20), rank
 
 
 def _values(rank: int, index: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -48,22 +68,22 @@ def _values(rank: int, index: int, size: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def _many_rounds(num_ranks: int) -> list[bytes]:
-    exchange, rank = _share()
-    assert exchange is not None and exchange.statistics is not None
+    groups, rank = _groups()
+    assert isinstance(groups.generation.statistics, SharedChannel)
     delays = random.Random(rank)
     sums = []
     for index in range(60):
         if delays.random() < 0.1:
             time.sleep(delays.random() * 5e-3)
-        rows = exchange.exchange_row([index + other / 7 + rank for other in range(ROW_VALUES)])
+        rows = groups.exchange_row([index + other / 7 + rank for other in range(ROW_VALUES)])
         assert [list(row) for row in rows] == [
             [index + other / 7 + peer for other in range(ROW_VALUES)] for peer in range(num_ranks)
         ]
         size, dtype = _SIZES[index % len(_SIZES)], (torch.float32, torch.float64)[index % 2]
         vectors = [_values(peer, index, size, dtype) for peer in range(num_ranks)]
-        table = exchange.statistics.gather(vectors[rank])
+        table = groups.gather_statistics(vectors[rank])
         total = vectors[rank].clone()
-        exchange.statistics.sum(total)
+        groups.sum_statistics(total)
         assert torch.equal(table, torch.stack(vectors))  # a copy: the exchange after it doesn't change it
         expected = vectors[0].clone()
         for vector in vectors[1:]:
@@ -79,8 +99,8 @@ def test_rows_and_statistics_are_exact_over_many_rounds_with_delays() -> None:
 
 
 def _abort(by_thread: bool) -> tuple[str, float, float]:
-    exchange, rank = _share()
-    assert exchange is not None
+    exchange, rank = _groups()
+    assert exchange.generation.rows is not None
     if rank == 2:
         time.sleep(0.5)
         if not by_thread:
@@ -204,8 +224,8 @@ def test_unlike_lengths_are_an_error() -> None:
 
 
 def _fork_workers() -> list[float]:
-    exchange, rank = _share()
-    assert exchange is not None
+    exchange, rank = _groups()
+    assert exchange.generation.rows is not None
     exchange.exchange_row([0.0] * ROW_VALUES)
     for how in ("exit", "close", "kill"):
         pid = os.fork()
@@ -227,8 +247,8 @@ def test_workers_forked_later_do_not_end_the_exchange() -> None:
 
 def _files() -> tuple[set[str], str]:
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208
-    exchange, _ = _share()
-    assert exchange is not None
+    exchange, _ = _groups()
+    assert exchange.generation.rows is not None
     exchange.exchange_row([0.0] * ROW_VALUES)
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:evenload" in line]
     return set(os.listdir("/dev/shm")) - before, maps[0]  # noqa: PTH208
@@ -242,9 +262,8 @@ def test_the_memory_has_no_name_that_could_be_left_behind() -> None:
 
 
 def _over_hosts(hosts: str) -> list[list[float]]:
-    exchange, rank = _share(hosts=hosts)
+    exchange, rank = _share(hosts)
     assert exchange is not None
-    assert exchange.statistics is None
     for index in range(30):
         if (index + rank) % 17 == 0:
             time.sleep(2e-3)
@@ -259,7 +278,7 @@ def test_one_rank_of_each_host_exchanges_the_rows_of_all(hosts: str) -> None:
 
 
 def _lose_a_host() -> tuple[str, float]:
-    exchange, rank = _share(hosts="aabb")
+    exchange, rank = _share("aabb")
     assert exchange is not None
     exchange.exchange_row([0.0] * ROW_VALUES)
     if rank == 3:
@@ -281,22 +300,83 @@ def test_all_hosts_learn_that_one_failed() -> None:
 
 
 def _unavailable(what: str) -> bool:
-    spec = detect()
-    Groups(Membership(0, spec.workers, spec.store), spec.rank, backend="gloo", timeout_s=20)
-    gather = _gather_among(range(spec.world_size))
+    _, rank = _groups()
+    gather = _gather_among(range(3))
     gather(torch.zeros(1))
-    if what == "no room" and spec.rank == 0:
+    if what == "no room" and rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    if what == "one cannot attach" and spec.rank == 1:
+    if what == "one cannot attach" and rank == 1:
         lowest = os.dup(0)
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    hosts = "aab" if what != "alone on each host" else "abc"
-    exchange = share_memory(spec.rank, gather, _gather_among, 20, hosts[spec.rank])
+    found = find_hosts(gather, "abc"[rank] if what == "alone on each host" else "aab"[rank])
+    rows = share_rows(found, rank, gather, _gather_among, 20)
+    agreed, _ = share_statistics(found, rank, (0, 1), gather, 20)
     gather(torch.zeros(1))
-    return exchange is None
+    return rows is None and not agreed
 
 
 @pytest.mark.parametrize("what", ["no room", "one cannot attach", "alone on each host"])
 def test_all_ranks_agree_that_memory_cannot_be_shared(what: str) -> None:
     assert run_ranks(_unavailable, 3, what) == [True] * 3
+
+
+def _interrupt_statistics() -> tuple[str, float, float]:
+    groups, rank = _groups()
+    start = time.monotonic()
+    message = ""
+    if rank == 2:
+        time.sleep(0.3)
+        groups.abort_statistics()
+    else:
+        with pytest.raises(CollectiveAbortedError) as caught:
+            groups.gather_statistics(torch.zeros(3))
+        message = str(caught.value)
+    waited_s = time.monotonic() - start
+    # Rows still travel; after the ranks have agreed, so do statistics.
+    groups.exchange_row([0.0] * ROW_VALUES)
+    groups.rebuild_statistics()
+    total = torch.tensor([float(rank)])
+    groups.sum_statistics(total)
+    groups.set_computing((0, 2))
+    if rank != 1:
+        groups.sum_statistics(total)
+    groups.close()
+    return message, waited_s, float(total)
+
+
+def test_a_rank_that_leaves_a_forward_wakes_the_others_and_statistics_begin_anew() -> None:
+    zero, one, two = run_ranks(_interrupt_statistics, 3)
+    assert "rank 2 has left the step" in zero[0]
+    assert zero[0] == one[0]
+    assert max(zero[1], one[1]) < 1.5
+    assert [zero[2], one[2], two[2]] == [6.0, 3.0, 6.0]
+
+
+def _late_rank() -> str:
+    groups, rank = _groups(timeout_s=1)
+    control = Control(groups)
+    control.exchange(Operation.INIT)
+    if rank == 1:
+        time.sleep(2)
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        control.exchange(Operation.BACKWARD)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_arrive_is_told_from_one_that_is_gone() -> None:
+    message = run_ranks(_late_rank, 2)[0]
+    assert "rank 0 is in step.backward and waited 1 s for another rank, which is alive but did not arrive" in message
+
+
+def _agree() -> list[list[int]]:
+    groups, rank = _groups()
+    control = Control(groups)
+    lists = [[2**52 + 1, -3], [2**62, -(2**62)], list(range(CAPACITY - 2)), list(range(200)), []]
+    return [control.agree(values if rank == 0 else None) for values in lists]
+
+
+def test_integers_of_any_size_and_number_arrive() -> None:
+    zero, one = run_ranks(_agree, 2)
+    assert zero == one == [[2**52 + 1, -3], [2**62, -(2**62)], list(range(CAPACITY - 2)), list(range(200)), []]

@@ -14,10 +14,13 @@ import torch.distributed as dist
 
 from evenload.errors import DesyncError, LaunchError, PeerLostError, StepError
 from evenload.training.comm.groups import RankGroup
+from evenload.training.comm.host_exchange import ROW_VALUES
 
-CAPACITY = 56
-"""Values of one exchange; more values take further rounds."""
 _HEAD = 4
+CAPACITY = ROW_VALUES - _HEAD
+"""Values of one exchange; more values take further rounds."""
+_MAX_EXACT = 1 << 53
+"""Integers below it are exact as float64."""
 
 
 class Operation(enum.IntEnum):
@@ -84,27 +87,23 @@ class Control:
         if self._groups.control is None:
             return [list(values)]
         rounds = max(1, -(-len(values) // CAPACITY))
+        head = [float(operation), *map(float, self._position), float(len(values))]
         rows: list[list[float]] = [[] for _ in range(self._groups.world_size)]
         for index in range(rounds):
-            part = list(values[index * CAPACITY : (index + 1) * CAPACITY])
-            mine = torch.zeros(_HEAD + CAPACITY, dtype=torch.float64)
-            mine[: _HEAD + len(part)] = torch.tensor(
-                [float(operation), *map(float, self._position), float(len(values)), *part],
-                dtype=torch.float64,
-            )
-            everyone = torch.empty(self._groups.world_size, _HEAD + CAPACITY, dtype=torch.float64)
+            part = values[index * CAPACITY : (index + 1) * CAPACITY]
+            end = _HEAD + len(part)
             try:
-                dist.all_gather(list(everyone.unbind()), mine, group=self._groups.control)
-            except RuntimeError as error:
+                table = self._groups.exchange_row([*head, *part, *[0.0] * (ROW_VALUES - end)])
+            except (RuntimeError, TimeoutError, PeerLostError) as error:
                 raise self._lost(operation, error) from None
-            table = everyone.tolist()
-            if any(row[:_HEAD] != table[0][:_HEAD] for row in table):
-                raise DesyncError(_describe_desync([row[:_HEAD] for row in table], self._groups.ranks))
+            heads = [list(row[:_HEAD]) for row in table]
+            if any(other != heads[0] for other in heads):
+                raise DesyncError(_describe_desync(heads, self._groups.ranks))
             for row, received in zip(rows, table, strict=True):
-                row.extend(received[_HEAD : _HEAD + len(part)])
+                row += received[_HEAD:end]
         return rows
 
-    def _lost(self, operation: Operation, error: RuntimeError) -> PeerLostError:
+    def _lost(self, operation: Operation, error: Exception) -> PeerLostError:
         if "imed out" in str(error):
             return PeerLostError(
                 f"rank {self._groups.rank} {_DOING[operation]} and waited {self._groups.timeout_s:g} s for another rank, which "
@@ -115,17 +114,21 @@ class Control:
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         """Return rank 0's integers on all ranks. The others pass None."""
-        rank = self._groups.rank
         if self._groups.control is None:
             return list(values or ())
-        own = torch.tensor(list(values or ()), dtype=torch.int64) if rank == 0 else None
-        length = int(self.exchange(Operation.AGREE, [float(own.numel()) if own is not None else 0.0])[0][0])
-        tensor = own if own is not None else torch.empty(length, dtype=torch.int64)
-        if length:
-            try:
-                dist.broadcast(tensor, group_src=0, group=self._groups.control)
-            except RuntimeError as error:
-                raise PeerLostError(f"rank 0 is gone ({error})") from error
+        own = list(values or ()) if self._groups.rank == 0 else []
+        # One exchange is enough for a few integers, as nearly always.
+        fits = len(own) <= CAPACITY - 2 and all(-_MAX_EXACT < value < _MAX_EXACT for value in own)
+        first = [float(fits), float(len(own)), *(map(float, own) if fits else ())]
+        row = self.exchange(Operation.AGREE, [*first, *[0.0] * (CAPACITY - len(first))])[0]
+        length = int(row[1])
+        if row[0]:
+            return [int(value) for value in row[2 : 2 + length]]
+        tensor = torch.tensor(own, dtype=torch.int64) if own else torch.empty(length, dtype=torch.int64)
+        try:
+            dist.broadcast(tensor, group_src=0, group=self._groups.control)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank 0 is gone ({error})") from error
         return tensor.tolist()
 
     def barrier(self, operation: Operation = Operation.BARRIER) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import PeerLostError
+from evenload.training.comm.host_exchange import HostExchange
+from evenload.training.comm.shared_memory import SharedChannel
 
 
 class CollectiveAbortedError(PeerLostError):
@@ -47,7 +49,10 @@ class Generation:
     """The ranks in the groups of gradients and statistics; a rank outside them computes nothing."""
     control: dist.ProcessGroup | None = None
     gradients: dist.ProcessGroup | None = None
-    statistics: dist.ProcessGroup | None = None
+    statistics: dist.ProcessGroup | SharedChannel | None = None
+    """Shared memory where all computing ranks are on one host and on CPUs."""
+    rows: HostExchange | None = None
+    """The exchange of rows where ranks share a host; otherwise rows travel in `control`."""
 
     @property
     def world_size(self) -> int:

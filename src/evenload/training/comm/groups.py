@@ -18,8 +18,10 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from evenload.errors import LaunchError, PeerLostError
+from evenload.errors import DesyncError, LaunchError, PeerLostError
 from evenload.training.comm.generation import CollectiveAbortedError, Generation, Membership, Pending
+from evenload.training.comm.host_exchange import Gather, HostMap, find_hosts, share_rows, share_statistics
+from evenload.training.comm.shared_memory import SharedChannel
 
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
@@ -46,7 +48,11 @@ class Groups:
         self._store: Store | None = None
         self._pending: list[Pending] = []
         self._all: dist.ProcessGroup | None = None
-        self._gradients_of: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = {}
+        self._gradients_of: dict[
+            tuple[int, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup | SharedChannel | None]
+        ] = {}
+        self._first_ranks: dist.ProcessGroup | None = None
+        self._hosts: HostMap | None = None
         self.generation = self._build(membership, rank)
 
     # -- the current generation -----------------------------------------------------------------------------------------
@@ -76,10 +82,6 @@ class Groups:
     def gradients(self) -> dist.ProcessGroup | None:
         return self.generation.gradients
 
-    @property
-    def statistics(self) -> dist.ProcessGroup | None:
-        return self.generation.statistics
-
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Make this rank a world of one while the body runs: every collective returns immediately.
@@ -103,7 +105,7 @@ class Groups:
 
         Everything of the generation before ends: collectives in progress raise PeerLostError, and so do its groups.
         """
-        self.abort("the generation ended")
+        self._fail_pending("the generation ended")
         self._end_groups()
         self.generation = self._build(membership, rank)
 
@@ -114,7 +116,7 @@ class Groups:
         if computing == now.computing or now.control is None:
             return
         if computing not in self._gradients_of:
-            self._gradients_of[computing] = self._new_group(computing), self._new_group(computing)
+            self._gradients_of[computing] = self._new_group(computing), self._new_statistics(now, computing)
         gradients, statistics = self._gradients_of[computing]
         self.generation = replace(
             now, number=now.number + 1, computing=computing, gradients=gradients, statistics=statistics
@@ -129,6 +131,9 @@ class Groups:
         gradients, _ = self._gradients_of[now.computing]
         self._gradients_of[now.computing] = gradients, None
         self.generation = replace(now, statistics=None)
+        if isinstance(group, SharedChannel):
+            group.abort(f"rank {now.rank} has left the step")
+            return
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group(group)
 
@@ -138,7 +143,7 @@ class Groups:
         if now.control is None:
             return
         self.abort_statistics()
-        statistics = self._new_group(now.computing)
+        statistics = self._new_statistics(now, now.computing)
         self._gradients_of[now.computing] = now.gradients, statistics
         self.generation = replace(now, number=now.number + 1, statistics=statistics)
 
@@ -149,7 +154,16 @@ class Groups:
         return Pending(dist.all_reduce(torch.zeros(1), group=self._all, async_op=True), blocking=False)
 
     def abort(self, reason: str) -> None:
-        """Fail every collective in progress with `PeerLostError(reason)`; the groups can't be used afterwards."""
+        """Fail every collective in progress with `PeerLostError(reason)`; the groups can't be used afterwards.
+
+        Those through shared memory fail on the other ranks of this host, too.
+        """
+        self._fail_pending(reason)
+        for shared in (self.generation.rows, self.generation.statistics):
+            if shared is not None and not isinstance(shared, dist.ProcessGroup):
+                shared.abort(reason)
+
+    def _fail_pending(self, reason: str) -> None:
         error = PeerLostError(reason)
         for pending in self._pending:
             pending.fail(error)
@@ -161,30 +175,56 @@ class Groups:
             return Pending(None, blocking=False)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.gradients, async_op=True)
         # On NCCL wait() only orders streams; on gloo it blocks the thread and must be wakeable.
-        pending = Pending(work, blocking=tensor.device.type == "cpu")
+        return self._begin(work, blocking=tensor.device.type == "cpu")
+
+    def _begin(self, work: dist.Work | None, *, blocking: bool) -> Pending:
+        pending = Pending(work, blocking)
         self._pending = [p for p in self._pending if p.can_fail]
         self._pending.append(pending)
         return pending
 
+    def exchange_row(self, row: Sequence[float]) -> Sequence[Sequence[float]]:
+        """Exchange `ROW_VALUES` numbers and return those of all ranks; errors as in `SharedChannel`."""
+        now = self.generation
+        if now.rows is not None:
+            return now.rows.exchange_row(row)
+        if now.control is None:
+            return [row]
+        rows: list[list[float]] = self._gather_in(now.control)(torch.tensor(row, dtype=torch.float64)).tolist()
+        return rows
+
     def sum_statistics(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor of statistics over all ranks, in place."""
-        if self.statistics is None:
+        """Sum a vector of statistics over all ranks, in place."""
+        group = self.generation.statistics
+        if group is None:
             return
         try:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.statistics)
-        except RuntimeError as error:
+            if not isinstance(group, SharedChannel):
+                work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+                self._begin(work, blocking=tensor.device.type == "cpu").wait()
+            elif tensor.device.type == "cpu":
+                group.sum(tensor)
+            else:  # a GPU among CPU ranks
+                group.sum(on_cpu := tensor.cpu())
+                tensor.copy_(on_cpu)
+        except DesyncError:
+            raise
+        except (RuntimeError, TimeoutError, PeerLostError) as error:
             raise CollectiveAbortedError(f"BatchNorm's statistics could not be summed: {error}") from error
 
     def gather_statistics(self, own: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' vectors of statistics, shape ``(world_size, len(own))``."""
-        if self.statistics is None:
+        group = self.generation.statistics
+        if group is None:
             return own.unsqueeze(0)
-        everyone = own.new_empty(len(self.generation.computing), own.numel())
         try:
-            dist.all_gather(list(everyone.unbind()), own, group=self.statistics)
-        except RuntimeError as error:
+            if isinstance(group, SharedChannel):
+                return group.gather(own.cpu()).to(own.device)
+            return self._gather_in(group)(own)
+        except DesyncError:
+            raise
+        except (RuntimeError, TimeoutError, PeerLostError) as error:
             raise CollectiveAbortedError(f"BatchNorm's statistics could not be gathered: {error}") from error
-        return everyone
 
     @property
     def gone(self) -> bool:
@@ -211,14 +251,20 @@ class Groups:
     def close(self) -> None:
         """End the groups that this object made; the user's process group stays."""
         self.closed = True
-        self.abort("the process groups were closed")
+        self._fail_pending("the process groups were closed")
         self._end_groups()
 
     def _end_groups(self) -> None:
         now = self.generation
         parts = (group for pair in self._gradients_of.values() for group in pair)
-        groups = {id(group): group for group in (now.control, *parts, *self._subsets.values()) if group is not None}
-        self.generation = replace(now, control=None, gradients=None, statistics=None)
+        groups: dict[int, dist.ProcessGroup] = {}
+        for group in (now.rows, now.control, self._first_ranks, *parts, *self._subsets.values()):
+            if isinstance(group, dist.ProcessGroup):
+                groups[id(group)] = group
+            elif group is not None:
+                group.close()
+        self.generation = replace(now, control=None, gradients=None, statistics=None, rows=None)
+        self._first_ranks = None
         self._subsets.clear()
         self._gradients_of.clear()
         if not dist.is_initialized():
@@ -255,25 +301,53 @@ class Groups:
                     + (taken if "EADDRINUSE" in str(error) else "")
                 ) from error
         control = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._backend = self._common_backend(control, rank, world_size)
-        groups = self._gradients_of[everyone] = self._new_group(everyone), self._new_group(everyone)
-        return Generation(membership.number, membership, rank, everyone, everyone, control, *groups)
+        gather = self._gather_in(control)
+        now = Generation(membership.number, membership, rank, everyone, everyone, control)
+        try:
+            self._backend = self._common_backend(gather)
+            self._hosts = find_hosts(gather)
+            rows = share_rows(self._hosts, rank, gather, self._gather_among, self.timeout_s)
+            groups = self._gradients_of[everyone] = self._new_group(everyone), self._new_statistics(now, everyone)
+        except (RuntimeError, PeerLostError) as error:
+            raise LaunchError(f"rank {rank} could not agree with the others on how to exchange: {error}") from error
+        return replace(now, rows=rows, gradients=groups[0], statistics=groups[1])
+
+    def _gather_in(self, group: dist.ProcessGroup) -> Gather:
+        def gather(own: torch.Tensor) -> torch.Tensor:
+            everyone, work = _begin_gather(own, group)
+            self._begin(work, blocking=own.device.type == "cpu").wait()
+            return everyone
+
+        return gather
+
+    def _gather_among(self, ranks: Sequence[int]) -> Gather:
+        """Make the group of the first rank of each host."""
+        group = dist.new_group(ranks=list(ranks), backend="gloo", timeout=self._timeout)
+        if not isinstance(group, dist.ProcessGroup):  # a rank outside
+            return torch.Tensor.clone
+        self._first_ranks = group
+        return self._gather_in(group)
+
+    def _new_statistics(self, now: Generation, ranks: tuple[int, ...]) -> dist.ProcessGroup | SharedChannel | None:
+        """Make what statistics travel in, on all ranks; None for a rank outside, and for a single rank."""
+        if self._backend != "nccl" and len(ranks) > 1 and self._hosts is not None and now.control is not None:
+            agreed, channel = share_statistics(
+                self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s
+            )
+            if agreed:
+                return channel
+        return self._new_group(ranks)
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Make a group for gradients or statistics, on all ranks; None for a rank outside, and for a single rank."""
         group = dist.new_group(ranks=list(ranks), backend=self._backend, timeout=self._timeout)
         return group if len(ranks) > 1 and isinstance(group, dist.ProcessGroup) else None
 
-    def _common_backend(self, control: dist.ProcessGroup, rank: int, world_size: int) -> str:
+    def _common_backend(self, gather: Gather) -> str:
         # Whether every rank has a GPU of its own is known only by comparison: machines may differ.
         gpu = int.from_bytes(hashlib.sha256(self._gpu.encode()).digest()[:7])
-        own = torch.tensor([int(self._wanted_backend == "nccl"), gpu])
-        rows = [torch.empty_like(own) for _ in range(world_size)]
-        try:
-            dist.all_gather(rows, own, group=control)
-        except RuntimeError as error:
-            raise LaunchError(f"rank {rank} could not agree with the others on a backend: {error}") from error
-        return common_backend([(bool(wants), gpu) for wants, gpu in torch.stack(rows).tolist()])
+        rows = gather(torch.tensor([int(self._wanted_backend == "nccl"), gpu])).tolist()
+        return common_backend([(bool(wants), gpu) for wants, gpu in rows])
 
     def _connect(self, membership: Membership, rank: int) -> Store:
         url = membership.store
@@ -300,9 +374,21 @@ class Subset:
     def world_size(self) -> int:
         return len(self.ranks)
 
+    def exchange_row(self, row: Sequence[float]) -> Sequence[Sequence[float]]:
+        """Exchange numbers and return those of all members. PeerLostError if one is gone."""
+        everyone, work = _begin_gather(torch.tensor(row, dtype=torch.float64), self.control)
+        Pending(work, blocking=False).wait()
+        rows: list[list[float]] = everyone.tolist()
+        return rows
+
 
 RankGroup = Groups | Subset
 """Members of an exchange."""
+
+
+def _begin_gather(own: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
+    everyone = own.new_empty(group.size(), own.numel())
+    return everyone, dist.all_gather(list(everyone.unbind()), own, group=group, async_op=True)
 
 
 def common_backend(rows: Sequence[tuple[bool, int]]) -> str:

@@ -2,6 +2,9 @@
 
 A small all-gather of gloo takes about a millisecond even between two ranks of one host; through shared memory it takes some
 microseconds. Between hosts, one rank per host sends the rows of all its ranks, so a rank has one connection per host.
+
+What is possible is found by trying: each rank maps the memory that the first rank of its host made, and all compare. Where one
+of them fails (a container of its own, no memory, another processor), all ranks use process groups.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,17 +30,40 @@ ROW_VALUES = 60
 """Values of one row."""
 _STATISTICS_BYTES = 1 << 15
 """Statistics of a BatchNorm with 2,048 channels in float64; larger ones take several rounds."""
-_ROWS, _STATISTICS, _TABLE = 0, 1, 2
+_ROWS, _TABLE = 0, 1
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """All-gather of a vector over some ranks, shape ``(num_ranks, num_values)``."""
 
 
+@dataclass(frozen=True)
+class HostMap:
+    """The ranks of each host, and their processes."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    members: tuple[SegmentMember, ...]
+    """By rank."""
+    can_share: bool
+    """False if some rank's system can't share memory, or each rank is alone on its host."""
+
+    def neighbours(self, rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return those of `ranks` that are on the host of `rank`."""
+        local = next(host for host in self.hosts if rank in host)
+        return tuple(other for other in local if other in ranks)
+
+    def are_together(self, ranks: Sequence[int]) -> bool:
+        return set(self.neighbours(ranks[0], ranks)) == set(ranks)
+
+
 class HostExchange:
-    """Exchanges among all ranks, of which each host's share a segment."""
+    """Exchanges of rows among all ranks, of which each host's share a segment."""
 
     def __init__(
-        self, segment: SharedSegment, hosts: Sequence[Sequence[int]], between_hosts: Gather | None, timeout_s: float
+        self,
+        segment: SharedSegment,
+        hosts: Sequence[Sequence[int]],
+        between_hosts: Gather | None,
+        timeout_s: float,
     ) -> None:
         self._segment = segment
         self._hosts = hosts
@@ -44,25 +71,22 @@ class HostExchange:
         self._num_ranks = sum(map(len, hosts))
         self._max_local = max(map(len, hosts))
         self._rows = segment.channel(_ROWS, timeout_s)
-        # Non-leaders wait for the hosts beyond theirs: longer than the leader does, whose error says more.
-        self._table = segment.channel(_TABLE, 2 * timeout_s) if len(hosts) > 1 else None
-        self.statistics: SharedChannel | None = segment.channel(_STATISTICS, timeout_s) if len(hosts) == 1 else None
-        """Exchange of vectors of statistics; None with several hosts."""
+        # The others wait longer than the first rank does for the other hosts, because its error says more.
+        self._table = segment.channel(_TABLE, 2 * timeout_s) if between_hosts is not None else None
 
     def exchange_row(self, row: Sequence[float]) -> Sequence[Sequence[float]]:
         """Exchange `ROW_VALUES` float64 and return those of all ranks, by rank; errors as in `SharedChannel`."""
         local = self._rows.exchange_row(row)
-        if self._table is None:
+        if self._table is None or self._between_hosts is None:
             return local
-        num_bytes = 8 * ROW_VALUES * self._num_ranks
         table = None
         if self._segment.index == 0:
             try:
-                table = self._gather_hosts(local).numpy().tobytes()
+                table = self._gather_hosts(local, self._between_hosts).numpy().tobytes()
             except Exception as error:
                 self._segment.abort(f"the exchange with the other hosts failed: {error}")
                 raise
-        everyone = torch.frombuffer(self._table.broadcast(table, num_bytes), dtype=torch.float64)
+        everyone = torch.frombuffer(self._table.broadcast(table, 8 * ROW_VALUES * self._num_ranks), dtype=torch.float64)
         rows: list[list[float]] = everyone.view(self._num_ranks, ROW_VALUES).tolist()
         return rows
 
@@ -74,72 +98,97 @@ class HostExchange:
         """Leave; other ranks that still wait for this one learn that it is gone."""
         self._segment.close()
 
-    def _gather_hosts(self, local: list[tuple[float, ...]]) -> torch.Tensor:
-        assert self._between_hosts is not None
+    def _gather_hosts(self, local: list[tuple[float, ...]], between_hosts: Gather) -> torch.Tensor:
         own = torch.zeros(self._max_local, ROW_VALUES, dtype=torch.float64)
         own[: len(local)] = torch.tensor(local, dtype=torch.float64)
-        everyone = self._between_hosts(own.view(-1)).view(len(self._hosts), self._max_local, ROW_VALUES)
+        everyone = between_hosts(own.view(-1)).view(len(self._hosts), self._max_local, ROW_VALUES)
         rows = torch.empty(self._num_ranks, ROW_VALUES, dtype=torch.float64)
         for ranks, received in zip(self._hosts, everyone, strict=True):
             rows[list(ranks)] = received[: len(ranks)]
         return rows
 
 
-def share_memory(
-    rank: int,
-    gather: Gather,
-    gather_among: Callable[[Sequence[int]], Gather],
-    timeout_s: float,
-    host: str | None = None,
-) -> HostExchange | None:
-    """Map memory that this host's ranks share, or return None on all ranks if that is impossible or no two share a host.
+def find_hosts(gather: Gather, host: str = "") -> HostMap:
+    """Find which ranks share a host; all ranks call it. `gather`: over all ranks. `host`: another name for this host."""
+    name = host or _host_name()
+    key = -1 if why_unavailable() else int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    table = gather(torch.tensor([key, os.getpid(), start_ticks(os.getpid())])).tolist()
+    hosts: dict[int, list[int]] = {}
+    for rank, row in enumerate(table):
+        hosts.setdefault(row[0], []).append(rank)
+    return HostMap(
+        hosts=tuple(tuple(ranks) for ranks in hosts.values()),
+        members=tuple(SegmentMember(rank, *row[1:]) for rank, row in enumerate(table)),
+        can_share=-1 not in hosts and len(hosts) < len(table),
+    )
 
-    All ranks call it. It detects what really works: each rank maps the memory of the first rank of its host, and all compare.
+
+def share_rows(
+    found: HostMap, rank: int, gather: Gather, gather_among: Callable[[Sequence[int]], Gather], timeout_s: float
+) -> HostExchange | None:
+    """Return the exchange of rows among all ranks, or None on all of them if it is impossible. All ranks call it.
 
     Args:
+        found: the hosts of this generation.
         rank: this rank.
         gather: all-gather over all ranks.
         gather_among: returns the all-gather over some ranks; all ranks call it with the same ones.
         timeout_s: limit of each wait in an exchange.
-        host: name of this host; by default the machine since its last start, as seen by processes that see each other.
     """
-    host = _host_key() if host is None else host
-    key = -1 if why_unavailable() else int.from_bytes(hashlib.sha256(host.encode()).digest()[:7])
-    table = gather(torch.tensor([key, os.getpid(), start_ticks(os.getpid())])).tolist()
-    hosts = _group_by([row[0] for row in table])
-    if any(row[0] < 0 for row in table) or max(map(len, hosts)) == 1:
+    ranks = range(len(found.members))
+    layouts = [ChannelLayout(len(found.neighbours(rank, ranks)), 8 * ROW_VALUES)]
+    several = len(found.hosts) > 1
+    if several:
+        layouts.append(ChannelLayout(1, 8 * ROW_VALUES * len(ranks)))
+    agreed, segment = _share(found, rank, ranks, layouts, gather)
+    if not agreed or segment is None:
         return None
-    local = next(ranks for ranks in hosts if rank in ranks)
-    members = [SegmentMember(member, *table[member][1:]) for member in local]
-    layouts = [ChannelLayout(len(local), 8 * ROW_VALUES), ChannelLayout(len(local), _STATISTICS_BYTES)]
-    if len(hosts) > 1:
-        layouts[_STATISTICS:] = [ChannelLayout(0, 0), ChannelLayout(1, 8 * ROW_VALUES * len(table))]
-    fd = _create(members, layouts) if rank == local[0] else -1
+    between_hosts = gather_among([host[0] for host in found.hosts]) if several else None
+    return HostExchange(segment, found.hosts, between_hosts, timeout_s)
+
+
+def share_statistics(
+    found: HostMap, rank: int, ranks: Sequence[int], gather: Gather, timeout_s: float
+) -> tuple[bool, SharedChannel | None]:
+    """Return whether some ranks of one host can exchange statistics through memory, and how; None for a rank outside.
+
+    All ranks call it, and get the same answer to the first.
+    """
+    if not found.are_together(ranks):
+        return False, None
+    agreed, segment = _share(found, rank, ranks, [ChannelLayout(len(ranks), _STATISTICS_BYTES)], gather)
+    return agreed, segment.channel(0, timeout_s) if segment is not None else None
+
+
+def _share(
+    found: HostMap, rank: int, ranks: Sequence[int], layouts: Sequence[ChannelLayout], gather: Gather
+) -> tuple[bool, SharedSegment | None]:
+    """Map memory that those of `ranks` on one host share; the first value is False on all ranks if one of them can't."""
+    if not found.can_share:
+        return False, None
+    local = found.neighbours(rank, ranks)
+    members = [found.members[member] for member in local]
+    takes_part = rank in ranks
+    fd = _create(members, layouts) if takes_part and rank == local[0] else -1
     fds = gather(torch.tensor([fd]))[:, 0].tolist()
-    segment = _attach(f"/proc/{members[0].pid}/fd/{fds[local[0]]}", members, rank, layouts)
-    attached = gather(torch.tensor([int(segment is not None)]))
+    segment = _attach(fds[local[0]], members, rank, layouts) if takes_part else None
+    attached = gather(torch.tensor([int(not takes_part or segment is not None)]))
     if fd >= 0:
         os.close(fd)
-    if segment is None or not attached.all():
-        return None
-    between_hosts = gather_among([ranks[0] for ranks in hosts]) if len(hosts) > 1 else None
-    return HostExchange(segment, hosts, between_hosts, timeout_s)
+    agreed = bool(attached.all())
+    return agreed, segment if agreed else None
 
 
-def _host_key() -> str:
-    """Name the machine since its last start and the namespace of process ids: a rank must see the others' processes."""
+def _host_name() -> str:
+    """Name the machine since its last start and the namespaces: a rank must see the processes of the others.
+
+    Processes of different network namespaces are on different hosts for everything else that Evenload does.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {Path('/proc/self/ns/net').readlink()}"
     except OSError:
         return f"unknown {os.urandom(8).hex()}"
-
-
-def _group_by(keys: Sequence[int]) -> list[list[int]]:
-    hosts: dict[int, list[int]] = {}
-    for rank, key in enumerate(keys):
-        hosts.setdefault(key, []).append(rank)
-    return list(hosts.values())
 
 
 def _create(members: Sequence[SegmentMember], layouts: Sequence[ChannelLayout]) -> int:
@@ -150,11 +199,11 @@ def _create(members: Sequence[SegmentMember], layouts: Sequence[ChannelLayout]) 
 
 
 def _attach(
-    path: str, members: Sequence[SegmentMember], rank: int, layouts: Sequence[ChannelLayout]
+    their_fd: int, members: Sequence[SegmentMember], rank: int, layouts: Sequence[ChannelLayout]
 ) -> SharedSegment | None:
-    """Return the segment that the host's first rank has open, or None if this rank can't map it or see a member's process."""
+    """Return the segment that the first member has open, or None if this rank can't map it or see a member's process."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{members[0].pid}/fd/{their_fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:

@@ -263,6 +263,14 @@ class SharedChannel:
             for row in others:
                 part.add_(row)
 
+    def abort(self, reason: str) -> None:
+        """End the exchanges of all members; see `SharedSegment.abort`."""
+        self._segment.abort(reason)
+
+    def close(self) -> None:
+        """Leave; see `SharedSegment.close`."""
+        self._segment.close()
+
     def _publish(self, own: torch.Tensor) -> torch.Tensor:
         """Exchange vectors and return a view of all of them, valid until the next exchange but one."""
         start = self._begin()
