@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import DesyncError, LaunchError, PeerLostError
 from evenload.training.comm.generation import CollectiveAbortedError, Generation, Membership, Pending
-from evenload.training.comm.host_exchange import Gather, HostMap, find_hosts, share_rows, share_statistics
+from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.shared_memory import SharedChannel
 
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
@@ -81,6 +81,13 @@ class Groups:
     @property
     def gradients(self) -> dist.ProcessGroup | None:
         return self.generation.gradients
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """The groups that this object made, those of `subset` too."""
+        parts = (group for pair in self._gradients_of.values() for group in pair)
+        made = (self.generation.control, self._first_ranks, *parts, *self._subsets.values())
+        return list({id(group): group for group in made if isinstance(group, dist.ProcessGroup)}.values())
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -160,7 +167,7 @@ class Groups:
         """
         self._fail_pending(reason)
         for shared in (self.generation.rows, self.generation.statistics):
-            if shared is not None and not isinstance(shared, dist.ProcessGroup):
+            if isinstance(shared, HostExchange | SharedChannel):
                 shared.abort(reason)
 
     def _fail_pending(self, reason: str) -> None:
@@ -255,14 +262,10 @@ class Groups:
         self._end_groups()
 
     def _end_groups(self) -> None:
-        now = self.generation
-        parts = (group for pair in self._gradients_of.values() for group in pair)
-        groups: dict[int, dist.ProcessGroup] = {}
-        for group in (now.rows, now.control, self._first_ranks, *parts, *self._subsets.values()):
-            if isinstance(group, dist.ProcessGroup):
-                groups[id(group)] = group
-            elif group is not None:
-                group.close()
+        now, groups = self.generation, self.process_groups
+        for shared in (now.rows, *(pair[1] for pair in self._gradients_of.values())):
+            if isinstance(shared, HostExchange | SharedChannel):
+                shared.close()
         self.generation = replace(now, control=None, gradients=None, statistics=None, rows=None)
         self._first_ranks = None
         self._subsets.clear()
@@ -271,7 +274,7 @@ class Groups:
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
             if self._adopted:
-                for group in groups.values():
+                for group in groups:
                     dist.destroy_process_group(group)
             elif self._made:
                 self._made = False
