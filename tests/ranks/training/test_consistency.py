@@ -263,7 +263,7 @@ def switched_off(folder: str) -> tuple[bool, Any]:
         model.zero_grad()
         if step.index == 12:
             break
-    return True, run._context.engine.consistency._last_step
+    return True, run._context.engine._consistency._last_step
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
 
 def test_it_is_due_in_the_first_step_and_in_every_nth() -> None:
     consistency = Consistency(10, None, print)  # type: ignore[arg-type]
-    consistency.attach([nn.Linear(2, 2)])
+    consistency.attach(lambda: dict(nn.Linear(2, 2).named_parameters()))
 
     def is_due(step: int, first_call: bool = True, world_size: int = 2) -> bool:
         consistency.begin(step, first_call=first_call, world_size=world_size)

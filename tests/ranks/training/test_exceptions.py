@@ -1,4 +1,4 @@
-"""An exception of the user's code inside `step.backward`, caught by the script: all ranks give the step up together, and go on."""
+"""An exception of the user's code inside `step.backward`, caught by the script: all ranks give the step up, and go on."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[list[s
 
 @pytest.mark.parametrize("index", range(len(JOBS)), ids=["-".join(map(str, job)).replace(" ", "_") for job in JOBS])
 def test_all_ranks_give_the_step_up_and_go_on_exactly(outcomes: Any, index: int) -> None:
-    where, on, norm = JOBS[index]
+    _, on, norm = JOBS[index]
     for rank, outcome in enumerate(outcomes):
         (message,), weights = outcome[index]
         if rank in on:
