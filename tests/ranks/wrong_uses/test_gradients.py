@@ -271,3 +271,65 @@ def test_models_that_overlap_are_fine(tmp_path, init):
 def test_a_module_without_anything_to_prepare(init):
     with pytest.raises(ConfigError, match="GELU has no parameters, no buffers and no BatchNorm: there is nothing"):
         init().prepare(nn.GELU())
+
+
+class _Copied(Job):
+    """A model that learns from a copy of itself, on ranks that seed by their number, as scripts for DDP do."""
+
+    def __init__(self, run, prepared=False):
+        torch.manual_seed(run.rank)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.teacher = copy.deepcopy(model).requires_grad_(False)
+        if prepared:
+            run.prepare(self.teacher)
+        super().__init__(run, model=model)
+
+    def loss(self, batch):
+        return functional.mse_loss(self.model(batch[0]), self.teacher(batch[0]) + batch[1])
+
+
+def _teacher_of_each_rank(run):
+    _Copied(run).train()
+
+
+def _teacher_of_rank_0(run):
+    job = _Copied(run, prepared=True)
+    return [*job.train(), *job.teacher[1].weight.flatten().tolist()]
+
+
+def test_a_frozen_model_that_differs_between_ranks(tmp_path):
+    for line in told_by_ranks(_teacher_of_each_rank, tmp_path / "apart"):
+        assert (
+            "DesyncError: loss_fn uses Sequential, which was not given to run.prepare, and its parameters differ"
+            in line
+        )
+    first, second = told_by_ranks(_teacher_of_rank_0, tmp_path / "prepared")
+    assert first == second
+
+
+def _tensor_by_hand(run):
+    job = Job(run)
+    factor = torch.ones(1, requires_grad=True)
+    for step in job.loader:
+        job.step(step, lambda batch: functional.mse_loss(job.model(batch[0]) * factor, batch[1]))
+        with torch.no_grad():
+            factor.sub_(0.01 * factor.grad)
+        factor.grad = None
+
+
+def test_a_tensor_that_is_trained_by_hand(tmp_path):
+    for line in told_by_ranks(_tensor_by_hand, tmp_path):
+        assert "StepError: a tensor of shape (1,) that is in no prepared model received a gradient in loss_fn" in line
+
+
+def _features_that_nobody_froze(run):
+    """Gradients of a feature extractor that are never used: wasteful, and right."""
+    torch.manual_seed(0)
+    features = nn.Linear(4, 4)
+    job = Job(run, model=nn.Linear(4, 4))
+    return job.train(lambda batch: functional.mse_loss(features(job.model(batch[0])), features(batch[0])))
+
+
+def test_features_that_nobody_froze_are_fine(tmp_path, init):
+    alone = _features_that_nobody_froze(init())
+    assert told_by_ranks(_features_that_nobody_froze, tmp_path / "two") == [pytest.approx(alone, rel=1e-5)] * 2

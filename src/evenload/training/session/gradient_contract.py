@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from evenload.errors import ConfigError, StepError
 from evenload.training.session.live_objects import live_objects
-from evenload.training.session.unprepared_norms import UnpreparedNorms
+from evenload.training.session.unprepared import UnpreparedUses
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
@@ -95,7 +95,7 @@ class GradientContract(StepListener):
         self._context = context
         self._models = models
         self._verifies = verifies
-        self._norms = UnpreparedNorms(context, ())
+        self._unprepared = UnpreparedUses(context, models)
         self._params: list[nn.Parameter] = []
         self._param_ids: frozenset[int] = frozenset()
         self._num_hooks = -1
@@ -112,11 +112,12 @@ class GradientContract(StepListener):
         self._params = list({id(p): p for model in self._models for p in model.parameters()}.values())
         self._param_ids = frozenset(map(id, self._params))
         self._num_hooks = -1
+        self._unprepared.attach()
         self._optimizers.clear()
         self._unused = None if self._stepped_ids else {}
 
     def close(self) -> None:
-        self._norms.release()
+        self._unprepared.release()
 
     def on_backward(self, step: Step, loss_fn: object) -> None:
         # Hooks of Evenload's own are counted too: names are looked at only when the number changes.
@@ -130,15 +131,15 @@ class GradientContract(StepListener):
         if self._verifies:
             return
         if self._scalers is None:
-            found = live_objects(torch.amp.GradScaler, nn.modules.batchnorm._BatchNorm)
+            found = live_objects(torch.amp.GradScaler, nn.Module, torch.Tensor)
             scalers = [value for value in found if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
             self._scalers = [weakref.ref(scaler) for scaler in scalers]
             self._unscaled_ids = {id(scaler) for scaler in scalers if scaler._scale is None}
-            self._norms = UnpreparedNorms(self._context, [value for value in found if isinstance(value, nn.Module)])
-        self._norms.watch()
+            self._unprepared.find(found)
+        self._unprepared.begin()
 
     def on_gradients(self, step: Step) -> None:
-        self._norms.release()
+        self._unprepared.end()
         self._num_backwards += 1
         if self._scalers and self._num_backwards <= _NUM_SCALED:
             # The scale is made at the first use: here, inside loss_fn.

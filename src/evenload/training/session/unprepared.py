@@ -1,0 +1,174 @@
+"""Find what loss_fn uses although `run.prepare` was not given it, and what would be of one rank alone.
+
+- BatchNorm in training mode: its statistics would be those of this rank's samples.
+- Parameters of frozen modules that differ between ranks: the loss of a sample would depend on its rank.
+- Tensors that receive a gradient and are then changed by hand: they would be trained with this rank's gradient.
+
+Modules are watched by hooks during a backward only: a hook that stays would be in the user's copies and files.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenload.errors import DesyncError, StepError
+from evenload.training.comm.control import Operation
+from evenload.training.compute import batchnorm
+from evenload.training.compute.checksums import fold, queue_checksums
+from evenload.training.session.live_objects import live_objects
+from evenload.training.step.context import TrainingContext
+
+_NUM_WATCHED = 3
+"""Backwards after which tensors that received no gradient are no longer looked at."""
+
+
+class UnpreparedUses:
+    """Watches the objects that exist at the first step of a session."""
+
+    def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
+        self._context = context
+        self._models = models
+        self._norms: list[weakref.ref[nn.Module]] = []
+        self._others: list[weakref.ref[nn.Module]] = []
+        self._used: dict[int, nn.Module] = {}
+        self._tensors: list[tuple[weakref.ref[torch.Tensor], Any]] = []
+        """Trainable tensors of no prepared model, each with a mark of its gradient before this backward."""
+        self._received: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        """Those that received a gradient, each with its version after that."""
+        self._num_backwards = 0
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def find(self, objects: Iterable[Any]) -> None:
+        """Take the modules and tensors to watch from all that exist, at the first step."""
+        own = self._own()
+        for value in objects:
+            if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
+                if isinstance(value, nn.modules.batchnorm._BatchNorm) and not batchnorm.has_global_statistics(value):
+                    self._norms.append(weakref.ref(value))
+                if any(p is not None and id(p) not in own for p in value.__dict__.get("_parameters", {}).values()):
+                    self._others.append(weakref.ref(value))
+            elif (
+                type(value) in (torch.Tensor, nn.Parameter)
+                and value.is_leaf
+                and value.requires_grad
+                and id(value) not in own
+            ):
+                self._tensors.append((weakref.ref(value), None))
+
+    def attach(self) -> None:
+        """Forget tensors that `run.prepare` received meanwhile."""
+        own = self._own()
+        self._tensors = [(ref, mark) for ref, mark in self._tensors if id(ref()) not in own]
+        self._received = [(ref, version) for ref, version in self._received if id(ref()) not in own]
+
+    def _own(self) -> set[int]:
+        return {id(p) for model in self._models for p in model.parameters()}
+
+    def begin(self) -> None:
+        """Watch until `end`; raise StepError if a tensor was trained by hand since the last backward."""
+        self.release()
+        if self._context.num_sharing == 1:
+            return
+        if self._context.config.batch_norm == "global":
+            self._handles = [m.register_forward_pre_hook(self._refuse) for m in _alive(self._norms) if _is_at_risk(m)]
+        if self._context.groups.world_size == 1:  # replicas of one process share all other objects
+            return
+        for reference, version in self._received:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise StepError(
+                    f"a tensor of shape {tuple(tensor.shape)} that is in no prepared model received a gradient in loss_fn, and "
+                    "then it was changed: its gradient is this rank's alone. To train it, make it an nn.Parameter of a module "
+                    "and pass that to run.prepare; freeze what is not trained (requires_grad_(False))"
+                )
+        self._tensors = [(ref, _mark(tensor)) for ref, _ in self._tensors if (tensor := ref()) is not None]
+        if not self._num_backwards:
+            self._handles += [m.register_forward_pre_hook(self._note) for m in _alive(self._others)]
+
+    def end(self) -> None:
+        """Compare what was used, after the first backward; all ranks call it."""
+        self.release()
+        if self._context.groups.world_size == 1:
+            return
+        self._received = [
+            (ref, tensor._version)
+            for ref, before in self._tensors
+            if (tensor := ref()) is not None and _mark(tensor) != before
+        ]
+        if not self._num_backwards:
+            self._compare()
+        self._num_backwards += 1
+        if self._num_backwards == _NUM_WATCHED:
+            self._tensors = [(ref, None) for ref, _ in self._received]
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _refuse(self, module: nn.Module, _: object) -> None:
+        if self._context.loop.in_backward and _is_at_risk(module):
+            raise StepError(
+                f"loss_fn runs {_path(module, _parents())[1]} in training mode, and its model was not given to run.prepare: it "
+                "would take the statistics of this rank's samples alone. Give the model to run.prepare too (a frozen one may be "
+                "prepared; layers must be in it before), or call its .eval()"
+            )
+
+    def _note(self, module: nn.Module, _: object) -> None:
+        if not torch.compiler.is_compiling():  # a compiled graph would keep the hook
+            self._used[id(module)] = module
+
+    def _compare(self) -> None:
+        own, parents = self._own(), _parents() if self._used else {}
+        roots = {id(root): root for root in (_path(module, parents)[0] for module in self._used.values())}.values()
+        named = [(name, p) for root in roots for name, p in root.named_parameters() if id(p) not in own]
+        self._used, self._others = {}, []
+        structure = zlib.crc32(repr([(name, tuple(p.shape), p.dtype) for name, p in named]).encode())
+        key = fold(queue_checksums(p.detach() for _, p in named)) if named else 0.0
+        rows = self._context.control.exchange(Operation.BACKWARD, [float(structure), key])
+        # Ranks may use different modules, chosen by their samples; a rank without samples uses none.
+        keys = {(shapes, value) for shapes, value in rows if value}
+        if len(keys) > len({shapes for shapes, _ in keys}):
+            kinds = ", ".join(sorted({type(root).__name__ for root in roots})) or "a model"
+            raise DesyncError(
+                f"loss_fn uses {kinds}, which was not given to run.prepare, and its parameters differ between the ranks: the "
+                "loss of a sample would depend on its rank. Give it to run.prepare too (a frozen model may be prepared, and "
+                "gets rank 0's weights), or build it alike on all ranks (a copy of a model after run.prepare, the same seed)"
+            )
+
+
+def _alive(references: Iterable[weakref.ref[nn.Module]]) -> Iterator[nn.Module]:
+    return (module for module in (reference() for reference in references) if module is not None)
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int] | None:
+    return None if tensor.grad is None else (id(tensor.grad), tensor.grad._version)
+
+
+def _is_at_risk(module: nn.Module) -> bool:
+    return batchnorm.takes_batch_statistics(module) and not batchnorm.has_global_statistics(module)
+
+
+def _parents() -> dict[int, tuple[nn.Module, str]]:
+    """Return a module that holds each module, by id, and the name there."""
+    found = {}
+    for module in live_objects(nn.Module):
+        for name, child in module.__dict__.get("_modules", {}).items():
+            found[id(child)] = (module, name)
+    return found
+
+
+def _path(module: nn.Module, parents: Mapping[int, tuple[nn.Module, str]]) -> tuple[nn.Module, str]:
+    """Return the outermost module that holds this one, and the path to it, such as ``ResNet.layer1.0.bn1``."""
+    names: list[str] = []
+    while id(module) in parents and len(names) < len(parents):
+        module, name = parents[id(module)]
+        names.append(name)
+    return module, ".".join([type(module).__name__, *reversed(names)])
