@@ -11,7 +11,7 @@ What happens on every step costs a few microseconds; the garbage collector's obj
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -26,6 +26,8 @@ from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
 _ACCUMULATED_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_LIST_HOOKS_EVERY = 10
+"""Steps after which parameters that had no hooks are looked at again; they were frozen before."""
 _NUM_SCALED = 3
 """Backwards after which the user's own GradScaler is looked for: the first one that scales reveals it."""
 
@@ -98,6 +100,7 @@ class GradientContract(StepListener):
         self._unprepared = UnpreparedUses(context, models)
         self._params: list[nn.Parameter] = []
         self._param_ids: frozenset[int] = frozenset()
+        self._hooks: list[Mapping[int, object]] = []
         self._num_hooks = -1
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._stepped_ids: set[int] = set()
@@ -111,6 +114,7 @@ class GradientContract(StepListener):
         """Follow the models after `run.prepare`."""
         self._params = list({id(p): p for model in self._models for p in model.parameters()}.values())
         self._param_ids = frozenset(map(id, self._params))
+        self._hooks = list(filter(None, map(_ACCUMULATED_HOOKS, self._params)))
         self._num_hooks = -1
         self._unprepared.attach()
         self._optimizers.clear()
@@ -120,8 +124,10 @@ class GradientContract(StepListener):
         self._unprepared.release()
 
     def on_backward(self, step: Step, loss_fn: object) -> None:
+        if step.index % _LIST_HOOKS_EVERY == 0:
+            self._hooks = list(filter(None, map(_ACCUMULATED_HOOKS, self._params)))
         # Hooks of Evenload's own are counted too: names are looked at only when the number changes.
-        num_hooks = sum(map(len, filter(None, map(_ACCUMULATED_HOOKS, self._params))))
+        num_hooks = sum(map(len, self._hooks))
         if num_hooks != self._num_hooks:
             for model in self._models:
                 check_hooks(model, StepError)

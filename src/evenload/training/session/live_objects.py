@@ -7,6 +7,8 @@ from typing import Any
 
 
 def live_objects(*kinds: type) -> list[Any]:
-    """Return all objects of these classes that the garbage collector tracks; about 0.1 s for a million objects."""
+    """Return all objects of these classes that the garbage collector tracks; about 50 ms for half a million objects."""
+    objects = gc.get_objects()
     # type(), not isinstance: reading __class__ of some objects runs their code.
-    return [value for value in gc.get_objects() if issubclass(type(value), kinds)]
+    matching = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
+    return [value for value in objects if type(value) in matching]
