@@ -114,7 +114,7 @@ class GradientContract(StepListener):
         """Follow the models after `run.prepare`."""
         self._params = list({id(p): p for model in self._models for p in model.parameters()}.values())
         self._param_ids = frozenset(map(id, self._params))
-        self._hooks = list(filter(None, map(_ACCUMULATED_HOOKS, self._params)))
+        self._hooks = self._list_hooks()
         self._num_hooks = -1
         self._unprepared.attach()
         self._optimizers.clear()
@@ -125,7 +125,7 @@ class GradientContract(StepListener):
 
     def on_backward(self, step: Step, loss_fn: object) -> None:
         if step.index % _LIST_HOOKS_EVERY == 0:
-            self._hooks = list(filter(None, map(_ACCUMULATED_HOOKS, self._params)))
+            self._hooks = self._list_hooks()
         # Hooks of Evenload's own are counted too: names are looked at only when the number changes.
         num_hooks = sum(map(len, self._hooks))
         if num_hooks != self._num_hooks:
@@ -174,6 +174,10 @@ class GradientContract(StepListener):
                 raise StepError(
                     STRAY.format(optimizer=type(optimizer).__name__, count=len(stray), shape=tuple(stray[0].shape))
                 )
+
+    def _list_hooks(self) -> list[Mapping[int, object]]:
+        # Parameters may share them (parallel/grad_hooks.py).
+        return list({id(hooks): hooks for hooks in filter(None, map(_ACCUMULATED_HOOKS, self._params))}.values())
 
     def _known(self, optimizer: Optimizer, step: Step) -> _Known:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from evenload.errors import ConfigError, StepError
+from evenload.errors import StepError
 from evenload.training.parallel.call_gradients import PLAIN_BACKWARD, Expectation, number_slots
 from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.parallel.threaded.bucket_sums import BucketSums, ReplicaBuckets
@@ -160,7 +160,6 @@ class ReplicaGradients:
 
     def _build(self) -> None:
         self._remove_hooks()
-        self._check_hooks()
         home = self.threads.all[0].device
         user_modules = self._user_modules = UserModules(self._models)
         for thread in self.threads.all:
@@ -183,15 +182,6 @@ class ReplicaGradients:
             if p.requires_grad
         ]
         self._expectations.clear()
-
-    def _check_hooks(self) -> None:
-        for model in self._models:
-            for name, param in model.named_parameters():
-                if getattr(param, "_post_accumulate_grad_hooks", None):
-                    raise ConfigError(
-                        f"strategy='dp': {name} has a hook that is called when its gradient is complete (an optimizer that steps "
-                        "in the backward?); it would never be called, because replicas receive the gradients; use strategy='ddp'"
-                    )
 
     def _remove_hooks(self) -> None:
         for guard in self._guards:
