@@ -39,7 +39,7 @@ class StepStats:
         self._readings: list[float] = []
 
     def add(self, reports: Sequence[RankReport]) -> None:
-        if not self._times:
+        if len(self._times) != len(reports):  # a process whose replicas failed reported one row for all
             self._times = [dict(report.seconds) for report in reports]
         else:
             for times, report in zip(self._times, reports, strict=True):
