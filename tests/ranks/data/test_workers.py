@@ -281,7 +281,7 @@ def test_the_timeout_is_honoured() -> None:
 def change_workers(rank: Any, number: int) -> None:
     """As the search would, but at once."""
     size = [(0, 0), (1, 2), (2, 1), (2, 3), (0, 0)][number % 5]
-    rank._tuner.reading = ReadSettings(*size, origin=SettingsOrigin.TRIAL)
+    rank._reader._tuner.reading = ReadSettings(*size, origin=SettingsOrigin.TRIAL)
 
 
 @pytest.mark.parametrize("num_micro", [1, 3])

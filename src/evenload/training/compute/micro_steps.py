@@ -102,6 +102,7 @@ def run_micro_steps(
         context.statistics.end(m)
         if context.grad_norms is not None and m == own[0] != own[-1]:
             context.grad_norms.first_micro(sums.units)
+    batch.copy_next()
 
 
 def _add(sums: LossSums, result: LossResult, weight: float) -> None:

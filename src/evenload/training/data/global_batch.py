@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,17 @@ import torch
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
 from evenload.training.data.batches import MicroBatch, move
+from evenload.training.data.device_copies import StartedCopy, finish_copy, start_copy
 from evenload.training.data.tuning import ReadSettings
+
+
+@dataclass(frozen=True)
+class CopiedAhead:
+    """A part of a step that was read, and its copy started, in the step before."""
+
+    span: tuple[int, int]
+    data: Any
+    copy: StartedCopy
 
 
 class GlobalBatch:
@@ -24,8 +35,17 @@ class GlobalBatch:
         read: Callable[[int, int], Any],
         on_replan: Callable[[], None],
         reading: ReadSettings,
+        first: CopiedAhead | None = None,
+        copy_next: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ranks`: this rank, or all replicas of this process. `read`: the collated samples ``[low, high)``."""
+        """Args:
+        ranks: this rank, or all replicas of this process.
+        read: returns the collated samples ``[low, high)``.
+        on_replan: called after `replan`.
+        reading: the settings of the loader's workers.
+        first: copied in the step before; dropped if this plan has no such part.
+        copy_next: see `GlobalBatch.copy_next`.
+        """
         self.plan = plan
         self.global_step = global_step
         self.reading = reading
@@ -34,6 +54,12 @@ class GlobalBatch:
         self._read = read
         self._recut = on_replan
         self._held: dict[tuple[int, int], Any] = {}
+        self._first: CopiedAhead | None = None
+        self.copy_next = copy_next
+        """Starts to copy the first micro-batch of the next step to a GPU; called when the last one of this step computes."""
+        if first is not None and first.span in self.spans():
+            self._first = first
+            self._held[first.span] = first.data
 
     @property
     def epoch(self) -> int:
@@ -58,7 +84,12 @@ class GlobalBatch:
         num_samples = self.plan.micro[micro_index][rank]
         if (low, high) not in self._held:
             self._held[low, high] = self._read(low, high)
-        return MicroBatch(move(self._held[low, high], device or self._device), num_samples, idle=num_samples == 0)
+        device = device or self._device
+        if self._first is not None and (self._first.span, self._device) == ((low, high), device):
+            copy, self._first = self._first.copy, None  # once: the user's code may change the tensors
+        else:
+            copy = start_copy(self._held[low, high], device)
+        return MicroBatch(finish_copy(copy, device), num_samples, idle=num_samples == 0)
 
     def read_all(self) -> None:
         for low, high in self.unread_spans():
@@ -72,6 +103,7 @@ class GlobalBatch:
                 f"for samples {plan.start} to {plan.start + plan.num_samples}"
             )
         self.plan = plan
+        self._first = None
         spans = set(self.spans())
         self._held = {span: data for span, data in self._held.items() if span in spans}
         self._recut()

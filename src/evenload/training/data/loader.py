@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
@@ -15,7 +16,8 @@ from evenload.errors import ConfigError, DataError, StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.data import checks, order, randomness
 from evenload.training.data.cursor import Cursor
-from evenload.training.data.global_batch import GlobalBatch, spans_of
+from evenload.training.data.device_copies import start_copy
+from evenload.training.data.global_batch import CopiedAhead, GlobalBatch, spans_of
 from evenload.training.data.map_reader import MapReader
 from evenload.training.data.prefetch import Span
 from evenload.training.data.stream import StreamReader, check_same_stream
@@ -225,6 +227,8 @@ class GlobalLoader:
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
 
+        ahead: CopiedAhead | None = None
+
         def read(low: int, high: int) -> Any:
             with self._clock.segment("data"):
                 return reader.get((low, high))
@@ -236,15 +240,32 @@ class GlobalLoader:
                 yield from spans_of(plan, self._ranks)
 
         def on_replan() -> None:
+            nonlocal ahead
+            ahead = None
             with self._clock.segment("data"):
                 reader.read_ahead(functools.partial(wanted, batch))
 
+        def copy_next() -> None:
+            nonlocal ahead
+            step = batch.epoch_step + 1
+            # Without workers the samples of a step are read in it, as the script expects: it may change the dataset before.
+            if ahead is not None or step == drawn.num_steps or not reader.reading.num_workers:
+                return
+            span, *_ = spans_of(self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], batch), self._ranks)
+            with contextlib.suppress(Exception):  # the next step reads again, and raises there
+                data = read(*span)
+                ahead = CopiedAhead(span, data, start_copy(data, self._device))
+
+        # Replica threads would read at the same time.
+        copies = self._device.type != "cpu" and len(self._ranks) == 1
         revision: int | None = None
         try:
             for step in range(drawn.step_at(self._cursor.position), drawn.num_steps):
                 changed = reader.apply_tuned_settings()
                 revised = planner.revision()
-                batch = self._batch(self._plan(step, drawn.bounds[step], drawn.bounds[step + 1]), read, on_replan)
+                plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1])
+                batch = self._batch(plan, read, on_replan, first=ahead, copy_next=copy_next if copies else lambda: None)
+                ahead = None
                 if changed or revised != revision:
                     revision = revised
                     on_replan()
@@ -281,7 +302,14 @@ class GlobalLoader:
         global_step = self._cursor.global_step if now is None else now.global_step + step - now.epoch_step
         return self._planner.plan(self._cursor.epoch, step, global_step, low, high - low)
 
-    def _batch(self, plan: StepPlan, read: Callable[[int, int], Any], on_replan: Callable[[], None]) -> GlobalBatch:
+    def _batch(
+        self,
+        plan: StepPlan,
+        read: Callable[[int, int], Any],
+        on_replan: Callable[[], None],
+        first: CopiedAhead | None = None,
+        copy_next: Callable[[], None] = lambda: None,
+    ) -> GlobalBatch:
         return GlobalBatch(
             plan,
             ranks=self._ranks,
@@ -290,6 +318,8 @@ class GlobalLoader:
             read=read,
             on_replan=on_replan,
             reading=self._reader.reading,
+            first=first,
+            copy_next=copy_next,
         )
 
     def _check_resumed(self, drawn: order.SampleOrder) -> None:
