@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.training.compute import checksums
-from evenload.training.compute.checksums import checksum, fold, queue_checksums, sketch
+from evenload.training.compute.checksums import QueuedScalars, QueuedSketches, checksum, fold, queue_checksums, sketch
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -25,6 +25,10 @@ def values(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
     if not dtype.is_floating_point:
         return torch.randint(0, 100, (count,), generator=g).to(dtype)
     return torch.randn(count, generator=g).to(dtype)
+
+
+def folded(tensors: list[torch.Tensor]) -> float:
+    return fold(QueuedScalars(queue_checksums(tensors)).read())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -69,12 +73,12 @@ def test_a_change_that_is_the_same_everywhere_does_not_cancel(dtype: torch.dtype
 
 def test_the_order_of_tensors_and_what_lies_in_which_counts() -> None:
     a, b = values(torch.float32, 500), values(torch.float32, 500, seed=1)
-    both = fold(queue_checksums([a, b]))
-    assert both != fold(queue_checksums([b, a]))
-    assert both == fold(queue_checksums([a.clone(), b.clone()]))
+    both = folded([a, b])
+    assert both != folded([b, a])
+    assert both == folded([a.clone(), b.clone()])
     c = values(torch.int8, 3)  # whatever lies before it, and however it is aligned
-    assert fold(queue_checksums([c, a])) == fold(queue_checksums([c.clone(), a.clone()]))
-    assert fold(queue_checksums([c, a])) != fold(queue_checksums([c, b]))
+    assert folded([c, a]) == folded([c.clone(), a.clone()])
+    assert folded([c, a]) != folded([c, b])
 
 
 @pytest.mark.parametrize("count", [checksums._CPU_BLOCK_BYTES // 4, 700_001])
@@ -82,13 +86,13 @@ def test_tensors_larger_than_a_block(count: int) -> None:
     tensor = values(torch.float32, count)
     whole = checksum(tensor)
     small = values(torch.float32, 10)
-    split = fold(queue_checksums([small, tensor]))
+    split = folded([small, tensor])
     edge = checksums._CPU_BLOCK_BYTES // 4
     for place in (0, edge - 1, edge - 11, edge % count, count - 1):
         bits = tensor.view(torch.int32)
         bits[place] ^= 1
         assert checksum(tensor) != whole
-        assert fold(queue_checksums([small, tensor])) != split
+        assert folded([small, tensor]) != split
         bits[place] ^= 1
     assert checksum(tensor) == whole
 
@@ -98,8 +102,8 @@ def test_shapes_layouts_and_empty_ones() -> None:
     assert checksum(image) == checksum(image.to(memory_format=torch.channels_last))
     assert checksum(torch.tensor(3.0)) != checksum(torch.tensor(4.0))
     empty = torch.empty(0)
-    assert fold(queue_checksums([empty, image])) == fold(queue_checksums([empty, image.clone()]))
-    assert fold(queue_checksums([empty])) == fold(queue_checksums([torch.empty(0)]))
+    assert folded([empty, image]) == folded([empty, image.clone()])
+    assert folded([empty]) == folded([torch.empty(0)])
     z = values(torch.complex64, 9)
     assert checksum(z.conj()) == checksum(z.conj().resolve_conj()) != checksum(z)
 
@@ -127,9 +131,28 @@ def test_a_sketch_of_integers_is_exact_and_of_large_ones_goes_in_parts(monkeypat
     parts = sketch(x)
     assert parts[1] == pytest.approx(float(x.norm()), rel=1e-12)
     assert sketch(torch.cat([x[64:128], x[:64], x[128:]]))[0] != pytest.approx(parts[0], rel=1e-6)
-    checksums._signs.cache_clear()
     z = values(torch.complex64, 100)
     assert sketch(z)[1] == pytest.approx(float(z.norm()), rel=1e-5)
+    checksums._signs.cache_clear()
+
+
+def test_many_sketches_are_read_at_once() -> None:
+    tensors = [values(dtype, 100 + index) for index, dtype in enumerate(DTYPES)]
+    assert QueuedSketches(tensors).read() == [sketch(tensor) for tensor in tensors]
+    assert QueuedSketches([]).read() == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for_until_the_sketches_are_read() -> None:
+    tensors = [values(torch.float32, 1000).cuda(), torch.arange(9).cuda()]
+    expected = [sketch(tensor) for tensor in tensors]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        queued = QueuedSketches(tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    tensors[0].zero_()
+    assert queued.read() == expected
 
 
 @pytest.mark.gpu
@@ -145,5 +168,5 @@ def test_on_a_gpu_it_is_the_same_arithmetic() -> None:
         bits[place] ^= 1
     assert checksum(large) == whole
     assert sketch(small.cuda()) == pytest.approx(sketch(small), rel=1e-9)
-    both = fold(queue_checksums([small, small.cuda()]))  # a model on two devices
-    assert both == fold(queue_checksums([small.clone(), small.cuda()])) != fold(queue_checksums([small, -small.cuda()]))
+    both = folded([small, small.cuda()])  # a model on two devices
+    assert both == folded([small.clone(), small.cuda()]) != folded([small, -small.cuda()])

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -46,30 +47,81 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 @torch.no_grad()
 def queue_checksums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Start the checksums, one int64 scalar per block of the tensors in order; a GPU is not waited for until `fold`."""
+    """Start the checksums, one int64 scalar per block of the tensors in order; see `QueuedScalars`."""
     return [_checksum(block) for block in _blocks(tensors)]
 
 
-def fold(queued: Sequence[torch.Tensor]) -> float:
-    """Combine all blocks into one integer from 1 to 2^53 - 1, which a float64 holds exactly."""
-    values: list[int] = []
-    for _, group in itertools.groupby(queued, key=lambda value: value.device):
-        values += torch.stack(list(group)).tolist()
+class QueuedScalars:
+    """Scalars of 64 bits that devices compute; copied to the host without waiting for the devices."""
+
+    def __init__(self, scalars: Sequence[torch.Tensor]) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        for device, group in itertools.groupby(scalars, key=lambda scalar: scalar.device):
+            # On a GPU, `to` takes pinned memory for the result, so that it need not wait.
+            values = torch.stack([scalar.view(torch.int64) for scalar in group]).to("cpu", non_blocking=True)
+            event = None
+            if device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+            self._parts.append((values, event))
+
+    def read(self) -> list[int]:
+        """Return the bits of all scalars, in order; wait for what is still being computed."""
+        found: list[int] = []
+        for values, event in self._parts:
+            if event is not None:
+                event.synchronize()
+            found += values.tolist()
+        return found
+
+
+def fold(values: Sequence[int]) -> float:
+    """Combine numbers of 64 bits into one integer from 1 to 2^53 - 1, which a float64 holds exactly."""
     return float(1 + mix(*values) % (2**53 - 1))
 
 
 def checksum(tensor: torch.Tensor) -> float:
-    return fold(queue_checksums([tensor]))
+    return fold(QueuedScalars(queue_checksums([tensor])).read())
 
 
-@torch.no_grad()
 def sketch(tensor: torch.Tensor) -> tuple[float, float]:
     """Return the projection of a tensor on a fixed row of ±1, and its Euclidean norm.
 
     For integers, which are never rounded, return the checksum and 0.
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return checksum(tensor), 0.0
+    return QueuedSketches([tensor]).read()[0]
+
+
+class QueuedSketches:
+    """The sketches of tensors, all read at once."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._rounded: list[bool] = []
+        self._counts: list[int] = []
+        scalars: list[torch.Tensor] = []
+        for tensor in tensors:
+            self._rounded.append(tensor.is_floating_point() or tensor.is_complex())
+            own = _queue_sketch(tensor) if self._rounded[-1] else queue_checksums([tensor])
+            self._counts.append(len(own))
+            scalars += own
+        self._scalars = QueuedScalars(scalars)
+
+    def read(self) -> list[tuple[float, float]]:
+        """Return the sketch of each tensor, see `sketch`."""
+        values = iter(self._scalars.read())
+        found = []
+        for rounded, count in zip(self._rounded, self._counts, strict=True):
+            own = list(itertools.islice(values, count))
+            if rounded:
+                projection, squared_sum = struct.unpack("2d", struct.pack("2q", *own))
+                found.append((projection, math.sqrt(squared_sum)))
+            else:
+                found.append((fold(own), 0.0))
+        return found
+
+
+@torch.no_grad()
+def _queue_sketch(tensor: torch.Tensor) -> list[torch.Tensor]:
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = values.detach().reshape(-1)
     projection = torch.zeros((), dtype=torch.float64, device=flat.device)
@@ -79,8 +131,7 @@ def sketch(tensor: torch.Tensor) -> tuple[float, float]:
         sign = 1.0 if mix(index) & 1 else -1.0
         projection += sign * torch.dot(wide, _signs(flat.device)[: wide.numel()])
         squared_sum += torch.dot(wide, wide)
-    found, square = torch.stack([projection, squared_sum]).tolist()
-    return found, math.sqrt(square)
+    return [projection, squared_sum]
 
 
 def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

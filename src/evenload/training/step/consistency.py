@@ -11,6 +11,7 @@ import math
 import platform
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from evenload.errors import DivergenceError
 from evenload.hardware import cpu_model
 from evenload.training.comm.control import Control, Operation
-from evenload.training.compute.checksums import checksum, fold, queue_checksums, sketch
+from evenload.training.compute.checksums import QueuedScalars, QueuedSketches, checksum, fold, queue_checksums, sketch
 
 DRIFT_EPS = 1000.0
 """Rounding errors by which different devices may differ, relative to a tensor's norm: sqrt(10^6 steps)."""
@@ -44,61 +45,114 @@ RecordEvent = Callable[..., None]
 """Records an event: kind, message, step, fields."""
 
 
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _QueuedCheck:
+    """What a rank computes of its state for one comparison."""
+
+    step: int
+    state: State
+    sketches: QueuedSketches | None
+    """Of ranks on unlike devices; otherwise their checksums are compared first."""
+    checksums: QueuedScalars | None
+
+    def read(self) -> tuple[float, list[tuple[float, float]]]:
+        """Return the key that is compared, and the sketches."""
+        if self.sketches is not None:
+            found = self.sketches.read()
+            return fold([zlib.crc32(repr(found).encode())]), found
+        return fold(self.checksums.read() if self.checksums is not None else []), []
+
+
 class Consistency:
-    """Compares the state of all ranks every `every` steps, or never if 0."""
+    """Compares the state of all ranks every `every` steps, or never if 0; see docs/consistency.md.
+
+    Note [One step later on GPUs]
+      A number that a GPU computes is read in the step after, when it is there already: reading it at once would wait for all
+      that is queued before it. All ranks do so as soon as one has a GPU, so that their keys are of the same step.
+    """
 
     def __init__(self, every: int, control: Control, record_event: RecordEvent) -> None:
         self.every = every
         self._control = control
         self._record_event = record_event
-        self._fingerprint: Callable[[], Mapping[str, torch.Tensor]] = dict
-        self._queued: list[torch.Tensor] | None = None
+        self._fingerprint: Callable[[], State] = dict
+        self._queued: list[_QueuedCheck] = []
+        """The comparison to read in this step, and the one to read in the next."""
+        self._is_late: bool | None = None
+        """See Note [One step later on GPUs]; None before the first comparison."""
+        self._is_unlike = False
+        """The ranks are on unlike devices, whose checksums differ without an error."""
+        self._compared: _QueuedCheck | None = None
+        self._sketches: list[tuple[float, float]] = []
         self._key = 0.0
         self._last_step = -1
         self._last_good = -1
         self._norms: dict[str, list[float]] = {}
 
-    def attach(self, fingerprint: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def attach(self, fingerprint: Callable[[], State]) -> None:
         """Compare what `fingerprint` returns: the tensors that must be equal on all ranks, by name."""
         self._fingerprint = fingerprint
         self._last_step = self._last_good = -1
+        self._queued.clear()
 
     def begin(self, step: int, *, first_call: bool, world_size: int) -> None:
-        """Queue the checksum before the first backward of a step, if one is due. All ranks call it."""
-        self._queued, self._key = None, 0.0
-        wanted = self.every > 0 and world_size > 1 and first_call
+        """Queue a comparison before the first backward of a step, if one is due. All ranks call it."""
+        self._compared, self._key, self._sketches = None, 0.0, []
+        if not first_call or world_size == 1:
+            return
+        due = [queued for queued in self._queued if not self._is_late or queued.step < step]
         # The first step of a session is checked too: the loaded state may differ.
-        if wanted and step != self._last_step and (self._last_step < 0 or step % self.every == 0):
+        if self.every > 0 and step != self._last_step and (self._last_step < 0 or step % self.every == 0):
             self._last_step = step
-            self._queued = queue_checksums(self._fingerprint().values())
+            queued = self._queue(step)
+            due, self._queued = (due, [queued]) if self._is_late else ([queued], [])
+        else:
+            self._queued = [queued for queued in self._queued if queued not in due]
+        self._compared = due[0] if due else None
+
+    def _queue(self, step: int) -> _QueuedCheck:
+        state = self._fingerprint()
+        if self._is_late is None:
+            on_gpu = any(tensor.device.type != "cpu" for tensor in state.values())
+            self._is_late = any(row[0] for row in self._exchange([float(on_gpu)]))
+        if self._is_unlike:
+            return _QueuedCheck(step, state, QueuedSketches(state.values()), None)
+        return _QueuedCheck(step, state, None, QueuedScalars(queue_checksums(state.values())))
 
     def key(self) -> float:
-        """Return this rank's checksum for the exchange; 0 if none is due."""
-        if self._queued is not None:
-            self._key, self._queued = fold(self._queued), None
+        """Return this rank's key for the exchange; 0 if no comparison is due."""
+        if self._compared is not None and not self._key:
+            self._key, self._sketches = self._compared.read()
         return self._key
 
     def check(self, step: int, keys: Sequence[float]) -> None:
-        """Compare the checksums of all ranks; if they differ, record an event and raise DivergenceError on all ranks."""
-        if not all(keys):
+        """Compare the keys of all ranks; if their state differs, record an event and raise DivergenceError on all ranks."""
+        if not all(keys) or self._compared is None:
             return  # none is due, or not on a rank that has just joined
-        if len(set(keys)) == 1 or not (found := self._find_differences()):
-            self._last_good = step
+        if len(set(keys)) == 1 or not (found := self._find_differences(self._compared)):
+            self._last_good = self._compared.step
             return
-        message, fields = self._describe(found, step, len(keys))
+        message, fields = self._describe(found, self._compared.step, len(keys))
         self._record_event("divergence", message, step=step, **fields)
         raise DivergenceError(message)
 
-    def _find_differences(self) -> dict[str, tuple[int, ...]]:
+    def _find_differences(self, compared: _QueuedCheck) -> dict[str, tuple[int, ...]]:
         """Return the tensors that differ, each with its ranks; all ranks call it and get the same result."""
-        state = self._fingerprint()
+        state = compared.state
         shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()}
         structure = float(zlib.crc32(repr(list(shapes.items())).encode()))
         rows = self._exchange([structure, float(zlib.crc32(repr(_kinds(state.values())).encode()))])
         if len({row[0] for row in rows}) > 1:
             return self._compare_structure(shapes)
         same_kind = len({row[1] for row in rows}) == 1
-        own = [(checksum(tensor), sketch(tensor)[1]) if same_kind else sketch(tensor) for tensor in state.values()]
+        self._is_unlike = not same_kind
+        if same_kind:
+            own = [(checksum(tensor), sketch(tensor)[1]) for tensor in state.values()]
+        else:
+            own = self._sketches or QueuedSketches(state.values()).read()
         table = self._exchange([number for pair in own for number in pair])
         marks = {name: [(row[2 * i], row[2 * i + 1]) for row in table] for i, name in enumerate(state)}
         self._norms = {name: [norm for _, norm in pairs] for name, pairs in marks.items()}
