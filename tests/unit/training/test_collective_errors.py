@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from evenload.errors import LaunchError, PeerLostError
 from evenload.training.comm.collective_errors import collective_error, setup_problem
+from evenload.training.comm.generation import Pending
 
 USAGE = (
     "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, invalid usage (run with NCCL_DEBUG=WARN for details), "
@@ -38,11 +40,10 @@ CUDA = (
     ],
 )
 def test_set_up_is_the_cause(text: str, remedy: str) -> None:
-    error = collective_error(RuntimeError(text), "the gradients could not be summed")
-    assert isinstance(error, LaunchError)
-    assert remedy in str(error)
-    assert str(error).startswith("the gradients could not be summed: ")
-    assert text.splitlines()[-1] in str(error)
+    with pytest.raises(LaunchError, match=r"^the gradients could not be summed: ") as error:
+        collective_error(RuntimeError(text), "the gradients could not be summed")
+    assert remedy in str(error.value)
+    assert text.splitlines()[-1] in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,16 @@ def test_set_up_is_the_cause(text: str, remedy: str) -> None:
 def test_a_lost_peer_is_a_consequence(text: str) -> None:
     assert setup_problem(text) == ""
     assert isinstance(collective_error(RuntimeError(text), "the gradients could not be summed"), PeerLostError)
+
+
+class _BrokenWork:
+    def get_future(self) -> torch.futures.Future[object]:
+        raise AssertionError("a GPU's work is waited for by its stream")
+
+    def wait(self) -> bool:
+        raise RuntimeError(USAGE + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000")
+
+
+def test_a_wait_for_nccl_names_the_cause() -> None:
+    with pytest.raises(LaunchError, match="two ranks have the same GPU"):
+        Pending(_BrokenWork(), blocking=False).wait()  # type: ignore[arg-type]

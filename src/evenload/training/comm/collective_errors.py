@@ -66,8 +66,14 @@ def setup_problem(text: str) -> str:
     return "NCCL failed on this rank; NCCL_DEBUG=INFO shows where, `evenload doctor` tests it between the GPUs of a machine"
 
 
-def collective_error(error: RuntimeError, what: str) -> PeerLostError | LaunchError:
-    """Return the error of a failed collective; `what` says what it was for, such as ``the gradients could not be summed``."""
+def check_setup(error: Exception, what: str) -> None:
+    """Raise LaunchError if NCCL could not be set up; `what` says what failed, such as ``the gradients could not be summed``."""
     text = str(error)
-    problem = setup_problem(text)
-    return LaunchError(f"{what}: {problem} ({text})") if problem else PeerLostError(f"{what}: {text}")
+    if problem := setup_problem(text):
+        raise LaunchError(f"{what}: {problem} ({text})") from error
+
+
+def collective_error(error: RuntimeError, what: str) -> PeerLostError:
+    """Return the error of a collective that another rank's end has made fail; LaunchError as in `check_setup`."""
+    check_setup(error, what)
+    return PeerLostError(f"{what}: {error}")

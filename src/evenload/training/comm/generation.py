@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import PeerLostError
+from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.host_exchange import HostExchange
 from evenload.training.comm.shared_memory import SharedChannel
 
@@ -96,7 +97,7 @@ class Pending:
         except PeerLostError:
             raise
         except RuntimeError as error:
-            raise PeerLostError(f"a collective failed: {error}") from error
+            raise collective_error(error, "a collective failed") from error
 
     @property
     def done(self) -> bool:

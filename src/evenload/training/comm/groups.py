@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import DesyncError, LaunchError, PeerLostError
+from evenload.training.comm.collective_errors import check_setup
 from evenload.training.comm.generation import CollectiveAbortedError, Generation, Membership, Pending
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.shared_memory import SharedChannel
@@ -180,7 +181,11 @@ class Groups:
         """Begin a sum of gradients over all ranks, in place."""
         if self.gradients is None:
             return Pending(None, blocking=False)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.gradients, async_op=True)
+        try:
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.gradients, async_op=True)
+        except RuntimeError as error:
+            check_setup(error, "the gradients could not be summed")
+            raise
         # On NCCL wait() only orders streams; on gloo it blocks the thread and must be wakeable.
         return self._begin(work, blocking=tensor.device.type == "cpu")
 
@@ -217,7 +222,8 @@ class Groups:
         except DesyncError:
             raise
         except (RuntimeError, TimeoutError, PeerLostError) as error:
-            raise CollectiveAbortedError(f"BatchNorm's statistics could not be summed: {error}") from error
+            check_setup(error, what := "BatchNorm's statistics could not be summed")
+            raise CollectiveAbortedError(f"{what}: {error}") from error
 
     def gather_statistics(self, own: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' vectors of statistics, shape ``(world_size, len(own))``."""
@@ -231,7 +237,8 @@ class Groups:
         except DesyncError:
             raise
         except (RuntimeError, TimeoutError, PeerLostError) as error:
-            raise CollectiveAbortedError(f"BatchNorm's statistics could not be gathered: {error}") from error
+            check_setup(error, what := "BatchNorm's statistics could not be gathered")
+            raise CollectiveAbortedError(f"{what}: {error}") from error
 
     @property
     def gone(self) -> bool:

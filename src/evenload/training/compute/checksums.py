@@ -61,7 +61,7 @@ class QueuedScalars:
             values = torch.stack([scalar.view(torch.int64) for scalar in group]).to("cpu", non_blocking=True)
             event = None
             if device.type == "cuda":
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
             self._parts.append((values, event))
 

@@ -14,6 +14,7 @@ from torch import nn
 from evenload.balance.values import StepPlan
 from evenload.errors import PeerLostError
 from evenload.training.comm.clock import StepClock
+from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm, randomness
@@ -217,7 +218,7 @@ def _broadcast(model: nn.Module, groups: Groups) -> None:
                 if dense.data_ptr() != tensor.data_ptr():
                     tensor.copy_(dense)
     except RuntimeError as error:
-        raise PeerLostError(f"rank 0's parameters did not arrive: {error}") from error
+        raise collective_error(error, "rank 0's parameters did not arrive") from error
 
 
 def _over_ranks(values: Sequence[int], groups: Groups, op: dist.ReduceOp.RedOpType) -> list[int]:

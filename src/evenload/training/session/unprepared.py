@@ -20,7 +20,7 @@ from torch import nn
 from evenload.errors import DesyncError, StepError
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
-from evenload.training.compute.checksums import fold, queue_checksums
+from evenload.training.compute.checksums import QueuedScalars, fold, queue_checksums
 from evenload.training.session.live_objects import live_objects
 from evenload.training.step.context import TrainingContext
 
@@ -131,7 +131,7 @@ class UnpreparedUses:
         named = [(name, p) for root in roots for name, p in root.named_parameters() if id(p) not in own]
         self._used, self._others = {}, []
         structure = zlib.crc32(repr([(name, tuple(p.shape), p.dtype) for name, p in named]).encode())
-        key = fold(queue_checksums(p.detach() for _, p in named)) if named else 0.0
+        key = fold(QueuedScalars(queue_checksums(p.detach() for _, p in named)).read()) if named else 0.0
         rows = self._context.control.exchange(Operation.BACKWARD, [float(structure), key])
         # Ranks may use different modules, chosen by their samples; a rank without samples uses none.
         keys = {(shapes, value) for shapes, value in rows if value}
