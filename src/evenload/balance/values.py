@@ -67,6 +67,8 @@ class StepPlan:
     start: int
     """Global position, within the epoch's order, of the first sample of the step."""
     micro: tuple[tuple[int, ...], ...]
+    out: tuple[int, ...] = ()
+    """Ranks of share 0 that have left the groups of gradients and statistics: they read and compute nothing."""
 
     @property
     def num_micro(self) -> int:

@@ -38,10 +38,12 @@ from evenload import stored_names
 from evenload.errors import ConfigError
 from evenload.records import measurement
 from evenload.training.checkpoint.host_copy import HostCopy
+from evenload.training.checkpoint.registry import OWN_STATE
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
 from evenload.training.data.global_batch import GlobalBatch
+from evenload.training.elastic.leaving import ComputingRanks
 from evenload.training.step.context import TrainingContext, device_names
 from evenload.training.step.planner import FixedProportions, ShareAssignment, Shares
 from evenload.training.step.step import Step, StepListener, StepLoader
@@ -82,8 +84,10 @@ def read_options(raw: Mapping[str, Any]) -> MeasurementOptions:
 
 
 class Measurement(StepListener):
-    def __init__(self, context: TrainingContext, options: MeasurementOptions) -> None:
+    def __init__(self, context: TrainingContext, options: MeasurementOptions, ranks: ComputingRanks) -> None:
+        """`ranks` lets all ranks compute before the measurement."""
         self._context = context
+        self._ranks = ranks
         self._options = options
         self._done = False
         self._ends_s: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -108,6 +112,7 @@ class Measurement(StepListener):
         context, options = self._context, self._options
         if context.control.exchange(Operation.MEASURE, [float(loader.planner.has_decision)])[0][0]:
             loader.planner.sync_decision(loader.loader.cursor().global_step)
+        self._ranks.set_out((), context.loop.steps_done)
         self._record_index = context.loop.steps_done
         self._block_steps = self._agree_steps()
         saved = self._saved = _SavedRun(context, loader)
@@ -265,7 +270,7 @@ class _SavedRun:
         self._precision = HostCopy(context.engine.precision)
         # Evenload's own part of the registry holds what is saved here beside it.
         named = zip(context.registry.names, context.registry.values(), strict=True)
-        self._objects = [(value, HostCopy(value)) for name, value in named if name != "evenload"]
+        self._objects = [(value, HostCopy(value)) for name, value in named if name != OWN_STATE]
 
     def rewind_schedules(self) -> None:
         """Restore the schedulers: some raise when they are stepped past their end."""

@@ -142,6 +142,7 @@ def report(squared_norm: float | None) -> RankReport:
         state_key=0.0,
         reading=0.0,
         stop_requested=False,
+        may_leave=False,
         seconds=dict.fromkeys(SEGMENTS, 0.0),
         metrics={"m": 2.0},
         squared_norm=squared_norm,

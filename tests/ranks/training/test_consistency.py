@@ -284,7 +284,7 @@ class TwoRanks:
 def when_due(consistency: Consistency, steps: range) -> list[int]:
     found = []
     for step in steps:
-        consistency.begin(step, first_call=True, world_size=2)
+        consistency.begin(step, first_call=True, ranks=(0, 1))
         assert consistency.key() == consistency.key()  # an attempt done again tells the same
         if consistency.key() > 0:
             found.append(step)
@@ -297,7 +297,7 @@ def test_it_is_due_in_the_first_step_and_in_every_nth() -> None:
     assert when_due(consistency, range(403, 432)) == [403, 410, 420, 430]
     assert when_due(consistency, range(430, 431)) == []  # a window stays at its step
     for first_call, world_size in ((False, 2), (True, 1)):
-        consistency.begin(440, first_call=first_call, world_size=world_size)
+        consistency.begin(440, first_call=first_call, ranks=range(world_size))
         assert consistency.key() == 0
     consistency.check(440, [0.0, 0.0])
     consistency.check(440, [0.0, 5.0])  # a rank that has just come
@@ -308,11 +308,11 @@ def test_with_a_gpu_on_some_rank_numbers_are_read_one_step_later() -> None:
     consistency = Consistency(10, TwoRanks(1.0), print)  # type: ignore[arg-type]
     consistency.attach(lambda: replicated_state([model]))
     assert when_due(consistency, range(403, 432)) == [404, 411, 421, 431]
-    consistency.begin(440, first_call=True, world_size=2)
+    consistency.begin(440, first_call=True, ranks=(0, 1))
     before = fold(QueuedScalars(queue_checksums(replicated_state([model]).values())).read())
     with torch.no_grad():
         model.weight += 1  # an optimizer's step
-    consistency.begin(441, first_call=True, world_size=2)
+    consistency.begin(441, first_call=True, ranks=(0, 1))
     assert consistency.key() == before
     every = Consistency(1, TwoRanks(1.0), print)  # type: ignore[arg-type]
     every.attach(lambda: replicated_state([model]))

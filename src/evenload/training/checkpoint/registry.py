@@ -6,7 +6,7 @@ loaded in the same form as a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,6 +22,10 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> Any: ...
+
+
+OWN_STATE = "evenload"
+"""Name of Evenload's own state: cursors, random generators, shares."""
 
 
 class Registry:
@@ -59,7 +63,10 @@ class Registry:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load all state; CheckpointError if names differ or a state does not fit its object."""
-        missing, extra = self._objects.keys() - state.keys(), state.keys() - self._objects.keys()
+        self._load(state, self._objects.keys())
+
+    def _load(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        missing, extra = set(names) - state.keys(), state.keys() - set(names)
         if missing or extra:
             raise CheckpointError(
                 f"the checkpoint holds {', '.join(sorted(state))}; this script registers {', '.join(sorted(self._objects))}: "
@@ -68,20 +75,27 @@ class Registry:
                 + "Give run.resume the same names, or start anew with --fresh"
             )
         for name, value in self._objects.items():
+            if name not in names:
+                continue
             try:
                 value.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"the checkpoint's {name} does not fit this script's: {error}") from error
 
-    def send(self, groups: Groups, to: int) -> None:
-        payload = files.to_bytes(self.capture())
+    def send(
+        self, groups: Groups, to: int, extra: Mapping[str, Any] | None = None, *, without: Collection[str] = ()
+    ) -> None:
+        """Send the state to a rank, which calls `receive`; `extra` goes with it, the names `without` do not."""
+        state = {name: value for name, value in self.capture().items() if name not in without}
+        payload = files.to_bytes({"state": state, "extra": dict(extra or {})})
         try:
             dist.send(torch.tensor([payload.numel()]), group=groups.control, group_dst=to)
             dist.send(payload, group=groups.control, group_dst=to)
         except RuntimeError as error:
             raise PeerLostError(f"the state did not reach rank {to}: {error}") from error
 
-    def receive(self, groups: Groups, source: int) -> None:
+    def receive(self, groups: Groups, source: int, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """Load the state that `source` sends, and return its `extra`. CheckpointError if it does not fit."""
         size = torch.zeros(1, dtype=torch.int64)
         try:
             dist.recv(size, group=groups.control, group_src=source)
@@ -89,7 +103,10 @@ class Registry:
             dist.recv(payload, group=groups.control, group_src=source)
         except RuntimeError as error:
             raise PeerLostError(f"the state of rank {source} did not arrive: {error}") from error
-        self.load(files.from_bytes(payload))
+        received = files.from_bytes(payload)
+        self._load(received["state"], self._objects.keys() - set(without))
+        extra: dict[str, Any] = received["extra"]
+        return extra
 
 
 def clone_state(state: Any) -> Any:

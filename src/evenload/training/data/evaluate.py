@@ -91,7 +91,15 @@ def cut_rounds(bounds: Sequence[int], world_size: int) -> list[tuple[int, int]]:
 
 
 def cut_parts(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Split a round over the ranks in proportion to `weights`, at least one sample each where there are enough."""
+    """Split a round over the ranks in proportion to `weights`, at least one sample each where there are enough.
+
+    A rank of weight 0 gets none, unless all weights are 0.
+    """
+    members = [rank for rank, weight in enumerate(weights) if weight > 0]
+    if 0 < len(members) < len(weights):
+        of_members = cut_parts(num_samples, [weights[rank] for rank in members])
+        given = dict(zip(members, of_members, strict=True))
+        return [given.get(rank, 0) for rank in range(len(weights))]
     world_size = len(weights)
     if num_samples < world_size:
         return [int(rank < num_samples) for rank in range(world_size)]
@@ -104,6 +112,10 @@ def cut_parts(num_samples: int, weights: Sequence[float]) -> list[int]:
         candidates = [rank for rank in range(world_size) if parts[rank] > 1]
         parts[max(candidates, key=lambda rank: (parts[rank] - quotas[rank], -rank))] -= 1
     return parts
+
+
+def _num_members(weights: Sequence[float]) -> int:
+    return sum(weight > 0 for weight in weights) or len(weights)
 
 
 def _part(low: int, high: int, weights: Sequence[float], rank: int) -> tuple[int, int]:
@@ -136,7 +148,7 @@ def _map_batches(
     epoch: int,
 ) -> Iterator[Any]:
     drawn = order.draw_order(loader, seed=seed, epoch=epoch, rank=rank, agree=agree)
-    spans = (_part(low, high, weights, rank) for low, high in cut_rounds(drawn.bounds, len(weights)))
+    spans = (_part(low, high, weights, rank) for low, high in cut_rounds(drawn.bounds, _num_members(weights)))
     tasks = [ReadTask(epoch, low, tuple(drawn.keys(low, high))) for low, high in spans if low < high]
     try:
         reader.read_ahead(epoch, lambda: iter(tasks))
@@ -151,7 +163,7 @@ def _stream_batches(
     try:
         reader.begin(epoch)
         position = 0
-        for batch in _stream_rounds(reader, len(weights)):
+        for batch in _stream_rounds(reader, _num_members(weights)):
             check_same_stream(agree, rank, len(batch), "evaluation")
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)

@@ -126,6 +126,8 @@ class GlobalBatch:
 def spans_of(plan: StepPlan, ranks: Sequence[int]) -> list[tuple[int, int]]:
     """Return the positions that a process reads; one with several replicas reads no idle samples."""
     if len(ranks) == 1:
+        if ranks[0] in plan.out:
+            return []
         return [read_span(plan, micro_index, ranks[0]) for micro_index in range(plan.num_micro)]
     return [plan.slice_of(m, rank) for m in range(plan.num_micro) for rank in ranks if plan.micro[m][rank]]
 

@@ -14,8 +14,11 @@ from torch import nn
 from evenload.balance.values import StepPlan
 from evenload.errors import PeerLostError
 from evenload.training.comm.clock import StepClock
+<<<<<<< HEAD
 from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.control import Control, Operation
+=======
+>>>>>>> 8e8e568 (A rank with share 0 leaves the groups of gradients, computes nothing, and returns with the state of rank 0)
 from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.device_state import slow_down
@@ -47,14 +50,12 @@ class ReplicaStrategy:
         device: torch.device,
         seed: int,
         precision: Precision,
-        control: Control,
         clock: StepClock,
         throttle: ComputeThrottle,
         groups: Groups,
         grad_norms: GradNorms | None = None,
     ) -> None:
         self._groups = groups
-        self._control = control
         self._clock = clock
         self._throttle = throttle
         self._precision = precision
@@ -91,10 +92,6 @@ class ReplicaStrategy:
         if call.begins_update:
             reducer.clear_skip()
         reducer.begin(self._expectations.get(call.index) if call.may_expect else None)
-        if self._statistics.in_use and self._groups.world_size > 1:
-            # A rank that does something else would leave the others inside a collective of the forward.
-            with self._clock.segment("wait"):
-                self._control.exchange(Operation.BEGIN)
         sums = LossSums()
         started_s = time.perf_counter()
         try:
@@ -222,11 +219,12 @@ def _broadcast(model: nn.Module, groups: Groups) -> None:
 
 
 def _over_ranks(values: Sequence[int], groups: Groups, op: dist.ReduceOp.RedOpType) -> list[int]:
-    if groups.control is None:
+    group = groups.generation.agreement
+    if group is None:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.int32)
     try:
-        dist.all_reduce(tensor, op=op, group=groups.control)
+        dist.all_reduce(tensor, op=op, group=group)
     except RuntimeError as error:
         raise PeerLostError(f"the ranks could not agree on the parameters in use: {error}") from error
     return tensor.tolist()

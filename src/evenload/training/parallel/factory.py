@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from evenload.training.comm.clock import StepClock
-from evenload.training.comm.control import Control
 from evenload.training.comm.groups import Groups
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
@@ -28,7 +27,6 @@ class StrategyParts:
     device: torch.device
     seed: int
     groups: Groups
-    control: Control
     clock: StepClock
     precision: Precision
     throttle: ComputeThrottle
@@ -42,7 +40,6 @@ def _open_ddp(parts: StrategyParts) -> Strategy:
         device=parts.device,
         seed=parts.seed,
         precision=parts.precision,
-        control=parts.control,
         clock=parts.clock,
         throttle=parts.throttle,
         groups=parts.groups,

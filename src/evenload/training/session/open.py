@@ -106,7 +106,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     if len(replicas) == 1:
         recorder.event("replicas", _one_device(replicas[0].device))
     throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
-    parts = StrategyParts(spec, device, config.seed, groups, control, clock, precision, throttle, grad_norms, replicas)
+    parts = StrategyParts(spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas)
     engine = Engine(
         device=device,
         groups=groups,

@@ -19,6 +19,7 @@ from evenload.training.adaptive_batch.setup import open_adaptive_batch
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
+from evenload.training.elastic.leaving import ComputingRanks
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
 from evenload.training.session import prepare
@@ -43,9 +44,10 @@ class Session(StepListener):
         self._has_begun = False
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
-        listeners: list[StepListener | None] = [self._verifier, self, self._contract, self._stopper]
+        self._ranks = ComputingRanks(context, models, saver.unregistered)
+        listeners: list[StepListener | None] = [self._ranks, self._verifier, self, self._contract, self._stopper]
         if context.spec.mode == "measure":
-            listeners.append(Measurement(context, read_options(context.spec.options)))
+            listeners.append(Measurement(context, read_options(context.spec.options), self._ranks))
         for listener in listeners:
             if listener is not None:
                 context.loop.add_listener(listener)
@@ -99,6 +101,10 @@ class Session(StepListener):
         speeds = self._loaders[0].planner.speeds() if self._loaders else (1.0,)
         if len(speeds) != world_size:
             speeds = (1.0 / world_size,) * world_size
+        speeds = tuple(
+            speed if rank in context.groups.generation.computing or world_size == 1 else 0.0
+            for rank, speed in enumerate(speeds)
+        )
         return self._evaluate(
             loader,
             evaluation_batches(
@@ -157,12 +163,14 @@ class Session(StepListener):
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._contract.before_optimizer(optimizer)
+        self._ranks.optimizer_begins(optimizer)
         if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
             adaptive_batch.rates.before(optimizer)
 
     def _after_optimizer(self, *_: Any) -> None:
         if (adaptive_batch := self._saver.adaptive_batch) is not None:
             adaptive_batch.rates.after()
+        self._ranks.optimizer_ends()
         self._context.loop.optimizer_done()
 
     def on_begin(self, step: Step) -> None:

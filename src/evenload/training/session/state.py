@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from evenload.errors import CheckpointError, ConfigError
 from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import broadcast, files
+from evenload.training.checkpoint.registry import OWN_STATE
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
@@ -91,7 +92,7 @@ class Saver:
             if name == "evenload":
                 raise CheckpointError("the name 'evenload' is reserved; give this state another name")
             context.registry.register(name, value)
-        context.registry.register("evenload", self)
+        context.registry.register(OWN_STATE, self)
         self.resumed = True
         found = None if context.config.fresh else files.newest(context.folder)
         rows = context.control.exchange(Operation.RESUME, broadcast.checkpoint_key(found))

@@ -90,7 +90,8 @@ class Consistency:
         self._key = 0.0
         self._last_step = -1
         self._last_good = -1
-        self._norms: dict[str, list[float]] = {}
+        self._norms: dict[str, dict[int, float]] = {}
+        self._ranks: tuple[int, ...] = ()
 
     def attach(self, fingerprint: Callable[[], State]) -> None:
         """Compare what `fingerprint` returns: the tensors that must be equal on all ranks, by name."""
@@ -98,10 +99,11 @@ class Consistency:
         self._last_step = self._last_good = -1
         self._queued.clear()
 
-    def begin(self, step: int, *, first_call: bool, world_size: int) -> None:
-        """Queue a comparison before the first backward of a step, if one is due. All ranks call it."""
+    def begin(self, step: int, *, first_call: bool, ranks: Sequence[int], takes_part: bool = True) -> None:
+        """Queue a comparison of `ranks` before the first backward of a step, if one is due. All ranks call it."""
         self._compared, self._key, self._sketches = None, 0.0, []
-        if not first_call or world_size == 1:
+        self._ranks = tuple(ranks)
+        if not first_call or len(ranks) == 1 or not takes_part:
             return
         due = [queued for queued in self._queued if not self._is_late or queued.step < step]
         # The first step of a session is checked too: the loaded state may differ.
@@ -129,13 +131,17 @@ class Consistency:
         return self._key
 
     def check(self, step: int, keys: Sequence[float]) -> None:
-        """Compare the keys of all ranks; if their state differs, record an event and raise DivergenceError on all ranks."""
-        if not all(keys) or self._compared is None:
+        """Compare the keys of all ranks that compute; if their state differs, record an event and raise DivergenceError.
+
+        All ranks call it, and it raises on all of them.
+        """
+        if not all(keys):
             return  # none is due, or not on a rank that has just joined
-        if len(set(keys)) == 1 or not (found := self._find_differences(self._compared)):
-            self._last_good = self._compared.step
+        compared = self._compared or _QueuedCheck(step, self._fingerprint(), None, None)
+        if len(set(keys)) == 1 or not (found := self._find_differences(compared)):
+            self._last_good = compared.step
             return
-        message, fields = self._describe(found, self._compared.step, len(keys))
+        message, fields = self._describe(found, compared.step, len(keys))
         self._record_event("divergence", message, step=step, **fields)
         raise DivergenceError(message)
 
@@ -155,8 +161,12 @@ class Consistency:
             own = self._sketches or QueuedSketches(state.values()).read()
         table = self._exchange([number for pair in own for number in pair])
         marks = {name: [(row[2 * i], row[2 * i + 1]) for row in table] for i, name in enumerate(state)}
-        self._norms = {name: [norm for _, norm in pairs] for name, pairs in marks.items()}
-        return disagreements(marks, None if same_kind else tolerances(state, marks))
+        self._norms = {
+            name: {rank: norm for rank, (_, norm) in zip(self._ranks, pairs, strict=True)}
+            for name, pairs in marks.items()
+        }
+        found = disagreements(marks, None if same_kind else tolerances(state, marks))
+        return {name: tuple(self._ranks[index] for index in indices) for name, indices in found.items()}
 
     def _compare_structure(self, shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         everyone = [
@@ -193,14 +203,15 @@ class Consistency:
         norms = self._norms.get(name)
         if norms is None:
             return f"{kind} {name} (different shape or dtype, or missing, on {_ranks(outside)})"
-        reference = next(rank for rank in range(len(norms)) if rank not in outside)
+        reference = next(rank for rank in norms if rank not in outside)
         spelled = {rank: f"{norms[rank]:.6g}" for rank in (reference, *outside[:3])}
         if len(set(spelled.values())) == 1:
             return f"{kind} {name} (norm {spelled[reference]} on all ranks, different bits)"
         return f"{kind} {name} (norm {', '.join(f'{norm} on rank {rank}' for rank, norm in spelled.items())})"
 
     def _exchange(self, values: Sequence[float]) -> list[list[float]]:
-        return self._control.exchange(Operation.BACKWARD, values)
+        rows = self._control.exchange(Operation.BACKWARD, values)
+        return [rows[rank] for rank in self._ranks]
 
     def _exchange_texts(self, text: str) -> list[str]:
         # One byte per number: this happens once, before an error.

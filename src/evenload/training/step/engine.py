@@ -20,9 +20,10 @@ from torch import nn
 
 from evenload.errors import DesyncError, NonFiniteError, PeerLostError, StepError
 from evenload.training.comm.clock import StepClock
-from evenload.training.comm.control import Control
+from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import CollectiveAbortedError
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.user_collectives import user_collectives
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.buffers import BufferGuard
 from evenload.training.compute.grad_norms import MEASURE_EVERY, GradNorms
@@ -113,6 +114,8 @@ class Engine:
         self._other_gpus: tuple[torch.device, ...] = ()
         self._has_statistics = False
         self._num_trained = 0
+        self.stays_because = ""
+        """The reason why this rank must compute in every step, even without samples; empty if it may leave (elastic/)."""
         self._units: dict[int, float] = {}
         self._skipped: dict[int, int] = {}
 
@@ -158,7 +161,13 @@ class Engine:
         if stats.calls == 0:
             self._check_leftovers()
         self.clock.switch("compute")
-        self._consistency.begin(batch.global_step, first_call=stats.calls == 0, world_size=self._groups.world_size)
+        generation = self._groups.generation
+        self._consistency.begin(
+            batch.global_step,
+            first_call=stats.calls == 0,
+            ranks=generation.computing,
+            takes_part=generation.computes,
+        )
         attempt = Attempt(batch, planner, stats, loss_fn, begins_update=stats.calls == 0 or stepped)
         try:
             with randomness.set_aside(self.device, self._other_gpus):
@@ -190,11 +199,18 @@ class Engine:
 
     def _run(self, attempt: Attempt) -> StepResult | AttemptFailedError:
         """Run the strategy; a failure on one rank is returned on all of them."""
+        if self._has_statistics and self._groups.world_size > 1:
+            # A rank that does something else would leave the others inside a collective of the forward.
+            with self.clock.segment("wait"):
+                self.control.exchange(Operation.BEGIN)
+        if not self._groups.generation.computes:
+            return self._stand_by(attempt)
 
         def exchange(results: Sequence[LocalResult]) -> GlobalTotals:
             return self._agree(attempt, results)
 
         stats, planner = attempt.stats, attempt.planner
+        num_collectives = self._user_collectives()
         call = BackwardCall(
             index=stats.calls,
             last_units=self._units.get(stats.calls),
@@ -205,7 +221,10 @@ class Engine:
             add_replica_times=planner.add_replica_times,
         )
         try:
-            return self.strategy.run(attempt.batch.plan, attempt.batch, attempt.loss_fn, call)
+            result = self.strategy.run(attempt.batch.plan, attempt.batch, attempt.loss_fn, call)
+            if not self.stays_because and self._user_collectives() != num_collectives:
+                self.stays_because = "loss_fn runs collectives of its own"
+            return result
         except AttemptFailedError as failed:
             return failed
         except Exception as error:
@@ -222,9 +241,23 @@ class Engine:
                 return failed
             raise
 
+    def _stand_by(self, attempt: Attempt) -> StepResult | AttemptFailedError:
+        """Take part in the exchange of a step that only other ranks compute."""
+        try:
+            totals = self._agree(attempt, [self._exchange.idle_result(attempt.stats.calls)])
+        except AttemptFailedError as failed:
+            return failed
+        return StepResult(totals.units, torch.tensor(totals.loss), finite=True)
+
+    def _user_collectives(self) -> int:
+        # A rank without peers need not look, nor one that stays anyway.
+        if self._groups.world_size == 1 or self.stays_because:
+            return 0
+        return user_collectives(self._groups.own_groups)
+
     def _agree(self, attempt: Attempt, results: Sequence[LocalResult]) -> GlobalTotals:
         batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
-        reports = attempt.reports = self._exchange.run(results, batch, planner, stats)
+        reports = attempt.reports = self._exchange.run(results, batch, planner, stats, may_leave=not self.stays_because)
         check_trained(reports, batch.global_step)
         attempt.failed_together = True  # from here on all ranks do the same
         stats.add(reports)
@@ -233,6 +266,11 @@ class Engine:
             planner.sync_decision(batch.global_step)
         if any(report.status != OK for report in reports):
             raise AttemptFailedError([report.status for report in reports])
+        computing = self._groups.generation.computing
+        if len(reports) == planner.world_size:
+            planner.may_leave = [report.may_leave for report in reports]
+        if len(reports) > len(computing) > 1 or self._groups.world_size > len(computing):
+            reports = [reports[rank] for rank in computing]
         self._consistency.check(batch.global_step, [report.state_key for report in reports])
         try:
             totals = totals_of(reports, batch.global_step)
@@ -246,7 +284,8 @@ class Engine:
         """Restore what was before the attempt, on all ranks; raise if it can't be run again."""
         batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
         attempt.failed_together = False
-        self.strategy.rollback(together=True)
+        if self._groups.generation.computes:
+            self.strategy.rollback(together=True)
         self._buffers.restore()
         stats.redone = True
         if self._has_statistics and any(status in _INTERRUPTING for status in statuses):

@@ -31,23 +31,37 @@ class ReportExchange:
         self._device = device
         self._started_s = time.monotonic()
         self._num_graphs = 0
+        self._metric_names: dict[int, tuple[str, ...]] = {}
 
     def begin(self) -> None:
         """Begin an attempt."""
         self._num_graphs = compiled_graphs()
 
     def run(
-        self, results: Sequence[LocalResult], batch: GlobalBatch, planner: Planner, stats: StepStats
+        self,
+        results: Sequence[LocalResult],
+        batch: GlobalBatch,
+        planner: Planner,
+        stats: StepStats,
+        *,
+        may_leave: bool = False,
     ) -> list[RankReport]:
         """Return the reports of all who share the step. All ranks call it once in an attempt."""
-        own = [self._report(result, batch, planner, stats) for result in results]
+        own = [self._report(result, batch, planner, stats, may_leave) for result in results]
         if len(own) > 1:
             return own
         self._clock.switch("wait")
         rows = self._control.exchange(Operation.BACKWARD, own[0].row())
         return read_rows(rows, sorted(own[0].metrics), measured=own[0].squared_norm is not None)
 
-    def _report(self, result: LocalResult, batch: GlobalBatch, planner: Planner, stats: StepStats) -> RankReport:
+    def idle_result(self, call_index: int) -> LocalResult:
+        """Return the result of a rank that computes nothing, with the metrics that the others will have."""
+        return LocalResult(metrics=dict.fromkeys(self._metric_names.get(call_index, ()), 0.0))
+
+    def _report(
+        self, result: LocalResult, batch: GlobalBatch, planner: Planner, stats: StepStats, may_leave: bool
+    ) -> RankReport:
+        self._metric_names[stats.calls] = tuple(result.metrics)
         seconds = result.seconds
         if seconds is None:
             seconds = self._clock.take()
@@ -68,6 +82,7 @@ class ReportExchange:
             state_key=self._consistency.key(),
             reading=batch.reading.code(),
             stop_requested=stop_requested(),
+            may_leave=may_leave,
             seconds=seconds,
             metrics=result.metrics,
             squared_norm=result.squared_norm,

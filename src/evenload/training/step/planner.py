@@ -6,6 +6,7 @@ them into plans with the same integer arithmetic, so the loader's prefetch can p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class ShareAssignment:
     shares: Shares
     min_num_micro: int
     caps: Caps
+    out: tuple[int, ...] = ()
+    """Ranks that leave the groups of gradients: their share is 0."""
 
 
 class PlanSource:
@@ -90,6 +93,8 @@ class Planner:
         self.rank = rank
         self.world_size = world_size
         self.generation = 0
+        self.may_leave = [False] * world_size
+        """For each rank whether it may leave the groups of gradients, as of the last step (engine.py)."""
         self._control = control
         self._announce = announce
         self._on_contention = on_contention
@@ -136,7 +141,8 @@ class Planner:
         elif num_samples != sum(shares):
             shares = scale_shares(shares, num_samples)
         micro = self._cut(shares, num_samples, assignment.min_num_micro, assignment.caps)
-        return StepPlan(self.generation, epoch, epoch_step, 0, start, micro)
+        out = () if self._source.sets_shares else assignment.out
+        return StepPlan(self.generation, epoch, epoch_step, 0, start, micro, out)
 
     def revision(self) -> int:
         """Return a number that grows whenever plans of later steps change."""
@@ -158,9 +164,10 @@ class Planner:
         return self._assignments[-1].shares
 
     def speeds(self) -> tuple[float, ...]:
-        """Return relative speeds for work outside of steps, above 0 for every rank; equal on all ranks."""
+        """Return relative speeds for work outside of steps, 0 for a rank that has left; equal on all ranks."""
         shares = self._assignments[-1].shares
-        return tuple(max(share, 0.25) / sum(shares) for share in shares)
+        out = self._assignments[-1].out
+        return tuple(0.0 if rank in out else max(share, 0.25) / sum(shares) for rank, share in enumerate(shares))
 
     # -- decisions ------------------------------------------------------------------------------------------------------
 
@@ -181,6 +188,7 @@ class Planner:
     ) -> None:
         """Learn on rank 0 what a step cost each rank, in own seconds, and `step_s` in all. All ranks call it."""
         times, self._replica_times = self._replica_times, []
+        seconds = [math.nan if rank in plan.out else own_s for rank, own_s in enumerate(seconds)]
         if self._source.sets_shares:
             return
         if self._is_guess:
@@ -229,9 +237,17 @@ class Planner:
     def sync_decision(self, step: int) -> None:
         """Send rank 0's decision to all ranks during `step`; it holds `LEAD_STEPS` later. All ranks call it."""
         decision = self._pending
-        integers = self._control.agree(None if decision is None else [decision.num_micro, *decision.shares])
+        integers = None
+        if decision is not None:
+            leaves = [
+                int(rank > 0 and not share and self.may_leave[rank]) for rank, share in enumerate(decision.shares)
+            ]
+            integers = [decision.num_micro, *decision.shares, *leaves]
+        count, *parts = self._control.agree(integers)
+        shares, flags = parts[: self.world_size], parts[self.world_size :]
+        out = tuple(rank for rank, leaves in enumerate(flags) if leaves)
         from_step = step + LEAD_STEPS
-        self._assign(ShareAssignment(from_step, tuple(integers[1:]), integers[0], self._assignments[-1].caps))
+        self._assign(ShareAssignment(from_step, tuple(shares), count, self._assignments[-1].caps, out))
         if decision is not None:
             self._announce(decision, from_step)
             self._pending = None
@@ -257,8 +273,9 @@ class Planner:
             self._pending = self._balancer.set_caps(new) or self._pending
         shares = plan.shares
         micro = self._cut(shares, plan.num_samples, 1, new)
-        self._assign(ShareAssignment(0, self._assignments[-1].shares, 1, new))
-        return StepPlan(plan.generation, plan.epoch, plan.step, plan.attempt + 1, plan.start, micro)
+        newest = self._assignments[-1]
+        self._assign(ShareAssignment(0, newest.shares, 1, new, newest.out))
+        return StepPlan(plan.generation, plan.epoch, plan.step, plan.attempt + 1, plan.start, micro, plan.out)
 
     def outlook(self) -> dict[str, float]:
         """Return how many times as fast rank 0 expects the newest shares to be: as equal shares, as the best rank alone."""

@@ -23,6 +23,7 @@ _SCALARS: dict[str, Callable[[float], float]] = {
     "state_key": float,
     "reading": float,
     "stop_requested": bool,
+    "may_leave": bool,
 }
 """Fields of a row and their types; a checksum of the names of the metrics follows."""
 _FIXED = len(_SCALARS) + 1
@@ -50,6 +51,8 @@ class RankReport:
     reading: float
     """Code of how this rank reads its samples (data/tuning.py)."""
     stop_requested: bool
+    may_leave: bool
+    """The rank could compute nothing for a while, and return (elastic/)."""
     seconds: Mapping[Segment, float]
     """Of each segment since the last report."""
     metrics: Mapping[str, float]

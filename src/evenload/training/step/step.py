@@ -126,6 +126,9 @@ class StepListener:
         Not called while a stop is requested and the step's gradients are still unused: no checkpoint would hold them.
         """
 
+    def on_loop_end(self) -> None:
+        """A loop over a loader came to the end of its epoch, on all ranks."""
+
     def is_due(self, num_steps: int) -> bool:
         """Return whether `extra_steps` begins now, after `num_steps` steps of this session."""
         return False
@@ -262,6 +265,8 @@ class StepLoop:
     def end_epoch(self) -> None:
         self.engine.clock.switch("other")
         self.left_early, self.ran_out = False, True
+        for listener in self._listeners:
+            listener.on_loop_end()
 
     def due_listener(self) -> StepListener | None:
         return next((listener for listener in self._listeners if listener.is_due(self._session_steps)), None)

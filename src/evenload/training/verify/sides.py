@@ -156,7 +156,6 @@ class VerifyCall:
             context.device,
             context.config.seed,
             context.groups,
-            context.control,
             StepClock(context.device),
             self.precision,
             context.engine.throttle,

@@ -1,0 +1,138 @@
+"""Ranks that leave the groups of gradients and statistics while they would only slow the others, and return.
+
+The planner decides (a share of 0); this listener acts on it between two steps, on all ranks at the same step. A rank that has
+left takes part in the exchanges alone: it reads and computes nothing, its `.grad` stays None, so its optimizer changes
+nothing. Before it computes again, and when a loop over a loader ends, it receives the registered state from rank 0.
+
+Note [Ranks that stay]
+  A rank stays, with one sample of weight 0 in each micro-batch, where leaving would change the result or hang:
+  - an optimizer or scheduler that steps, or a prepared model, was not passed to `run.resume`: its state could not be restored
+  - loss_fn runs collectives of the user's own, which wait for all ranks
+  - an optimizer calls `step.backward` itself (LBFGS): without gradients it would call it another number of times
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from evenload.training.checkpoint.registry import OWN_STATE
+from evenload.training.compute.micro_steps import LossFn
+from evenload.training.step.context import TrainingContext, device_names
+from evenload.training.step.step import Step, StepListener
+
+
+class ComputingRanks(StepListener):
+    """Follows the plans: which ranks compute the next step."""
+
+    def __init__(
+        self, context: TrainingContext, models: Sequence[nn.Module], unregistered: Callable[[], Sequence[str]]
+    ) -> None:
+        """`unregistered` returns the types of schedulers and averages that were not passed to `run.resume`."""
+        self._context = context
+        self._models = models
+        self._unregistered = unregistered
+        self._optimizer: Optimizer | None = None
+        self._has_begun = False
+        self._reported = ""
+
+    def on_begin(self, step: Step) -> None:
+        if self._context.groups.world_size == 1:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._check_registered()
+        self.set_out(() if step.arm else step.batch.plan.out, step.index)
+        self._report_staying(step)
+
+    def on_backward(self, step: Step, loss_fn: LossFn) -> None:
+        if self._optimizer is not None:
+            self._stay(f"{type(self._optimizer).__name__} calls step.backward itself")
+
+    def on_loop_end(self) -> None:
+        """Send the state to the ranks that have left, which may use their models now."""
+        generation = self._context.groups.generation
+        self._send_state([rank for rank in generation.ranks if rank not in generation.computing])
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        if not self._context.engine.stays_because and self._context.loop.step is not None:
+            held = self._context.registry.values()
+            if not any(value is optimizer for value in held):
+                self._stay(f"{type(optimizer).__name__} steps, but was not passed to run.resume")
+
+    def optimizer_ends(self) -> None:
+        self._optimizer = None
+
+    def set_out(self, out: Sequence[int], step_index: int | None = None) -> None:
+        """Let all ranks but `out` compute from now on. All ranks call it between two steps."""
+        groups = self._context.groups
+        before = groups.generation.computing
+        computing = tuple(rank for rank in groups.ranks if rank not in out)
+        if computing == before or groups.world_size == 1:
+            return
+        returning = [rank for rank in computing if rank not in before]
+        self._send_state(returning)
+        groups.set_computing(computing)
+        names = device_names(self._context)
+        for rank in returning:
+            self._context.recorder.event(
+                "returned", f"rank {rank} ({names[rank]}) computes again, with the state of rank 0", step=step_index
+            )
+        for rank in before:
+            if rank not in computing:
+                self._context.recorder.event(
+                    "left",
+                    f"rank {rank} ({names[rank]}) computes nothing from this step on: the others are faster without it",
+                    step=step_index,
+                )
+
+    def _send_state(self, to: Sequence[int]) -> None:
+        """Send everything that training needs from rank 0; all ranks call it."""
+        if not to:
+            return
+        context = self._context
+        with context.clock.segment("other"):
+            if context.groups.rank == 0:
+                engine = context.engine
+                extra = {"engine": engine.state_dict(), "precision": engine.precision.state_dict()}
+                for rank in to:
+                    context.registry.send(context.groups, rank, extra, without=(OWN_STATE,))
+            elif context.groups.rank in to:
+                received = context.registry.receive(context.groups, 0, without=(OWN_STATE,))
+                context.engine.load_state_dict(received["engine"])
+                context.engine.precision.load_state_dict(received["precision"])
+
+    def _check_registered(self) -> None:
+        held = self._context.registry.values()
+        parts = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]
+        missing = [type(m).__name__ for m in self._models if not any(m is part for part in parts) and _trains(m)]
+        if not held:
+            self._stay("run.resume was not called, so the state of a rank that returns could not be restored")
+        elif missing := [*missing, *self._unregistered()]:
+            self._stay(f"{', '.join(missing)} was not passed to run.resume")
+
+    def _stay(self, reason: str) -> None:
+        if not self._context.engine.stays_because:
+            self._context.engine.stays_because = reason
+
+    def _report_staying(self, step: Step) -> None:
+        """Report once that a rank without samples computes all the same, and its cost."""
+        plan, planner = step.batch.plan, step.planner
+        idle = [rank for rank, share in enumerate(plan.shares) if share == 0 and rank not in plan.out]
+        if not idle or self._reported or step.arm or all(planner.may_leave) or planner.world_size != plan.world_size:
+            return
+        reason = self._context.engine.stays_because or "another rank can't be left out"
+        self._reported = reason
+        self._context.recorder.event(
+            "stays",
+            f"rank {', '.join(map(str, idle))} has no samples but computes one of weight 0 in each micro-batch, for which the "
+            f"others may wait: {reason}",
+            step=step.index,
+        )
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
