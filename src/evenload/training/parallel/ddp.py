@@ -14,11 +14,7 @@ from torch import nn
 from evenload.balance.values import StepPlan
 from evenload.errors import PeerLostError
 from evenload.training.comm.clock import StepClock
-<<<<<<< HEAD
 from evenload.training.comm.collective_errors import collective_error
-from evenload.training.comm.control import Control, Operation
-=======
->>>>>>> 8e8e568 (A rank with share 0 leaves the groups of gradients, computes nothing, and returns with the state of rank 0)
 from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.device_state import slow_down
