@@ -34,6 +34,13 @@ def test_tabular(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_fixmatch(tmp_path: Path) -> None:
+    printed = run_both("fixmatch.py", tmp_path, "--epochs", "4", balance="12,4")
+    assert same(r"epoch 3: loss #,", printed) < 2.3  # ten classes, 24 steps: it has begun to learn
+    same(r"accuracy #%", printed, rel=0.02)
+
+
+@pytest.mark.slow
 def test_gan(tmp_path: Path) -> None:
     printed = run_both("gan.py", tmp_path, "--epochs", "2", "--steps", "10", balance="48,16")
     same(r"epoch 1: loss of the discriminator #,", printed)
