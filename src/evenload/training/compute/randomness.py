@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenload.training.data.randomness import get_global_state, mix, reseed, set_global_state
+from evenload.training.data.randomness import FastSaver, get_global_state, mix, reseed, set_global_state
+
+_saver = FastSaver()
 
 
 def seed_all(device: torch.device, *parts: int, others: Sequence[torch.device] = ()) -> None:
@@ -46,12 +48,15 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 @contextmanager
 def set_aside(device: torch.device, others: Sequence[torch.device] = ()) -> Iterator[None]:
     """Restore the generators after the body. `others`: see `other_gpus`."""
-    state = capture(device)
+    state = _saver.save()
+    own = _cuda_generator(device).get_state() if device.type == "cuda" else None
     other_states = [_cuda_generator(other).get_state() for other in others]
     try:
         yield
     finally:
-        restore(state, device)
+        _saver.restore(state)
+        if own is not None:
+            _cuda_generator(device).set_state(own)
         for other, other_state in zip(others, other_states, strict=True):
             _cuda_generator(other).set_state(other_state)
 
