@@ -62,7 +62,7 @@ class CallGradients:
         self._touched_ids: set[int] = set()
         self._trainable: list[bool] = []
         self._trained_key = 0.0
-        self._known_touched: tuple[set[int], list[int], float] = set(), [0] * len(slots), -1.0
+        self._known_touched: tuple[set[int], list[int], float] = set(), [0] * len(slots), 0.0
 
     def remove(self) -> None:
         """Remove all hooks."""
