@@ -58,7 +58,17 @@ def _setting(
     return field(default=default, metadata=metadata)
 
 
+STRATEGY_NAMES = ["ddp", "dp"]
+"""Values of ``strategy``; `register_strategy` adds to them (training/parallel/factory.py)."""
+
+
 def _one_of(*choices: str) -> Kind:
+    return _one_in(choices)
+
+
+def _one_in(choices: Sequence[str]) -> Kind:
+    """One of the names in `choices`, which may grow."""
+
     def check(value: Any) -> Any:
         if value not in choices:
             raise ValueError(f"expected one of {', '.join(choices)}")
@@ -197,7 +207,7 @@ class Config:
     )
     strategy: str = _setting(
         "ddp",
-        _one_of("ddp", "dp"),
+        _one_in(STRATEGY_NAMES),
         "Where replicas of the model live. ddp: one process per device; dp: one process for all devices.",
         commands=_BOTH,
     )

@@ -7,6 +7,7 @@ which everything it started ends.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -227,6 +228,7 @@ def _make_throttle(folder: Path, num_ranks: int, overrides: dict[str, Any]) -> T
 def _run_rank(pipe: Connection, call: bytes, environment: dict[str, str], folder: str, stacks: str) -> None:
     """Run one rank in the child; never return."""
     os.setsid()
+    gc.freeze()  # what the server imported stays shared memory: no collection, and no search of objects, writes to it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -107,6 +107,7 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
     )
     if setting.bucket_bytes is not None:
         buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES = setting.bucket_bytes // 2, setting.bucket_bytes
+        buckets.SMALL_BYTES = setting.bucket_bytes // 4  # gradients of both kinds
     task.rank, task.run, task.run_by_evenload = run.rank, run, True
     torch.manual_seed(task.seed + run.rank)  # other initial weights on each rank: rank 0's must count
     task.build()

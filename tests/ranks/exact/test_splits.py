@@ -22,6 +22,31 @@ ALL = {  # balance, micro_batch, another split in each step -> K of full batches
 }
 SOME = {key: ALL[key] for key in (((24, 6, 2), 8, False), ((31, 1, 0), "auto", False), ("even", 8, True))}
 
+ON_EVERY_SPLIT = ("Clipped", "Ragged", "Normed", "Tokens", "SilentRank", "Structured", "Gan", "Unused")
+ON_SOME_SPLITS = (
+    *(
+        "Momentum",
+        "ZeroFirst",
+        "ChannelsLast",
+        "NormedAtEval",
+        "PenalisedNormed",
+        "MeanTeacher",
+        "SilentRankNormed",
+        "DictMetrics",
+    ),
+    *(
+        "TwoLosses",
+        "GanKeepsGradients",
+        "Critic",
+        "FixMatch",
+        "CycleGan",
+        "Unfreezing",
+        "Checkpointed",
+        "CheckpointedReentrant",
+    ),
+    *("WrappedFirst", "WrappedAfter"),
+)
+
 
 def _compare(name: str, grid: dict[Any, int | None], strategy: str, folder: Path) -> None:
     settings = [Setting(balance, micro, changing, strategy=strategy) for balance, micro, changing in grid]
@@ -33,34 +58,12 @@ def _compare(name: str, grid: dict[Any, int | None], strategy: str, folder: Path
 
 
 @pytest.mark.every_strategy
-@pytest.mark.parametrize("name", ["Clipped", "Ragged", "Normed", "Tokens", "SilentRank", "Structured", "Gan", "Unused"])
+@pytest.mark.parametrize("name", ON_EVERY_SPLIT)
 def test_on_every_split(name: str, strategy: str, tmp_path: Path) -> None:
     _compare(name, ALL if strategy == "ddp" else SOME, strategy, tmp_path)
 
 
 @pytest.mark.every_strategy
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Momentum",
-        "ZeroFirst",
-        "ChannelsLast",
-        "NormedAtEval",
-        "PenalisedNormed",
-        "MeanTeacher",
-        "SilentRankNormed",
-        "DictMetrics",
-        "TwoLosses",
-        "GanKeepsGradients",
-        "Critic",
-        "FixMatch",
-        "CycleGan",
-        "Unfreezing",
-        "Checkpointed",
-        "CheckpointedReentrant",
-        "WrappedFirst",
-        "WrappedAfter",
-    ],
-)
+@pytest.mark.parametrize("name", ON_SOME_SPLITS)
 def test_on_some_splits(name: str, strategy: str, tmp_path: Path) -> None:
     _compare(name, SOME, strategy, tmp_path)

@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.errors import EvenloadError
-from evenload.training.parallel import reducer
+from evenload.training.parallel import buckets
 
 SHARES = (13, 3)
 BATCH = sum(SHARES)
 NUM_STEPS = 3
 BUCKET_BYTES = 200
 """Small, so that some buckets have left when others are still computed."""
+SMALL_BYTES = 100
+"""So that there are gradients of both kinds: those that accumulate in their bucket, and those that are moved there."""
 
 Script = Callable[["Job"], Any]
 """Trains, and returns tensors that must be those of one process."""
@@ -126,7 +128,8 @@ def in_one_process(script: Script) -> torch.Tensor:
 def on_ranks(scripts: list[tuple[str, Script, dict[str, Any]]], folder: str) -> list[torch.Tensor | str]:
     """Runs on each rank: the values that each script returns, or the text of its error."""
     torch.set_num_threads(1)
-    reducer.FIRST_BUCKET_BYTES = reducer.BUCKET_BYTES = BUCKET_BYTES
+    buckets.FIRST_BUCKET_BYTES = buckets.BUCKET_BYTES = BUCKET_BYTES
+    buckets.SMALL_BYTES = SMALL_BYTES
     return [_outcome(script, f"{folder}/{name}", settings) for name, script, settings in scripts]
 
 

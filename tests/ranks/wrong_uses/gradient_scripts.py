@@ -332,6 +332,21 @@ def module_hooks(job: Job) -> Any:
     return job.train()
 
 
+def hook_that_clamps(job: Job) -> Any:
+    """A hook of a parameter runs on the sum."""
+    model = job.prepare(job.network())
+    for p in model.parameters():
+        p.register_hook(lambda slope: slope.clamp(-1e-2, 1e-2))
+    return job.train()
+
+
+def hook_that_clamps_of_before(job: Job) -> Any:
+    model = job.network()
+    model[0].weight.register_hook(lambda slope: slope / slope.norm())
+    job.prepare(model)
+    return job.train()
+
+
 def tensor_hook_and_retained_gradient(job: Job) -> Any:
     model = job.prepare(job.network())
 

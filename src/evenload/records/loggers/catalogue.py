@@ -50,7 +50,8 @@ BUILT_IN: Mapping[str, BuiltInLogger] = {
 
 def check_loggers(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Raise `ConfigError` for loggers that cannot be opened, without importing them: the same result on every rank."""
-    offered = _offered()
+    # Reading the entry points of all installed packages takes 50 ms.
+    offered = _offered() if any(name not in BUILT_IN for name in names) else {}
     for name in names:
         if name not in BUILT_IN and name not in offered:
             raise ConfigError(

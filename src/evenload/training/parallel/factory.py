@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from evenload.config import STRATEGY_NAMES
+from evenload.errors import ConfigError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.groups import Groups
 from evenload.training.compute.grad_norms import GradNorms
@@ -54,6 +56,17 @@ def _open_dp(parts: StrategyParts) -> Strategy:
 
 
 STRATEGIES: dict[str, Callable[[StrategyParts], Strategy]] = {"ddp": _open_ddp, "dp": _open_dp}
+
+
+def register_strategy(name: str, open_it: Callable[[StrategyParts], Strategy]) -> None:
+    """Add a strategy that ``evenload.init(strategy=name)`` accepts from then on; ConfigError if the name is taken.
+
+    Call it on every rank, before `evenload.init`.
+    """
+    if name in STRATEGIES:
+        raise ConfigError(f"register_strategy({name!r}): there is a strategy of this name already; choose another")
+    STRATEGIES[name] = open_it
+    STRATEGY_NAMES.append(name)
 
 
 def open_strategy(name: str, parts: StrategyParts) -> Strategy:
