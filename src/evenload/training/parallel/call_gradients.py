@@ -74,7 +74,7 @@ class CallGradients:
         self._touched_ids.clear()
         self._last_ids = []
         if (trainable := list(map(_TRAINABLE, self._params))) != self._trainable:
-            trained = [(s.name, tuple(s.param.shape), s.param.dtype) for s in self.slots if s.param.requires_grad]
+            trained = [(s.name, tuple(s.param.shape), s.param.dtype, s.param.requires_grad) for s in self.slots]
             self._trainable = trainable
             self._trained_key = float(zlib.crc32(repr(trained).encode()) % 2**20 << 32)
         self._summed_hooks.take()
@@ -105,9 +105,8 @@ class CallGradients:
         return tuple(counts[id(param)] for param in self._params)
 
     def order(self) -> list[int]:
-        """Return the indices of slots in the order in which their gradients came in the last micro-batch; then the others."""
-        first = [self._slot_of[key].index for key in dict.fromkeys(self._last_ids)]
-        return first + sorted(set(range(len(self.slots))) - set(first), reverse=True)
+        """Return the indices of slots in the order in which their gradients came in the last micro-batch."""
+        return [self._slot_of[key].index for key in dict.fromkeys(self._last_ids)]
 
     def touched(self) -> list[int]:
         """Return 1 for each slot that received a gradient in this call, idle or not."""

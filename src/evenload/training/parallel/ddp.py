@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenload.balance.values import StepPlan
-from evenload.errors import PeerLostError
+from evenload.errors import DesyncError, PeerLostError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.groups import Groups
@@ -21,10 +22,12 @@ from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.label_watch import LabelWatch
 from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext, run_micro_steps
+from evenload.training.compute.model_parameters import ModelParameters
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.replicated_state import replicated_state
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
+from evenload.training.parallel.arrivals import Arrivals
 from evenload.training.parallel.call_gradients import Expectation
 from evenload.training.parallel.local_reducer import LocalReducer
 from evenload.training.parallel.model_split.buckets import BucketSegments
@@ -62,17 +65,23 @@ class ReplicaStrategy:
         )
         self._segments = BucketSegments()
         self._models: list[nn.Module] = []
-        self._signature: list[tuple[int, bool, torch.dtype, torch.device]] = []
+        self._parameters = ModelParameters(())
+        self._frozen: list[nn.Parameter] = []
+        """Parameters without a slot: they have not been trained so far."""
+        self._added: dict[str, nn.Parameter] = {}
+        """Parameters that are new since the last step, and not equal on all ranks yet."""
         self._reducer: BucketReducer | LocalReducer | None = None
-        self._expectations: dict[int, Expectation] = {}
+        self._arrivals = Arrivals()
+        self._is_ordered = False
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
         self.detach()
         self._groups = groups
         self._segments = BucketSegments(models, groups)
         for model in models:
-            _broadcast(model, groups)
+            _broadcast((*model.parameters(), *model.buffers()), groups)
         self._models = list(models)
+        self._parameters = ModelParameters(models)
         self._context = replace(self._context, other_gpus=randomness.other_gpus(models, self._context.device))
         self._statistics.in_use = any(batchnorm.has_global_statistics(model) for model in models)
         self._build()
@@ -83,11 +92,11 @@ class ReplicaStrategy:
             self._reducer = None
 
     def run(self, plan: StepPlan, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall) -> StepResult:
-        self._follow_parameters()
+        self._follow_parameters(call)
         reducer = self._of()
         if call.begins_update:
             reducer.clear_skip()
-        reducer.begin(self._expectations.get(call.index) if call.may_expect else None)
+        reducer.begin(self._arrivals.expected.get(call.index) if call.may_expect else None)
         sums = LossSums()
         started_s = time.perf_counter()
         try:
@@ -106,9 +115,10 @@ class ReplicaStrategy:
             self._statistics.idle = False
         slow_down(self._throttle, self._context.device, started_s)
         totals = call.exchange([self._local_result(sums)])
-        touched = self._touched(totals.same_touched)
+        touched = self._arrivals.agree(
+            call.index, reducer, self._groups, same=totals.same_touched, was_late=not call.may_expect
+        )
         finite = reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale))
-        self._update_expectation(call.index, touched)
         if not (finite and math.isfinite(totals.loss)):
             reducer.clear(touched)
         loss = torch.tensor(totals.loss, dtype=sums.dtype)
@@ -124,10 +134,10 @@ class ReplicaStrategy:
 
     def state_dict(self) -> Mapping[int, Expectation]:
         """Return the arrivals that earlier steps had, by index of the call."""
-        return dict(self._expectations)
+        return dict(self._arrivals.expected)
 
     def load_state_dict(self, state: Mapping[int, Expectation]) -> None:
-        self._expectations = dict(state)
+        self._arrivals.expected = dict(state)
 
     def fingerprint(self) -> Mapping[str, torch.Tensor]:
         return replicated_state(self._models)
@@ -143,7 +153,7 @@ class ReplicaStrategy:
     def _local_result(self, sums: LossSums) -> LocalResult:
         grad_norms = self._grad_norms
         return LocalResult(
-            status=LATE_GRADIENT if self._of().late else OK,
+            status=LATE_GRADIENT if self._of().late or self._added else OK,
             weighted=sums.weighted,
             units=sums.units,
             loss_sum=float(sums.loss_sum),
@@ -152,58 +162,65 @@ class ReplicaStrategy:
             squared_norm=grad_norms.own() if grad_norms is not None and grad_norms.on else None,
         )
 
-    def _touched(self, same: bool) -> list[int]:
-        touched = self._of().touched()
-        return touched if same else _over_ranks(touched, self._groups, dist.ReduceOp.MAX)
-
-    def _update_expectation(self, call_index: int, touched: Sequence[int]) -> None:
-        known = self._expectations.get(call_index)
-        if known is None or any(now and not then for now, then in zip(touched, known, strict=True)):
-            expected = self._agreed(self._of().observed())
-            if known is not None:
-                expected = tuple(max(now, then) for now, then in zip(expected, known, strict=True))
-            self._expectations[call_index] = expected
-
     def _build(self) -> None:
+        # A parameter that was trained once keeps its slot while it is frozen (a GAN freezes and unfreezes in each step).
+        keep = {id(slot.param) for slot in self._reducer.slots} if self._reducer is not None else set()
+        self.detach()
         if self._groups.gradients is None:
-            self._reducer = LocalReducer(self._models, self._grad_norms)
+            self._reducer = LocalReducer(self._models, self._grad_norms, keep)
         else:
-            self._reducer = BucketReducer(self._models, self._groups, self._segments, grad_norms=self._grad_norms)
-        self._signature = self._sign()
-        self._expectations.clear()
+            self._reducer = BucketReducer(
+                self._models, self._groups, self._segments, grad_norms=self._grad_norms, keep=keep
+            )
+        slotted = {id(slot.param) for slot in self._reducer.slots}
+        self._frozen = [p for p in self._parameters.named.values() if id(p) not in slotted]
+        self._arrivals, self._is_ordered = Arrivals(), False
 
-    def _sign(self) -> list[tuple[int, bool, torch.dtype, torch.device]]:
-        return [(id(p), p.requires_grad, p.dtype, p.device) for model in self._models for p in model.parameters()]
-
-    def _follow_parameters(self) -> None:
-        # Parameters may be frozen, unfrozen, converted or replaced between steps, on all ranks.
-        if self._reducer is not None and self._sign() != self._signature:
-            self._reducer.remove()
+    def _follow_parameters(self, call: BackwardCall) -> None:
+        # Parameters may be frozen, unfrozen, converted, added or replaced between steps, on all ranks.
+        reducer, gone = self._of(), False
+        if self._parameters.has_changed:
+            known = list(self._parameters.named.values())
+            self._parameters.read()
+            before, now = set(map(id, known)), set(map(id, self._parameters.named.values()))
+            self._added |= {name: p for name, p in self._parameters.named.items() if id(p) not in before}
+            self._frozen += self._added.values()
+            gone = any(id(slot.param) not in now for slot in reducer.slots)
+        if gone or not reducer.fits or any(p.requires_grad for p in self._frozen):
             self._build()
+        if self._groups.gradients is None:
+            self._added = {}
+        elif not call.may_expect:
+            _send_added(self._added, self._groups)
+            self._added = {}
+        elif call.index == 0 and self._arrivals.order and not self._is_ordered:
+            self._is_ordered = True
+            self._of().reorder(self._arrivals.order)
 
     def _of(self) -> BucketReducer | LocalReducer:
         if self._reducer is None:
             raise RuntimeError("the strategy is not attached to a model")
         return self._reducer
 
-    def _agreed(self, observed: Expectation) -> Expectation:
-        # The same buckets must leave early on all ranks: none with a parameter that only some ranks touch.
-        somewhere = _over_ranks([min(count, 1) for count in observed], self._groups, dist.ReduceOp.MAX)
-        everywhere = _over_ranks([min(count, 1) for count in observed], self._groups, dist.ReduceOp.MIN)
-        agreed = list(observed)
-        for bucket in self._of().buckets:
-            if any(somewhere[slot.index] != everywhere[slot.index] for slot in bucket.slots):
-                for slot in bucket.slots:
-                    agreed[slot.index] = 0
-        return tuple(agreed)
+
+def _send_added(added: Mapping[str, nn.Parameter], groups: Groups) -> None:
+    """Send parameters that were added since the last step from rank 0 to the others; all ranks call it."""
+    text = repr([(name, tuple(p.shape), p.dtype) for name, p in added.items()])
+    key = zlib.crc32(text.encode()) % 2**31
+    if _over_ranks([key], groups, dist.ReduceOp.MAX) != _over_ranks([key], groups, dist.ReduceOp.MIN):
+        raise DesyncError(
+            f"the ranks added different parameters to a model since the last step (here: {', '.join(added) or 'none'}); add the "
+            "same on all ranks"
+        )
+    _broadcast(added.values(), groups)
 
 
-def _broadcast(model: nn.Module, groups: Groups) -> None:
+def _broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:
     if groups.gradients is None:
         return
     try:
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in tensors:
                 dense = tensor.detach().contiguous()
                 # Dtypes that gloo or NCCL don't support are sent as bytes.
                 wire = dense if dense.dtype in _NATIVE_DTYPES else dense.reshape(-1).view(torch.uint8)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from evenload.training.compute.grad_norms import GradNorms
+from evenload.training.compute.model_parameters import any_nonzero
 from evenload.training.parallel.buckets import Bucket, real
 from evenload.training.parallel.call_gradients import CallGradients, Expectation, all_finite, number_slots, sparse_error
 
@@ -18,15 +18,20 @@ class LocalReducer(CallGradients):
 
     buckets: Sequence[Bucket] = ()
 
-    def __init__(self, models: Sequence[nn.Module], grad_norms: GradNorms | None = None) -> None:
-        super().__init__(number_slots(models))
+    device = torch.device("cpu")
+    fits = True
+
+    def __init__(
+        self, models: Sequence[nn.Module], grad_norms: GradNorms | None = None, keep: Collection[int] = ()
+    ) -> None:
+        super().__init__(number_slots(models, keep))
         self._grad_norms = grad_norms
         if grad_norms is not None:
             grad_norms.follow(self._held)
         self._was_zero = False
         self._before_idle: list[torch.Tensor | None] | None = None
 
-    def reorder(self, order: Sequence[int]) -> None:
+    def reorder(self, first: Iterable[int]) -> None:
         """Do nothing: there are no buckets."""
 
     def begin(self, expected: Expectation | None) -> None:
@@ -34,7 +39,7 @@ class LocalReducer(CallGradients):
         self._stash, self._was_zero = self._no_stash, False
         if (grads := self._present()) is not None:
             self._stash = grads
-            self._was_zero = not _any_nonzero(grads)
+            self._was_zero = not any_nonzero(grads)
             if not self._was_zero:
                 self._remove_all()
 
@@ -111,11 +116,3 @@ def _finite_norms(grads: Sequence[torch.Tensor]) -> bool:
         return True
     norms = torch._foreach_norm([real(grad) for grad in grads])
     return bool(torch.isfinite(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])).all())
-
-
-def _any_nonzero(grads: Sequence[torch.Tensor | None]) -> bool:
-    present = [grad for grad in grads if grad is not None and grad.numel()]
-    if not present or any(grad.is_sparse for grad in present):
-        return bool(present)
-    norms = torch._foreach_norm([real(grad) for grad in present], math.inf)
-    return bool(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).any())

@@ -23,7 +23,7 @@ Note [Finite]
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,7 @@ class BucketReducer(CallGradients):
         pins: bool = False,
         strategy: str = "ddp",
         grad_norms: GradNorms | None = None,
+        keep: Collection[int] = (),
     ) -> None:
         """Args:
         groups: sums the buckets.
@@ -71,8 +72,9 @@ class BucketReducer(CallGradients):
         pins: buckets lie in pinned memory, to be copied to a GPU.
         strategy: its name in messages.
         grad_norms: receives what leaves and what returns, if norms are measured.
+        keep: ids of frozen parameters that keep their slot, because they are trained at times.
         """
-        super().__init__(number_slots(models), check, hooked)
+        super().__init__(number_slots(models, keep), check, hooked)
         self._groups = groups
         self._segments = segments or BucketSegments()
         self._pins = pins
@@ -91,9 +93,21 @@ class BucketReducer(CallGradients):
         # The reverse order of registration is near the order in which gradients arrive.
         self._build(range(len(self.slots) - 1, -1, -1))
 
-    def reorder(self, order: Sequence[int]) -> None:
-        """Build the buckets anew, between two calls, from the slots in this order, which is equal on all ranks."""
-        if list(order) != self._order:
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors are summed over ranks."""
+        return self.buckets[0].flat.device if self.buckets else torch.device("cpu")
+
+    @property
+    def fits(self) -> bool:
+        """False if the parameters were converted or moved since the buckets were built."""
+        firsts = ((bucket.slots[0].param, bucket.flat) for bucket in self.buckets)
+        return all(param.dtype == flat.dtype and param.device == flat.device for param, flat in firsts)
+
+    def reorder(self, first: Iterable[int]) -> None:
+        """Build the buckets anew, between two calls, beginning with these slots; the order is equal on all ranks."""
+        order = list(dict.fromkeys((*first, *self._order)))
+        if order != self._order:
             self._build(order)
 
     # -- one call of step.backward ------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.buffers import BufferGuard
 from evenload.training.compute.grad_norms import MEASURE_EVERY, GradNorms
 from evenload.training.compute.micro_steps import LossFn
+from evenload.training.compute.model_parameters import ModelParameters
 from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.compute.precision import Precision
 from evenload.training.data.global_batch import GlobalBatch
@@ -113,9 +114,11 @@ class Engine:
         self._buffers = BufferGuard()
         self._other_gpus: tuple[torch.device, ...] = ()
         self._has_statistics = False
+        self._parameters = ModelParameters(())
         self._num_trained = 0
         self.stays_because = ""
         """The reason why this rank must compute in every step, even without samples; empty if it may leave (elastic/)."""
+        self._reported_late = False
         self._units: dict[int, float] = {}
         self._skipped: dict[int, int] = {}
 
@@ -125,6 +128,7 @@ class Engine:
         self._other_gpus = randomness.other_gpus(models, self.device)
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self._num_trained = sum(any(p.requires_grad for p in model.parameters()) for model in models)
+        self._parameters = ModelParameters(models)
         self._buffers = BufferGuard(models)
         self._consistency.attach(self.strategy.fingerprint)
 
@@ -134,12 +138,7 @@ class Engine:
 
     def leftovers(self) -> list[str]:
         """Return the names of parameters that hold a nonzero gradient."""
-        return [
-            f"{index}.{name}" if len(self.models) > 1 else name
-            for index, model in enumerate(self.models)
-            for name, p in model.named_parameters()
-            if p.requires_grad and p.grad is not None and bool(p.grad.count_nonzero())
-        ]
+        return self._parameters.nonzero_gradients()
 
     def state_dict(self) -> tuple[Mapping[int, float], Mapping[Any, Any]]:
         """Return what earlier steps left for the next, equal on all ranks: N of each call, and the strategy's state."""
@@ -272,11 +271,7 @@ class Engine:
         if len(reports) > len(computing) > 1 or self._groups.world_size > len(computing):
             reports = [reports[rank] for rank in computing]
         self._consistency.check(batch.global_step, [report.state_key for report in reports])
-        try:
-            totals = totals_of(reports, batch.global_step)
-        except DesyncError:
-            attempt.failed_together = False  # buckets of other parameters would never meet
-            raise
+        totals = totals_of(reports, batch.global_step)
         attempt.failed_together = False
         return totals
 
@@ -297,7 +292,16 @@ class Engine:
                 f"rank {', '.join(map(str, raised))} raised an exception in step.backward at step {batch.global_step}; this "
                 "rank gave the step up with it"
             )
-        attempt.may_expect = attempt.may_expect and LATE_GRADIENT not in statuses
+        if LATE_GRADIENT in statuses:
+            attempt.may_expect = False
+            if not self._reported_late:
+                self._reported_late = True
+                self.recorder.event(
+                    "late_gradient",
+                    f"step {batch.global_step} is computed twice: parameters were added, or gradients came that no earlier step "
+                    "had (of parameters used for the first time, or more often in one backward). Later steps expect them",
+                    step=batch.global_step,
+                )
         out = [status == OUT_OF_MEMORY for status in statuses]
         if len(out) < planner.world_size:  # this rank runs alone, in a measurement
             out = [out[0] and rank == self._groups.rank for rank in range(planner.world_size)]

@@ -125,7 +125,11 @@ class ReplicaGradients:
             reducer.flush(self._touched)
         finite = first.finish(self._touched, correction)
         known = self._expectations.get(self._call_index)
-        if known is None or any(now and not then for now, then in zip(self._touched, known, strict=True)):
+        if (
+            known is None
+            or not self._expect
+            or any(now and not then for now, then in zip(self._touched, known, strict=True))
+        ):
             expectation = self._agreed_expectation()
             if known is not None:
                 expectation = tuple(max(now, then) for now, then in zip(expectation, known, strict=True))
@@ -209,12 +213,8 @@ class ReplicaGradients:
         rows = [self._reducers[index].observed() for index in self._active if self._reducers[index].has_run]
         if not rows:
             return tuple(0 for _ in self._touched)
-        agreed = list(rows[0])
-        for bucket in self._reducers[0].buckets:
-            if any(len({bool(row[slot.index]) for row in rows}) > 1 for slot in bucket.slots):
-                for slot in bucket.slots:
-                    agreed[slot.index] = 0
-        return tuple(agreed)
+        # As in arrivals.py: 1 for a gradient that came once in all replicas, 2 for one that waits until the end.
+        return tuple(0 if not any(counts) else 1 if set(counts) == {1} else 2 for counts in zip(*rows, strict=True))
 
     def _parameters(self) -> list[nn.Parameter]:
         return self._user_modules.parameters if self._user_modules is not None else []
