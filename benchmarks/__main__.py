@@ -16,6 +16,7 @@ NAMES = (
     "exact",
     "overhead",
     "exchange",
+    "small_steps",
     "dp",
     "adapt",
     "efficiency",
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", default=None, help="where the JSON goes; benchmarks/results if not given")
     parser.add_argument("--peers", default=None, help="of efficiency: ddp,accelerate,lightning or some of them")
     parser.add_argument("--traces", default=None, help="of queue_policies: the folder of recorded workloads")
-    parser.add_argument("--only", default=None, help="of gpu: names of experiments, such as E1,E3")
+    parser.add_argument("--only", default=None, help="of gpu and small_steps: names of experiments, such as E1,E3")
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name == "queue_policies":
             chosen = {"traces": options.traces}
-        if options.only and name == "gpu":
+        if options.only and name in ("gpu", "small_steps"):
             chosen = {"only": options.only}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()

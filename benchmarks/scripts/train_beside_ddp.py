@@ -1,7 +1,7 @@
 """One set of processes, two equal ranks: blocks of Evenload's steps alternate with blocks of plain DDP's.
 
-The model, the optimizer, the data and the samples of each rank are the same; both gradients travel over gloo. Rank 0 prints
-a result as JSON.
+On a single rank they alternate with those of a plain loop. The model, the optimizer, the data and the samples of each rank
+are the same; both gradients travel over gloo. Rank 0 prints a result as JSON.
 """
 
 from __future__ import annotations
@@ -51,9 +51,15 @@ optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-4, fused=True)
 clock, loop = run._context.clock, run._context.loop
 
 
+def barrier() -> None:
+    if run.world_size > 1:
+        dist.barrier()
+
+
 def plain(seed: int) -> Callable[[], None]:
     """A step of plain DDP, with a replica, an optimizer and a loader of its own."""
-    wrapped = torch.nn.parallel.DistributedDataParallel(build(size)[0])
+    bare = build(size)[0]
+    wrapped = torch.nn.parallel.DistributedDataParallel(bare) if run.world_size > 1 else bare
     own = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
     sampler = DistributedSampler(data, run.world_size, run.rank, seed=seed)
     batches = forever(DataLoader(data, batch_size=size.batch_size // run.world_size, sampler=sampler))
@@ -81,7 +87,7 @@ def block(arm: str, num_steps: int) -> tuple[float, float]:
     """Wall and this thread's CPU seconds of some steps, from a barrier to a barrier."""
     # What is no step of Evenload's must neither count as the last step's optimizer nor be checked as such.
     before, step = clock.switch("other"), loop.step
-    dist.barrier()
+    barrier()
     wall_s, cpu_s = time.perf_counter(), time.thread_time()
     if arm == "evenload":
         for _ in range(num_steps):
@@ -93,7 +99,7 @@ def block(arm: str, num_steps: int) -> tuple[float, float]:
             plain_steps[arm]()
         loop.step = step
     cpu_s = time.thread_time() - cpu_s
-    dist.barrier()
+    barrier()
     wall_s = time.perf_counter() - wall_s
     clock.switch(before)
     return wall_s, cpu_s
@@ -109,6 +115,14 @@ began_s = time.monotonic()
 
 def ratio(above: str, below: str) -> Any:
     return bootstrap(lambda drawn: median(found[above].per_s[0] / found[below].per_s[0] for found in drawn), rounds)
+
+
+def own_wall_s() -> Any:
+    """Seconds that a step of Evenload takes longer."""
+    return bootstrap(
+        lambda drawn: median((found["evenload"].seconds[0] - found["ddp"].seconds[0]) / num_steps for found in drawn),
+        rounds,
+    )
 
 
 while True:
@@ -146,7 +160,7 @@ def profiler_cost_s(count: int = 20_000) -> float:
 call_s = profiler_cost_s()
 profile = cProfile.Profile(time.thread_time)
 before = clock.switch("other")
-dist.barrier()
+barrier()
 profile.enable()
 for _ in range(num_steps):
     evenload_step()
@@ -161,6 +175,7 @@ if run.is_main:
     result = {
         "evenload_over_ddp": vars(ratio("evenload", "ddp")),
         "ddp_over_ddp": vars(ratio("ddp again", "ddp")),
+        "own_wall_s": vars(own_wall_s()),
         "num_rounds": len(rounds),
         "steps_a_block": num_steps,
         "step_s": step_s,

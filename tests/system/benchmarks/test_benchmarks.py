@@ -62,6 +62,15 @@ def test_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_small_steps(tmp_path: Path) -> None:
+    cases = quick(tmp_path, "small_steps")["cases"]
+    assert list(cases) == ["25 ms", "800 parameters", "one device"]
+    assert all(
+        case["num_rounds"] >= 1 and case["own_wall_s"]["low"] <= case["own_wall_s"]["high"] for case in cases.values()
+    )
+
+
+@pytest.mark.slow
 def test_adapt(tmp_path: Path) -> None:
     result = quick(tmp_path, "adapt")
     assert len(result["runs"]) == 1 and result["traces"]["count"] == result["spikes"]["count"] == 5

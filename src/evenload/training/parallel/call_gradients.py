@@ -62,7 +62,11 @@ class CallGradients:
         self._touched_ids: set[int] = set()
         self._trainable: list[bool] = []
         self._trained_key = 0.0
+<<<<<<< HEAD
         self._known_touched: tuple[set[int], list[int], float] = set(), [0] * len(slots), 0.0
+=======
+        self._known_touched: tuple[set[int], list[int], float] | None = None
+>>>>>>> 2d19d0e (Benchmark small_steps; the checksum of an untouched call is that of zeros)
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -110,13 +114,11 @@ class CallGradients:
 
     def touched(self) -> list[int]:
         """Return 1 for each slot that received a gradient in this call, idle or not."""
-        self._follow_touched()
-        return self._known_touched[1]
+        return self._follow_touched()[1]
 
     def touched_key(self) -> float:
         """Return a checksum of `touched` and, above 32 bits, of the trainable parameters; exact in a float64."""
-        self._follow_touched()
-        return self._known_touched[2] + self._trained_key
+        return self._follow_touched()[2] + self._trained_key
 
     def release(self) -> None:
         """Remove all gradients after `flush`, when another reducer keeps the sums."""
@@ -179,10 +181,12 @@ class CallGradients:
 
         return checked
 
-    def _follow_touched(self) -> None:
-        if self._known_touched[0] != self._touched_ids:
+    def _follow_touched(self) -> tuple[set[int], list[int], float]:
+        known = self._known_touched
+        if known is None or known[0] != self._touched_ids:
             flags = [int(id(param) in self._touched_ids) for param in self._params]
-            self._known_touched = set(self._touched_ids), flags, float(zlib.crc32(bytes(flags)))
+            known = self._known_touched = set(self._touched_ids), flags, float(zlib.crc32(bytes(flags)))
+        return known
 
 
 def number_slots(models: Sequence[nn.Module], keep: Collection[int] = ()) -> list[Slot]:
