@@ -44,35 +44,27 @@ CNN = Size("cnn", 270)
 CHANGING = Size("gpt", 192, 64, 128, 3)
 """Steps of about 0.4 s on two CPU cores, and enough samples that a share can be cut finely."""
 TINY_GPT = Size("gpt", 12, 16, 32, 1)
-<<<<<<< HEAD
 BERT = Size("bert", 64, 64, 256, 4)
 """As Hugging Face's: 4.3 million parameters, steps of about half a second on two CPU cores."""
 _VOCABULARY = 4096
 UNEVEN = {"bert": BERT, "cnn": CNN}
 """Those of ``benchmarks uneven``."""
-=======
-HALF_SECOND = Size("gpt", 44, 128, 192, 4)
-"""Steps of about 0.5 s on two CPU cores."""
 MANY = Size("many", 32)
 """800 parameters of 100 elements: steps of about 15 ms on two CPU cores."""
 ONE_MS = Size("cnn", 6)
 """Steps of about 1 ms on one CPU core."""
->>>>>>> 065f35b (Benchmark small_steps; the checksum of an untouched call is that of zeros)
 
 
 def build(size: Size) -> tuple[nn.Module, Dataset[Any]]:
     """The model with fresh weights, and enough data."""
     if size.model == "cnn":
         return small_cnn(), images()
-<<<<<<< HEAD
     if size.model == "bert":
         return SentenceClassifier(size), sentences(size)
-=======
     if size.model == "many":
         generator = torch.Generator().manual_seed(0)
         x, y = torch.randn(24_000, 10, generator=generator), torch.randint(0, 10, (24_000,), generator=generator)
         return ManyLayers(), TensorDataset(x, y)
->>>>>>> 065f35b (Benchmark small_steps; the checksum of an untouched call is that of zeros)
     classes = _example_classes()
     text = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return classes.GPT(size.width, size.depth, size.context), classes.Crops(text, 100_000, size.context)

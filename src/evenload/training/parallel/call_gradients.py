@@ -62,11 +62,7 @@ class CallGradients:
         self._touched_ids: set[int] = set()
         self._trainable: list[bool] = []
         self._trained_key = 0.0
-<<<<<<< HEAD
-        self._known_touched: tuple[set[int], list[int], float] = set(), [0] * len(slots), 0.0
-=======
         self._known_touched: tuple[set[int], list[int], float] | None = None
->>>>>>> 2d19d0e (Benchmark small_steps; the checksum of an untouched call is that of zeros)
 
     def remove(self) -> None:
         """Remove all hooks."""
