@@ -55,6 +55,20 @@ class SpeedTracker:
         self._num_quiet = 0
 
     @property
+    def has_steps(self) -> bool:
+        """True if there is anything to fit, or a fit of before."""
+        return self._fit is not None or bool(self._points)
+
+    def begin_anew(self) -> None:
+        """Forget the level of the seconds: the rank was out. The ratio a / c stays, and the last fit until there is a new one."""
+        if self._fit is not None:
+            self._shape = self._fit.shape()
+        self._points.clear()
+        self._odd.clear()
+        self._was_varied = False
+        self._since_look = 0
+
+    @property
     def fit(self) -> Fit:
         if self._fit is None:
             return self.refit()
@@ -78,6 +92,8 @@ class SpeedTracker:
 
     def refit(self, least_noise: float = 0.0) -> Fit:
         """Fit all the kept steps; discard those that contradict the steps under the newest share."""
+        if not self._points and self._fit is not None:
+            return self._fit
         fit = self._refit_as_is(least_noise)
         newest = self._points[-1]
         same = [p for p in self._points if (p.num_samples, p.num_micro) == (newest.num_samples, newest.num_micro)]

@@ -156,6 +156,11 @@ class NeighbourSearch:
         self._reject(step, key)
         return back
 
+    def seen_s(self, key: Key) -> float | None:
+        """Return the mean seconds of a step under a split; None with too few."""
+        times = self._known(key)
+        return times.estimate_s()[0] if times is not None else None
+
     def _reject(self, step: int, key: Key) -> None:
         self._rejected.append(key[0])
         self._num_rejected = min(self._num_rejected + 1, _MOST_REJECTED)

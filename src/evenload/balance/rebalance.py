@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from statistics import median_low
 
 from evenload.balance.cost import CostSample
+from evenload.balance.decision import Decision, Observation, describe_shares, explain_move, format_seconds
 from evenload.balance.drift import SpeedChange, SpeedTracker
+from evenload.balance.left_out import LEAD_STEPS, TRIAL_STEPS, LeftOut, ReturnTrial, check_may_leave
 from evenload.balance.neighbours import NeighbourSearch
-from evenload.balance.split import Caps, Split, even_shares, num_micro, scale_shares, split_batch
+from evenload.balance.split import Caps, Split, even_shares, num_micro, scale_shares, slowest_s, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
 
@@ -44,45 +47,11 @@ _OF_THE_SHARE = 1
 _OVERRULES = 0.15
 """A predicted gain so large is followed though a move there was rejected, or one is being judged."""
 _LEAST_MICRO_GAIN = 0.02
+_LEAST_HELP = 0.02
+"""A rank that is tried returns if the steps become so much shorter."""
 _REPORTED_CHANGE = 1.1
 _LOST_AFTER = 32
 """A decision that hasn't appeared after so many steps was not carried out; what is measured holds."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One committed step as measured."""
-
-    step: int
-    """Steps since the start of the run; only grows."""
-    shares: tuple[int, ...]
-    """The shares the step really ran with, also where a newer decision is under way."""
-    num_micro: int
-    seconds: tuple[float, ...]
-    """Each rank's own seconds: compute and optimizer, without waiting for others and without collectives."""
-    step_s: float | None = None
-    """Seconds of the whole step, waiting and collectives included; None if unknown: then those of the slowest rank count."""
-    left_out: bool = False
-    """The step doesn't represent the next ones: it compiled, was done again, or wrote a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """New shares, and the reason."""
-
-    shares: tuple[int, ...]
-    num_micro: int
-    kind: str
-    """``measured`` (the first split), ``slower``, ``faster``, ``left_out``, ``returned``, ``refined`` or ``memory``."""
-    rank: int | None
-    """The rank it is about, None where it is about all."""
-    factor: float | None
-    """Factor by which the rank became slower or faster, at least 1; None if it didn't change."""
-    reason: str
-    """A sentence for people."""
-    before_s: float
-    expected_s: float
-    """The same under the new shares."""
 
 
 class Balancer:
@@ -97,10 +66,12 @@ class Balancer:
         shares: tuple[int, ...] | None = None,
         num_micro_batches: int | None = None,
         num_warmup: int = 1,
+        may_leave: Sequence[bool] | None = None,
     ) -> None:
         """``caps``: most samples of each rank in one micro-batch. ``shares`` and ``num_micro_batches`` are what the run starts
         with; by default equal shares and the smallest K that the caps allow. The first ``num_warmup`` observations are left
-        out, because a run's first step allocates and tunes.
+        out, because a run's first step allocates and tunes. ``may_leave``: the ranks that leave the step where their share is 0
+        (not rank 0); the others compute samples of weight 0 then, and the step waits for them.
         """
         self.num_samples = num_samples
         self.shares = shares or even_shares(num_samples, world_size)
@@ -129,11 +100,20 @@ class Balancer:
         self._num_reversals = 0
         self._has_fits = False
         self._search = NeighbourSearch()
+        self.may_leave = check_may_leave(may_leave, world_size)
+        """May be set at any time, when it turns out who has to stay; such a rank then comes back and reports its seconds."""
+        self.left_out = LeftOut(world_size)
+        self._trial: ReturnTrial | None = None
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:
-        """The cost of each rank at the last fit; None before the first."""
-        return tuple(track.fit.cost for track in self._tracks) if self._has_fits else None
+        """The cost of each rank at the last fit, less and less certain for one that is out; None before the first fit."""
+        if not self._has_fits:
+            return None
+        known = [track.fit.cost if track.has_steps else None for track in self._tracks]
+        # A rank that never ran (out since a resume) is taken as fast as the median of the others.
+        typical_s = median_low(cost.per_sample_s for cost in known if cost is not None)
+        return tuple(self.left_out.aged(rank, cost or Cost(0.0, typical_s)) for rank, cost in enumerate(known))
 
     def observe(self, observation: Observation) -> Decision | None:
         """Add one step, in order; return new shares where they pay."""
@@ -145,6 +125,8 @@ class Balancer:
         if not self._is_telling(observation):
             return None
         under = (observation.shares, observation.num_micro)
+        whole_s = observation.step_s or max(time_s for time_s in observation.seconds if time_s is not None)
+        self.left_out.observe(observation.seconds, whole_s)
         if under != self._under:
             before = self._under[0] if self._under else under[0]
             self._resized = tuple(new != old for new, old in zip(under[0], before, strict=True))
@@ -157,10 +139,11 @@ class Balancer:
         if is_of_speed:
             self._search.forget(is_new=bool(self._reported()))
         else:
-            whole_s = observation.step_s or max(observation.seconds)
-            self._search.add(observation.step, under, observation.seconds, whole_s)
+            self._search.add(observation.step, under, tuple(time_s or 0.0 for time_s in observation.seconds), whole_s)
         big = has_changed and any(abs(math.log(c.factor)) > math.log(_BIG_CHANGE) for c in self._changes.values())
         self._num_since_change = 0 if big else self._num_since_change + 1
+        if self._trial is not None:
+            return self._observe_trial(self._trial, observation, whole_s)
         if under != (self.shares, self.num_micro):
             self._num_pending += 1
             if self._num_pending <= _LOST_AFTER:
@@ -180,14 +163,16 @@ class Balancer:
             decision = self._look(observation.step)
             if decision is not None:
                 return decision
-        return self._try_neighbours(observation.step) if self._is_measured and not has_changed else None
+        if has_changed or not self._has_fits:
+            return None
+        return self._try_return(whole_s) or self._try_neighbours(observation.step)
 
     def set_caps(self, caps: Caps) -> Decision | None:
         """Set new limits of memory; return shares that keep them if the present ones don't.
 
         With nothing measured the shares stay and K rises; otherwise shares and K are what is fastest within the limits.
         """
-        self._caps = caps
+        self._caps, self._trial = caps, None
         self._search.forget(is_new=True)
         needed = num_micro(self.shares, caps)
         if needed <= self.num_micro:
@@ -195,13 +180,16 @@ class Balancer:
         over = next(r for r, cap in enumerate(caps or ()) if cap is not None and self.shares[r] > self.num_micro * cap)
         split = Split(self.shares, needed, 0.0)
         if self._has_fits:
-            split = self._split([track.fit.cost for track in self._tracks])
+            split = self._split(list(self.costs or ()))
         cap = caps[over] if caps else None
         what = f"rank {over} has memory for {cap} samples in a micro-batch"
         return self._move(split, "memory", over, None, what, self._expected_s())
 
     def _is_telling(self, observation: Observation) -> bool:
-        if observation.left_out or not all(0 < time_s < math.inf for time_s in observation.seconds):
+        for share, may_leave, time_s in zip(observation.shares, self.may_leave, observation.seconds, strict=True):
+            if not (0 < time_s < math.inf if time_s is not None else may_leave and not share):
+                return False
+        if observation.left_out or observation.seconds[0] is None:
             return False
         if self._num_warmup > 0:
             self._num_warmup -= 1
@@ -214,6 +202,8 @@ class Balancer:
         for rank, (track, share, time_s) in enumerate(
             zip(self._tracks, observation.shares, observation.seconds, strict=True)
         ):
+            if time_s is None or (self._trial is not None and rank == self._trial.rank and not self._trial.num_seen):
+                continue  # it is out, or warms up
             point = CostSample(observation.step, max(share, observation.num_micro), observation.num_micro, time_s)
             if change := track.add(point):
                 has_changed = True
@@ -227,12 +217,10 @@ class Balancer:
         return has_changed and self._has_fits, is_of_speed and self._has_fits
 
     def _look(self, step: int) -> Decision | None:
-        noise = sorted(track.refit().noise for track in self._tracks)[len(self._tracks) // 2]
-        fits = [track.refit(noise) for track in self._tracks]
-        self._has_fits = True
-        costs = [fit.cost for fit in fits]
+        costs = self._refit()
         before_s = self._expected_s()
         split = self._split(costs)
+        self._ask_those_out(costs, split)
         if split.num_micro != self.num_micro and num_micro(self.shares, self._caps) <= self.num_micro:
             stay = self._split(costs, self.num_micro)
             if split.expected_s > (1 - _LEAST_MICRO_GAIN) * stay.expected_s:
@@ -262,9 +250,17 @@ class Balancer:
             if gain < parts * _LEAST_GAIN_AFTER_MOVE:
                 return None
         self._num_reversals = num_reversals
-        return self._move(split, *self._why(split, step), before_s)
+        idle_s = {
+            r: track.fit.cost.predict_s(0, split.num_micro) for r, track in enumerate(self._tracks) if self._is_in(r)
+        }
+        word = "again " if self._is_measured else ""
+        usual = "refined" if self._is_measured else "measured", f"measured {word}up to step {step}"
+        why = explain_move(self.shares, split.shares, self._reported(), idle_s, usual)
+        return self._move(split, *why, before_s)
 
     def _try_neighbours(self, step: int) -> Decision | None:
+        if not self._is_measured:
+            return None
         found = self._search.propose(step, (self.shares, self.num_micro), self._caps, self.quantum)
         if found is None:
             return None
@@ -274,10 +270,73 @@ class Balancer:
             Split(found.shares, self.num_micro, (1 - found.gain) * before_s), "refined", None, None, what, before_s
         )
 
+    def _ask_those_out(self, costs: Sequence[Cost], without: Split) -> None:
+        """Try ranks that are out at once where they would help by what was last known, because the others are slower now."""
+        if self.left_out.ranks:
+            everyone = split_batch(self.num_samples, costs, self._caps, None, self.quantum, self.may_leave)
+            for rank in self.left_out.ranks:
+                if everyone.shares[rank] and everyone.expected_s < (1 - 2 * _LEAST_HELP) * without.expected_s:
+                    self.left_out.ask(rank)
+
+    def _try_return(self, step_s: float) -> Decision | None:
+        """Let a rank that is out return for some steps, where the budget allows it."""
+        if not self.left_out.ranks:
+            return None
+        trial_share = max(self.num_micro, self.quantum)
+        rank = self.left_out.due(lambda r: (self.costs or ())[r].predict_s(trial_share, self.num_micro) - step_s)
+        if rank is None or trial_share >= self.num_samples:
+            return None
+        costs = list(self.costs or ())
+        rest = self._split(costs, self.num_micro, self.num_samples - trial_share)
+        shares = tuple(trial_share if r == rank else share for r, share in enumerate(rest.shares))
+        if num_micro(shares, self._caps) > self.num_micro:
+            return None
+        before_s = self._expected_s()
+        before = self.shares, self.num_micro
+        self._trial = ReturnTrial(rank, shares, before, self._search.seen_s(before) or step_s)
+        self.left_out.begin(rank)
+        self._tracks[rank].begin_anew()
+        what = f"rank {rank} is tried again for {TRIAL_STEPS} steps"
+        return self._move(Split(shares, self.num_micro, before_s), "trial", rank, None, what, before_s)
+
+    def _observe_trial(self, trial: ReturnTrial, observation: Observation, step_s: float) -> Decision | None:
+        if observation.shares != trial.shares or observation.seconds[trial.rank] is None:
+            trial.num_waiting += 1
+            if trial.num_waiting <= _LOST_AFTER:
+                return None
+            self._trial = None
+            self.left_out.end(trial.rank, returned=False)
+            (self.shares, self.num_micro) = trial.before
+            return None
+        trial.num_seen += 1
+        self.left_out.charge(step_s - trial.usual_s)
+        if trial.num_seen < TRIAL_STEPS:
+            return None
+        self._trial = None
+        costs = self._refit()
+        with_it, without_s = self._split(costs), slowest_s(costs, *trial.before, self.may_leave)
+        helps = with_it.shares[trial.rank] > 0 and with_it.expected_s < (1 - _LEAST_HELP) * without_s
+        self.left_out.end(trial.rank, returned=helps)
+        if helps:
+            return self._move(with_it, "returned", trial.rank, None, f"rank {trial.rank} can help again", without_s)
+        needs = format_seconds(costs[trial.rank].predict_s(0, self.num_micro))
+        self.left_out.charge(LEAD_STEPS * (step_s - trial.usual_s))
+        what = f"rank {trial.rank} needs {needs} for its first samples and stays left out"
+        return self._move(Split(*trial.before, without_s), "trial", trial.rank, None, what, without_s)
+
     def _go_back(self, key: tuple[tuple[int, ...], int]) -> Decision:
         shares, num_micro = key
         what = "the last move did not make the step shorter"
         return self._move(Split(shares, num_micro, 0.0), "refined", None, None, what, self._expected_s())
+
+    def _refit(self) -> list[Cost]:
+        """Fit all ranks with steps; return the cost of each."""
+        present = [track for track in self._tracks if track.has_steps]
+        noises = sorted(track.refit().noise for track in present)
+        for track in present:
+            track.refit(noises[len(noises) // 2])
+        self._has_fits = True
+        return list(self.costs or ())
 
     def _is_reversal(self, split: Split) -> bool:
         """Return whether the split takes back half or more of a recent move."""
@@ -291,31 +350,44 @@ class Balancer:
         shares = scale_shares(near, self.num_samples)
         return split if num_micro(shares, self._caps) > split.num_micro else replace(split, shares=shares)
 
-    def _split(self, costs: Sequence[Cost], num_micro: int | None = None) -> Split:
-        return split_batch(self.num_samples, costs, self._caps, num_micro, self.quantum)
+    def _is_in(self, rank: int) -> bool:
+        return rank not in self.left_out
+
+    def _split(self, costs: Sequence[Cost], num_micro: int | None = None, num_samples: int | None = None) -> Split:
+        """Split over the ranks that are not out."""
+        ranks = [rank for rank in range(len(costs)) if self._is_in(rank)]
+        caps = None if self._caps is None else [self._caps[rank] for rank in ranks]
+        found = split_batch(
+            num_samples or self.num_samples,
+            [costs[rank] for rank in ranks],
+            caps,
+            num_micro,
+            self.quantum,
+            [self.may_leave[rank] for rank in ranks],
+        )
+        shares = dict(zip(ranks, found.shares, strict=True))
+        return replace(found, shares=tuple(shares.get(rank, 0) for rank in range(len(costs))))
 
     def _expected_s(self) -> float:
-        if not self._has_fits:
-            return 0.0
-        return max(
-            track.fit.cost.predict_s(share, self.num_micro)
-            for track, share in zip(self._tracks, self.shares, strict=True)
-        )
+        costs = self.costs
+        return slowest_s(costs, self.shares, self.num_micro, self.may_leave) if costs is not None else 0.0
 
     def _seen_s(self, shares: tuple[int, ...], num_micro: int) -> float | None:
         seen = [
-            track.seen_s(max(share, num_micro), num_micro) for track, share in zip(self._tracks, shares, strict=True)
+            track.seen_s(max(share, num_micro), num_micro)
+            for track, share, may_leave in zip(self._tracks, shares, self.may_leave, strict=True)
+            if share or not may_leave
         ]
         known = [time_s for time_s in seen if time_s is not None]
         return max(known) if len(known) == len(seen) else None
 
     def _gain_error(self) -> float:
         """Standard error of the gain: the slowest rank's time against the mean of all, weighted by their shares."""
-        slowest = max(
-            range(len(self._tracks)), key=lambda r: self._tracks[r].fit.cost.predict_s(self.shares[r], self.num_micro)
-        )
+        counting = [r for r, share in enumerate(self.shares) if share or not self.may_leave[r]]
+        slowest = max(counting, key=lambda r: self._tracks[r].fit.cost.predict_s(self.shares[r], self.num_micro))
         variance = 0.0
-        for rank, (track, share) in enumerate(zip(self._tracks, self.shares, strict=True)):
+        for rank in counting:
+            track, share = self._tracks[rank], self.shares[rank]
             part = share / self.num_samples
             weight = 1 - part if rank == slowest else part
             variance += (weight * track.fit.predict_error(share, self.num_micro)) ** 2
@@ -325,48 +397,13 @@ class Balancer:
         least = math.log(_REPORTED_CHANGE)
         return {rank: change for rank, change in self._changes.items() if abs(math.log(change.factor)) > least}
 
-    def _why(self, split: Split, step: int) -> tuple[str, int | None, float | None, str]:
-        """Return kind, rank, factor, and the first half of the sentence."""
-        reported = self._reported()
-        moved = [
-            (rank, "left_out" if old else "returned")
-            for rank, (old, new) in enumerate(zip(self.shares, split.shares, strict=True))
-            if bool(old) != bool(new)
-        ]
-        about = {
-            rank: f"needs {_seconds(self._tracks[rank].fit.cost.predict_s(0, split.num_micro))} for its first samples "
-            f"and is left out"
-            if kind == "left_out"
-            else "can help again"
-            for rank, kind in moved
-        }
-        if reported:
-            # The rank that changed is the cause, also where another one is left out or brought back for it.
-            rank = max(reported, key=lambda r: abs(math.log(reported[r].factor)))
-            factor, what = _describe(rank, reported[rank])
-            others = "".join(f", rank {r} {text}" for r, text in about.items() if r != rank)
-            own = f", {about[rank]}" if rank in about else ""
-            kind = dict(moved).get(rank, "slower" if reported[rank].factor > 1 else "faster")
-            return kind, rank, factor, what + own + others
-        if moved:
-            rank, kind = moved[0]
-            return kind, rank, None, ", ".join(f"rank {r} {text}" for r, text in about.items())
-        if not self._is_measured:
-            return "measured", None, None, f"measured up to step {step}"
-        return "refined", None, None, f"measured again up to step {step}"
-
     def _move(
         self, split: Split, kind: str, rank: int | None, factor: float | None, what: str, before_s: float
     ) -> Decision:
-        if rank is not None and split.shares[rank] != self.shares[rank]:
-            how = f"share {self.shares[rank]} → {split.shares[rank]} of {self.num_samples}"
-        elif split.shares != self.shares:
-            how = f"shares {_list(self.shares)} → {_list(split.shares)} of {self.num_samples}"
-        else:
-            how = "shares unchanged"
-        if split.num_micro != self.num_micro:
-            how += f", micro-batches {self.num_micro} → {split.num_micro}"
-        self._search.begin((self.shares, self.num_micro), (split.shares, split.num_micro))
+        how = describe_shares(rank, self.shares, split.shares, self.num_micro, split.num_micro)
+        before, after = (self.shares, self.num_micro), (split.shares, split.num_micro)
+        # Who is in the step is judged by trials.
+        self._search.begin(before if kind not in ("trial", "returned", "left_out") else after, after)
         self._last_delta = (
             tuple(new - old for new, old in zip(split.shares, self.shares, strict=True)) if self._is_measured else ()
         )
@@ -380,18 +417,3 @@ class Balancer:
         return Decision(
             split.shares, split.num_micro, kind, rank, factor, f"{what}: {how}", before_s, self._expected_s()
         )
-
-
-def _describe(rank: int, change: SpeedChange) -> tuple[float, str]:
-    if change.factor > 1:
-        return change.factor, f"rank {rank} slowed {change.factor:.1f}× since step {change.step}"
-    return 1 / change.factor, f"rank {rank} sped up {1 / change.factor:.1f}× since step {change.step}"
-
-
-def _list(shares: tuple[int, ...]) -> str:
-    text = ", ".join(str(share) for share in shares[:8])
-    return text if len(shares) <= 8 else f"{text}, …"
-
-
-def _seconds(time_s: float) -> str:
-    return f"{time_s:.2f} s" if time_s >= 1 else f"{time_s * 1e3:.3g} ms"

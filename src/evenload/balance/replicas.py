@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from evenload.balance.rebalance import Balancer, Decision, Observation
+from evenload.balance.decision import Decision, Observation
+from evenload.balance.rebalance import Balancer
 from evenload.balance.split import Caps, even_shares, num_micro, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from evenload.balance.rebalance import Balancer, Decision, Observation
+from evenload.balance.decision import Decision, Observation
+from evenload.balance.rebalance import Balancer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from evenload.balance.rebalance import Balancer, Decision, Observation
+from evenload.balance.decision import Decision, Observation
+from evenload.balance.rebalance import Balancer
 from evenload.balance.split import split_batch
 from evenload.balance.values import Cost
 

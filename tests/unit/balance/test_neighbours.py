@@ -5,8 +5,9 @@ from statistics import median
 
 import pytest
 
+from evenload.balance.decision import Observation
 from evenload.balance.neighbours import Key, NeighbourSearch
-from evenload.balance.rebalance import Balancer, Observation
+from evenload.balance.rebalance import Balancer
 from tests.unit.balance.quota import QuotaRank, best_fixed, run_quota
 
 

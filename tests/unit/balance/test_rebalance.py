@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from evenload.balance.rebalance import Balancer, Observation
+from evenload.balance.decision import Observation
+from evenload.balance.rebalance import Balancer
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
 from tests.unit.balance.simulate import Trace, run_trace, scatter, scenario, spikes, uniform

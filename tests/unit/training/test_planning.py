@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenload.balance.rebalance import Decision
+from evenload.balance.decision import Decision
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
 from evenload.training.comm.generation import Membership

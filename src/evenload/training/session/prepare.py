@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from evenload.balance.rebalance import Decision
+from evenload.balance.decision import Decision
 from evenload.balance.replicas import Contention
 from evenload.errors import ConfigError, DesyncError, StepError
 from evenload.hardware import usable_cores

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from evenload.balance.batch import best_split
-from evenload.balance.rebalance import Balancer, Decision, Observation
+from evenload.balance.decision import Decision, Observation
+from evenload.balance.rebalance import Balancer
 from evenload.balance.replicas import Contention, ReplicaBalancer, ReplicaObservation
 from evenload.balance.split import Split, even_shares, micro_shares, num_micro, scale_shares, slice_sizes
 from evenload.balance.values import Cost, StepPlan
