@@ -1,4 +1,4 @@
-"""What a `Balancer` sees and decides, and the words for it."""
+"""Values that go into and out of a `Balancer`, and the words for its decisions."""
 
 from __future__ import annotations
 

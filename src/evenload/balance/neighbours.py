@@ -101,7 +101,7 @@ class Proposal:
 
 
 class NeighbourSearch:
-    """What ran under each split since the last change of a speed, and the move that is being judged."""
+    """Keeps the steps under each split since the last change of a speed, and judges moves."""
 
     def __init__(self) -> None:
         self._times: dict[Key, SplitTimes] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_trials_cost_at_most_two_percent_of_any_long_time(slower: float, price_s
         assert spent <= 0.02, (begin, spent)
     trials = [step for step, decision in job.decisions if decision.kind == "trial" and decision.shares[1]]
     assert trials and trials[0] >= out_since + 100
-    assert all(later - earlier > 128 for earlier, later in zip(trials, trials[1:], strict=False))
+    assert all(later - earlier > 128 for earlier, later in pairwise(trials))
 
 
 def test_many_ranks_that_are_out_share_one_budget() -> None:
