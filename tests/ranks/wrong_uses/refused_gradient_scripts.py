@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from tests.ranks.wrong_uses import gradient_scripts
 from tests.ranks.wrong_uses.gradient_jobs import BATCH, Job, dataset
 
 
@@ -150,6 +151,11 @@ def backward_in_loss_fn(job: Job) -> Any:
         return loss
 
     return job.train(loss_fn)
+
+
+def zero_grad_to_zeros_between_micro_batches(job: Job) -> Any:
+    """loss_fn runs once for each micro-batch: it would erase what the one before gave."""
+    return gradient_scripts.zero_grad_to_zeros_in_loss_fn(job)
 
 
 def backward_of_the_returned_loss(job: Job) -> Any:

@@ -88,6 +88,7 @@ class Bucket:
         self.laid_out = sorted(slots, key=lambda slot: not slot.is_small)
         """In the order of `memory.views`."""
         self.ids = frozenset(id(slot.param) for slot in slots)
+        self.params = [slot.param for slot in self.laid_out]
         self.small = [slot.param for slot in self.laid_out if slot.is_small]
         self.small_ids = frozenset(map(id, self.small))
         self.memory = BucketMemory(self.laid_out, pins=pins)

@@ -20,6 +20,11 @@ PLAIN_BACKWARD = (
     "instead:  loss = step.backward(loss_fn)  with a function loss_fn(batch) that returns the loss"
 )
 
+CHANGED_IN_LOSS_FN = (
+    "loss_fn changed the gradients of this step's earlier micro-batches (zero_grad(set_to_none=False)?), which would be missing "
+    "from the sum; call optimizer.zero_grad() after optimizer.step(), outside of loss_fn"
+)
+
 Expectation = tuple[int, ...]
 """Number of times each slot accumulates in the last micro-batch of a call."""
 

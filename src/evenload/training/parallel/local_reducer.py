@@ -7,10 +7,18 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
+from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.model_parameters import any_nonzero
 from evenload.training.parallel.buckets import Bucket, real
-from evenload.training.parallel.call_gradients import CallGradients, Expectation, all_finite, number_slots, sparse_error
+from evenload.training.parallel.call_gradients import (
+    CHANGED_IN_LOSS_FN,
+    CallGradients,
+    Expectation,
+    all_finite,
+    number_slots,
+    sparse_error,
+)
 
 
 class LocalReducer(CallGradients):
@@ -30,13 +38,15 @@ class LocalReducer(CallGradients):
             grad_norms.follow(self._held)
         self._was_zero = False
         self._before_idle: list[torch.Tensor | None] | None = None
+        self._earlier: list[tuple[torch.Tensor | None, int]] | None = None
+        """Gradients of earlier micro-batches and their versions; None before the second one."""
 
     def reorder(self, first: Iterable[int]) -> None:
         """Do nothing: there are no buckets."""
 
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
-        self._stash, self._was_zero = self._no_stash, False
+        self._stash, self._was_zero, self._earlier = self._no_stash, False, None
         if (grads := self._present()) is not None:
             self._stash = grads
             self._was_zero = not any_nonzero(grads)
@@ -44,8 +54,15 @@ class LocalReducer(CallGradients):
                 self._remove_all()
 
     def micro(self, *, last: bool, idle: bool) -> None:
+        self._put_back_earlier()
         self._before_idle = self._present() if idle else None
         super().micro(last=last, idle=idle)
+
+    def end_micro(self) -> None:
+        super().end_micro()
+        if not (self._last or self._idle):
+            grads = [param.grad for param in self._params]
+            self._earlier = [(grad, 0 if grad is None else grad._version) for grad in grads]
 
     def end_idle(self) -> None:
         """Discard the gradients of an idle micro-batch after its backward."""
@@ -85,6 +102,15 @@ class LocalReducer(CallGradients):
             if self._was_zero:
                 torch._foreach_zero_([grad for grad in self._stash if grad is not None])
             self._restore()
+
+    def _put_back_earlier(self) -> None:
+        """Undo a zero_grad of loss_fn, which would remove the gradients of earlier micro-batches."""
+        for param, (grad, version) in zip(self._params, self._earlier or (), strict=False):
+            if grad is not None:
+                if param.grad is None:
+                    param.grad = grad
+                if param.grad is not grad or grad._version != version:
+                    raise StepError(CHANGED_IN_LOSS_FN)
 
     def _grad_of(self, index: int) -> torch.Tensor:
         grad = self._params[index].grad

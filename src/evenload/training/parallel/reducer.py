@@ -22,6 +22,7 @@ Note [Finite]
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,10 +33,18 @@ from torch import nn
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.parallel.buckets import Bucket, BucketSummer, Slot, build_buckets
-from evenload.training.parallel.call_gradients import CallGradients, Expectation, all_finite, number_slots, sparse_error
+from evenload.training.parallel.call_gradients import (
+    CHANGED_IN_LOSS_FN,
+    CallGradients,
+    Expectation,
+    all_finite,
+    number_slots,
+    sparse_error,
+)
 from evenload.training.parallel.model_split.buckets import BucketSegments
 
 MAX_PLANS = 32
+_GRAD = operator.attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,8 @@ class BucketReducer(CallGradients):
         self._next = 0
         self._seen: set[int] = set()
         self._num_seen = 0
+        self._versions: list[int] = []
+        """Of each bucket after the micro-batch before; empty before the first one."""
         self._hooks.watch(frozenset(id(slot.param) for slot in self.slots if not slot.is_small))
         # The reverse order of registration is near the order in which gradients arrive.
         self._build(range(len(self.slots) - 1, -1, -1))
@@ -115,6 +126,7 @@ class BucketReducer(CallGradients):
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
         self._filled.clear()
+        self._versions = []
         self._next = 0
         for bucket in self.buckets:
             bucket.pending, bucket.is_claimed, bucket.was_zero = None, False, False
@@ -128,6 +140,7 @@ class BucketReducer(CallGradients):
     def micro(self, *, last: bool, idle: bool) -> None:
         self._seen.clear()
         self._num_seen = 0
+        self._put_back_views()
         super().micro(last=last, idle=idle)
 
     def end_micro(self) -> None:
@@ -136,6 +149,8 @@ class BucketReducer(CallGradients):
             self._fill_rest()
         if self._last:
             self._look_for_late()
+        else:
+            self._versions = [bucket.flat._version for bucket in self.buckets]
 
     def end_idle(self) -> None:
         """Discard the gradients of an idle micro-batch after its backward."""
@@ -263,6 +278,20 @@ class BucketReducer(CallGradients):
         if self._last and plan is not None and self._next < len(plan.queue):
             with self._lock:
                 self._advance(plan)
+
+    def _put_back_views(self) -> None:
+        """Undo a zero_grad of loss_fn: `.grad` is where gradients accumulate, or holds those of earlier micro-batches."""
+        if self._versions and self._versions != [bucket.flat._version for bucket in self.buckets]:
+            raise StepError(CHANGED_IN_LOSS_FN)
+        for bucket in self.buckets:
+            params = bucket.small if not self._versions else bucket.params
+            views = bucket.memory.views
+            if bucket.is_claimed and not all(map(operator.is_, map(_GRAD, params), views)):
+                for param, view in zip(params, views, strict=False):
+                    if id(param) in self._filled and param.grad is not view:
+                        if param.grad is not None:
+                            raise StepError(CHANGED_IN_LOSS_FN)
+                        param.grad = view
 
     def _fill(self, slot: Slot) -> None:
         """Move a gradient into its view."""
