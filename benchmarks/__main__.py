@@ -17,6 +17,7 @@ NAMES = (
     "overhead",
     "exchange",
     "small_steps",
+    "batch_norm",
     "dp",
     "adapt",
     "efficiency",

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from benchmarks.gpu.models import random_images, resnet50
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 
 
@@ -41,6 +43,11 @@ GPT = Size("gpt", 90, 128, 192, 4)
 """The example's own size: steps of about a second on two CPU cores."""
 CNN = Size("cnn", 270)
 """Steps of about 25 ms on two CPU cores."""
+NORMED_CNN = Size("normed_cnn", 270)
+"""The small CNN with two BatchNorms: steps of about 30 ms on two CPU cores."""
+RESNET50 = Size("resnet50", 32)
+"""On images of 64 x 64: steps of about half a second on two CPU cores, and 53 BatchNorms."""
+TINY_RESNET = Size("tiny_resnet", 8)
 CHANGING = Size("gpt", 192, 64, 128, 3)
 """Steps of about 0.4 s on two CPU cores, and enough samples that a share can be cut finely."""
 TINY_GPT = Size("gpt", 12, 16, 32, 1)
@@ -65,6 +72,12 @@ def build(size: Size) -> tuple[nn.Module, Dataset[Any]]:
         generator = torch.Generator().manual_seed(0)
         x, y = torch.randn(24_000, 10, generator=generator), torch.randint(0, 10, (24_000,), generator=generator)
         return ManyLayers(), TensorDataset(x, y)
+    if size.model == "normed_cnn":
+        return small_cnn(normed=True), images()
+    if size.model == "resnet50":
+        return resnet50(), random_images(512, 64)
+    if size.model == "tiny_resnet":
+        return resnet50(width=4), random_images(64, 32)
     classes = _example_classes()
     text = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return classes.GPT(size.width, size.depth, size.context), classes.Crops(text, 100_000, size.context)
@@ -110,13 +123,15 @@ def sentences(size: Size) -> Dataset[Any]:
     )
 
 
-def small_cnn() -> nn.Module:
-    """Three convolutions and a line: 54,000 parameters on 16 x 16 images."""
+def small_cnn(*, normed: bool = False) -> nn.Module:
+    """Three convolutions and a line: 54,000 parameters on 16 x 16 images; `normed`: BatchNorm after two of them."""
     return nn.Sequential(
-        nn.Conv2d(3, 24, 3, padding=1),
+        nn.Conv2d(3, 24, 3, padding=1, bias=not normed),
+        *((nn.BatchNorm2d(24),) if normed else ()),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(24, 48, 3, padding=1),
+        nn.Conv2d(24, 48, 3, padding=1, bias=not normed),
+        *((nn.BatchNorm2d(48),) if normed else ()),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Conv2d(48, 96, 3, padding=1),

@@ -1,7 +1,8 @@
 """One set of processes, two equal ranks: blocks of Evenload's steps alternate with blocks of plain DDP's.
 
 On a single rank they alternate with those of a plain loop. The model, the optimizer, the data and the samples of each rank
-are the same; both gradients travel over gloo. Rank 0 prints a result as JSON.
+are the same; both gradients travel over gloo. Rank 0 prints a result as JSON. The arm `local` is Evenload
+with BatchNorm over each rank alone.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.models import Size, build, loss_of
 
 from evenload.records.measurement import TimedBlock, bootstrap
+from evenload.training.compute import batchnorm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("size", type=json.loads)
 parser.add_argument("--block-s", type=float, default=3.0)
 parser.add_argument("--limit-s", type=float, default=300.0)
+parser.add_argument("--arms", default="evenload,ddp,ddp again")
 parser.add_argument("--goal", type=float, default=0.005, help="half-width of the interval of the ratio")
 args = parser.parse_args()
 size = Size(**args.size)
-ARMS = ("evenload", "ddp", "ddp again")
+ARMS = tuple(args.arms.split(","))
 
 
 def forever(loader: Any) -> Iterator[Any]:
@@ -49,6 +52,7 @@ model, data = build(size)
 ours, loader = run.prepare(model, DataLoader(data, batch_size=size.batch_size, shuffle=True))
 optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-4, fused=True)
 clock, loop = run._context.clock, run._context.loop
+has_batch_norm = batchnorm.has_global_statistics(ours)
 
 
 def barrier() -> None:
@@ -83,13 +87,21 @@ def evenload_step() -> None:
     optimizer.zero_grad()
 
 
+def set_batch_norm(*, is_global: bool) -> None:
+    """What the setting batch_norm would be for the whole run."""
+    if has_batch_norm:
+        (batchnorm.convert if is_global else batchnorm.restore)(ours)
+        run._context.engine.strategy._statistics.in_use = is_global
+
+
 def block(arm: str, num_steps: int) -> tuple[float, float]:
     """Wall and this thread's CPU seconds of some steps, from a barrier to a barrier."""
     # What is no step of Evenload's must neither count as the last step's optimizer nor be checked as such.
     before, step = clock.switch("other"), loop.step
+    set_batch_norm(is_global=arm == "evenload")
     barrier()
     wall_s, cpu_s = time.perf_counter(), time.thread_time()
-    if arm == "evenload":
+    if arm in ("evenload", "local"):
         for _ in range(num_steps):
             evenload_step()
         clock.switch("other")
@@ -173,9 +185,10 @@ for (file, line, name), (_, num_calls, self_s, _, _) in pstats.Stats(profile).st
 step_s = median(found["evenload"].seconds[0] for found in rounds) / num_steps
 if run.is_main:
     result = {
-        "evenload_over_ddp": vars(ratio("evenload", "ddp")),
-        "ddp_over_ddp": vars(ratio("ddp again", "ddp")),
+        **{f"{arm.split()[0]}_over_ddp": vars(ratio(arm, "ddp")) for arm in ARMS if arm != "ddp"},
+        **({"local_over_evenload": vars(ratio("local", "evenload"))} if "local" in ARMS else {}),
         "own_wall_s": vars(own_wall_s()),
+        "step_s_of": {arm: median(found[arm].seconds[0] for found in rounds) / num_steps for arm in ARMS},
         "num_rounds": len(rounds),
         "steps_a_block": num_steps,
         "step_s": step_s,

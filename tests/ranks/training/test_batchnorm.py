@@ -70,6 +70,11 @@ def channels_inside(x: torch.Tensor) -> torch.Tensor:
 CASES = {
     "2d": Case(),
     "small planes": Case(shape=(12, 5, 2, 3)),
+    "many values": Case(shape=(24, 8, 45, 40), parts=(13, 9, 2)),
+    "many values in small planes": Case(shape=(24, 1400, 2, 3), parts=(13, 9, 2)),
+    "many values in float32 far from zero": Case(
+        shape=(24, 8, 45, 40), parts=(13, 9, 2), dtype=torch.float32, offset=300.0
+    ),
     "one value a plane": Case(shape=(12, 5, 1, 1)),
     "channels_last": Case(layout=channels_last),
     "1d": Case(nn.BatchNorm1d, (12, 5)),

@@ -230,17 +230,19 @@ class _Normalize(torch.autograd.Function):
             return (*_gradients_with_graph(ctx, grad, input, weight), None, None)
         moments, x = ctx.moments, kernels.dense(input)
         grad = kernels.like(grad, x)
-        own = kernels.own_sums(grad, x, weight, moments)
+        own = kernels.own_sums(grad, x, weight, moments, ctx.eps)
         sums = torch.cat([own.grad, own.product])
         # Each rank takes part, whether or not it needs this gradient.
         sums = ctx.statistics.sum(torch.zeros_like(sums) if ctx.idle else sums)
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_input = (
-                torch.zeros_like(input) if ctx.idle else kernels.input_gradient(grad, x, weight, moments, own, sums)
+                torch.zeros_like(input)
+                if ctx.idle
+                else kernels.input_gradient(grad, x, weight, moments, ctx.eps, own, sums)
             )
         if ctx.needs_input_grad[1]:
-            grad_weight = (own.product * moments.inv).to(weight.dtype)
+            grad_weight = own.product.to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = own.grad.to(weight.dtype)
         return grad_input, grad_weight, grad_bias, None, None
