@@ -7,7 +7,7 @@ import os
 import pytest
 
 from evenload.errors import LaunchError
-from evenload.training.comm.groups import common_backend
+from evenload.training.comm.backend import common_backend
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.slurm import expand_hosts, read_task
 

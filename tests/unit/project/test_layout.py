@@ -19,7 +19,7 @@ RUN = {
     "device", "rank", "world_size", "is_main",
 }  # fmt: skip
 MAX_FILE_LINES = 420
-MAX_SOURCE_LINES = 51_500
+MAX_SOURCE_LINES = 54_000
 # 48,500 held while nothing was added (the rework of names and packages); the engine's features have come since.
 MAX_FLAT_TRAINING_FILES = 4
 MAX_ARCHITECTURE_BYTES = 14_000

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import DesyncError, LaunchError, PeerLostError
+from evenload.training.comm.backend import common_backend
 from evenload.training.comm.collective_errors import check_setup
 from evenload.training.comm.generation import CollectiveAbortedError, Generation, Membership, Pending
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
@@ -414,9 +415,3 @@ RankGroup = Groups | Subset
 def _begin_gather(own: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
     everyone = own.new_empty(group.size(), own.numel())
     return everyone, dist.all_gather(list(everyone.unbind()), own, group=group, async_op=True)
-
-
-def common_backend(rows: Sequence[tuple[bool, int]]) -> str:
-    """Return the backend of the gradients from each rank's (wants NCCL, GPU): NCCL refuses two ranks on one GPU."""
-    distinct = len({gpu for _, gpu in rows}) == len(rows)
-    return "nccl" if distinct and all(wants for wants, _ in rows) else "gloo"

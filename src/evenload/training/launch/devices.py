@@ -29,7 +29,7 @@ class HostDevices:
     quota_cores: float | None = None
     """CPU quota of this process in cores; None: unlimited."""
     problems: tuple[str, ...] = ()
-    """What is wrong with GPUs that are left out, or with the search for them."""
+    """Problems of GPUs that are left out, or of the search for them."""
 
     @property
     def num_cores(self) -> float:

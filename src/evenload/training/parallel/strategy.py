@@ -50,7 +50,7 @@ class LocalResult:
 
 @dataclass(frozen=True)
 class GlobalTotals:
-    """What all ranks agreed on; the same on all of them."""
+    """Totals that all ranks agreed on; the same on all of them."""
 
     units: float
     """N, the sum of all weights."""

@@ -50,7 +50,7 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _QueuedCheck:
-    """What a rank computes of its state for one comparison."""
+    """Numbers that a rank computes of its state for one comparison."""
 
     step: int
     state: State
