@@ -111,7 +111,8 @@ class Run:
         """Prepare models and training DataLoaders, and return them in the same order.
 
         A model stays the same object, moved to the device. A loader becomes one that yields steps; its batch_size is the
-        global batch. Optimizers and schedulers stay the user's own and are not passed here.
+        global batch. A tuple of loaders becomes one loader, whose steps have a batch of each: `loss_fn` receives a tuple.
+        Optimizers and schedulers stay the user's own and are not passed here.
 
         Raises:
             ConfigError: an object can't be prepared, with the reason.

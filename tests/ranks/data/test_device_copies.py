@@ -5,16 +5,18 @@ The order of calls is the same on every device that is not the CPU, so `meta` sh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from evenload.balance.values import StepPlan
 from evenload.training.data import global_batch, loader
 from evenload.training.data.batches import open_container
 from evenload.training.data.device_copies import StartedCopy, finish_copy, start_copy
-from tests.unit.data.fakes import Board, Numbers, lockstep, make_ranks, plan_of
+from tests.unit.data.fakes import Board, Numbers, Planner, lockstep, make_ranks, plan_of
 
 META = torch.device("meta")
 
@@ -77,6 +79,24 @@ def test_a_changed_plan_drops_the_copy(started: list[list[int]]) -> None:
             board.decide(step[0].global_step + 1, (3, 1))
     # Step 0 copies its own; step 1 finds its own copied; step 2 has another plan; step 3 finds its own.
     assert used == [[[0], [1, 2, 3]], [], [[8, 9, 10], [11]], [], []]
+
+
+def test_a_rank_that_is_left_out_next_copies_nothing(started: list[list[int]]) -> None:
+    class Leaving(Planner):
+        def plan(self, epoch: int, epoch_step: int, *where: int) -> StepPlan:
+            return replace(super().plan(epoch, epoch_step, *where), out=(1,) if epoch_step else ())
+
+    class LeavingBoard(Board):
+        def planner(self, rank: int) -> Planner:
+            return Leaving(self, rank)
+
+    for step in lockstep(ranks_of(LeavingBoard((4, 0)))):
+        if step[0].epoch_step:
+            assert step[1].spans() == []
+        for batch in step:
+            started.clear()
+            batch.copy_next()
+        assert started == []
 
 
 def test_a_step_planned_anew_drops_the_copies(started: list[list[int]]) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from evenload.errors import DataError
 from evenload.training.data import order
+from evenload.training.data.cursor import Cursor
 from evenload.training.data.permutation import KeyedPermutation
 from tests.unit.data.fakes import Board, Numbers, flat, joined, lockstep, make_ranks
 
@@ -81,6 +83,13 @@ def test_an_epoch_of_a_billion_samples_takes_no_memory() -> None:
     again.load(ranks[0].cursor())
     # Two steps are committed: the third was open.
     assert flat(joined([next(iter(again))])) == found[2]
+
+
+def test_a_checkpoint_of_a_version_that_drew_another_order() -> None:
+    (rank,) = make_ranks(Board((1,)), DataLoader(_Computed(BILLION), batch_size=256, shuffle=True))
+    rank.load(Cursor(step=1, position=256, seed=7, epoch_samples=BILLION))
+    with pytest.raises(DataError, match="an earlier version shuffled in another order"):
+        next(iter(rank))
 
 
 def test_usual_sizes_keep_their_order(monkeypatch: Any) -> None:

@@ -99,6 +99,8 @@ def nominal_units(num_samples: int, weighted: bool, last_units: float | None) ->
 
 def ignores_labels(batch: Any) -> bool:
     """Return whether some labels of a batch are -100, so that a mean over samples would be wrong."""
+    if isinstance(batch, tuple):  # of several loaders
+        return any(ignores_labels(part) for part in batch)
     if not isinstance(batch, Mapping):
         return False
     labels = batch.get("labels")

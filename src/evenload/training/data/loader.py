@@ -251,10 +251,11 @@ class GlobalLoader:
             # Without workers the samples of a step are read in it, as the script expects: it may change the dataset before.
             if ahead is not None or step == drawn.num_steps or not reader.reading.num_workers:
                 return
-            span, *_ = spans_of(self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], batch), self._ranks)
-            with contextlib.suppress(Exception):  # the next step reads again, and raises there
-                data = read(*span)
-                ahead = CopiedAhead(span, data, start_copy(data, self._device))
+            plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], batch)
+            for span in spans_of(plan, self._ranks)[:1]:  # none where this rank is left out
+                with contextlib.suppress(Exception):  # the next step reads again, and raises there
+                    data = read(*span)
+                    ahead = CopiedAhead(span, data, start_copy(data, self._device))
 
         # Replica threads would read at the same time.
         copies = self._device.type != "cpu" and len(self._ranks) == 1
@@ -329,6 +330,11 @@ class GlobalLoader:
                 f"the checkpoint is in the middle of an epoch of {now.epoch_samples} samples, now the epoch has "
                 f"{drawn.num_samples}: the dataset or the sampler changed; use the same data, or start anew with "
                 f"--fresh"
+            )
+        if now.position > 0 and now.order_key == -1 and order.is_computed(self.user_loader):
+            raise DataError(
+                f"the checkpoint is in the middle of an epoch of more than {order.MAX_DRAWN:,} samples that an earlier version "
+                "shuffled in another order: finish the epoch with that version, or start anew with --fresh"
             )
         if now.position > 0 and now.order_key not in (-1, drawn.key):
             if self.is_joint:

@@ -27,6 +27,8 @@ from evenload.training.data.permutation import KeyedPermutation
 
 MAX_DRAWN = 1 << 25
 """Most samples of an order that plain shuffling draws as a whole: 256 MiB."""
+_COMPUTED_KEY = 1
+"""Key of orders by `KeyedPermutation`, as it computes them now."""
 MAX_ENDLESS = 10_000_000
 """Keys drawn from a sampler without a length before it counts as endless."""
 
@@ -46,7 +48,7 @@ class SampleOrder:
     generators_before: tuple[str, ...] = ()
     """States of the sampler's own generators before it was drawn, to draw the same again."""
     key: int = -1
-    """Checksum of an order drawn from the user's sampler; -1 for one that is a function of seed and epoch."""
+    """Checksum of an order drawn from the user's sampler; -1 or `_COMPUTED_KEY` for a function of seed and epoch."""
 
     @property
     def num_steps(self) -> int:
@@ -97,13 +99,14 @@ def draw_order(
         return _share_order(loader, seed, epoch, rank, agree, batch_size, own_key)
     num_samples = len(loader.sampler)  # type: ignore[arg-type]
     source: range | torch.Tensor | KeyedPermutation = range(num_samples)
+    order_key = -1
     if type(loader.sampler) is RandomSampler:
         key = randomness.mix(seed, epoch, randomness.ORDER)
         if num_samples > MAX_DRAWN:
-            source = KeyedPermutation(num_samples, key)
+            source, order_key = KeyedPermutation(num_samples, key), _COMPUTED_KEY
         else:
             source = torch.randperm(num_samples, generator=torch.Generator().manual_seed(key))
-    return SampleOrder(source, regular_bounds(num_samples, loader, batch_size))
+    return SampleOrder(source, regular_bounds(num_samples, loader, batch_size), key=order_key)
 
 
 class RegularBounds(Sequence[int]):
