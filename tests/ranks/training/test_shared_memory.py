@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import evenload
 from evenload.errors import DesyncError, PeerLostError
 from evenload.testing import run_ranks
+from evenload.training.comm import host_exchange
 from evenload.training.comm.control import CAPACITY, Control, Operation
 from evenload.training.comm.generation import CollectiveAbortedError, Membership
 from evenload.training.comm.groups import Groups
@@ -380,3 +382,21 @@ def _agree() -> list[list[int]]:
 def test_integers_of_any_size_and_number_arrive() -> None:
     zero, one = run_ranks(_agree, 2)
     assert zero == one == [[2**52 + 1, -3], [2**62, -(2**62)], list(range(CAPACITY - 2)), list(range(200)), []]
+
+
+def _exchange_through_gloo(folder: str, able: bool) -> tuple[float, bool]:
+    if not able and detect().rank == 1:
+        host_exchange.why_unavailable = lambda: "as on another processor"
+    run = evenload.init(project_dir=folder)
+    shared = run._context.groups.generation.rows is not None
+    total = run.reduce(float(run.rank + 1))
+    run.close()
+    return total, shared
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_a_run_says_that_its_ranks_can_not_share_memory(tmp_path: Path, able: bool) -> None:
+    assert run_ranks(_exchange_through_gloo, 2, str(tmp_path), able) == [(3.0, able)] * 2
+    (events,) = tmp_path.rglob("events.jsonl")
+    said = "the system of rank 1 can't share memory" in events.read_text()
+    assert said is not able

@@ -255,6 +255,11 @@ class Groups:
             raise CollectiveAbortedError(f"{what}: {error}") from error
 
     @property
+    def why_not_shared(self) -> str:
+        """The reason why ranks of one host exchange through gloo; empty if they don't, or each has a host of its own."""
+        return "" if self._hosts is None or self.generation.rows is not None else self._hosts.why_not()
+
+    @property
     def gone(self) -> bool:
         """True if the script destroyed the process groups (`dist.destroy_process_group`)."""
         return self.control is not None and not dist.is_initialized()

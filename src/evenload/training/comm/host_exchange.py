@@ -43,13 +43,21 @@ class HostMap:
     hosts: tuple[tuple[int, ...], ...]
     members: tuple[SegmentMember, ...]
     """By rank."""
-    can_share: bool
-    """False if some rank's system can't share memory, or each rank is alone on its host."""
+    unable: tuple[int, ...]
+    """Ranks whose system can't share memory."""
 
     def neighbours(self, rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of `ranks` that are on the host of `rank`."""
         local = next(host for host in self.hosts if rank in host)
         return tuple(other for other in local if other in ranks)
+
+    def why_not(self) -> str:
+        """Return why ranks of one host can't share memory, which `share_rows` found; empty if each has a host of its own."""
+        if self.unable:
+            return f"the system of rank {', '.join(map(str, self.unable))} can't share memory (Linux on x86-64 can)"
+        if len(self.hosts) == len(self.members):
+            return ""
+        return "a rank could not map another's memory: memory is full, or they run in separate containers"
 
     def are_together(self, ranks: Sequence[int]) -> bool:
         return set(self.neighbours(ranks[0], ranks)) == set(ranks)
@@ -119,7 +127,7 @@ def find_hosts(gather: Gather, host: str = "") -> HostMap:
     return HostMap(
         hosts=tuple(tuple(ranks) for ranks in hosts.values()),
         members=tuple(SegmentMember(rank, *row[1:]) for rank, row in enumerate(table)),
-        can_share=-1 not in hosts and len(hosts) < len(table),
+        unable=tuple(hosts.get(-1, ())),
     )
 
 
@@ -164,7 +172,7 @@ def _share(
     found: HostMap, rank: int, ranks: Sequence[int], layouts: Sequence[ChannelLayout], gather: Gather
 ) -> tuple[bool, SharedSegment | None]:
     """Map memory that those of `ranks` on one host share; the first value is False on all ranks if one of them can't."""
-    if not found.can_share:
+    if found.unable or len(found.hosts) == len(found.members):
         return False, None
     local = found.neighbours(rank, ranks)
     members = [found.members[member] for member in local]

@@ -105,6 +105,8 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     grad_norms = GradNorms() if config.batch_max is not None and spec.mode == "train" else None
     if len(replicas) == 1:
         recorder.event("replicas", _one_device(replicas[0].device))
+    if why := groups.why_not_shared:
+        recorder.event("exchange", f"ranks of one host exchange through gloo, which takes about 1 ms each time: {why}")
     throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
     parts = StrategyParts(spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas)
     engine = Engine(
