@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -24,6 +24,7 @@ from evenload.training.comm.collective_errors import check_setup
 from evenload.training.comm.generation import CollectiveAbortedError, Generation, Membership, Pending
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.shared_memory import SharedChannel
+from evenload.training.comm.subset import Subset, begin_gather
 
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
@@ -345,7 +346,7 @@ class Groups:
 
     def _gather_in(self, group: dist.ProcessGroup) -> Gather:
         def gather(own: torch.Tensor) -> torch.Tensor:
-            everyone, work = _begin_gather(own, group)
+            everyone, work = begin_gather(own, group)
             self._begin(work, blocking=own.device.type == "cpu").wait()
             return everyone
 
@@ -389,34 +390,17 @@ class Groups:
         return TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=self._timeout)
 
 
-@dataclass(frozen=True)
-class Subset:
-    """Members of one of the user's process groups, which take part in an exchange instead of all ranks."""
-
-    control: dist.ProcessGroup
-    rank: int
-    """Rank of this process among all ranks."""
-    ranks: tuple[int, ...]
-    timeout_s: float
-    closed: bool
-    gone: bool
-
-    @property
-    def world_size(self) -> int:
-        return len(self.ranks)
-
-    def exchange_row(self, row: Sequence[float]) -> Sequence[Sequence[float]]:
-        """Exchange numbers and return those of all members. PeerLostError if one is gone."""
-        everyone, work = _begin_gather(torch.tensor(row, dtype=torch.float64), self.control)
-        Pending(work, blocking=False).wait()
-        rows: list[list[float]] = everyone.tolist()
-        return rows
-
-
 RankGroup = Groups | Subset
 """Members of an exchange."""
 
 
+<<<<<<< HEAD
 def _begin_gather(own: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
     everyone = own.new_empty(group.size(), own.numel())
     return everyone, dist.all_gather(list(everyone.unbind()), own, group=group, async_op=True)
+=======
+def common_backend(rows: Sequence[tuple[bool, int]]) -> str:
+    """Return the backend of the gradients from each rank's (wants NCCL, GPU): NCCL refuses two ranks on one GPU."""
+    distinct = len({gpu for _, gpu in rows}) == len(rows)
+    return "nccl" if distinct and all(wants for wants, _ in rows) else "gloo"
+>>>>>>> c10016e (Subset has its own file)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from evenload.errors import ConfigError, DesyncError, PeerLostError, StepError
 from evenload.training.comm.control import Control, Operation
-from evenload.training.comm.groups import Groups, Subset
+from evenload.training.comm.groups import Groups
+from evenload.training.comm.subset import Subset
 
 KINDS = ("node", "cuda", "cpu")
 _WORD_BITS = 48
