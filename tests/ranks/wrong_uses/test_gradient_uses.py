@@ -65,16 +65,10 @@ REFUSED: dict[str, tuple[Script, str]] = {
 
 IN_THREE = (wrong.zero_grad_to_zeros_between_micro_batches,)
 
-OPEN_FAULTS = {
-    "added_after_prepare": "fault l",
-    "backward_inside_of_itself": "refused, by a text about torch.no_grad",
-}
+OPEN_FAULTS: dict[str, str] = {}
 """Script -> the fault of the engine that it still shows."""
 
-CRASHING = {
-    "other_dtype_on_one_rank_later": "buckets of different sizes meet, and gloo ends the process",
-    "replaced_on_one_rank": "the ranks wait for each other until the time limit",
-}
+CRASHING: dict[str, str] = {}
 """Script -> the fault that ends or blocks the processes in which the others run; not run."""
 
 Outcome = list[torch.Tensor | str]

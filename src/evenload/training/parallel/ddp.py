@@ -158,7 +158,8 @@ class ReplicaStrategy:
             units=sums.units,
             loss_sum=float(sums.loss_sum),
             metrics={name: float(value) for name, value in sums.metrics.items()},
-            touched_key=self._of().touched_key(),
+            # Ranks that added parameters have built new buckets, and can't wait for those of ranks that did not.
+            touched_key=float(int(self._of().touched_key()) ^ (_key_of(self._added) % 2**20 << 32)),
             squared_norm=grad_norms.own() if grad_norms is not None and grad_norms.on else None,
         )
 
@@ -205,14 +206,19 @@ class ReplicaStrategy:
 
 def _send_added(added: Mapping[str, nn.Parameter], groups: Groups) -> None:
     """Send parameters that were added since the last step from rank 0 to the others; all ranks call it."""
-    text = repr([(name, tuple(p.shape), p.dtype) for name, p in added.items()])
-    key = zlib.crc32(text.encode()) % 2**31
+    key = _key_of(added)
     if _over_ranks([key], groups, dist.ReduceOp.MAX) != _over_ranks([key], groups, dist.ReduceOp.MIN):
         raise DesyncError(
             f"the ranks added different parameters to a model since the last step (here: {', '.join(added) or 'none'}); add the "
             "same on all ranks"
         )
     _broadcast(added.values(), groups)
+
+
+def _key_of(params: Mapping[str, nn.Parameter]) -> int:
+    """Return a checksum of names, shapes and dtypes; 0 if there are none."""
+    text = repr([(name, tuple(p.shape), p.dtype) for name, p in params.items()])
+    return zlib.crc32(text.encode()) % 2**31 if params else 0
 
 
 def _broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:

@@ -81,7 +81,7 @@ class UnpreparedUses:
             return
         for reference, version in self._received:
             tensor = reference()
-            if tensor is not None and tensor._version != version:
+            if tensor is not None and tensor._version != version and id(tensor) not in self._own():
                 raise StepError(
                     f"a tensor of shape {tuple(tensor.shape)} that is in no prepared model received a gradient in loss_fn, and "
                     "then it was changed: its gradient is this rank's alone. To train it, make it an nn.Parameter of a module "

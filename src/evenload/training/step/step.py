@@ -189,6 +189,11 @@ class StepLoop:
     def backward(self, step: Step, loss_fn: LossFn) -> torch.Tensor:
         if self.step is not step:
             raise StepError("this step is over; call step.backward inside the loop body of its own step")
+        if self.in_backward:
+            raise StepError(
+                "step.backward was called inside loss_fn; return the sum of both losses from loss_fn, or call step.backward "
+                "twice, one after the other: gradients add up"
+            )
         for listener in self._listeners:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
