@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import evenload
 from evenload.testing import run_ranks
 from tests.ranks.exact.measure import check
 from tests.ranks.exact.ranks import Setting, run_split, train, train_all
@@ -59,3 +64,31 @@ def test_a_late_gradient_and_the_same_randomness_again(strategy: str, tmp_path: 
         assert len({value for *_, value in drawn}) == len(drawn) - 3
     everyone = [value for _, drawn in ranks for *_, value in drawn]
     assert len(set(everyone)) == len(everyone) - 9, "two ranks, steps or micro-batches drew the same numbers"
+
+
+def _hold_activations(folder: str) -> list[bool]:
+    """Return for the first call of each repeated attempt whether tensors of the failed one were still alive."""
+    run = evenload.init(project_dir=folder, seed=0)
+    model, loader = run.prepare(nn.Linear(4, 1), DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=16))
+    alive: list[weakref.ref[torch.Tensor]] = []
+    found: list[bool] = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        (x,) = batch
+        if alive and len(x) < 16:
+            found.append(alive.pop()() is not None)
+        activation = model(x).square()
+        if len(x) > 4:
+            alive[:] = [weakref.ref(activation)]
+            raise torch.OutOfMemoryError("injected")
+        return activation.mean()
+
+    for step in loader:
+        step.backward(loss_fn)
+        model.zero_grad()
+        break
+    return found
+
+
+def test_a_failed_attempt_keeps_no_activations(tmp_path: Path) -> None:
+    assert run_ranks(_hold_activations, 1, str(tmp_path)) == [[False, False]]

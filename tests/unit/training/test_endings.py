@@ -109,7 +109,7 @@ def test_memory_that_runs_out_moves_the_shares_where_costs_are_known() -> None:
     planner = _planner()
     plan = _run(planner, 12, 32)
     assert plan.shares == (24, 8)
-    again = planner.lower_caps(plan, [True, False])
+    again = planner.lower_caps(plan, [True, False], 0)
     assert again.shares == plan.shares and again.num_micro == 2
     assert planner.has_decision
 

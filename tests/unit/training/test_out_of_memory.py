@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._utils import ExceptionWrapper
 
 from evenload.errors import StepError
-from evenload.training.compute.out_of_memory import is_out_of_memory
+from evenload.training.compute.out_of_memory import is_fragmented, is_much_unused, is_out_of_memory
 
 GIB = 2**30
 
@@ -93,3 +93,10 @@ def test_memory_error_of_a_loader_worker() -> None:
     with pytest.raises((RuntimeError, MemoryError)) as error:
         caught.reraise()
     assert is_out_of_memory(error.value)
+
+
+def test_free_blocks_worth_returning() -> None:
+    assert is_much_unused(10 * GIB, 9 * GIB)
+    assert not is_much_unused(10 * GIB, 10 * GIB - GIB // 8)
+    assert not is_much_unused(GIB // 32, GIB // 64)
+    assert not is_fragmented(torch.device("cpu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenload.balance.decision import Decision
+from evenload.balance.memory_caps import FIRST_TRIAL
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
 from evenload.training.comm.generation import Membership
@@ -64,16 +65,16 @@ def test_a_decision_holds_two_steps_after_it_is_told_and_plans_ahead_change() ->
 def test_out_of_memory_halves_the_cap_of_the_rank_that_failed() -> None:
     planner, _ = _planner((24, 6, 2))
     plan = planner.plan(0, 0, 0, 0, 32)
-    smaller = planner.lower_caps(plan, [True, False, False])
+    smaller = planner.lower_caps(plan, [True, False, False], 0)
     assert smaller.num_micro == 2
     assert smaller.shares == plan.shares
     assert smaller.attempt == 1
     assert max(row[0] for row in smaller.micro) <= 12
     assert planner.plan(0, 1, 1, 32, 32).num_micro == 2
     for _ in range(3):
-        smaller = planner.lower_caps(smaller, [True, False, False])
+        smaller = planner.lower_caps(smaller, [True, False, False], 0)
     with pytest.raises(DataError, match="one sample"):
-        planner.lower_caps(smaller, [True, False, False])
+        planner.lower_caps(smaller, [True, False, False], 0)
 
 
 def test_shares_that_do_not_fit_are_told() -> None:
@@ -104,3 +105,20 @@ def test_a_compiled_model_gets_shares_in_larger_pieces() -> None:
     assert sum(shares) == 1000
     assert sum(share % 15 != 0 for share in shares) <= 1
     assert 660 <= shares[0] <= 705
+
+
+def test_caps_rise_again_on_trial_two_steps_ahead() -> None:
+    planner, announced = _planner((24, 6, 2))
+    planner.lower_caps(planner.plan(0, 0, 0, 0, 32), [True, False, False], 0)
+    for step in range(FIRST_TRIAL + 1):
+        plan = planner.plan(0, step, step, 0, 32)
+        assert plan.num_micro == 2
+        planner.observe(step, plan, [1.0, 1.0, 1.0], left_out=False)
+    ((decision, from_step),) = announced
+    assert from_step == FIRST_TRIAL + LEAD_STEPS
+    assert "micro-batches 2 → 1 on trial" in decision.reason
+    assert planner.plan(0, 0, from_step - 1, 0, 32).num_micro == 2
+    plan = planner.plan(0, 0, from_step, 0, 32)
+    assert plan.num_micro == 1
+    assert planner.lower_caps(plan, [True, False, False], from_step).num_micro == 2
+    assert planner.plan(0, 0, from_step + 1, 0, 32).num_micro == 2

@@ -28,6 +28,10 @@ _POSSIBLE = re.compile(
 _FULL_BYTES = 256 * 2**20
 """A GPU with less free memory than the handles and work space of cuBLAS and cuDNN take is full."""
 
+_FRAGMENTS_BYTES = 32 * 2**20
+_FRAGMENTS_PART = 0.02
+"""With less in free blocks, to return them gains too little for a second try."""
+
 
 def is_out_of_memory(error: BaseException, free_bytes: int | None = None) -> bool:
     """Return whether `error` means that the memory of the device or of the process ran out.
@@ -43,6 +47,17 @@ def is_out_of_memory(error: BaseException, free_bytes: int | None = None) -> boo
     if _CERTAIN.search(text):
         return True
     return _POSSIBLE.search(text) is not None and (_free_bytes() if free_bytes is None else free_bytes) < _FULL_BYTES
+
+
+def is_fragmented(device: torch.device) -> bool:
+    """Return whether much of the memory that torch holds on a GPU is in free blocks, which no request fitted."""
+    if device.type != "cuda":
+        return False
+    return is_much_unused(torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
+
+
+def is_much_unused(reserved_bytes: int, allocated_bytes: int) -> bool:
+    return reserved_bytes - allocated_bytes >= max(_FRAGMENTS_BYTES, _FRAGMENTS_PART * reserved_bytes)
 
 
 def _free_bytes() -> int:

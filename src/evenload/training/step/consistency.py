@@ -81,8 +81,8 @@ class Consistency:
         self._fingerprint: Callable[[], State] = dict
         self._queued: list[_QueuedCheck] = []
         """The comparison to read in this step, and the one to read in the next."""
-        self._is_late: bool | None = None
-        """See Note [One step later on GPUs]; None before the first comparison."""
+        self._is_late = False
+        """See Note [One step later on GPUs]."""
         self._is_unlike = False
         """The ranks are on unlike devices, whose checksums differ without an error."""
         self._compared: _QueuedCheck | None = None
@@ -94,10 +94,13 @@ class Consistency:
         self._ranks: tuple[int, ...] = ()
 
     def attach(self, fingerprint: Callable[[], State]) -> None:
-        """Compare what `fingerprint` returns: the tensors that must be equal on all ranks, by name."""
+        """Compare what `fingerprint` returns: the tensors that must be equal on all ranks, by name. All ranks call it."""
         self._fingerprint = fingerprint
         self._last_step = self._last_good = -1
         self._queued.clear()
+        if self.every > 0:
+            on_gpu = any(tensor.device.type != "cpu" for tensor in fingerprint().values())
+            self._is_late = any(row[0] for row in self._control.exchange(Operation.PREPARE, [float(on_gpu)]))
 
     def begin(self, step: int, *, first_call: bool, ranks: Sequence[int], takes_part: bool = True) -> None:
         """Queue a comparison of `ranks` before the first backward of a step, if one is due. All ranks call it."""
@@ -117,9 +120,6 @@ class Consistency:
 
     def _queue(self, step: int) -> _QueuedCheck:
         state = self._fingerprint()
-        if self._is_late is None:
-            on_gpu = any(tensor.device.type != "cpu" for tensor in state.values())
-            self._is_late = any(row[0] for row in self._exchange([float(on_gpu)]))
         if self._is_unlike:
             return _QueuedCheck(step, state, QueuedSketches(state.values()), None)
         return _QueuedCheck(step, state, None, QueuedScalars(queue_checksums(state.values())))

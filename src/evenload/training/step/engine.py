@@ -29,11 +29,12 @@ from evenload.training.compute.buffers import BufferGuard
 from evenload.training.compute.grad_norms import MEASURE_EVERY, GradNorms
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.model_parameters import ModelParameters
-from evenload.training.compute.out_of_memory import is_out_of_memory
+from evenload.training.compute.out_of_memory import is_fragmented, is_out_of_memory
 from evenload.training.compute.precision import Precision
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.strategy import (
+    FRAGMENTED,
     INTERRUPTED,
     LATE_GRADIENT,
     OK,
@@ -55,7 +56,8 @@ from evenload.training.step.stats import StepRecorder, StepStats
 MAX_SKIPPED_STEPS = 3
 """Steps in a row that may be skipped for a non-finite gradient that no loss scale explains."""
 MAX_ATTEMPTS = 40
-_INTERRUPTING = (OUT_OF_MEMORY, RAISED, INTERRUPTED)
+_OUT = (OUT_OF_MEMORY, FRAGMENTED)
+_INTERRUPTING = (*_OUT, RAISED, INTERRUPTED)
 """Statuses of ranks that left collectives of the forward."""
 
 
@@ -232,11 +234,16 @@ class Engine:
                 raise
             # The other ranks may wait in a collective of the forward.
             self._groups.abort_statistics()
-            attempt.error = error
-            status = INTERRUPTED if is_interrupted else OUT_OF_MEMORY if is_out_of_memory(error) else RAISED
+            status = INTERRUPTED if is_interrupted else RAISED
+            if is_out_of_memory(error):
+                status = FRAGMENTED if is_fragmented(self.device) else OUT_OF_MEMORY
+            else:
+                attempt.error = error
             try:
                 self._agree(attempt, [LocalResult(status=status)])
             except AttemptFailedError as failed:
+                # It would keep the frames of `error`, and with them the activations, while memory is freed for the next attempt.
+                failed.__context__ = None
                 return failed
             raise
 
@@ -302,22 +309,25 @@ class Engine:
                     "had (of parameters used for the first time, or more often in one backward). Later steps expect them",
                     step=batch.global_step,
                 )
-        out = [status == OUT_OF_MEMORY for status in statuses]
+        if any(status in _OUT for status in statuses):
+            self._make_room(batch, planner, statuses)
+        self.clock.switch("compute")
+
+    def _make_room(self, batch: GlobalBatch, planner: Planner, statuses: Sequence[int]) -> None:
+        """Repeat the step in smaller micro-batches, or once as it is where free blocks can be returned to the GPU."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+        out = [status in _OUT for status in statuses]
         if len(out) < planner.world_size:  # this rank runs alone, in a measurement
             out = [out[0] and rank == self._groups.rank for rank in range(planner.world_size)]
-        if any(out):
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.empty_cache()
-            before = batch.plan.num_micro
-            batch.replan(planner.lower_caps(batch.plan, out))
-            self.recorder.event(
-                "memory",
-                f"rank {where(out)} ran out of memory in step {batch.global_step}: micro-batches {before} → "
-                f"{batch.plan.num_micro}; the step is repeated",
-                step=batch.global_step,
-                num_micro=batch.plan.num_micro,
-            )
-        self.clock.switch("compute")
+        before = batch.plan.num_micro
+        failed = f"rank {where(out)} ran out of memory in step {batch.global_step}"
+        if OUT_OF_MEMORY not in statuses and planner.may_retry(batch.global_step):
+            text = f"{failed} with much of it in free blocks: they are returned, and the step is repeated"
+        else:
+            batch.replan(planner.lower_caps(batch.plan, out, batch.global_step))
+            text = f"{failed}: micro-batches {before} → {batch.plan.num_micro}; the step is repeated"
+        self.recorder.event("memory", text, step=batch.global_step, num_micro=batch.plan.num_micro)
 
     def _finish(self, attempt: Attempt, result: StepResult) -> torch.Tensor:
         batch, stats, reports = attempt.batch, attempt.stats, attempt.reports

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from evenload.balance.batch import best_split
 from evenload.balance.decision import Decision, Observation
+from evenload.balance.memory_caps import MemoryCaps
 from evenload.balance.rebalance import Balancer
 from evenload.balance.replicas import Contention, ReplicaBalancer, ReplicaObservation
 from evenload.balance.split import Split, even_shares, micro_shares, num_micro, scale_shares, slice_sizes
@@ -105,6 +106,7 @@ class Planner:
         self._source = source or PlanSource()
         cap = None if micro_batch == "auto" else int(micro_batch)
         caps: Caps = (cap,) * world_size
+        self._memory = MemoryCaps(caps)
         self._adapts = balance == "auto" and world_size > 1
         shares = even_shares(batch_size, world_size) if isinstance(balance, str) else tuple(balance)
         check_shares(shares, batch_size, world_size)
@@ -194,6 +196,7 @@ class Planner:
             return
         if self._is_guess:
             self._settle(plan.num_samples)
+        self._try_higher_caps(step)
         decision: Decision | None = None
         if isinstance(self._balancer, ReplicaBalancer):
             decision = self._observe_replicas(self._balancer, step, plan, times, left_out)
@@ -253,30 +256,42 @@ class Planner:
             self._announce(decision, from_step)
             self._pending = None
 
-    def lower_caps(self, plan: StepPlan, failed: Sequence[bool]) -> StepPlan:
+    def may_retry(self, step: int) -> bool:
+        """Return whether a step that ran out of memory is repeated once as it is. All ranks call it."""
+        return self._memory.may_retry(step)
+
+    def lower_caps(self, plan: StepPlan, failed: Sequence[bool], step: int) -> StepPlan:
         """Return the step in smaller micro-batches, which hold from now on: ranks ran out of memory.
 
         Raises:
             DataError: a rank can't hold a single sample.
         """
-        caps = list(self._assignments[-1].caps)
-        for rank, out in enumerate(failed):
-            if out:
-                largest = max(max(row[rank], 1) for row in plan.micro)
-                if largest == 1:
-                    raise DataError(
-                        f"rank {rank} ran out of memory with one sample in a micro-batch: the model is too big for it"
-                    )
-                caps[rank] = largest // 2
-        new = tuple(caps)
+        largest = [max(max(row[rank], 1) for row in plan.micro) if out else None for rank, out in enumerate(failed)]
+        if 1 in largest:
+            raise DataError(
+                f"rank {largest.index(1)} ran out of memory with one sample in a micro-batch: the model is too big for it"
+            )
+        new = self._memory.lower(self._assignments[-1].caps, largest, step)
+        self._set_caps(new, from_step=0)
+        micro = self._cut(plan.shares, plan.num_samples, 1, new)
+        return StepPlan(plan.generation, plan.epoch, plan.step, plan.attempt + 1, plan.start, micro, plan.out)
+
+    def _set_caps(self, caps: Caps, from_step: int) -> None:
         if self._balancer is not None and not self._source.sets_shares:
             # Shares for the new caps travel in the exchange of the next attempt.
-            self._pending = self._balancer.set_caps(new) or self._pending
-        shares = plan.shares
-        micro = self._cut(shares, plan.num_samples, 1, new)
+            self._pending = self._balancer.set_caps(caps) or self._pending
         newest = self._assignments[-1]
-        self._assign(ShareAssignment(0, newest.shares, 1, new, newest.out))
-        return StepPlan(plan.generation, plan.epoch, plan.step, plan.attempt + 1, plan.start, micro, plan.out)
+        self._assign(ShareAssignment(from_step, newest.shares, 1, caps, newest.out))
+
+    def _try_higher_caps(self, step: int) -> None:
+        newest = self._assignments[-1]
+        if newest.from_step > step or (caps := self._memory.trial(newest.caps, newest.shares, step)) is None:
+            return
+        before, from_step = self.num_micro, step + LEAD_STEPS
+        self._set_caps(caps, from_step)
+        if self.rank == 0:
+            reason = f"memory sufficed for many steps: micro-batches {before} → {self.num_micro} on trial"
+            self._announce(Decision(newest.shares, self.num_micro, "memory", None, None, reason, 0.0, 0.0), from_step)
 
     def outlook(self) -> dict[str, float]:
         """Return how many times as fast rank 0 expects the newest shares to be: as equal shares, as the best rank alone."""
