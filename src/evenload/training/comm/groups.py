@@ -392,15 +392,3 @@ class Groups:
 
 RankGroup = Groups | Subset
 """Members of an exchange."""
-
-
-<<<<<<< HEAD
-def _begin_gather(own: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
-    everyone = own.new_empty(group.size(), own.numel())
-    return everyone, dist.all_gather(list(everyone.unbind()), own, group=group, async_op=True)
-=======
-def common_backend(rows: Sequence[tuple[bool, int]]) -> str:
-    """Return the backend of the gradients from each rank's (wants NCCL, GPU): NCCL refuses two ranks on one GPU."""
-    distinct = len({gpu for _, gpu in rows}) == len(rows)
-    return "nccl" if distinct and all(wants for wants, _ in rows) else "gloo"
->>>>>>> c10016e (Subset has its own file)
