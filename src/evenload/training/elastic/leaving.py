@@ -13,6 +13,7 @@ Note [Ranks that stay]
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -44,7 +45,9 @@ class ComputingRanks(StepListener):
         if not self._has_begun:
             self._has_begun = True
             self._check_registered()
-        self.set_out(() if step.arm else step.batch.plan.out, step.index)
+        began_s = time.perf_counter()
+        if self.set_out(() if step.arm else step.batch.plan.out, step.index):
+            step.planner.set_return_price(time.perf_counter() - began_s)
         self._report_staying(step)
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
@@ -66,13 +69,13 @@ class ComputingRanks(StepListener):
     def optimizer_ends(self) -> None:
         self._optimizer = None
 
-    def set_out(self, out: Sequence[int], step_index: int | None = None) -> None:
-        """Let all ranks but `out` compute from now on. All ranks call it between two steps."""
+    def set_out(self, out: Sequence[int], step_index: int | None = None) -> bool:
+        """Let all ranks but `out` compute from now on; return whether one returned. All ranks call it between two steps."""
         groups = self._context.groups
         before = groups.generation.computing
         computing = tuple(rank for rank in groups.ranks if rank not in out)
         if computing == before or groups.world_size == 1:
-            return
+            return False
         returning = [rank for rank in computing if rank not in before]
         self._send_state(returning)
         groups.set_computing(computing)
@@ -88,6 +91,7 @@ class ComputingRanks(StepListener):
                     f"rank {rank} ({names[rank]}) computes nothing from this step on: the others are faster without it",
                     step=step_index,
                 )
+        return bool(returning)
 
     def _send_state(self, to: Sequence[int]) -> None:
         """Send everything that training needs from rank 0; all ranks call it."""

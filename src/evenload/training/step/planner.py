@@ -6,7 +6,6 @@ them into plans with the same integer arithmetic, so the loader's prefetch can p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,7 +190,6 @@ class Planner:
     ) -> None:
         """Learn on rank 0 what a step cost each rank, in own seconds, and `step_s` in all. All ranks call it."""
         times, self._replica_times = self._replica_times, []
-        seconds = [math.nan if rank in plan.out else own_s for rank, own_s in enumerate(seconds)]
         if self._source.sets_shares:
             return
         if self._is_guess:
@@ -201,8 +199,10 @@ class Planner:
         if isinstance(self._balancer, ReplicaBalancer):
             decision = self._observe_replicas(self._balancer, step, plan, times, left_out)
         elif self._balancer is not None:
+            own_s = tuple(None if rank in plan.out else time_s for rank, time_s in enumerate(seconds))
+            self._balancer.may_leave = (False, *self.may_leave[1:])
             decision = self._balancer.observe(
-                Observation(step, plan.shares, plan.num_micro, tuple(seconds), step_s or None, left_out)
+                Observation(step, plan.shares, plan.num_micro, own_s, step_s or None, left_out)
             )
         self._pending = decision or self._pending
 
@@ -227,6 +227,11 @@ class Planner:
         if (found := balancer.take_contention()) is not None and self._on_contention is not None:
             self._on_contention(found)
         return decision
+
+    def set_return_price(self, seconds: float) -> None:
+        """Set what it costs to let a rank return, for the decision when to try one that has left."""
+        if isinstance(self._balancer, Balancer):
+            self._balancer.left_out.price_s = seconds
 
     def coarsen(self) -> None:
         """Decide shares in larger pieces from now on: the model is compiled."""
