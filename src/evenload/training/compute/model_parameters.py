@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -24,25 +24,37 @@ class ModelParameters:
     @property
     def has_changed(self) -> bool:
         """True if parameters were added or replaced since they were read."""
-        return self._ids() != self._known_ids
+        return any(self._empty) or self._ids() != self._known_ids
 
     def read(self) -> None:
         # Kept alive, so that no new module has the id of one of these.
         modules = self._modules = list(dict.fromkeys(module for model in self._models for module in model.modules()))
-        self._dicts: list[dict[str, Any]] = [
+        dicts: list[dict[str, Any]] = [
             members
             for module in modules
             for members in (module._parameters, module._modules)
             if isinstance(members, dict)  # those of a ScriptModule never change
         ]
+        self._dicts = [members for members in dicts if members]
+        self._empty = [members for members in dicts if not members]
         self._known_ids = self._ids()
-        prefixes = [f"{index}." if len(self._models) > 1 else "" for index in range(len(self._models))]
         self.named: dict[str, nn.Parameter] = {}
         """By name; a shared parameter has the first of its names."""
-        for prefix, model in zip(prefixes, self._models, strict=True):
+        self.by_model: list[list[nn.Parameter]] = []
+        for index, model in enumerate(self._models):
+            prefix = f"{index}." if len(self._models) > 1 else ""
             known = set(map(id, self.named.values()))
-            named = model.named_parameters()
-            self.named |= {prefix + name: param for name, param in named if id(param) not in known}
+            named = {prefix + name: param for name, param in model.named_parameters() if id(param) not in known}
+            self.named |= named
+            self.by_model.append(list(named.values()))
+
+    def with_gradients(self, most: int) -> list[nn.Parameter]:
+        """Return up to `most` parameters of each model that have a gradient."""
+        found = [p for params in self.by_model for p in islice((p for p in params if p.grad is not None), most)]
+        if not found and self.has_changed:
+            self.read()
+            return self.with_gradients(most)
+        return found
 
     def _ids(self) -> list[int]:
         return list(map(id, chain.from_iterable(map(dict.values, self._dicts))))
@@ -65,4 +77,12 @@ def any_nonzero(grads: Sequence[torch.Tensor | None]) -> bool:
     if not present or any(grad.is_sparse for grad in present):
         return bool(present)
     norms = torch._foreach_norm([torch.view_as_real(grad) if grad.is_complex() else grad for grad in present], math.inf)
-    return bool(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).any())
+    return bool(sum_scalars(norms))
+
+
+def sum_scalars(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of scalar tensors, on the device of the first."""
+    first = values[0]
+    if any(value.dtype != first.dtype or value.device != first.device for value in values):
+        values = [value.to(first.device, torch.float64) for value in values]
+    return torch.stack(list(values)).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
-from evenload.training.compute.model_parameters import any_nonzero
+from evenload.training.compute.model_parameters import any_nonzero, sum_scalars
 from evenload.training.parallel.buckets import Bucket, real
 from evenload.training.parallel.call_gradients import (
     CHANGED_IN_LOSS_FN,
@@ -137,8 +138,8 @@ class LocalReducer(CallGradients):
 
 
 def _finite_norms(grads: Sequence[torch.Tensor]) -> bool:
-    """Return whether all norms are finite; those of large but finite gradients may not be."""
+    """Return whether the sum of all norms is finite; that of large but finite gradients may not be."""
     if not grads:
         return True
     norms = torch._foreach_norm([real(grad) for grad in grads])
-    return bool(torch.isfinite(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])).all())
+    return math.isfinite(float(sum_scalars(norms)))

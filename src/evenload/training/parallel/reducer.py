@@ -22,6 +22,7 @@ Note [Finite]
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -32,6 +33,7 @@ from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
+from evenload.training.compute.model_parameters import sum_scalars
 from evenload.training.parallel.buckets import Bucket, BucketSummer, Slot, build_buckets
 from evenload.training.parallel.call_gradients import (
     CHANGED_IN_LOSS_FN,
@@ -362,8 +364,7 @@ class BucketReducer(CallGradients):
         bucket.pending = self._groups.sum_async(bucket.flat)
 
     def _is_finite(self, reduced: Sequence[Bucket]) -> bool:
-        norms = [bucket.memory.norm.to(self.buckets[0].flat.device, torch.float64) for bucket in reduced]
-        if not norms or bool(torch.isfinite(torch.stack(norms)).all()):
+        if not reduced or math.isfinite(float(sum_scalars([bucket.memory.norm for bucket in reduced]))):
             return True
         # The norms of large but finite gradients may overflow.
         return all_finite(bucket.memory.gradients for bucket in reduced)

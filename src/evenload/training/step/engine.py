@@ -116,7 +116,7 @@ class Engine:
         self._buffers = BufferGuard()
         self._other_gpus: tuple[torch.device, ...] = ()
         self._has_statistics = False
-        self._parameters = ModelParameters(())
+        self.parameters = ModelParameters(())
         self._num_trained = 0
         self.stays_because = ""
         """The reason why this rank must compute in every step, even without samples; empty if it may leave (elastic/)."""
@@ -130,7 +130,7 @@ class Engine:
         self._other_gpus = randomness.other_gpus(models, self.device)
         self._has_statistics = any(batchnorm.has_global_statistics(model) for model in models)
         self._num_trained = sum(any(p.requires_grad for p in model.parameters()) for model in models)
-        self._parameters = ModelParameters(models)
+        self.parameters = ModelParameters(models)
         self._buffers = BufferGuard(models)
         self._consistency.attach(self.strategy.fingerprint)
 
@@ -140,7 +140,9 @@ class Engine:
 
     def leftovers(self) -> list[str]:
         """Return the names of parameters that hold a nonzero gradient."""
-        return self._parameters.nonzero_gradients()
+        if self.parameters.has_changed:
+            self.parameters.read()
+        return self.parameters.nonzero_gradients()
 
     def state_dict(self) -> tuple[Mapping[int, float], Mapping[Any, Any]]:
         """Return what earlier steps left for the next, equal on all ranks: N of each call, and the strategy's state."""
@@ -371,7 +373,7 @@ class Engine:
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
-        names = self.leftovers() if self._num_trained == 1 else []
+        names = self.parameters.nonzero_gradients() if self._num_trained == 1 else []
         if names:
             raise StepError(
                 f"gradients are already present before the step's first backward (of {len(names)} parameters, the first is "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -202,11 +201,7 @@ class StepLoop:
         finally:
             self.in_backward = False
         self.failed = self._optimizer_stepped = False
-        self._watched = [
-            (parameter, parameter._version)
-            for model in self.engine.models
-            for parameter in islice((p for p in model.parameters() if p.grad is not None), _NUM_WATCHED)
-        ]
+        self._watched = [(p, p._version) for p in self.engine.parameters.with_gradients(_NUM_WATCHED)]
         for listener in self._listeners:
             listener.on_gradients(step)
         return loss
