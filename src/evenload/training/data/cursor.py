@@ -12,7 +12,10 @@ from evenload.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Cursor:
-    """The position after the last committed step; equal on all ranks, and valid for any number of them."""
+    """The position after the last committed step; equal on all ranks, and valid for any number of them.
+
+    Of a tuple of loaders it counts units instead of samples; see map_reader.py.
+    """
 
     epoch: int = 0
     step: int = 0
