@@ -31,6 +31,8 @@ class ReportExchange:
         self._device = device
         self._started_s = time.monotonic()
         self._num_graphs = 0
+        self._tuned_sizes: set[int] = set()
+        """Micro-batches for whose sizes cuDNN has chosen its kernels."""
         self._metric_names: dict[int, tuple[str, ...]] = {}
 
     def begin(self) -> None:
@@ -58,6 +60,14 @@ class ReportExchange:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""
         return LocalResult(metrics=dict.fromkeys(self._metric_names.get(call_index, ()), 0.0))
 
+    def _tunes(self, batch: GlobalBatch, rank: int) -> bool:
+        """Return whether cuDNN tried its kernels in this attempt (`cudnn.benchmark`): it does for each new size."""
+        if self._device.type != "cuda" or not torch.backends.cudnn.benchmark:
+            return False
+        new = {max(row[rank], 1) for row in batch.plan.micro} - self._tuned_sizes
+        self._tuned_sizes |= new
+        return bool(new)
+
     def _report(
         self, result: LocalResult, batch: GlobalBatch, planner: Planner, stats: StepStats, may_leave: bool
     ) -> RankReport:
@@ -65,7 +75,7 @@ class ReportExchange:
         seconds = result.seconds
         if seconds is None:
             seconds = self._clock.take()
-            if compiled_graphs() != self._num_graphs:
+            if compiled_graphs() != self._num_graphs or self._tunes(batch, planner.rank):
                 stats.compiled = True
             if stats.compiled:
                 planner.coarsen()

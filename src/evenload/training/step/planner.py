@@ -234,7 +234,7 @@ class Planner:
             self._balancer.left_out.price_s = seconds
 
     def coarsen(self) -> None:
-        """Decide shares in larger pieces from now on: the model is compiled."""
+        """Decide shares in larger pieces from now on: each new size costs a compilation, or a search by cuDNN."""
         if self._balancer is not None:
             self._balancer.quantum = max(1, self._batch_size // QUANTA_IN_A_BATCH)
 
