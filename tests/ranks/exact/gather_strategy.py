@@ -16,7 +16,6 @@ from torch import nn
 
 from evenload.balance.values import StepPlan
 from evenload.errors import PeerLostError, StepError
-from evenload.training.comm.control import Operation
 from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm
 from evenload.training.compute.label_watch import LabelWatch
@@ -76,8 +75,6 @@ class GatherStrategy:
         self._touched = [False] * len(self._params)
         for p in self._params:
             p.grad = None
-        if self._statistics.in_use and self._groups.world_size > 1:
-            self._parts.control.exchange(Operation.BEGIN)
         sums = LossSums()
         try:
             with batchnorm.active(self._statistics):
@@ -173,7 +170,7 @@ class GatherStrategy:
         return finite
 
     def _sum_on_rank_0(self, flat: torch.Tensor) -> None:
-        rows = [torch.empty_like(flat) for _ in self._groups.ranks] if self._groups.rank == 0 else None
+        rows = [torch.empty_like(flat) for _ in self._groups.generation.computing] if self._groups.rank == 0 else None
         parts = None if rows is None else [row.view(torch.uint8) for row in rows]
         self._collect(lambda group: dist.gather(flat.view(torch.uint8), parts, group_dst=0, group=group))
         if rows is not None and self._groups.gradients is not None:

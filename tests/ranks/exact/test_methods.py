@@ -96,7 +96,6 @@ def test_as_in_one_process(name: str, num_ranks: int, strategy: str, trained: An
         )
 
 
-@pytest.mark.xfail(strict=True, reason="fault g")
 @pytest.mark.every_strategy
 def test_only_steps_that_bring_something_new_are_done_again(strategy: str, trained: Any) -> None:
     """A parameter whose gradient accumulates more often than before costs one repetition, not one in each later step."""
