@@ -56,8 +56,9 @@ class Arrivals:
         flags = torch.tensor([touched, once, place], dtype=torch.int32, device=reducer.device)
         groups.sum_async(flags).wait()
         counts, num_once, place = flags.tolist()
+        num_computing = len(groups.generation.computing)
         self.expected[call_index] = tuple(
-            before if not count else 1 if number == groups.world_size and before < 2 else 2
+            before if not count else 1 if number == num_computing and before < 2 else 2
             for count, number, before in zip(counts, num_once, known or [0] * len(counts), strict=True)
         )
         self.order |= dict.fromkeys(
