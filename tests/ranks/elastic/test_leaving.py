@@ -25,6 +25,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "norm": {"norm": True, "kind": "momentum"},  # AdamW would blow up the rounding of a bias before BatchNorm
     "metrics": {"returns": "dict"},
     "raised": {"raises_at": 8},
+    "frozen": {"freezes_at": 8, "kind": "momentum"},
     "unregistered": {"registered": False},
     "collective": {"collective": True},
     "lbfgs": {"kind": "lbfgs"},
@@ -62,6 +63,7 @@ def _train(
     norm: bool = False,
     returns: str = "loss",
     raises_at: int = -1,
+    freezes_at: int = -1,
     registered: bool = True,
     collective: bool = False,
 ) -> dict[str, Any]:
@@ -98,6 +100,8 @@ def _train(
                 loss: torch.Tensor = step.backward(loss_fn)
                 return loss
 
+            if step.index == freezes_at:
+                model.first.requires_grad_(False)
             if step.index == LEAVES_AT:
                 decide((BATCH, 0))
             if step.index == RETURNS_AT:
@@ -134,7 +138,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return folder, [dict(zip(JOBS, results, strict=True)) for results in ranks]
 
 
-def _plain(kind: str = "adamw", norm: bool = False, skips: int = -1) -> torch.Tensor:
+def _plain(kind: str = "adamw", norm: bool = False, skips: int = -1, freezes_at: int = -1) -> torch.Tensor:
     """One process with the same micro-batches: one of 16 with equal shares, then two of 8."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -144,6 +148,8 @@ def _plain(kind: str = "adamw", norm: bool = False, skips: int = -1) -> torch.Te
         x, y = _data().tensors
         for index in range(STEPS * EPOCHS):
             low = index % STEPS * BATCH
+            if index == freezes_at:
+                model.first.requires_grad_(False)
 
             size = BATCH if index < LEAVES_AT + 2 else 8
 
@@ -167,13 +173,15 @@ def _plain(kind: str = "adamw", norm: bool = False, skips: int = -1) -> torch.Te
 @pytest.mark.parametrize("name", JOBS)
 def test_the_weights_are_those_of_one_process_on_all_ranks(outcomes: Any, name: str) -> None:
     job = JOBS[name]
-    expected = _plain(job.get("kind", "adamw"), job.get("norm", False), job.get("raises_at", -1))
+    expected = _plain(
+        job.get("kind", "adamw"), job.get("norm", False), job.get("raises_at", -1), job.get("freezes_at", -1)
+    )
     for rank in outcomes[1]:
         weights = rank[name]["weights"]
         assert float((weights - expected).norm() / expected.norm()) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["plain", "momentum", "norm", "metrics", "raised"])
+@pytest.mark.parametrize("name", ["plain", "momentum", "norm", "metrics", "raised", "frozen"])
 def test_a_rank_without_samples_computes_nothing_until_it_returns(outcomes: Any, name: str) -> None:
     folder, (zero, one) = outcomes
     gone = range(LEAVES_AT + 2, RETURNS_AT + 2)

@@ -73,6 +73,8 @@ class ReplicaStrategy:
         self._reducer: BucketReducer | LocalReducer | None = None
         self._arrivals = Arrivals()
         self._is_ordered = False
+        self._built_for = -1
+        """Number of the generation in which the buckets were built."""
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
         self.detach()
@@ -167,7 +169,10 @@ class ReplicaStrategy:
         # A parameter that was trained once keeps its slot while it is frozen (a GAN freezes and unfreezes in each step).
         keep = {id(slot.param) for slot in self._reducer.slots} if self._reducer is not None else set()
         self.detach()
-        if self._groups.gradients is None:
+        if self._built_for != self._groups.generation.number:
+            # A rank that was away did not see what was frozen meanwhile: all ranks begin with the same buckets.
+            self._built_for, keep = self._groups.generation.number, set()
+        if len(self._groups.membership.workers) == 1:
             self._reducer = LocalReducer(self._models, self._grad_norms, keep)
         else:
             self._reducer = BucketReducer(
@@ -179,6 +184,8 @@ class ReplicaStrategy:
 
     def _follow_parameters(self, call: BackwardCall) -> None:
         # Parameters may be frozen, unfrozen, converted, added or replaced between steps, on all ranks.
+        if self._built_for != self._groups.generation.number:
+            self._build()
         reducer, gone = self._of(), False
         if self._parameters.has_changed:
             known = list(self._parameters.named.values())
