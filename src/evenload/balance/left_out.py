@@ -32,6 +32,7 @@ _UNCERTAINTY = 0.02
 class _Absence:
     num_steps: int = 0
     is_asked: bool = False
+    is_recalled: bool = False
 
 
 @dataclass
@@ -83,6 +84,19 @@ class LeftOut:
         """Try a rank at once, as far as the budget isn't overdrawn: its speed may have changed."""
         if rank in self._absences:
             self._absences[rank].is_asked = True
+
+    def recalled(self, may_leave: Sequence[bool]) -> int | None:
+        """Return a rank that is out and may not be any more, once."""
+        for rank, absence in self._absences.items():
+            if not may_leave[rank] and not absence.is_recalled:
+                absence.is_recalled = True
+                return rank
+        return None
+
+    def paid(self, seconds: float) -> None:
+        """Take what a return really cost, beside the steps; it is the price of the next one."""
+        self._credit_s -= seconds - self.price_s
+        self.price_s = seconds
 
     def due(self, extra_s: Callable[[int], float]) -> int | None:
         """Return the rank to try now; `extra_s` are the seconds by which its share of a trial step exceeds a usual one."""

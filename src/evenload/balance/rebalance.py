@@ -17,7 +17,7 @@ from statistics import median_low
 
 from evenload.balance.cost import CostSample
 from evenload.balance.decision import Decision, Observation, describe_shares, explain_move, format_seconds
-from evenload.balance.drift import SpeedChange, SpeedTracker
+from evenload.balance.drift import SpeedChange, SpeedTracker, gain_error, slowest_seen_s
 from evenload.balance.left_out import LEAD_STEPS, TRIAL_STEPS, LeftOut, ReturnTrial, check_may_leave
 from evenload.balance.neighbours import NeighbourSearch
 from evenload.balance.split import Caps, Split, even_shares, num_micro, scale_shares, slowest_s, split_batch
@@ -135,6 +135,9 @@ class Balancer:
         self._num_since_move += 1
         if self._num_since_move % _REVERSED_WITHIN == 0:
             self._num_reversals = max(0, self._num_reversals - 1)
+        if (rank := self.left_out.recalled(self.may_leave)) is not None:
+            what = f"rank {rank} has to stay in the step"
+            return self._move(Split(*under, 0.0), "returned", rank, None, what, self._expected_s())
         has_changed, is_of_speed = self._add(observation)
         if is_of_speed:
             self._search.forget(is_new=bool(self._reported()))
@@ -186,8 +189,8 @@ class Balancer:
         return self._move(split, "memory", over, None, what, self._expected_s())
 
     def _is_telling(self, observation: Observation) -> bool:
-        for share, may_leave, time_s in zip(observation.shares, self.may_leave, observation.seconds, strict=True):
-            if not (0 < time_s < math.inf if time_s is not None else may_leave and not share):
+        for share, time_s in zip(observation.shares, observation.seconds, strict=True):
+            if not (0 < time_s < math.inf if time_s is not None else not share):
                 return False
         if observation.left_out or observation.seconds[0] is None:
             return False
@@ -221,6 +224,10 @@ class Balancer:
         before_s = self._expected_s()
         split = self._split(costs)
         self._ask_those_out(costs, split)
+        if (idle := self._idle(split)) is not None:
+            needs = format_seconds(costs[idle].predict_s(0, self.num_micro))
+            what = f"rank {idle} needs {needs} for its first samples and is left out"
+            return self._move(Split(self.shares, self.num_micro, 0.0), "left_out", idle, None, what, before_s)
         if split.num_micro != self.num_micro and num_micro(self.shares, self._caps) <= self.num_micro:
             stay = self._split(costs, self.num_micro)
             if split.expected_s > (1 - _LEAST_MICRO_GAIN) * stay.expected_s:
@@ -228,7 +235,8 @@ class Balancer:
         gain = 1 - split.expected_s / before_s
         # Where both splits have been run, what they took counts for more than the line through them: time may grow in
         # steps (a quota's periods, tiles of a kernel), and then a fit of either sends us to the other and back for ever.
-        seen_s, seen_before_s = self._seen_s(split.shares, split.num_micro), self._seen_s(self.shares, self.num_micro)
+        seen_s = slowest_seen_s(self._tracks, split.shares, split.num_micro, self.may_leave)
+        seen_before_s = slowest_seen_s(self._tracks, self.shares, self.num_micro, self.may_leave)
         if seen_s is not None and seen_before_s is not None:
             gain = min(gain, 1 - seen_s / seen_before_s)
         # The first look under new shares shows whether the move helped; it may be followed up on weaker evidence, once.
@@ -237,7 +245,7 @@ class Balancer:
             sure, least = _SURE_AFTER_MOVE, _LEAST_GAIN_AFTER_MOVE
         elif self._num_since_change < _FIRST_LOOK:
             sure, least = _SURE_AFTER_CHANGE, _LEAST_GAIN_AFTER_MOVE
-        if gain < max(least, sure * self._gain_error()):
+        if gain < max(least, sure * gain_error(self._tracks, self.shares, self.num_micro, self.may_leave)):
             return None
         now, new = (self.shares, self.num_micro), (split.shares, split.num_micro)
         is_refined = self._is_measured and not self._reported() and gain < _OVERRULES
@@ -270,6 +278,15 @@ class Balancer:
             Split(found.shares, self.num_micro, (1 - found.gain) * before_s), "refined", None, None, what, before_s
         )
 
+    def _idle(self, split: Split) -> int | None:
+        """Return a rank that computes with a share of 0 though it may leave: the run began so, or it had to stay until now."""
+        if self._num_under <= _FIRST_LOOK or (self.shares, self.num_micro) != self._under:
+            return None
+        ranks = range(1, len(self.shares))
+        return next(
+            (r for r in ranks if self.may_leave[r] and self._is_in(r) and not self.shares[r] + split.shares[r]), None
+        )
+
     def _ask_those_out(self, costs: Sequence[Cost], without: Split) -> None:
         """Try ranks that are out at once where they would help by what was last known, because the others are slower now."""
         if self.left_out.ranks:
@@ -284,7 +301,7 @@ class Balancer:
             return None
         trial_share = max(self.num_micro, self.quantum)
         rank = self.left_out.due(lambda r: (self.costs or ())[r].predict_s(trial_share, self.num_micro) - step_s)
-        if rank is None or trial_share >= self.num_samples:
+        if rank is None or not self.may_leave[rank] or trial_share >= self.num_samples:
             return None
         costs = list(self.costs or ())
         rest = self._split(costs, self.num_micro, self.num_samples - trial_share)
@@ -371,27 +388,6 @@ class Balancer:
     def _expected_s(self) -> float:
         costs = self.costs
         return slowest_s(costs, self.shares, self.num_micro, self.may_leave) if costs is not None else 0.0
-
-    def _seen_s(self, shares: tuple[int, ...], num_micro: int) -> float | None:
-        seen = [
-            track.seen_s(max(share, num_micro), num_micro)
-            for track, share, may_leave in zip(self._tracks, shares, self.may_leave, strict=True)
-            if share or not may_leave
-        ]
-        known = [time_s for time_s in seen if time_s is not None]
-        return max(known) if len(known) == len(seen) else None
-
-    def _gain_error(self) -> float:
-        """Standard error of the gain: the slowest rank's time against the mean of all, weighted by their shares."""
-        counting = [r for r, share in enumerate(self.shares) if share or not self.may_leave[r]]
-        slowest = max(counting, key=lambda r: self._tracks[r].fit.cost.predict_s(self.shares[r], self.num_micro))
-        variance = 0.0
-        for rank in counting:
-            track, share = self._tracks[rank], self.shares[rank]
-            part = share / self.num_samples
-            weight = 1 - part if rank == slowest else part
-            variance += (weight * track.fit.predict_error(share, self.num_micro)) ** 2
-        return math.sqrt(variance)
 
     def _reported(self) -> dict[int, SpeedChange]:
         least = math.log(_REPORTED_CHANGE)

@@ -162,7 +162,22 @@ def test_rank_0_stays() -> None:
         Balancer(64, 2, may_leave=[True, True])
 
 
-def test_a_rank_that_must_stay_needs_times() -> None:
+def test_a_rank_that_is_out_and_has_to_stay_is_called_back_once() -> None:
     balancer = _balancer(leaving=False)
-    assert [balancer.observe(Observation(s, (64, 0), 1, (0.064, None))) for s in range(30)] == [None] * 30
-    assert balancer.costs is None
+    decisions = [balancer.observe(Observation(s, (64, 0), 1, (0.064, None))) for s in range(30)]
+    (decision,) = [found for found in decisions if found is not None]
+    assert (decision.kind, decision.rank, decision.shares) == ("returned", 1, (64, 0))
+    assert decision.reason.startswith("rank 1 has to stay in the step: ")
+
+
+def test_a_rank_without_samples_leaves_as_soon_as_it_may() -> None:
+    balancer, rng = Balancer(64, 2, shares=(64, 0)), random.Random(0)
+
+    def run(first: int) -> list[tuple[str, int | None, tuple[int, ...]]]:
+        times = [(0.064 * rng.gauss(1, 0.01), 0.102 * rng.gauss(1, 0.01)) for _ in range(60)]
+        found = [balancer.observe(Observation(first + i, (64, 0), 1, own)) for i, own in enumerate(times)]
+        return [(decision.kind, decision.rank, decision.shares) for decision in found if decision is not None]
+
+    assert run(0) == []
+    balancer.may_leave = (False, True)
+    assert run(60)[:1] == [("left_out", 1, (64, 0))]

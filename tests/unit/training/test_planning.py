@@ -122,3 +122,17 @@ def test_caps_rise_again_on_trial_two_steps_ahead() -> None:
     assert plan.num_micro == 1
     assert planner.lower_caps(plan, [True, False, False], from_step).num_micro == 2
     assert planner.plan(0, 0, from_step + 1, 0, 32).num_micro == 2
+
+
+def test_a_rank_that_leaves_is_tried_again_and_its_missing_times_stop_nothing() -> None:
+    planner, announced = _planner(world_size=2, batch_size=64)
+    planner.may_leave = [True, True]
+    for step in range(600):
+        plan = planner.plan(0, step, step, 64 * step, 64)
+        seconds = [0.001 * plan.shares[0], 0.0 if 1 in plan.out else 0.1 + 0.002 * plan.shares[1]]
+        planner.observe(step, plan, seconds, left_out=step == 0)
+        if planner.has_decision:
+            planner.sync_decision(step)
+    kinds = [decision.kind for decision, _ in announced if decision.kind != "measured"]
+    assert kinds[0] == "left_out" and "trial" in kinds
+    assert planner.plan(0, 0, 600, 0, 64).out == (1,)

@@ -231,7 +231,7 @@ class Planner:
     def set_return_price(self, seconds: float) -> None:
         """Set what it costs to let a rank return, for the decision when to try one that has left."""
         if isinstance(self._balancer, Balancer):
-            self._balancer.left_out.price_s = seconds
+            self._balancer.left_out.paid(seconds)
 
     def coarsen(self) -> None:
         """Decide shares in larger pieces from now on: each new size costs a compilation, or a search by cuDNN."""
