@@ -31,6 +31,8 @@ def start_copy(data: Any, device: torch.device) -> StartedCopy:
         # A tensor that is on a device already may still be computed there, and other objects can't be handed over.
         return leaf.to(device, non_blocking=True) if type(leaf) is torch.Tensor and leaf.device.type == "cpu" else leaf
 
+    if device.type == "cpu":
+        return StartedCopy(data, None)
     if device.type != "cuda":
         return StartedCopy(map_leaves(data, one), None)
     stream = _copy_stream(device)
