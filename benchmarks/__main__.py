@@ -22,6 +22,7 @@ NAMES = (
     "adapt",
     "efficiency",
     "uneven",
+    "left_out",
     "consistency",
     "loading",
     "hosts",

@@ -1,0 +1,115 @@
+"""Cost of a device that is 100 times slower than the best one, and is left out.
+
+Method: two CPU ranks, each on a core of its own, steps of about 25 ms. Rank 1 computes 100 times as long as rank 0 for the same
+samples, by burning CPU time in loss_fn. Epochs of Evenload alternate with equally many steps of a plain loop (its own copy of
+the model, the same data) on rank 0 alone, in the same processes. The ratio is the plain loop's seconds over Evenload's, by
+round and over all rounds after the first two, in which the speeds are measured; trials of rank 1 are in it.
+
+Bar: at least 0.98 over all rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import evenload
+from benchmarks.report import rows
+from evenload.records.measurement import bootstrap
+from evenload.testing import run_ranks
+
+BATCH, EPOCH_STEPS, SLOWER, WARMUP_ROUNDS = 64, 100, 100, 2
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Both loops, by turns."""
+    num_rounds = 3 if quick else 26
+    with tempfile.TemporaryDirectory(prefix="evenload-bench-") as folder:
+        found = run_ranks(_train, 2, folder, num_rounds, timeout_s=600)[0]
+    usual = found["rounds"][WARMUP_ROUNDS:]
+    ratio = bootstrap(lambda drawn: median(plain / ours for ours, plain in drawn), usual)
+    overall = sum(plain for _, plain in usual) / sum(ours for ours, _ in usual)
+    bars = {} if quick else {"over all rounds >= 0.98": overall >= 0.98}
+    return {**found, "ratio": vars(ratio), "overall": overall, "bars": bars}
+
+
+def table(result: dict[str, Any]) -> str:
+    """For people."""
+    ratio = result["ratio"]
+    return rows(
+        ["rounds", "step of the plain loop", "plain/Evenload, median", "over all rounds", "steps with rank 1"],
+        [
+            [
+                len(result["rounds"]) - WARMUP_ROUNDS,
+                f"{median(plain for _, plain in result['rounds']) / EPOCH_STEPS * 1e3:.1f} ms",
+                f"{ratio['value']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})",
+                f"{result['overall']:.4f}",
+                f"{result['num_with_rank_1']} of {result['num_steps']}",
+            ]
+        ],
+    )
+
+
+def _train(folder: str, num_rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    run = evenload.init(project_dir=folder, seed=0)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[run.rank % len(cores)]})
+    sizes = (784, 1024, 1024, 10)
+    layers = [layer for n, m in itertools.pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    plain_model = copy.deepcopy(model)
+    data = TensorDataset(torch.randn(BATCH * EPOCH_STEPS, sizes[0]), torch.randint(0, 10, (BATCH * EPOCH_STEPS,)))
+    model, loader = run.prepare(model, DataLoader(data, batch_size=BATCH, shuffle=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    plain_optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.01, momentum=0.9)
+    run.resume(model=model, optimizer=optimizer)
+    plain_loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    rounds, num_with_rank_1 = [], 0
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        began_s = time.thread_time()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        if run.rank == 1:
+            # The backward takes about twice as long as the forward.
+            _burn(3 * SLOWER * (time.thread_time() - began_s))
+        return loss
+
+    for _ in range(num_rounds):
+        began_s = time.perf_counter()
+        for step in loader:
+            step.backward(loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            num_with_rank_1 += step.shares[1] > 0
+        ours_s = time.perf_counter() - began_s
+        rounds.append((ours_s, _plain_epoch(plain_model, plain_optimizer, plain_loader) if run.is_main else 0.0))
+        run.any(False)
+    run.close()
+    return {"rounds": rounds, "num_with_rank_1": num_with_rank_1, "num_steps": num_rounds * EPOCH_STEPS}
+
+
+def _plain_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> float:
+    began_s = time.perf_counter()
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return time.perf_counter() - began_s
+
+
+def _burn(seconds: float, clock: Callable[[], float] = time.thread_time) -> None:
+    end_s = clock() + seconds
+    while clock() < end_s:
+        pass
