@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PREFIX = "FIGURES "
 """Before the JSON in the last line of the output."""
 Figures = dict[str, Any]
-_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ EXPERIMENTS = (
         "E1",
         "Does NVML see what torch sees for each form of CUDA_VISIBLE_DEVICES, and does the doctor end in time?",
         "the same GPU for None, 0, its UUID and a prefix; none for '', -1, '0,0', 7; all-reduce ok",
-        (_lab("visible", 60), _evenload("doctor", 90)),
+        (_lab("visible", 60), _evenload("doctor", 150)),
         _visible,
     ),
     Experiment(

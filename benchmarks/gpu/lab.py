@@ -381,6 +381,8 @@ def oom(lab: Lab) -> Figures:
 
 def nccl1(lab: Lab) -> Figures:
     """E8: the NCCL path with a world of one: an adopted process group makes all groups for real."""
+    from evenload.training.comm.groups import Groups
+
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29611",
@@ -391,8 +393,16 @@ def nccl1(lab: Lab) -> Figures:
     if lab.is_cuda:
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if lab.is_cuda else "gloo")
+
+    def group_of_one(groups: Any, ranks: tuple[int, ...], backend: str = "") -> Any:
+        return dist.new_group(list(ranks), backend=backend or groups._backend)
+
+    # One rank has no groups to sum in; here it gets them, so that its buckets travel.
+    Groups._new_group = group_of_one  # type: ignore[method-assign]
     run, model, loader, optimizer = lab.prepared()
-    print("gradients over", dist.get_backend(run._context.groups.gradients))
+    gradients = run._context.groups.gradients
+    assert gradients is not None
+    print("gradients over", dist.get_backend(gradients))
     plain = lab.subject.build()
     plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     plain = plain.to(lab.device)
