@@ -589,3 +589,61 @@ def scaler_that_is_off(job: Job) -> Any:
         scaler.update()
         optimizer.zero_grad()
     return job.weights()
+
+
+def output_of_an_earlier_call(job: Job) -> Any:
+    """The second backward of a step goes through what the first one's loss_fn computed."""
+    model = job.prepare(job.network())
+    optimizer = job.optimizer()
+    kept: dict[str, torch.Tensor] = {}
+
+    def first(batch: Any) -> torch.Tensor:
+        kept["out"] = model[:2](batch[0])
+        return functional.mse_loss(model[2:](kept["out"].detach()), batch[1])
+
+    def second(batch: Any) -> torch.Tensor:
+        return functional.mse_loss(model[2:](kept["out"]), 1 - batch[1])
+
+    for step in job.steps():
+        step.backward(first)
+        step.backward(second)
+        optimizer.step()
+        optimizer.zero_grad()
+    return job.weights()
+
+
+def averaged_by_habit(job: Job) -> Any:
+    """The script averages the gradients over ranks, which are equal already."""
+    model = job.prepare(job.network())
+    optimizer = job.optimizer()
+    for step in job.steps():
+        step.backward(job.loss)
+        if job.on_ranks:
+            for p in model.parameters():
+                torch.distributed.all_reduce(p.grad)
+                p.grad /= torch.distributed.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+    return job.weights()
+
+
+def copied_in_loss_fn(job: Job) -> Any:
+    """A frozen copy of the present weights, made in each call."""
+    model = job.prepare(job.network())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        frozen = copy.deepcopy(model).requires_grad_(False)
+        return job.loss(batch) + functional.mse_loss(model(batch[0] + 1), frozen(batch[0]))
+
+    return job.train(loss_fn)
+
+
+def inference_mode_for_a_part(job: Job) -> Any:
+    model = job.prepare(job.network())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            target = model(batch[0]).clone()
+        return job.loss(batch) + functional.l1_loss(model(batch[0] + 1), target.clone())
+
+    return job.train(loss_fn)

@@ -288,3 +288,49 @@ def zeroed_on_one_rank(job: Job) -> Any:
         if job.rank == 0:
             optimizer.zero_grad()
     return job.weights()
+
+
+def wrapped_in_ddp_after_prepare(job: Job) -> Any:
+    """DistributedDataParallel would average over ranks in each backward, and Evenload sum the averages."""
+    model = job.prepare(job.network())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return job.train(lambda batch: functional.mse_loss(wrapped(batch[0]), batch[1]))
+
+
+def graph_of_an_earlier_call(job: Job) -> Any:
+    """With several micro-batches only the last one's output is kept, and used for all."""
+    return gradient_scripts.output_of_an_earlier_call(job)
+
+
+def clipped_in_loss_fn(job: Job) -> Any:
+    model = job.prepare(job.network())
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        return job.loss(batch)
+
+    return job.train(loss_fn)
+
+
+def stepped_in_loss_fn(job: Job) -> Any:
+    job.prepare(job.network())
+    optimizer = job.optimizer()
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        optimizer.step()
+        return job.loss(batch)
+
+    for step in job.steps():
+        step.backward(loss_fn)
+        optimizer.zero_grad()
+    return job.weights()
+
+
+def other_learning_rate_on_one_rank(job: Job) -> Any:
+    job.prepare(job.network())
+    optimizer = job.optimizer(lr=0.05 / (1 + job.rank))
+    for step in job.steps(24):
+        step.backward(job.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return job.weights()

@@ -49,6 +49,14 @@ REFUSED: dict[str, tuple[Script, str]] = {
         (wrong.backward_of_the_returned_loss, r"RuntimeError: .*does not require grad"),
         (wrong.backward_inside_of_itself, r"StepError: .*step.backward"),
         (wrong.zero_grad_to_zeros_between_micro_batches, r"StepError: loss_fn changed the gradients"),
+        (wrong.wrapped_in_ddp_after_prepare, r"Error: .*DistributedDataParallel"),
+        (
+            wrong.graph_of_an_earlier_call,
+            r"RuntimeError: .*(graph a second time|size of tensor)|PeerLostError: rank .* raised",
+        ),
+        (wrong.clipped_in_loss_fn, r"StepError: loss_fn changed the gradients"),
+        (wrong.stepped_in_loss_fn, r"StepError: SGD stepped inside step.backward"),
+        (wrong.other_learning_rate_on_one_rank, r"DivergenceError: "),
         (wrong.detached_loss, r"StepError: .*under torch.no_grad, detached"),
         (wrong.detached_loss_on_one_rank, r"StepError: .*detached|PeerLostError: rank 1 raised an exception"),
         (wrong.under_inference_mode, r"StepError: .*(inference|no_grad)"),
@@ -63,7 +71,11 @@ REFUSED: dict[str, tuple[Script, str]] = {
     )
 }
 
-IN_THREE = (wrong.zero_grad_to_zeros_between_micro_batches,)
+IN_THREE = (
+    wrong.zero_grad_to_zeros_between_micro_batches,
+    wrong.graph_of_an_earlier_call,
+    wrong.clipped_in_loss_fn,
+)
 
 Outcome = list[torch.Tensor | str]
 

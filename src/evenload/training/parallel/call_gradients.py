@@ -21,8 +21,8 @@ PLAIN_BACKWARD = (
 )
 
 CHANGED_IN_LOSS_FN = (
-    "loss_fn changed the gradients of this step's earlier micro-batches (zero_grad(set_to_none=False)?), which would be missing "
-    "from the sum; call optimizer.zero_grad() after optimizer.step(), outside of loss_fn"
+    "loss_fn changed the gradients of this step's earlier micro-batches (zero_grad(set_to_none=False), clipping?), so the sum "
+    "would be wrong; call step.backward(loss_fn) first, then clip, optimizer.step(), optimizer.zero_grad()"
 )
 
 Expectation = tuple[int, ...]

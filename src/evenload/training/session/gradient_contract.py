@@ -54,6 +54,10 @@ STRAY = (
     "{optimizer} steps {count} parameters that are in no model given to run.prepare (the first has shape {shape}), so their "
     "gradients are not summed over ranks. Pass the module that holds them to run.prepare too"
 )
+WRAPPED = (
+    "a prepared model was wrapped in {name}: it would average gradients over ranks in each backward, before step.backward sums "
+    "them. Remove the wrapper, and call the model that run.prepare returned"
+)
 WITHOUT_EFFECT = (
     "{optimizer} changes nothing: none of its {count} parameters is in a prepared model, and none has a gradient. Was the model "
     "copied, or were its parameters replaced, after the optimizer was made? Make it from model.parameters() of the model that "
@@ -141,6 +145,7 @@ class GradientContract(StepListener):
             scalers = [value for value in found if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
             self._scalers = [weakref.ref(scaler) for scaler in scalers]
             self._unscaled_ids = {id(scaler) for scaler in scalers if scaler._scale is None}
+            self._check_wrapped(found)
             self._unprepared.find(found)
         self._unprepared.begin()
 
@@ -194,6 +199,13 @@ class GradientContract(StepListener):
         self._stepped_ids.update(map(id, params))
         self._unused = None
         return known
+
+    def _check_wrapped(self, found: Iterable[object]) -> None:
+        if self._context.num_sharing == 1:
+            return
+        for wrapper in (value for value in found if isinstance(value, nn.parallel.DistributedDataParallel)):
+            if any(id(p) in self._param_ids for p in wrapper.parameters()):
+                raise StepError(WRAPPED.format(name=type(wrapper).__name__))
 
     def _check_unused(self) -> None:
         if self._unused is None:
