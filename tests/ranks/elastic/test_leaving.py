@@ -24,6 +24,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "momentum": {"kind": "momentum"},
     "norm": {"norm": True, "kind": "momentum"},  # AdamW would blow up the rounding of a bias before BatchNorm
     "metrics": {"returns": "dict"},
+    "new metrics": {"returns": "more"},
     "raised": {"raises_at": 8},
     "frozen": {"freezes_at": 8, "kind": "momentum"},
     "unregistered": {"registered": False},
@@ -93,6 +94,8 @@ def _train(
                     raise ValueError("broken")
                 x, y = batch
                 loss = nn.functional.mse_loss(model(x), y)
+                if returns == "more" and index >= 10:
+                    return {"loss": loss, "late": loss.detach()}
                 return {"loss": loss, "twice": 2 * loss.detach()} if returns == "dict" else loss
 
             def closure(step: Any = step, loss_fn: Any = loss_fn) -> torch.Tensor:
@@ -181,7 +184,7 @@ def test_the_weights_are_those_of_one_process_on_all_ranks(outcomes: Any, name: 
         assert float((weights - expected).norm() / expected.norm()) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["plain", "momentum", "norm", "metrics", "raised", "frozen"])
+@pytest.mark.parametrize("name", ["plain", "momentum", "norm", "metrics", "new metrics", "raised", "frozen"])
 def test_a_rank_without_samples_computes_nothing_until_it_returns(outcomes: Any, name: str) -> None:
     folder, (zero, one) = outcomes
     gone = range(LEAVES_AT + 2, RETURNS_AT + 2)

@@ -21,10 +21,10 @@ from evenload.training.comm.groups import Groups
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 
-OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED, INTERRUPTED, RAISED, FRAGMENTED = range(7)
+OK, OUT_OF_MEMORY, LATE_GRADIENT, UNWANTED, INTERRUPTED, RAISED, FRAGMENTED, AWAY = range(8)
 """Status of an attempt on one rank. `UNWANTED`: it was interrupted for another replica, or used shared randomness.
 `INTERRUPTED`: a collective inside it ended because another rank failed. `RAISED`: the user's code raised an exception.
-`FRAGMENTED`: memory ran out on a GPU of which torch's allocator holds free blocks."""
+`FRAGMENTED`: memory ran out on a GPU of which torch's allocator holds free blocks. `AWAY`: it computes nothing, as planned."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from evenload.training.compute.precision import Precision
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.strategy import (
+    AWAY,
     FRAGMENTED,
     INTERRUPTED,
     LATE_GRADIENT,
@@ -272,7 +273,7 @@ class Engine:
         self.elapsed_s = reports[0].elapsed_s
         if reports[0].has_decision:
             planner.sync_decision(batch.global_step)
-        if any(report.status != OK for report in reports):
+        if any(report.status not in (OK, AWAY) for report in reports):
             raise AttemptFailedError([report.status for report in reports])
         computing = self._groups.generation.computing
         if len(reports) == planner.world_size:

@@ -14,7 +14,7 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.compute.device_state import compiled_graphs, memory_bytes
 from evenload.training.data.global_batch import GlobalBatch
-from evenload.training.parallel.strategy import GlobalTotals, LocalResult
+from evenload.training.parallel.strategy import AWAY, GlobalTotals, LocalResult
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.planner import Planner
 from evenload.training.step.report import RankReport, read_rows
@@ -58,7 +58,7 @@ class ReportExchange:
 
     def idle_result(self, call_index: int) -> LocalResult:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""
-        return LocalResult(metrics=dict.fromkeys(self._metric_names.get(call_index, ()), 0.0))
+        return LocalResult(status=AWAY, metrics=dict.fromkeys(self._metric_names.get(call_index, ()), 0.0))
 
     def _tunes(self, batch: GlobalBatch, rank: int) -> bool:
         """Return whether cuDNN tried its kernels in this attempt (`cudnn.benchmark`): it does for each new size."""

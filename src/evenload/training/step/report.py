@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from evenload.errors import StepError
 from evenload.training.comm.clock import SEGMENTS, Segment
 from evenload.training.comm.control import CAPACITY
-from evenload.training.parallel.strategy import OK
+from evenload.training.parallel.strategy import AWAY, OK
 
 _SCALARS: dict[str, Callable[[float], float]] = {
     "status": int,
@@ -66,7 +66,7 @@ class RankReport:
         limit = MAX_METRICS - (self.squared_norm is not None)
         if len(names) > limit:
             raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {limit} are averaged")
-        checksum = float(zlib.crc32("\0".join(names).encode()))
+        checksum = _checksum(names)
         values = [*(float(getattr(self, name)) for name in _SCALARS), checksum]
         values += [*(self.seconds[name] for name in SEGMENTS), *(self.metrics[name] for name in names)]
         values += [0.0] * (CAPACITY - len(values))
@@ -77,9 +77,12 @@ class RankReport:
 
 def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured: bool = False) -> list[RankReport]:
     """Read all ranks' rows; `names` are this rank's own metrics, sorted; `measured` rows hold norms."""
-    good = [row for row in rows if row[0] == OK]
-    if len(good) == len(rows) and len({row[_FIXED - 1] for row in good}) > 1:
+    present = [row for row in rows if row[0] != AWAY]
+    checksums = {row[_FIXED - 1] for row in present}
+    if all(row[0] == OK for row in present) and len(checksums) > 1:
         raise StepError(f"loss_fn returned different metrics on different ranks (here: {', '.join(names) or 'none'})")
+    if len(present) < len(rows) and _checksum(names) not in checksums:
+        names = ()  # this rank is away, and has never seen these metrics
     return [
         RankReport(
             **{name: kind(value) for (name, kind), value in zip(_SCALARS.items(), row, strict=False)},  # type: ignore[arg-type]
@@ -89,3 +92,7 @@ def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured
         )
         for row in rows
     ]
+
+
+def _checksum(names: Sequence[str]) -> float:
+    return float(zlib.crc32("\0".join(names).encode()))
