@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evenload.balance.split import Caps, Split, num_micro, scale_shares, split_batch
+from evenload.balance.split import Caps, MayLeave, Split, num_micro, scale_shares, slowest_s, split_batch
 from evenload.balance.values import Cost
 
 LEAST_GAIN = 0.05
@@ -82,15 +82,19 @@ def candidates(base: int, limit: int, now: int) -> list[int]:
 
 
 def best_split(
-    num_samples: int, costs: Sequence[Cost], caps: Caps, shares: Sequence[int] | None, quantum: int = 1
+    num_samples: int,
+    costs: Sequence[Cost],
+    caps: Caps,
+    shares: Sequence[int] | None,
+    quantum: int = 1,
+    may_leave: MayLeave = None,
 ) -> Split:
     """Split a batch as fast as possible, or in the proportions of `shares` where these are fixed."""
     if shares is None:
-        return split_batch(num_samples, costs, caps, quantum=quantum)
+        return split_batch(num_samples, costs, caps, quantum=quantum, may_leave=may_leave)
     scaled = scale_shares(shares, num_samples)
     count = num_micro(scaled, caps)
-    slowest_s = max(cost.predict_s(share, count) for cost, share in zip(costs, scaled, strict=True))
-    return Split(scaled, count, slowest_s)
+    return Split(scaled, count, slowest_s(costs, scaled, count, may_leave))
 
 
 def choose_batch(

@@ -134,3 +134,10 @@ def test_fixed_shares_keep_their_proportions():
     assert best_split(64, costs, None, None).shares == (48, 16)
     assert best_split(64, costs, None, (8, 8)).shares == (32, 32)
     assert best_split(64, costs, (8, 8), (8, 8)).num_micro == 4
+
+
+def test_a_rank_that_leaves_does_not_lengthen_the_steps_of_another_batch() -> None:
+    costs = [Cost(0.0, 0.001), Cost(0.5, 0.01)]
+    assert best_split(64, costs, None, None).expected_s == pytest.approx(0.51)
+    assert best_split(64, costs, None, None, may_leave=(False, True)).expected_s == pytest.approx(0.064)
+    assert best_split(64, costs, None, (32, 0), may_leave=(False, True)).expected_s == pytest.approx(0.064)

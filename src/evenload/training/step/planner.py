@@ -343,7 +343,8 @@ class Planner:
         """Return how a global batch of another size would be split under the current settings."""
         caps = self._assignments[-1].caps
         quantum = 1 if self._balancer is None else self._balancer.quantum
-        return best_split(batch_size, costs, caps, None if self._adapts else self._assignments[-1].shares, quantum)
+        shares = None if self._adapts else self._assignments[-1].shares
+        return best_split(batch_size, costs, caps, shares, quantum, (False, *self.may_leave[1:]))
 
     def resize(self, batch_size: int, shares: Shares | None) -> None:
         """Set another global batch between two epochs, on all ranks; without shares in the present proportions."""
