@@ -33,6 +33,7 @@ from evenload.training.compute import batchnorm
 parser = argparse.ArgumentParser()
 parser.add_argument("size", type=json.loads)
 parser.add_argument("--block-s", type=float, default=3.0)
+parser.add_argument("--warm-steps", type=int, default=8, help="of each arm; the balancer looks for the first time")
 parser.add_argument("--limit-s", type=float, default=300.0)
 parser.add_argument("--arms", default="evenload,ddp,ddp again")
 parser.add_argument("--goal", type=float, default=0.005, help="half-width of the interval of the ratio")
@@ -118,7 +119,7 @@ def block(arm: str, num_steps: int) -> tuple[float, float]:
 
 
 for arm in ARMS:
-    block(arm, 8)  # warm; the balancer looks for the first time
+    block(arm, args.warm_steps)
 num_steps = max(2, round(args.block_s / (run.reduce(block("ddp", 4)[0], "max") / 4)))
 rounds: list[dict[str, TimedBlock]] = []
 cpu: dict[str, list[float]] = {arm: [] for arm in ARMS}

@@ -115,7 +115,8 @@ def _own(case: Case, rank: int) -> slice:
 def _found(module: nn.Module, y: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
     found = {"y": y.detach(), "x": x.grad}
     found |= {name: param.grad for name, param in module.named_parameters()}
-    return found | {name: buffer.clone() for name, buffer in module.named_buffers()}
+    found |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return {name: value.cpu() for name, value in found.items()}
 
 
 def on_ranks(names: list[str], folder: str) -> list[dict[str, torch.Tensor]]:
@@ -124,9 +125,9 @@ def on_ranks(names: list[str], folder: str) -> list[dict[str, torch.Tensor]]:
     all_found = []
     for name in names:
         case = CASES[name]
-        module = case.module()
+        module = case.module().to(run.device)
         batchnorm.convert(module)
-        x, grad = (t[_own(case, run.rank)].to(case.dtype) for t in case.tensors())
+        x, grad = (t[_own(case, run.rank)].to(run.device, case.dtype) for t in case.tensors())
         x = case.layout(x).requires_grad_()
         statistics.idle = case.idle == run.rank
         with batchnorm.active(statistics):
@@ -156,7 +157,19 @@ def _whole(case: Case) -> dict[str, torch.Tensor]:
 
 
 def test_three_ranks_equal_torch_over_the_whole_batch(tmp_path: Path) -> None:
-    ranks = run_ranks(on_ranks, 3, list(CASES), str(tmp_path))
+    _check(run_ranks(on_ranks, 3, list(CASES), str(tmp_path)))
+
+
+def _gpu(rank: int) -> str:
+    return f"cuda:{rank % torch.cuda.device_count()}"
+
+
+@pytest.mark.gpu
+def test_so_do_ranks_on_a_gpu(tmp_path: Path) -> None:
+    _check(run_ranks(on_ranks, 3, list(CASES), str(tmp_path), device=_gpu, backend="gloo"))
+
+
+def _check(ranks: list[list[dict[str, torch.Tensor]]]) -> None:
     for index, (name, case) in enumerate(CASES.items()):
         expected, found = _whole(case), [rank[index] for rank in ranks]
         counted = [r for r in range(3) if r != case.idle]
