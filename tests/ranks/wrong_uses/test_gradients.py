@@ -307,6 +307,33 @@ def test_a_frozen_model_that_differs_between_ranks(tmp_path):
     assert first == second
 
 
+class _Compiled(_Copied):
+    def __init__(self, run):
+        super().__init__(run)
+        self.teacher = torch.compile(self.teacher, backend="eager")
+
+
+def _compiled_teacher_of_each_rank(run):
+    _Compiled(run).train()
+
+
+def _graphs_of_a_compiled_teacher(run):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    job = _Compiled(run)
+    for p in job.teacher.parameters():
+        p.zero_()
+    job.train()
+    return counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_frozen_model_is_compared_and_compiled_once(tmp_path):
+    for line in told_by_ranks(_compiled_teacher_of_each_rank, tmp_path / "apart"):
+        assert "DesyncError: loss_fn uses OptimizedModule, which was not given to run.prepare" in line
+    assert told_by_ranks(_graphs_of_a_compiled_teacher, tmp_path / "same", balance=(8, 8)) == [1, 1]
+
+
 def _tensor_by_hand(run):
     job = Job(run)
     factor = torch.ones(1, requires_grad=True)

@@ -46,20 +46,17 @@ class UnpreparedUses:
 
     def find(self, objects: Iterable[Any]) -> None:
         """Take the modules and tensors to watch from all that exist, at the first step."""
-        own = self._own()
-        for value in objects:
-            if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
-                if isinstance(value, nn.modules.batchnorm._BatchNorm) and not batchnorm.has_global_statistics(value):
-                    self._norms.append(weakref.ref(value))
-                if any(p is not None and id(p) not in own for p in value.__dict__.get("_parameters", {}).values()):
-                    self._others.append(weakref.ref(value))
-            elif (
-                type(value) in (torch.Tensor, nn.Parameter)
-                and value.is_leaf
-                and value.requires_grad
-                and id(value) not in own
-            ):
-                self._tensors.append((weakref.ref(value), None))
+        objects, own = list(objects), self._own()
+        modules = [v for v in objects if isinstance(v, nn.Module) and not isinstance(v, torch.jit.ScriptModule)]
+        compiled = _inside_compiled(modules)
+        for module in modules:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not batchnorm.has_global_statistics(module):
+                self._norms.append(weakref.ref(module))
+            if id(module) not in compiled and any(id(p) not in own for p in _watched_params(module)):
+                self._others.append(weakref.ref(module))
+        plain = (v for v in objects if type(v) in (torch.Tensor, nn.Parameter))
+        trainable = (v for v in plain if v.is_leaf and v.requires_grad and id(v) not in own)
+        self._tensors = [(weakref.ref(tensor), None) for tensor in trainable]
 
     def attach(self) -> None:
         """Forget tensors that `run.prepare` received meanwhile."""
@@ -154,6 +151,30 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 def _is_at_risk(module: nn.Module) -> bool:
     return batchnorm.takes_batch_statistics(module) and not batchnorm.has_global_statistics(module)
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """Return the module in the wrapper that ``torch.compile(module)`` returns."""
+    wrapped: nn.Module | None = module.__dict__.get("_modules", {}).get("_orig_mod")
+    return wrapped
+
+
+def _watched_params(module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's own parameters, or all that a compiled one holds."""
+    if (wrapped := _wrapped(module)) is not None:
+        return list(wrapped.parameters())
+    return [p for p in module.__dict__.get("_parameters", {}).values() if p is not None]
+
+
+def _inside_compiled(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of modules in a compiled one: a hook in it would have it compiled again when it goes."""
+    found: set[int] = set()
+    for module in modules:
+        if (wrapped := _wrapped(module)) is not None:
+            found.update(map(id, wrapped.modules()))
+        elif module.__dict__.get("_compiled_call_impl") is not None:  # module.compile()
+            found.update(map(id, module.modules()))
+    return found
 
 
 def _parents() -> dict[int, tuple[nn.Module, str]]:
