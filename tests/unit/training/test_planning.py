@@ -10,6 +10,7 @@ from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
+from evenload.training.parallel.ddp import has_idle_rank
 from evenload.training.step.planner import LEAD_STEPS, Planner
 
 
@@ -136,3 +137,10 @@ def test_a_rank_that_leaves_is_tried_again_and_its_missing_times_stop_nothing() 
     kinds = [decision.kind for decision, _ in announced if decision.kind != "measured"]
     assert kinds[0] == "left_out" and "trial" in kinds
     assert planner.plan(0, 0, 600, 0, 64).out == (1,)
+
+
+def test_a_rank_without_samples_in_the_last_micro_batch() -> None:
+    plan = _planner((30, 2, 0))[0].plan(0, 0, 0, 0, 32)
+    assert not has_idle_rank(plan, (0, 1))
+    assert has_idle_rank(plan, (0, 1, 2))
+    assert not has_idle_rank(_planner((24, 6, 2))[0].plan(0, 0, 0, 0, 32), (0, 1, 2))

@@ -98,7 +98,10 @@ class ReplicaStrategy:
         reducer = self._of()
         if call.begins_update:
             reducer.clear_skip()
-        reducer.begin(self._arrivals.expected.get(call.index) if call.may_expect else None)
+        may_expect = call.may_expect and not (
+            self._shares_gpu_queue() and has_idle_rank(plan, self._groups.generation.computing)
+        )
+        reducer.begin(self._arrivals.expected.get(call.index) if may_expect else None)
         sums = LossSums()
         started_s = time.perf_counter()
         try:
@@ -143,6 +146,18 @@ class ReplicaStrategy:
 
     def fingerprint(self) -> Mapping[str, torch.Tensor]:
         return replicated_state(self._models)
+
+    def _shares_gpu_queue(self) -> bool:
+        """Return whether statistics and gradients are summed by two communicators of NCCL.
+
+        All ranks must queue the collectives of both in the same order, or they may wait for each other. A rank without samples
+        sends its buckets after its backward, so then all do.
+        """
+        now = self._groups.generation
+        groups = (now.gradients, now.statistics)
+        return self._statistics.in_use and all(
+            isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl" for group in groups
+        )
 
     def _backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
         reducer = self._of()
@@ -254,3 +269,8 @@ def _over_ranks(values: Sequence[int], groups: Groups, op: dist.ReduceOp.RedOpTy
     except RuntimeError as error:
         raise PeerLostError(f"the ranks could not agree on the parameters in use: {error}") from error
     return tensor.tolist()
+
+
+def has_idle_rank(plan: StepPlan, computing: Sequence[int]) -> bool:
+    """Return whether a rank that computes has no sample in the last micro-batch, in which buckets leave."""
+    return any(plan.micro[-1][column] == 0 for column in computing)
