@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from evenload.balance.values import StepPlan
-from evenload.errors import DesyncError, PeerLostError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.groups import Groups
@@ -214,7 +213,8 @@ class ReplicaStrategy:
         if self._groups.gradients is None:
             self._added = {}
         elif not call.may_expect:
-            _send_added(self._added, self._groups)
+            # Equal in name and shape on all ranks: they were part of the key in the attempt before.
+            _broadcast(self._added.values(), self._groups)
             self._added = {}
         elif call.index == 0 and self._arrivals.order and not self._is_ordered:
             self._is_ordered = True
@@ -224,17 +224,6 @@ class ReplicaStrategy:
         if self._reducer is None:
             raise RuntimeError("the strategy is not attached to a model")
         return self._reducer
-
-
-def _send_added(added: Mapping[str, nn.Parameter], groups: Groups) -> None:
-    """Send parameters that were added since the last step from rank 0 to the others; all ranks call it."""
-    key = _key_of(added)
-    if _over_ranks([key], groups, dist.ReduceOp.MAX) != _over_ranks([key], groups, dist.ReduceOp.MIN):
-        raise DesyncError(
-            f"the ranks added different parameters to a model since the last step (here: {', '.join(added) or 'none'}); add the "
-            "same on all ranks"
-        )
-    _broadcast(added.values(), groups)
 
 
 def _key_of(params: Mapping[str, nn.Parameter]) -> int:
@@ -257,18 +246,6 @@ def _broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:
                     tensor.copy_(dense)
     except RuntimeError as error:
         raise collective_error(error, "rank 0's parameters did not arrive") from error
-
-
-def _over_ranks(values: Sequence[int], groups: Groups, op: dist.ReduceOp.RedOpType) -> list[int]:
-    group = groups.generation.agreement
-    if group is None:
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.int32)
-    try:
-        dist.all_reduce(tensor, op=op, group=group)
-    except RuntimeError as error:
-        raise PeerLostError(f"the ranks could not agree on the parameters in use: {error}") from error
-    return tensor.tolist()
 
 
 def has_idle_rank(plan: StepPlan, computing: Sequence[int]) -> bool:
