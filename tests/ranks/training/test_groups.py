@@ -12,7 +12,7 @@ from torch import nn
 
 from evenload.errors import CheckpointError, DesyncError, PeerLostError
 from evenload.testing import run_ranks
-from evenload.training.checkpoint.registry import Registry, clone_state
+from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.control import CAPACITY, Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
@@ -128,7 +128,3 @@ def test_a_registry_says_what_does_not_fit() -> None:
         registry.load({"model": model.state_dict(), "ema": {}})
     with pytest.raises(CheckpointError, match="does not fit"):
         registry.load({"model": nn.Linear(3, 2).state_dict()})
-    copy = clone_state(registry.capture())
-    with torch.no_grad():
-        model.weight.zero_()
-    assert copy["model"]["weight"].abs().sum() > 0

@@ -107,7 +107,3 @@ class Registry:
         self._load(received["state"], self._objects.keys() - set(without))
         extra: dict[str, Any] = received["extra"]
         return extra
-
-
-def clone_state(state: Any) -> Any:
-    return files.map_state(state, lambda value, _: value.detach().clone() if isinstance(value, torch.Tensor) else value)
