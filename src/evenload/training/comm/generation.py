@@ -49,8 +49,6 @@ class Generation:
     computing: tuple[int, ...]
     """The ranks in the groups of gradients and statistics; a rank outside them computes nothing."""
     control: dist.ProcessGroup | None = None
-    agreement: dist.ProcessGroup | None = None
-    """Of the computing ranks, for small tensors on the CPU; the control group while all compute."""
     gradients: dist.ProcessGroup | None = None
     statistics: dist.ProcessGroup | SharedChannel | None = None
     """Shared memory where all computing ranks are on one host and on CPUs."""

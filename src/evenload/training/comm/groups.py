@@ -56,7 +56,6 @@ class Groups:
         ] = {}
         self._first_ranks: dist.ProcessGroup | None = None
         self._hosts: HostMap | None = None
-        self._agreements: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.generation = self._build(membership, rank)
 
     # -- the current generation -----------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ class Groups:
     def own_groups(self) -> list[dist.ProcessGroup]:
         """The groups that carry Evenload's own collectives."""
         parts = (group for pair in self._gradients_of.values() for group in pair)
-        made = (self.generation.control, self._first_ranks, *self._agreements.values(), *parts)
+        made = (self.generation.control, self._first_ranks, *parts)
         return list({id(group): group for group in made if isinstance(group, dist.ProcessGroup)}.values())
 
     @property
@@ -133,16 +132,9 @@ class Groups:
             return
         if computing not in self._gradients_of:
             self._gradients_of[computing] = self._new_group(computing), self._new_statistics(now, computing)
-        if computing not in self._agreements:
-            self._agreements[computing] = self._new_group(computing, "gloo")
         gradients, statistics = self._gradients_of[computing]
         self.generation = replace(
-            now,
-            number=now.number + 1,
-            computing=computing,
-            agreement=self._agreements[computing],
-            gradients=gradients,
-            statistics=statistics,
+            now, number=now.number + 1, computing=computing, gradients=gradients, statistics=statistics
         )
 
     def abort_statistics(self) -> None:
@@ -293,11 +285,10 @@ class Groups:
         for shared in (now.rows, *(pair[1] for pair in self._gradients_of.values())):
             if isinstance(shared, HostExchange | SharedChannel):
                 shared.close()
-        self.generation = replace(now, control=None, agreement=None, gradients=None, statistics=None, rows=None)
+        self.generation = replace(now, control=None, gradients=None, statistics=None, rows=None)
         self._first_ranks = None
         self._subsets.clear()
         self._gradients_of.clear()
-        self._agreements.clear()
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
@@ -333,8 +324,7 @@ class Groups:
                 ) from error
         control = dist.new_group(backend="gloo", timeout=self._timeout)
         gather = self._gather_in(control)
-        now = Generation(membership.number, membership, rank, everyone, everyone, control, control)
-        self._agreements[everyone] = control
+        now = Generation(membership.number, membership, rank, everyone, everyone, control)
         try:
             self._backend = self._common_backend(gather)
             self._hosts = find_hosts(gather)
@@ -370,9 +360,9 @@ class Groups:
                 return channel
         return self._new_group(ranks)
 
-    def _new_group(self, ranks: tuple[int, ...], backend: str = "") -> dist.ProcessGroup | None:
-        """Make a group on all ranks, by default for gradients or statistics; None outside, and for a single rank."""
-        group = dist.new_group(ranks=list(ranks), backend=backend or self._backend, timeout=self._timeout)
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Make a group for gradients or statistics, on all ranks; None outside, and for a single rank."""
+        group = dist.new_group(ranks=list(ranks), backend=self._backend, timeout=self._timeout)
         return group if len(ranks) > 1 and isinstance(group, dist.ProcessGroup) else None
 
     def _common_backend(self, gather: Gather) -> str:
