@@ -157,7 +157,7 @@ def _cost(folder: str, size: Size, num_rounds: int) -> dict[str, Any]:
     model, data = build(size)
     model, loader = run.prepare(model, DataLoader(data, batch_size=size.batch_size, shuffle=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    consistency = run._context.engine.consistency
+    consistency = run._context.engine._consistency
     begin, key, checksum_s = consistency.begin, consistency.key, [0.0, 0]
 
     def timed_begin(*args: Any, **kwargs: Any) -> None:

@@ -81,6 +81,9 @@ def test_every_sample_once_and_equally_many_batches(
 def test_parts_follow_the_weights(num_samples: int, weights: list[float]) -> None:
     parts = cut_parts(num_samples, weights)
     assert sum(parts) == num_samples
+    members = [rank for rank, weight in enumerate(weights) if weight > 0] or list(range(len(weights)))
+    assert all(part == 0 for rank, part in enumerate(parts) if rank not in members)
+    parts, weights = [parts[rank] for rank in members], [weights[rank] for rank in members]
     if num_samples >= len(weights):
         assert min(parts) >= 1
         if sum(weights) > 0 and min(weights) * num_samples >= sum(weights):
@@ -94,7 +97,7 @@ def test_parts_follow_the_weights(num_samples: int, weights: list[float]) -> Non
 
 def test_parts_and_rounds_by_hand() -> None:
     assert cut_parts(10, [3, 1]) == [8, 2]
-    assert cut_parts(10, [1, 0]) == [9, 1]
+    assert cut_parts(10, [1, 0]) == [10, 0]
     assert cut_parts(3, [0, 0, 0]) == [1, 1, 1]
     assert cut_rounds([0, 4, 8, 10], 2) == [(0, 4), (4, 8), (8, 10)]
     assert cut_rounds([0, 4, 8, 9], 2) == [(0, 3), (3, 6), (6, 9)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evenload.testing import run_ranks
-from evenload.training.compute import micro_steps
+from evenload.training.compute import batchnorm, micro_steps
 from tests.ranks.exact.measure import BOUND, check, difference
 from tests.ranks.exact.ranks import Setting, train
 from tests.ranks.exact.reference import Reference
@@ -37,10 +37,13 @@ def _leave_a_micro_batch_out(run: Any) -> None:
 
 
 def _normalise_locally(run: Any) -> None:
-    from evenload.training.compute import batchnorm
+    class Local(batchnorm.Statistics):
+        world_size = 1  # type: ignore[assignment]
 
-    for model in run._models:
-        batchnorm.restore(model)
+    run._context.engine.strategy._statistics.__class__ = Local
+    run._context.engine._consistency.check = lambda step, keys: (
+        None
+    )  # it would see that buffers differ, and end the run
 
 
 WRONG = {

@@ -165,13 +165,13 @@ def test_one_worker_that_owns_all_devices(tmp_path: Path) -> None:
     (worker,) = as_one_worker(ranks, {"strategy": "dp"})
     assert (worker.world_size, worker.rank, worker.device, worker.cores) == (1, 0, "cuda:0", ())
     assert [place["device"] for place in worker.replicas] == ["cuda:0", "cuda:1", "cpu", "cpu"]
-    assert [place["cores"] for place in worker.replicas] == [[], [], [2, 3, 4], [5, 6, 7]]
-    assert worker.num_threads == 6 and num_parts([worker]) == 4 and num_parts(ranks) == 4
+    assert [place["cores"] for place in worker.replicas] == [[], [], [4, 5], [6, 7]]
+    assert worker.num_threads == 4 and num_parts([worker]) == 4 and num_parts(ranks) == 4
     write_spec(worker, tmp_path / "worker.json")
     read = read_spec(tmp_path / "worker.json")
-    assert [place.cores for place in replica_devices(read, "--strategy dp")] == [(), (), (2, 3, 4), (5, 6, 7)]
+    assert [place.cores for place in replica_devices(read, "--strategy dp")] == [(), (), (4, 5), (6, 7)]
     assert describe_workers([worker])[0] == "one process, 4 replicas (strategy dp)"
-    assert describe_workers([worker])[3] == "rank 2: cpu    CPU (cores 2-4)  3 threads"
+    assert describe_workers([worker])[3] == "rank 2: cpu    CPU (cores 4-5)  2 threads"
     assert as_one_worker(ranks, {"strategy": "ddp"}) == ranks
 
 

@@ -65,9 +65,9 @@ def _with_batch_norm(run):
 
 
 def test_batch_norm_over_ranks_where_memory_is_not_known(tmp_path):
-    told = told_by_ranks(_with_batch_norm, tmp_path, batch_max=32)
-    assert all("init(batch_max=32) with BatchNorm over all ranks" in text for text in told)
-    assert all("set --micro-batch" in text for text in told)
+    # A step that does not fit is repeated in smaller micro-batches, with BatchNorm over ranks too.
+    first, second = told_by_ranks(_with_batch_norm, tmp_path, batch_max=32)
+    assert first == second and len(first) == 4
 
 
 def _stop_in_a_grown_epoch(init, folder):

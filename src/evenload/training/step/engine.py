@@ -9,9 +9,11 @@ ranks give the attempt up together, so a script that catches it can continue wit
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +60,10 @@ MAX_SKIPPED_STEPS = 3
 """Steps in a row that may be skipped for a non-finite gradient that no loss scale explains."""
 MAX_ATTEMPTS = 40
 _OUT = (OUT_OF_MEMORY, FRAGMENTED)
+_RAISED_WAIT_S = 10.0
+"""A rank whose attempt failed waits for the others so long, and three times as long as its longest backward took."""
+_FIRST_WAIT_S = 60.0
+"""The same before any backward has succeeded: others may compile."""
 _INTERRUPTING = (*_OUT, RAISED, INTERRUPTED)
 """Statuses of ranks that left collectives of the forward."""
 
@@ -122,6 +128,7 @@ class Engine:
         self.stays_because = ""
         """The reason why this rank must compute in every step, even without samples; empty if it may leave (elastic/)."""
         self._reported_late = False
+        self._longest_s = 0.0
         self._units: dict[int, float] = {}
         self._skipped: dict[int, int] = {}
 
@@ -173,6 +180,7 @@ class Engine:
             takes_part=generation.computes,
         )
         attempt = Attempt(batch, planner, stats, loss_fn, begins_update=stats.calls == 0 or stepped)
+        began_s = time.perf_counter()
         try:
             with randomness.set_aside(self.device, self._other_gpus):
                 loss = self._attempts(attempt)
@@ -183,6 +191,7 @@ class Engine:
             self.clock.switch("optimizer")
         stats.calls += 1
         stats.body_since_s = time.perf_counter()
+        self._longest_s = max(self._longest_s, stats.body_since_s - began_s)
         return loss
 
     def _attempts(self, attempt: Attempt) -> torch.Tensor:
@@ -243,12 +252,28 @@ class Engine:
             else:
                 attempt.error = error
             try:
-                self._agree(attempt, [LocalResult(status=status)])
+                with self._limited_wait():
+                    self._agree(attempt, [LocalResult(status=status)])
             except AttemptFailedError as failed:
                 # It would keep the frames of `error`, and with them the activations, while memory is freed for the next attempt.
                 failed.__context__ = None
                 return failed
+            except PeerLostError:
+                raise error from None
             raise
+
+    @contextlib.contextmanager
+    def _limited_wait(self) -> Iterator[None]:
+        """End the exchange in the body if the other ranks don't come: they may wait for this one, in a deadlock."""
+        limit_s = _FIRST_WAIT_S if self._longest_s == 0 else _RAISED_WAIT_S + 3 * self._longest_s
+        reason = f"rank {self._groups.rank} raised an exception, and the others did not come within {limit_s:.0f} s"
+        timer = threading.Timer(limit_s, self._groups.abort, (reason,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _stand_by(self, attempt: Attempt) -> StepResult | AttemptFailedError:
         """Take part in the exchange of a step that only other ranks compute."""
