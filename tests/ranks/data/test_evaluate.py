@@ -67,12 +67,15 @@ def test_every_sample_once_and_equally_many_batches(
     plain = [batch.tolist() for batch in loader]
     ranks = side_by_side(loader, weights)
     assert in_order(ranks) == [value for batch in plain for value in batch]
+    members = [rank for rank, weight in enumerate(weights) if weight > 0] or list(range(len(weights)))
+    assert all(not batches for rank, batches in enumerate(ranks) if rank not in members)  # left out
+    ranks = [ranks[rank] for rank in members]
     used = sum(len(batch) for batch in plain)
-    if used >= len(weights):
+    if used >= len(members):
         assert len({len(batches) for batches in ranks}) == 1
         assert all(len(batch) >= 1 for batches in ranks for batch in batches)
     else:
-        assert [len(batches) for batches in ranks] == [int(rank < used) for rank in range(len(weights))]
+        assert [len(batches) for batches in ranks] == [int(index < used) for index in range(len(members))]
     if len(weights) == 1:
         assert [batch.tolist() for batch in ranks[0]] == plain
 
