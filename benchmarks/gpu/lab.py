@@ -394,8 +394,8 @@ def nccl1(lab: Lab) -> Figures:
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if lab.is_cuda else "gloo")
 
-    def group_of_one(groups: Any, ranks: tuple[int, ...], backend: str = "") -> Any:
-        return dist.new_group(list(ranks), backend=backend or groups._backend)
+    def group_of_one(groups: Any, ranks: tuple[int, ...]) -> Any:
+        return dist.new_group(list(ranks), backend=groups._inner.backend_of(ranks))
 
     # One rank has no groups to sum in; here it gets them, so that its buckets travel.
     Groups._new_group = group_of_one  # type: ignore[method-assign]

@@ -33,6 +33,8 @@ class DeviceSlot:
     num_threads: int
     speed: float = 1.0
     """The part of its own speed to which it is throttled."""
+    inner_backend: str = ""
+    """That of `WorkerSpec`."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,6 @@ class LocalLaunch:
     arguments: tuple[str, ...]
     settings: Mapping[str, Any]
     slots: tuple[DeviceSlot, ...]
-    backend: str
-    """The backend that this machine would choose alone."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ class HostInfo:
     job_id: str
     node_rank: int | None
     slots: tuple[DeviceSlot, ...]
-    backend: str
 
     @property
     def label(self) -> str:
@@ -106,7 +105,6 @@ def collect_host_info(config: RendezvousConfig, launch: LocalLaunch, own_address
         job_id=config.job_id,
         node_rank=config.node_rank,
         slots=launch.slots,
-        backend=launch.backend,
     )
 
 
@@ -129,6 +127,7 @@ def from_message(raw: Any) -> HostInfo:
                     printable(slot["name"], 200),
                     int(slot["num_threads"]),
                     float(slot["speed"]),
+                    printable(slot["inner_backend"], 10),
                 )
                 for slot in raw["slots"]
             ),
@@ -148,7 +147,6 @@ _TEXTS = (
     "digest",
     "nodes",
     "job_id",
-    "backend",
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from evenload.errors import ConfigError
 from evenload.rendezvous.host_info import DeviceSlot, HostInfo
+from evenload.rendezvous.rank_backends import common_backend, used_backends
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class World:
     """All machines of a run, by node rank."""
 
     machines: tuple[Machine, ...]
-    backend: str
+
+    @property
+    def _inner_backends(self) -> list[str]:
+        return [slot.inner_backend for machine in self.machines for slot in machine.slots]
 
     @property
     def world_size(self) -> int:
@@ -64,10 +68,11 @@ class World:
         lines = []
         names = [f"{machine.name}: {slot.device}" for machine in self.machines for slot in machine.slots]
         width = max(map(len, names))
+        backends = used_backends(self._inner_backends)
         for rank, slot in enumerate(slot for machine in self.machines for slot in machine.slots):
             threads = f"{slot.num_threads} thread" + ("s" if slot.num_threads != 1 else "")
             throttled = f", throttled to {slot.speed:g} of its speed" if slot.speed != 1.0 else ""
-            lines.append(f"rank {rank} on {names[rank]:<{width}}  {slot.name}  {threads}, {self.backend}{throttled}")
+            lines.append(f"rank {rank} on {names[rank]:<{width}}  {slot.name}  {threads}, {backends[rank]}{throttled}")
         return lines
 
     def assignments(self, node_rank: int, store: str) -> tuple[RankAssignment, ...]:
@@ -88,7 +93,7 @@ class World:
                 num_nodes=len(self.machines),
                 workers=tuple(f"worker-{rank}" for rank in range(self.world_size)),
                 device_names=names,
-                backend=self.backend,
+                backend=common_backend(self._inner_backends),
                 store=store,
                 interface=machine.interface if several else "",
             )
@@ -129,7 +134,7 @@ def order(infos: Sequence[HostInfo], num_nodes: int) -> tuple[int, ...]:
 
 
 def build_world(infos: Sequence[HostInfo], settings: Mapping[str, Any]) -> World:
-    """Build the world of machines in the order of their node ranks; NCCL where each would choose it, else gloo.
+    """Build the world of machines in the order of their node ranks.
 
     ConfigError: ``settings`` fix the shares of another number of ranks. Ranks that share a GPU because two launches do are
     found later, by the ranks (groups.py).
@@ -146,7 +151,7 @@ def build_world(infos: Sequence[HostInfo], settings: Mapping[str, Any]) -> World
         )
         for index, (name, info) in enumerate(zip(names, infos, strict=True))
     )
-    world = World(machines, "nccl" if all(info.backend == "nccl" for info in infos) else "gloo")
+    world = World(machines)
     shares = settings.get("balance")
     if isinstance(shares, tuple | list) and len(shares) != world.world_size:
         counts = ", ".join(f"{len(info.slots)} on {name}" for name, info in zip(names, infos, strict=True))
@@ -163,6 +168,5 @@ def from_message(raw: Any) -> World:
         tuple(
             Machine(**{**machine, "slots": tuple(DeviceSlot(**slot) for slot in machine["slots"])})
             for machine in raw["machines"]
-        ),
-        raw["backend"],
+        )
     )

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.testing import run_ranks
+from evenload.training.comm.groups import Groups
+from evenload.training.parallel import buckets
 
 pytestmark = pytest.mark.gpu
 
@@ -22,8 +25,18 @@ def _devices(rank: int) -> str:
 
 
 def _train(
-    project_dir: str, balance: Any, precision: str = "no", limit: int | None = None, steps: int = 10
+    project_dir: str,
+    balance: Any,
+    precision: str = "no",
+    limit: int | None = None,
+    steps: int = 10,
+    bucket_bytes: int | None = None,
+    alone_over_nccl: bool = False,
 ) -> dict[str, Any]:
+    if alone_over_nccl:
+        Groups._new_group = _group_of_any_size  # type: ignore[method-assign]
+    if bucket_bytes is not None:
+        buckets.FIRST_BUCKET_BYTES = buckets.BUCKET_BYTES = bucket_bytes
     run = evenload.init(project_dir=project_dir, seed=0, balance=balance, precision=precision)
     generator = torch.Generator().manual_seed(0)
     dataset = TensorDataset(
@@ -60,6 +73,12 @@ def _train(
     return {"weights": weights, "losses": losses, "device": device, "largest": max(sizes[1:], default=0)}
 
 
+def _group_of_any_size(groups: Groups, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """In place of `Groups._new_group`, which makes none for a single rank: a GPU alone reduces and broadcasts by NCCL."""
+    group = dist.new_group(list(ranks), backend=groups._inner.backend_of(ranks))
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / one.norm())
 
@@ -72,13 +91,32 @@ def test_two_ranks_give_the_weights_of_one_gpu(tmp_path: Path) -> None:
     assert torch.equal(split[0]["weights"], split[1]["weights"])
 
 
-def test_a_gpu_and_the_cpu_train_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shares", "alone_over_nccl"),
+    [((30, 2), False), ((30, 2), True), ((20, 10, 2), False)],
+    ids=["-d 0,cpu", "-d 0,cpu with NCCL", "-d 0,1,cpu"],
+)
+def test_gpus_and_the_cpu_train_together(tmp_path: Path, shares: tuple[int, ...], alone_over_nccl: bool) -> None:
+    cpu = len(shares) - 1
+    if cpu > torch.cuda.device_count():
+        pytest.skip(f"needs {cpu} GPUs")
     alone = run_ranks(_train, 1, str(tmp_path / "one"), "auto", device="cuda:0")[0]
     mixed = run_ranks(
-        _train, 2, str(tmp_path / "mix"), (30, 2), device=lambda rank: "cuda:0" if rank == 0 else "cpu", backend="gloo"
+        _train,
+        len(shares),
+        str(tmp_path / "mix"),
+        shares,
+        "no",
+        None,
+        10,
+        400,  # several buckets are on their way at once
+        alone_over_nccl,
+        device=lambda rank: "cpu" if rank == cpu else f"cuda:{rank}",
+        backend="gloo",
+        inner_backend=lambda rank: "" if rank == cpu else "nccl",
     )
-    assert {result["device"] for result in mixed} == {"cuda:0", "cpu"}
-    assert _difference(alone["weights"], mixed[0]["weights"]) <= 1e-12
+    assert [result["device"] for result in mixed] == [*(f"cuda:{index}" for index in range(cpu)), "cpu"]
+    assert all(_difference(alone["weights"], result["weights"]) <= 1e-12 for result in mixed)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

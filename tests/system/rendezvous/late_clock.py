@@ -14,7 +14,7 @@ script, where = sys.argv[1:]
 true_time = time.time
 time.time = lambda: true_time() - 90.0
 config = RendezvousConfig(parse_endpoint(where), 3, 3)
-launch = LocalLaunch(Path(script), (), {}, (DeviceSlot("cpu", "CPU", 1),), "gloo")
+launch = LocalLaunch(Path(script), (), {}, (DeviceSlot("cpu", "CPU", 1),))
 notes: list[str] = []
 
 

@@ -38,12 +38,25 @@ def test_unknown_devices_list_what_is_here(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "num_gpus", "backend"),
-    [("cpu:2", 0, "gloo"), ("0,1", 2, "nccl"), ("0", 1, "nccl"), ("0,0", 1, "gloo"), ("all", 2, "gloo")],
+    ("text", "num_gpus", "backend", "inner", "shown"),
+    [
+        ("cpu:2", 0, "gloo", ["", ""], ["gloo", "gloo"]),
+        ("0,1", 2, "nccl", ["nccl", "nccl"], ["nccl", "nccl"]),
+        ("0", 1, "nccl", ["nccl"], ["nccl"]),
+        ("0,0", 1, "gloo", ["", ""], ["gloo", "gloo"]),
+        ("all", 1, "gloo", ["nccl", ""], ["gloo", "gloo"]),
+        ("all", 2, "gloo", ["nccl", "nccl", ""], ["nccl + gloo", "nccl", "gloo"]),
+        ("cpu,1,0", 2, "gloo", ["", "nccl", "nccl"], ["gloo", "nccl + gloo", "nccl"]),
+        ("0,0,1,2", 3, "gloo", ["", "", "nccl", "nccl"], ["gloo", "gloo", "nccl + gloo", "nccl"]),
+        ("0+1,2", 3, "gloo", ["", "nccl"], ["gloo", "gloo"]),
+    ],
 )
-def test_backend(text, num_gpus, backend):
+def test_backend(text, num_gpus, backend, inner, shown):
     host = _host(num_gpus)
-    assert {worker.backend for worker in plan_workers(parse_devices(text, host), host)} == {backend}
+    workers = plan_workers(parse_devices(text, host), host)
+    assert {worker.backend for worker in workers} == {backend}
+    assert [worker.inner_backend for worker in workers] == inner
+    assert [line.rpartition(", ")[2] for line in describe_workers(workers)] == shown
 
 
 @given(num_gpus=st.integers(0, 4), num_cpu=st.integers(0, 6), num_cores=st.integers(1, 17))

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from evenload.errors import LaunchError
-from evenload.training.comm.backend import common_backend
+from evenload.training.comm.backend import InnerRanks, inner_ranks
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.slurm import expand_hosts, read_task
 
@@ -152,13 +152,17 @@ def test_variables_by_hand_that_lack_something(bare: pytest.MonkeyPatch, variabl
 
 
 @pytest.mark.parametrize(
-    ("rows", "backend"),
+    ("rows", "ranks"),
     [
-        ([(True, 11), (True, 12)], "nccl"),
-        ([(True, 11), (True, 11)], "gloo"),
-        ([(True, 11), (False, 12)], "gloo"),
-        ([(False, 0), (False, 0)], "gloo"),
+        ([("nccl", 11), ("nccl", 12)], (0, 1)),
+        ([("nccl", 11), ("nccl", 11)], ()),
+        ([("nccl", 11), ("nccl", 12), ("nccl", 11), ("nccl", 13)], (1, 3)),
+        ([("nccl", 11), ("", 0), ("nccl", 12), ("", 0)], (0, 2)),
+        ([("", 0), ("", 0)], ()),
     ],
 )
-def test_ranks_that_share_a_gpu_sum_over_gloo(rows: list[tuple[bool, int]], backend: str) -> None:
-    assert common_backend(rows) == backend
+def test_ranks_with_a_gpu_of_their_own_sum_over_nccl(rows: list[tuple[str, int]], ranks: tuple[int, ...]) -> None:
+    inner = inner_ranks(rows)
+    assert inner == InnerRanks(ranks, "nccl" if ranks else "gloo")
+    assert inner.backend_of(range(len(rows))) == ("nccl" if len(ranks) == len(rows) else "gloo")
+    assert inner.backend_of(ranks) == inner.backend

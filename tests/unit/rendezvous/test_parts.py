@@ -46,8 +46,7 @@ def make(name="box1", address="10.0.0.1", slots=1, **changes):
         "nodes": "2",
         "job_id": "",
         "node_rank": None,
-        "slots": tuple(DeviceSlot("cpu", "CPU", 1) for _ in range(slots)),
-        "backend": "gloo",
+        "slots": tuple(DeviceSlot("cpu", "CPU", 1) for _ in range(slots)) if isinstance(slots, int) else slots,
     }
     return HostInfo(**{**values, **changes})
 
@@ -166,17 +165,11 @@ def test_ranks_follow_names_not_arrival_and_fixed_ones_hold():
 
 
 def test_the_world_counts_ranks_and_shares_over_all_machines():
-    machines = [make(slots=2, backend="nccl"), make("box2", "10.0.0.2", slots=1, backend="nccl")]
+    machines = [make(slots=2), make("box2", "10.0.0.2", slots=1)]
     built = world.build_world(machines, {"balance": [3, 2, 1]})
-    assert (built.world_size, built.backend, built.first_rank(1), built.describe_ranks(0)) == (
-        3,
-        "nccl",
-        2,
-        "ranks 0-1",
-    )
+    assert (built.world_size, built.first_rank(1), built.describe_ranks(0)) == (3, 2, "ranks 0-1")
     with pytest.raises(ConfigError, match=r"2 shares for 3 ranks \(2 on box1, 1 on box2\)"):
         world.build_world(machines, {"balance": (1, 2)})
-    assert world.build_world([machines[0], make("box2", backend="gloo")], {}).backend == "gloo"
     own = [WorkerSpec(device="cpu", device_names=("CPU",), throttle={"factor": 0.5})]
     sent = json.loads(json.dumps(built, default=dataclasses.asdict))
     (joined,) = assign(own, world.from_message(sent).assignments(1, "10.0.0.1:5"))
@@ -185,6 +178,21 @@ def test_the_world_counts_ranks_and_shares_over_all_machines():
     assert joined.throttle == {"factor": 0.5} and joined.store == "10.0.0.1:5"
     same = world.build_world([make(), make()], {})
     assert [machine.name for machine in same.machines] == ["box1 (10.0.0.1) #1", "box1 (10.0.0.1) #2"]
+
+
+def test_gpus_of_all_machines_sum_over_nccl_first():
+    gpu, cpu = DeviceSlot("cuda:0", "GPU", 4, inner_backend="nccl"), DeviceSlot("cpu", "CPU", 2)
+    backends = {}
+    for name, slots in {"gpus": [(gpu,), (gpu,)], "all": [(gpu, cpu), (gpu, cpu)], "one": [(gpu, cpu), (cpu,)]}.items():
+        built = world.build_world([make(slots=slots[0]), make("box2", "10.0.0.2", slots=slots[1])], {})
+        sent = world.from_message(json.loads(json.dumps(built, default=dataclasses.asdict)))
+        assert {part.backend for part in sent.assignments(0, "s")} == {"nccl" if name == "gpus" else "gloo"}
+        backends[name] = [line.partition("threads, ")[2] for line in sent.describe()]
+    assert backends == {
+        "gpus": ["nccl", "nccl"],
+        "all": ["nccl + gloo", "gloo", "nccl", "gloo"],
+        "one": ["gloo", "gloo", "gloo"],
+    }
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import torch
 
 from evenload.errors import LaunchError, PeerLostError
 from evenload.training.comm.collective_errors import collective_error, setup_problem
-from evenload.training.comm.generation import Pending
+from evenload.training.comm.pending import Pending
 
 USAGE = (
     "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, invalid usage (run with NCCL_DEBUG=WARN for details), "

@@ -1,11 +1,43 @@
-"""Choose the backend of the gradients."""
+"""Choose the backends of the gradients: NCCL among GPUs, gloo with other ranks."""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from evenload.training.comm.host_exchange import Gather
+
+_BACKENDS = ("", "nccl", "gloo")
 
 
-def common_backend(rows: Sequence[tuple[bool, int]]) -> str:
-    """Return the backend of the gradients from each rank's (wants NCCL, GPU): NCCL refuses two ranks on one GPU."""
-    distinct = len({gpu for _, gpu in rows}) == len(rows)
-    return "nccl" if distinct and all(wants for wants, _ in rows) else "gloo"
+@dataclass(frozen=True)
+class InnerRanks:
+    """The ranks whose gradients are summed first, and over which backend; the others join them over gloo."""
+
+    ranks: tuple[int, ...] = ()
+    backend: str = "gloo"
+
+    def backend_of(self, ranks: Sequence[int]) -> str:
+        """Return the backend of a group of these ranks alone."""
+        return self.backend if set(ranks) <= set(self.ranks) else "gloo"
+
+
+def find_inner(backend: str, gpu: str, gather: Gather) -> InnerRanks:
+    """Find which ranks sum first; all ranks call it with their `WorkerSpec.inner_backend` and the identifier of their GPU."""
+    # Whether a rank has a GPU of its own is known only by comparison: machines may differ.
+    number = int.from_bytes(hashlib.sha256(gpu.encode()).digest()[:7])
+    rows = gather(torch.tensor([_BACKENDS.index(backend), number])).tolist()
+    return inner_ranks([(_BACKENDS[index], number) for index, number in rows])
+
+
+def inner_ranks(rows: Sequence[tuple[str, int]]) -> InnerRanks:
+    """Return the ranks that sum first from each rank's (`WorkerSpec.inner_backend`, GPU): NCCL refuses two on one GPU."""
+    num_ranks = Counter(rows)
+    ranks = tuple(
+        rank for rank, row in enumerate(rows) if row[0] == "gloo" or (row[0] == "nccl" and num_ranks[row] == 1)
+    )
+    return InnerRanks(ranks, rows[ranks[0]][0]) if ranks else InnerRanks()

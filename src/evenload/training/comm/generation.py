@@ -5,14 +5,12 @@ All parts read it live through `Groups.generation`; nobody keeps a copy, so rank
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from evenload.errors import PeerLostError
-from evenload.training.comm.collective_errors import collective_error
+from evenload.training.comm.hierarchical_sum import HierarchicalSum
 from evenload.training.comm.host_exchange import HostExchange
 from evenload.training.comm.shared_memory import SharedChannel
 
@@ -33,6 +31,27 @@ class Membership:
 
 
 @dataclass(frozen=True, eq=False)
+class ComputingGroups:
+    """What travels among the ranks that compute; the fields of `Generation` with these names."""
+
+    gradients: dist.ProcessGroup | None
+    hierarchy: HierarchicalSum | None
+    statistics: dist.ProcessGroup | SharedChannel | None
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        found = (self.gradients, self.statistics, *(self.hierarchy.groups if self.hierarchy is not None else ()))
+        return [group for group in found if isinstance(group, dist.ProcessGroup)]
+
+    def close(self) -> None:
+        """End what is no process group."""
+        if self.hierarchy is not None:
+            self.hierarchy.close()
+        if isinstance(self.statistics, SharedChannel):
+            self.statistics.close()
+
+
+@dataclass(frozen=True, eq=False)
 class Generation:
     """Membership, this rank, and the groups by what travels in them; None stands for a group of one.
 
@@ -50,6 +69,8 @@ class Generation:
     """The ranks in the groups of gradients and statistics; a rank outside them computes nothing."""
     control: dist.ProcessGroup | None = None
     gradients: dist.ProcessGroup | None = None
+    hierarchy: HierarchicalSum | None = None
+    """Sums gradients where GPUs compute beside other ranks; otherwise they are summed in `gradients`."""
     statistics: dist.ProcessGroup | SharedChannel | None = None
     """Shared memory where all computing ranks are on one host and on CPUs."""
     rows: HostExchange | None = None
@@ -73,57 +94,3 @@ class Generation:
     def data_index(self) -> int:
         """Coordinate of this rank on the data axis: its column in a plan."""
         return self.rank
-
-
-class Pending:
-    """A collective in progress. `wait` returns when it is done, or raises if it failed or its generation was aborted."""
-
-    def __init__(self, work: dist.Work | None, blocking: bool) -> None:
-        self._work = work
-        self._future: torch.futures.Future[None] | None = None
-        self._lock = threading.Lock()
-        if work is not None and blocking:
-            # Our own future, not the work's: a lost peer does not wake every waiter, so abort() must be able to.
-            self._future = torch.futures.Future()
-            work.get_future().add_done_callback(self._done)
-
-    def wait(self) -> None:
-        """Wait for the end; raise PeerLostError if a peer went away, or the generation was aborted."""
-        try:
-            if self._future is not None:
-                self._future.wait()
-            elif self._work is not None:
-                self._work.wait()
-        except PeerLostError:
-            raise
-        except RuntimeError as error:
-            raise collective_error(error, "a collective failed") from error
-
-    @property
-    def done(self) -> bool:
-        return self._work is None or self._work.is_completed()
-
-    @property
-    def can_fail(self) -> bool:
-        """True while `fail` would end a wait."""
-        return self._future is not None and not self._future.done()
-
-    def fail(self, error: PeerLostError) -> None:
-        """End the wait with an error, if it has not ended."""
-        with self._lock:
-            if self._future is not None and not self._future.done():
-                self._future.set_exception(error)  # type: ignore[arg-type]
-
-    def _done(self, finished: torch.futures.Future[object]) -> None:
-        failure: Exception | None = None
-        try:
-            finished.value()
-        except Exception as error:  # the work's own error, whatever its type, belongs to the waiter
-            failure = error
-        with self._lock:
-            if self._future is None or self._future.done():
-                return
-            if failure is None:
-                self._future.set_result(None)
-            else:
-                self._future.set_exception(failure)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,10 +18,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenload.errors import DesyncError, LaunchError, PeerLostError
-from evenload.training.comm.backend import common_backend
+from evenload.training.comm.backend import InnerRanks, find_inner
 from evenload.training.comm.collective_errors import check_setup
-from evenload.training.comm.generation import CollectiveAbortedError, Generation, Membership, Pending
+from evenload.training.comm.generation import CollectiveAbortedError, ComputingGroups, Generation, Membership
+from evenload.training.comm.hierarchical_sum import HierarchicalSum, PendingBroadcast, split_ranks
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
+from evenload.training.comm.pending import Pending, PendingCollectives
 from evenload.training.comm.shared_memory import SharedChannel
 from evenload.training.comm.subset import Subset, begin_gather
 
@@ -33,27 +34,37 @@ _sessions = itertools.count()
 class Groups:
     """The process groups of the current generation; nothing else in Evenload makes or ends one."""
 
-    def __init__(self, membership: Membership, rank: int, *, backend: str, timeout_s: float, gpu: str = "") -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        rank: int,
+        *,
+        backend: str,
+        timeout_s: float,
+        gpu: str = "",
+        inner_backend: str = "",
+    ) -> None:
         """Join all workers of `membership`; return when all have joined.
 
-        `backend` is that of the gradients, of which NCCL needs a GPU for every rank; `gpu` identifies this rank's among all
-        machines, and is empty for a CPU. LaunchError if the store or the peers can't be reached within `timeout_s`.
+        `backend` and `inner_backend` are those of `WorkerSpec`; `gpu` identifies this rank's among all machines, and is empty
+        for a CPU. LaunchError if the store or the peers can't be reached within `timeout_s`.
         """
         self.timeout_s = timeout_s
         self.closed = False
         self._timeout = timedelta(seconds=timeout_s)
-        self._wanted_backend = self._backend = backend
+        self._wanted_backend = backend
+        self._inner_backend = inner_backend or ("nccl" if backend == "nccl" else "")
+        self._inner = InnerRanks()
         self._gpu = gpu
         self._adopted = dist.is_initialized()
         self._made = False
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._session = next(_sessions)
         self._store: Store | None = None
-        self._pending: list[Pending] = []
+        self._collectives = PendingCollectives()
         self._all: dist.ProcessGroup | None = None
-        self._gradients_of: dict[
-            tuple[int, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup | SharedChannel | None]
-        ] = {}
+        self._groups_of: dict[tuple[int, ...], ComputingGroups] = {}
+        """By the ranks that compute."""
         self._first_ranks: dist.ProcessGroup | None = None
         self._hosts: HostMap | None = None
         self.generation = self._build(membership, rank)
@@ -88,9 +99,9 @@ class Groups:
     @property
     def own_groups(self) -> list[dist.ProcessGroup]:
         """The groups that carry Evenload's own collectives."""
-        parts = (group for pair in self._gradients_of.values() for group in pair)
-        made = (self.generation.control, self._first_ranks, *parts)
-        return list({id(group): group for group in made if isinstance(group, dist.ProcessGroup)}.values())
+        parts = (group for made in self._groups_of.values() for group in made.groups)
+        every = (self.generation.control, self._first_ranks, *parts)
+        return list({id(group): group for group in every if group is not None}.values())
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -120,7 +131,7 @@ class Groups:
 
         Everything of the generation before ends: collectives in progress raise PeerLostError, and so do its groups.
         """
-        self._fail_pending("the generation ended")
+        self._collectives.fail("the generation ended")
         self._end_groups()
         self.generation = self._build(membership, rank)
 
@@ -130,12 +141,9 @@ class Groups:
         now = self.generation
         if computing == now.computing or now.control is None:
             return
-        if computing not in self._gradients_of:
-            self._gradients_of[computing] = self._new_group(computing), self._new_statistics(now, computing)
-        gradients, statistics = self._gradients_of[computing]
-        self.generation = replace(
-            now, number=now.number + 1, computing=computing, gradients=gradients, statistics=statistics
-        )
+        if computing not in self._groups_of:
+            self._groups_of[computing] = self._make_groups(now, computing)
+        self.generation = replace(now, number=now.number + 1, computing=computing, **vars(self._groups_of[computing]))
 
     def abort_statistics(self) -> None:
         """Leave the collectives inside forward and backward: ranks that wait in one get `CollectiveAbortedError`."""
@@ -143,8 +151,7 @@ class Groups:
         if now.statistics is None:
             return
         group = now.statistics
-        gradients, _ = self._gradients_of[now.computing]
-        self._gradients_of[now.computing] = gradients, None
+        self._groups_of[now.computing] = replace(self._groups_of[now.computing], statistics=None)
         self.generation = replace(now, statistics=None)
         if isinstance(group, SharedChannel):
             group.abort(f"rank {now.rank} has left the step")
@@ -159,7 +166,7 @@ class Groups:
             return
         self.abort_statistics()
         statistics = self._new_statistics(now, now.computing)
-        self._gradients_of[now.computing] = now.gradients, statistics
+        self._groups_of[now.computing] = replace(self._groups_of[now.computing], statistics=statistics)
         self.generation = replace(now, number=now.number + 1, statistics=statistics)
 
     def arrive(self) -> Pending:
@@ -173,34 +180,25 @@ class Groups:
 
         Those through shared memory fail on the other ranks of this host, too.
         """
-        self._fail_pending(reason)
+        self._collectives.fail(reason)
         for shared in (self.generation.rows, self.generation.statistics):
             if isinstance(shared, HostExchange | SharedChannel):
                 shared.abort(reason)
 
-    def _fail_pending(self, reason: str) -> None:
-        error = PeerLostError(reason)
-        for pending in self._pending:
-            pending.fail(error)
-        self._pending.clear()
-
-    def sum_async(self, tensor: torch.Tensor) -> Pending:
-        """Begin a sum of gradients over all ranks, in place."""
-        if self.gradients is None:
+    def sum_async(self, tensor: torch.Tensor) -> Pending | PendingBroadcast:
+        """Begin a sum of gradients over all ranks, in place. They begin sums, and wait for them, in the same order."""
+        now = self.generation
+        if now.gradients is None:
             return Pending(None, blocking=False)
         try:
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.gradients, async_op=True)
+            if now.hierarchy is not None:
+                return now.hierarchy.sum_async(tensor)
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=now.gradients, async_op=True)
         except RuntimeError as error:
             check_setup(error, "the gradients could not be summed")
             raise
         # On NCCL wait() only orders streams; on gloo it blocks the thread and must be wakeable.
-        return self._begin(work, blocking=tensor.device.type == "cpu")
-
-    def _begin(self, work: dist.Work | None, *, blocking: bool) -> Pending:
-        pending = Pending(work, blocking)
-        self._pending = [p for p in self._pending if p.can_fail]
-        self._pending.append(pending)
-        return pending
+        return self._collectives.begin(work, blocking=tensor.device.type == "cpu")
 
     def exchange_row(self, row: Sequence[float]) -> Sequence[Sequence[float]]:
         """Exchange `ROW_VALUES` numbers and return those of all ranks; errors as in `SharedChannel`."""
@@ -220,7 +218,7 @@ class Groups:
         try:
             if not isinstance(group, SharedChannel):
                 work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
-                self._begin(work, blocking=tensor.device.type == "cpu").wait()
+                self._collectives.begin(work, blocking=tensor.device.type == "cpu").wait()
             elif tensor.device.type == "cpu":
                 group.sum(tensor)
             else:  # a GPU among CPU ranks
@@ -248,6 +246,12 @@ class Groups:
             raise CollectiveAbortedError(f"{what}: {error}") from error
 
     @property
+    def nccl_ranks(self) -> tuple[int, ...]:
+        """The computing ranks whose gradients travel over NCCL, with or without a sum over other ranks after it."""
+        ranks = tuple(rank for rank in self.generation.computing if rank in self._inner.ranks)
+        return ranks if self._inner.backend == "nccl" and len(ranks) > 1 else ()
+
+    @property
     def why_not_shared(self) -> str:
         """The reason why ranks of one host exchange through gloo; empty if they don't, or each has a host of its own."""
         return "" if self._hosts is None or self.generation.rows is not None else self._hosts.why_not()
@@ -270,25 +274,25 @@ class Groups:
                 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
                 self._made = True
             # The user's tensors may be on the CPU, too, which NCCL doesn't take.
-            backend = "cpu:gloo,cuda:nccl" if self._backend == "nccl" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if self._inner.backend_of(key) == "nccl" else "gloo"
             self._subsets[key] = dist.new_group(ranks=list(key), backend=backend, timeout=self._timeout)
         return self._subsets[key]
 
     def close(self) -> None:
         """End the groups that this object made; the user's process group stays."""
         self.closed = True
-        self._fail_pending("the process groups were closed")
+        self._collectives.fail("the process groups were closed")
         self._end_groups()
 
     def _end_groups(self) -> None:
         now, groups = self.generation, self.process_groups
-        for shared in (now.rows, *(pair[1] for pair in self._gradients_of.values())):
-            if isinstance(shared, HostExchange | SharedChannel):
+        for shared in (now.rows, *self._groups_of.values()):
+            if shared is not None:
                 shared.close()
-        self.generation = replace(now, control=None, gradients=None, statistics=None, rows=None)
+        self.generation = replace(now, control=None, gradients=None, hierarchy=None, statistics=None, rows=None)
         self._first_ranks = None
         self._subsets.clear()
-        self._gradients_of.clear()
+        self._groups_of.clear()
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
@@ -300,6 +304,7 @@ class Groups:
                 dist.destroy_process_group()
 
     def _build(self, membership: Membership, rank: int) -> Generation:
+        self._collectives.reopen()
         world_size = len(membership.workers)
         everyone = tuple(range(world_size))
         if world_size == 1 and not self._adopted:
@@ -326,18 +331,18 @@ class Groups:
         gather = self._gather_in(control)
         now = Generation(membership.number, membership, rank, everyone, everyone, control)
         try:
-            self._backend = self._common_backend(gather)
+            self._inner = find_inner(self._inner_backend, self._gpu, gather)
             self._hosts = find_hosts(gather)
             rows = share_rows(self._hosts, rank, gather, self._gather_among, self.timeout_s)
-            groups = self._gradients_of[everyone] = self._new_group(everyone), self._new_statistics(now, everyone)
+            made = self._groups_of[everyone] = self._make_groups(now, everyone)
         except (RuntimeError, PeerLostError) as error:
             raise LaunchError(f"rank {rank} could not agree with the others on how to exchange: {error}") from error
-        return replace(now, rows=rows, gradients=groups[0], statistics=groups[1])
+        return replace(now, rows=rows, **vars(made))
 
     def _gather_in(self, group: dist.ProcessGroup) -> Gather:
         def gather(own: torch.Tensor) -> torch.Tensor:
             everyone, work = begin_gather(own, group)
-            self._begin(work, blocking=own.device.type == "cpu").wait()
+            self._collectives.begin(work, blocking=own.device.type == "cpu").wait()
             return everyone
 
         return gather
@@ -350,9 +355,28 @@ class Groups:
         self._first_ranks = group
         return self._gather_in(group)
 
+    def _make_groups(self, now: Generation, ranks: tuple[int, ...]) -> ComputingGroups:
+        """Make what travels among the ranks that compute, on all ranks."""
+        gradients = self._new_group(ranks)
+        hierarchy = self._new_hierarchy(now.rank, ranks, gradients)
+        return ComputingGroups(gradients, hierarchy, self._new_statistics(now, ranks))
+
+    def _new_hierarchy(
+        self, rank: int, ranks: tuple[int, ...], gradients: dist.ProcessGroup | None
+    ) -> HierarchicalSum | None:
+        inner, outer = split_ranks(ranks, self._inner.ranks)
+        if not inner:
+            return None
+        inner_group = self._new_group(inner)
+        outer_group = self._new_group(outer) if outer != ranks else gradients
+        if rank not in ranks:
+            return None
+        return HierarchicalSum(inner_group, outer_group, leads=rank == inner[0], begin=self._collectives.begin)
+
     def _new_statistics(self, now: Generation, ranks: tuple[int, ...]) -> dist.ProcessGroup | SharedChannel | None:
         """Make what statistics travel in, on all ranks; None for a rank outside, and for a single rank."""
-        if self._backend != "nccl" and len(ranks) > 1 and self._hosts is not None and now.control is not None:
+        on_cpu = self._inner.backend_of(ranks) != "nccl"
+        if on_cpu and len(ranks) > 1 and self._hosts is not None and now.control is not None:
             agreed, channel = share_statistics(
                 self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s
             )
@@ -362,14 +386,10 @@ class Groups:
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Make a group for gradients or statistics, on all ranks; None outside, and for a single rank."""
-        group = dist.new_group(ranks=list(ranks), backend=self._backend, timeout=self._timeout)
-        return group if len(ranks) > 1 and isinstance(group, dist.ProcessGroup) else None
-
-    def _common_backend(self, gather: Gather) -> str:
-        # Whether every rank has a GPU of its own is known only by comparison: machines may differ.
-        gpu = int.from_bytes(hashlib.sha256(self._gpu.encode()).digest()[:7])
-        rows = gather(torch.tensor([int(self._wanted_backend == "nccl"), gpu])).tolist()
-        return common_backend([(bool(wants), gpu) for wants, gpu in rows])
+        if len(ranks) < 2:
+            return None
+        group = dist.new_group(ranks=list(ranks), backend=self._inner.backend_of(ranks), timeout=self._timeout)
+        return group if isinstance(group, dist.ProcessGroup) else None
 
     def _connect(self, membership: Membership, rank: int) -> Store:
         url = membership.store

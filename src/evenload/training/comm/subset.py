@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from evenload.training.comm.generation import Pending
+from evenload.training.comm.pending import Pending
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from evenload.balance.values import ComputeDevice
 from evenload.errors import ConfigError
+from evenload.rendezvous.rank_backends import common_backend, used_backends
 from evenload.training.launch.environment import WorkerSpec
 
 _EXPECTED = (
@@ -148,7 +149,7 @@ def plan_workers(
         )
     cores = _cores_by_rank(rank_devices, host)
     threads = _threads_by_rank(rank_devices, host, cores)
-    backend = _backend(rank_devices)
+    inner = _inner_backends(rank_devices)
     own = [own_numbers(rank_device) for rank_device in rank_devices]
     names = tuple(_name(rank_device, cores[rank]) for rank, rank_device in enumerate(rank_devices))
     return tuple(
@@ -161,7 +162,8 @@ def plan_workers(
             devices=own[rank][1],
             visible_devices=",".join(dict.fromkeys(rank_device.uuids)),
             device_names=names,
-            backend=backend,
+            backend=common_backend(inner),
+            inner_backend=inner[rank],
             cores=cores[rank],
             num_threads=threads[rank],
             origin="evenload",
@@ -201,10 +203,11 @@ def describe_workers(workers: Sequence[WorkerSpec]) -> list[str]:
         ]
     else:
         lines = []
+        used = used_backends([worker.inner_backend for worker in workers])
         rows = [
-            (w.rank, "+".join(w.devices) or w.device, w.device_names[w.rank], w.num_threads, f", {w.backend}",
+            (w.rank, "+".join(w.devices) or w.device, w.device_names[w.rank], w.num_threads, f", {backend}",
              w.throttle.get("factor"))
-            for w in workers
+            for w, backend in zip(workers, used, strict=True)
         ]  # fmt: skip
     width = max(len(name) for _, _, name, *_ in rows)
     for rank, device, name, num_threads, backend, factor in rows:
@@ -231,13 +234,15 @@ def _name(rank_device: RankDevice, cores: tuple[int, ...]) -> str:
     return f"{len(rank_device.devices)} × {name}" if rank_device.devices else name
 
 
-def _backend(rank_devices: Sequence[RankDevice]) -> str:
+def _inner_backends(rank_devices: Sequence[RankDevice]) -> list[str]:
     # NCCL requires a separate GPU for each rank, and takes two parts of a GPU for one.
-    counts = Counter(rank_device.device for rank_device in rank_devices)
-    one_each = all(count == 1 for count in counts.values()) and not any(
-        rank_device.devices or rank_device.is_part for rank_device in rank_devices
-    )
-    return "nccl" if "cpu" not in counts and one_each else "gloo"
+    counts = Counter(device for rank_device in rank_devices for device in rank_device.devices or (rank_device.device,))
+    return [
+        ""
+        if rank_device.device == "cpu" or counts[rank_device.device] > 1 or rank_device.devices or rank_device.is_part
+        else "nccl"
+        for rank_device in rank_devices
+    ]
 
 
 def _cores_by_rank(rank_devices: Sequence[RankDevice], host: HostDevices) -> list[tuple[int, ...]]:

@@ -43,7 +43,10 @@ class WorkerSpec:
     device_names: tuple[str, ...] = ()
     """Name of each rank's device for people; empty if unknown."""
     backend: str = "auto"
-    """Backend of the gradient reduction: ``nccl``, ``gloo`` or ``auto``."""
+    """Backend of the gradient reduction over all ranks: ``nccl``, ``gloo`` or ``auto``."""
+    inner_backend: str = ""
+    """Backend in which this rank sums gradients with others that have one, before the rest join: ``nccl`` for a GPU of its own
+    (``gloo`` on CPUs, for tests), or empty."""
     store: str = ""
     """``host:port`` of the launcher's TCPStore, ``env://host:port`` under torchrun, ``tcp://host:port`` where rank 0 serves it;
     empty for a world of one."""

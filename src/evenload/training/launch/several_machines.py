@@ -24,10 +24,10 @@ def local_launch(arguments: Sequence[str], settings: Mapping[str, Any], specs: S
                 spec.device_names[spec.rank],
                 spec.num_threads,
                 float(spec.throttle.get("factor", 1.0)),
+                spec.inner_backend,
             )
             for spec in specs
         ),
-        backend=specs[0].backend,
     )
 
 

@@ -147,16 +147,12 @@ class ReplicaStrategy:
         return replicated_state(self._models)
 
     def _shares_gpu_queue(self) -> bool:
-        """Return whether statistics and gradients are summed by two communicators of NCCL.
+        """Return whether gradients are summed over NCCL while ranks wait for each other's statistics.
 
-        All ranks must queue the collectives of both in the same order, or they may wait for each other. A rank without samples
-        sends its buckets after its backward, so then all do.
+        All of them must begin both in the same order, or they may wait for each other. A rank without samples sends its buckets
+        after its backward, so then all do.
         """
-        now = self._groups.generation
-        groups = (now.gradients, now.statistics)
-        return self._statistics.in_use and all(
-            isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl" for group in groups
-        )
+        return self._statistics.in_use and bool(self._groups.nccl_ranks)
 
     def _backward(self, loss: torch.Tensor, *, last: bool, idle: bool) -> None:
         reducer = self._of()

@@ -75,6 +75,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         backend=spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
         timeout_s=config.timeout_s,
         gpu=_gpu(device),
+        inner_backend=spec.inner_backend,
     )
     control = Control(groups)
     _check_same_settings(config, control)

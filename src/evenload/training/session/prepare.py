@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -94,8 +93,7 @@ def _move(context: TrainingContext, model: nn.Module) -> None:
         raise ConfigError(
             f"strategy={context.config.strategy!r} spreads whole models, and {name} was cut by evenload.place; use strategy='ddp'"
         )
-    gradients = context.groups.gradients
-    if gradients is not None and dist.get_backend(gradients) == "nccl" and "cpu" in placement.devices:
+    if context.groups.rank in context.groups.nccl_ranks and "cpu" in placement.devices:
         raise ConfigError(
             f"{name} lies on {', '.join(placement.devices)}, and the ranks sum gradients over NCCL, which takes no CPU tensors; "
             "start with `evenload run -d 0+cpu,1+cpu`, which sums over gloo"

@@ -61,7 +61,8 @@ class BucketSegments:
 
 def _check_nccl(everyone: torch.Tensor, groups: Groups) -> None:
     """Refuse unequal splits: NCCL connects devices in the order of their use, which must be equal on all ranks."""
-    if dist.get_backend(groups.gradients) == "nccl" and bool((everyone != everyone[0]).any()):
+    among_gpus = everyone[list(groups.nccl_ranks)]
+    if bool((among_gpus != among_gpus[:1]).any()):
         raise ConfigError(
             "the ranks split the model at different layers, but sum gradients over NCCL, which can't do that; start with "
             "`evenload run -d 0+1,2+3` (which sums over gloo), or give place the same memory limits on all ranks"
