@@ -7,6 +7,8 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 PYTEST := $(BIN)/python -m pytest
 # Two files at a time: ranks and loader workers are processes of their own, so more rarely helps on a small machine.
 PARALLEL := -n 2 --dist loadfile
+# Tests start a thousand processes; where PYTHONDONTWRITEBYTECODE is set, each would compile what it imports.
+COMPILE := $(BIN)/python -m compileall -q -j 2 src tests benchmarks
 
 .PHONY: demo test test-all failed retest long gpu check docs bench format map clean install-all
 
@@ -24,10 +26,12 @@ demo: $(STAMP)
 
 # Tests without daemons, network namespaces, Slurm or Ray.
 test: $(STAMP)
+	$(COMPILE)
 	$(PYTEST) $(PARALLEL) tests/unit tests/ranks $(PYTEST_ARGS)
 
 # All tests. Slurm, Ray, Fashion-MNIST and recorded workloads (EVENLOAD_TRACES) are used where they are installed.
 test-all: $(STAMP)
+	$(COMPILE)
 	$(PYTEST) $(PARALLEL) $(PYTEST_ARGS)
 
 # The tests that failed in the last run: their names, and once more.
@@ -38,6 +42,7 @@ retest: $(STAMP)
 
 # Tests of half a minute and more each, whose parts `make test-all` has.
 long: $(STAMP)
+	$(COMPILE)
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 # On a machine with a GPU: the tests marked gpu, and the fifteen experiments of benchmarks/gpu.

@@ -54,6 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaks, names what it leaked, and mends it so that the next test starts clean."""
+    _use_one_thread()
     processes, threads, environment, defaults = _children(), _threads(), dict(os.environ), _torch_defaults()
     yield
     problems = []
@@ -120,6 +121,13 @@ def _describe(process: psutil.Process) -> str:
         return f"{process.pid} ({' '.join(process.cmdline())[:120]})"
     except psutil.NoSuchProcess:
         return str(process.pid)
+
+
+def _use_one_thread() -> None:
+    """As ranks have it: files are tested side by side, and threads that share a core wait for each other most of the time."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_num_threads") and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 def _torch_defaults() -> dict[str, Any]:
