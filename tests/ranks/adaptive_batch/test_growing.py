@@ -6,13 +6,14 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from evenload.testing import run_ranks
 from evenload.training.comm.clock import SEGMENTS
 from evenload.training.comm.control import CAPACITY
-from evenload.training.step.report import RankReport, read_rows
+from evenload.training.step.report import RankReport, read_table
 from evenload.training.step.stats import StepStats
 from tests.ranks.adaptive_batch.jobs import BASE, NUM_SAMPLES, chosen, plain, train, train_all
 
@@ -125,7 +126,7 @@ def test_off_nothing_is_measured_and_the_exchange_carries_what_it_did(seen):
     assert not told(seen["off"]) and seen["off"]["noise"] is None and StepStats().norms is None
     plain_row, measured = report(None).row(), report(5.0).row()
     assert len(plain_row) == len(measured) == CAPACITY and plain_row[:-1] == measured[:-1] and plain_row[-1] == 0.0
-    (back,), (bare,) = read_rows([measured], ["m"], measured=True), read_rows([plain_row], ["m"])
+    (back,), (bare,) = read_table(np.array([measured]), ["m"], measured=True), read_table(np.array([plain_row]), ["m"])
     assert back.squared_norm == 5.0 and bare.squared_norm is None and back.metrics == bare.metrics == {"m": 2.0}
 
 

@@ -167,7 +167,7 @@ def _exchange_another_length(segment: SharedSegment) -> None:
 def _dead_peer() -> tuple[str, float]:
     segment, pid = _pair(_exchange_once_and_sleep)
     channel = segment.channel(0, 10)
-    assert channel.exchange_row([0.0]) == [(0.0,), (1.0,)]
+    assert channel.exchange_row([0.0]).tolist() == [[0.0], [1.0]]
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
@@ -186,7 +186,7 @@ def _closed_peer() -> float:
     channel = segment.channel(0, 10)
     time.sleep(0.3)
     # Its last row counts although it has left.
-    assert channel.exchange_row([0.0]) == [(0.0,), (1.0,)]
+    assert channel.exchange_row([0.0]).tolist() == [[0.0], [1.0]]
     start = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 has closed its groups"):
         channel.exchange_row([0.0])

@@ -9,8 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from evenload.errors import DesyncError, LaunchError, PeerLostError, StepError
 from evenload.training.comm.groups import RankGroup
@@ -70,7 +72,12 @@ class Control:
         self._position = (epoch, step)
 
     def exchange(self, operation: Operation, values: Sequence[float] = ()) -> list[list[float]]:
-        """Exchange values and return those of all ranks, by rank.
+        """Exchange values and return those of all ranks, by rank; errors as in `exchange_table`."""
+        rows: list[list[float]] = self.exchange_table(operation, values).tolist()
+        return rows
+
+    def exchange_table(self, operation: Operation, values: Sequence[float] = ()) -> NDArray[np.float64]:
+        """Exchange values and return those of all ranks, shape ``(num_ranks, len(values))``.
 
         Raises:
             DesyncError: the ranks differ in operation, position or number of values.
@@ -85,10 +92,10 @@ class Control:
                 "run.close() before it"
             )
         if self._groups.control is None:
-            return [list(values)]
+            return np.array([values], dtype=np.float64)
         rounds = max(1, -(-len(values) // CAPACITY))
         head = [float(operation), *map(float, self._position), float(len(values))]
-        rows: list[list[float]] = [[] for _ in range(self._groups.world_size)]
+        parts: list[NDArray[np.float64]] = []
         for index in range(rounds):
             part = values[index * CAPACITY : (index + 1) * CAPACITY]
             end = _HEAD + len(part)
@@ -96,12 +103,11 @@ class Control:
                 table = self._groups.exchange_row([*head, *part, *[0.0] * (ROW_VALUES - end)])
             except (RuntimeError, TimeoutError, PeerLostError) as error:
                 raise self._lost(operation, error) from None
-            heads = [list(row[:_HEAD]) for row in table]
-            if any(other != heads[0] for other in heads):
-                raise DesyncError(_describe_desync(heads, self._groups.ranks))
-            for row, received in zip(rows, table, strict=True):
-                row += received[_HEAD:end]
-        return rows
+            heads = table[:, :_HEAD]
+            if (heads != heads[0]).any():
+                raise DesyncError(_describe_desync(heads.tolist(), self._groups.ranks))
+            parts.append(table[:, _HEAD:end])
+        return parts[0] if rounds == 1 else np.concatenate(parts, axis=1)
 
     def _lost(self, operation: Operation, error: Exception) -> PeerLostError:
         if "imed out" in str(error):

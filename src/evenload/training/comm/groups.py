@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -200,14 +202,14 @@ class Groups:
         # On NCCL wait() only orders streams; on gloo it blocks the thread and must be wakeable.
         return self._collectives.begin(work, blocking=tensor.device.type == "cpu")
 
-    def exchange_row(self, row: Sequence[float]) -> Sequence[Sequence[float]]:
-        """Exchange `ROW_VALUES` numbers and return those of all ranks; errors as in `SharedChannel`."""
+    def exchange_row(self, row: Sequence[float]) -> NDArray[np.float64]:
+        """Exchange `ROW_VALUES` numbers; return those of all ranks as rows of a table. Errors as in `SharedChannel`."""
         now = self.generation
         if now.rows is not None:
             return now.rows.exchange_row(row)
         if now.control is None:
-            return [row]
-        rows: list[list[float]] = self._gather_in(now.control)(torch.tensor(row, dtype=torch.float64)).tolist()
+            return np.array([row], dtype=np.float64)
+        rows: NDArray[np.float64] = self._gather_in(now.control)(torch.tensor(row, dtype=torch.float64)).numpy()
         return rows
 
     def sum_statistics(self, tensor: torch.Tensor) -> None:

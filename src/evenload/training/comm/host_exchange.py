@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenload.training.comm.shared_memory import (
     ChannelLayout,
@@ -78,25 +80,31 @@ class HostExchange:
         self._between_hosts = between_hosts
         self._num_ranks = sum(map(len, hosts))
         self._max_local = max(map(len, hosts))
+        placed = [
+            (rank, host * self._max_local + local)
+            for host, ranks in enumerate(hosts)
+            for local, rank in enumerate(ranks)
+        ]
+        self._order = [row for _, row in sorted(placed)]
+        """For each rank the row that holds its values, where each host sends equally many rows."""
         self._rows = segment.channel(_ROWS, timeout_s)
         # The others wait longer than the first rank does for the other hosts, because its error says more.
         self._table = segment.channel(_TABLE, 2 * timeout_s) if between_hosts is not None else None
 
-    def exchange_row(self, row: Sequence[float]) -> Sequence[Sequence[float]]:
-        """Exchange `ROW_VALUES` float64 and return those of all ranks, by rank; errors as in `SharedChannel`."""
+    def exchange_row(self, row: Sequence[float]) -> NDArray[np.float64]:
+        """Exchange `ROW_VALUES` float64 and return a copy of those of all ranks, by rank; errors as in `SharedChannel`."""
         local = self._rows.exchange_row(row)
         if self._table is None or self._between_hosts is None:
             return local
         table = None
         if self._segment.index == 0:
             try:
-                table = self._gather_hosts(local, self._between_hosts).numpy().tobytes()
+                table = self._gather_hosts(local, self._between_hosts).tobytes()
             except Exception as error:
                 self._segment.abort(f"the exchange with the other hosts failed: {error}")
                 raise
-        everyone = torch.frombuffer(self._table.broadcast(table, 8 * ROW_VALUES * self._num_ranks), dtype=torch.float64)
-        rows: list[list[float]] = everyone.view(self._num_ranks, ROW_VALUES).tolist()
-        return rows
+        everyone = np.frombuffer(self._table.broadcast(table, 8 * ROW_VALUES * self._num_ranks))
+        return everyone.reshape(self._num_ranks, ROW_VALUES).copy()
 
     def abort(self, reason: str) -> None:
         """End every exchange of this host's ranks with `PeerLostError(reason)`."""
@@ -106,14 +114,11 @@ class HostExchange:
         """Leave; other ranks that still wait for this one learn that it is gone."""
         self._segment.close()
 
-    def _gather_hosts(self, local: list[tuple[float, ...]], between_hosts: Gather) -> torch.Tensor:
-        own = torch.zeros(self._max_local, ROW_VALUES, dtype=torch.float64)
-        own[: len(local)] = torch.tensor(local, dtype=torch.float64)
-        everyone = between_hosts(own.view(-1)).view(len(self._hosts), self._max_local, ROW_VALUES)
-        rows = torch.empty(self._num_ranks, ROW_VALUES, dtype=torch.float64)
-        for ranks, received in zip(self._hosts, everyone, strict=True):
-            rows[list(ranks)] = received[: len(ranks)]
-        return rows
+    def _gather_hosts(self, local: NDArray[np.float64], between_hosts: Gather) -> NDArray[np.float64]:
+        own = np.zeros((self._max_local, ROW_VALUES))
+        own[: len(local)] = local
+        everyone: NDArray[np.float64] = between_hosts(torch.from_numpy(own.reshape(-1))).numpy()
+        return everyone.reshape(-1, ROW_VALUES)[self._order]
 
 
 def find_hosts(gather: Gather, host: str = "") -> HostMap:

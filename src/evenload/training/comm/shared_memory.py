@@ -27,7 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenload.errors import DesyncError, PeerLostError
 
@@ -210,8 +212,8 @@ class SharedChannel:
         self._round = 0
         self._unfinished = False
 
-    def exchange_row(self, row: Sequence[float]) -> list[tuple[float, ...]]:
-        """Exchange equally many float64 and return those of all members.
+    def exchange_row(self, row: Sequence[float]) -> NDArray[np.float64]:
+        """Exchange equally many float64 and return a copy of those of all members, shape ``(num_members, len(row))``.
 
         Raises:
             PeerLostError: a member is gone, or the segment was aborted.
@@ -223,10 +225,8 @@ class SharedChannel:
         slot_bytes = self._layout.slot_bytes
         code.pack_into(self._memory, start + self._segment.index * slot_bytes + _LINE, *row)
         self._exchange(start, code.size)
-        return [
-            code.unpack_from(self._memory, start + writer * slot_bytes + _LINE)
-            for writer in range(self._layout.num_writers)
-        ]
+        shape = self._layout.num_writers, len(row)
+        return np.ndarray(shape, np.float64, self._memory, start + _LINE, (slot_bytes, 8)).copy()
 
     def broadcast(self, row: bytes | None, num_bytes: int) -> memoryview:
         """Return the first member's bytes, valid until the members exchange rows again; the other members pass None.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from evenload.training.comm.pending import Pending
 
@@ -27,11 +29,11 @@ class Subset:
     def world_size(self) -> int:
         return len(self.ranks)
 
-    def exchange_row(self, row: Sequence[float]) -> Sequence[Sequence[float]]:
-        """Exchange numbers and return those of all members. PeerLostError if one is gone."""
+    def exchange_row(self, row: Sequence[float]) -> NDArray[np.float64]:
+        """Exchange numbers and return those of all members, shape ``(num_ranks, len(row))``. PeerLostError if one is gone."""
         everyone, work = begin_gather(torch.tensor(row, dtype=torch.float64), self.control)
         Pending(work, blocking=False).wait()
-        rows: list[list[float]] = everyone.tolist()
+        rows: NDArray[np.float64] = everyone.numpy()
         return rows
 
 

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,11 +36,9 @@ from evenload.training.compute.precision import Precision
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.strategy import (
-    AWAY,
     FRAGMENTED,
     INTERRUPTED,
     LATE_GRADIENT,
-    OK,
     OUT_OF_MEMORY,
     RAISED,
     AttemptFailedError,
@@ -53,7 +51,7 @@ from evenload.training.parallel.strategy import (
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.exchange import ReportExchange, check_trained, total, totals_of, where
 from evenload.training.step.planner import Planner
-from evenload.training.step.report import RankReport
+from evenload.training.step.report import NO_REPORTS, Reports
 from evenload.training.step.stats import StepRecorder, StepStats
 
 MAX_SKIPPED_STEPS = 3
@@ -78,7 +76,7 @@ class Attempt:
     loss_fn: LossFn
     begins_update: bool
     may_expect: bool = True
-    reports: list[RankReport] = field(default_factory=list)
+    reports: Reports = NO_REPORTS
     """Of all ranks, once they are exchanged."""
     error: Exception | None = None
     """Failure of this rank."""
@@ -86,7 +84,7 @@ class Attempt:
     """True while an exception would be raised on all ranks alike."""
 
     def begin(self) -> None:
-        self.reports, self.error = [], None
+        self.reports, self.error = NO_REPORTS, None
 
 
 class Engine:
@@ -295,17 +293,17 @@ class Engine:
         check_trained(reports, batch.global_step)
         attempt.failed_together = True  # from here on all ranks do the same
         stats.add(reports)
-        self.elapsed_s = reports[0].elapsed_s
-        if reports[0].has_decision:
+        self.elapsed_s = reports.first("elapsed_s")
+        if reports.first("has_decision"):
             planner.sync_decision(batch.global_step)
-        if any(report.status not in (OK, AWAY) for report in reports):
-            raise AttemptFailedError([report.status for report in reports])
+        if reports.failed:
+            raise AttemptFailedError([int(status) for status in reports.column("status")])
         computing = self._groups.generation.computing
         if len(reports) == planner.world_size:
-            planner.may_leave = [report.may_leave for report in reports]
+            planner.may_leave = reports.flags("may_leave")
         if len(reports) > len(computing) > 1 or self._groups.world_size > len(computing):
-            reports = [reports[rank] for rank in computing]
-        self._consistency.check(batch.global_step, [report.state_key for report in reports])
+            reports = reports.of(computing)
+        self._consistency.check(batch.global_step, reports.column("state_key"))
         totals = totals_of(reports, batch.global_step)
         attempt.failed_together = False
         return totals
@@ -361,15 +359,15 @@ class Engine:
         batch, stats, reports = attempt.batch, attempt.stats, attempt.reports
         if result.finite and (grad_norms := self._grad_norms) is not None and grad_norms.on:
             stats.norms = grad_norms.norms(
-                [report.units for report in reports],
-                [report.squared_norm or 0.0 for report in reports],
+                reports.column("units"),
+                reports.column("squared_norm"),
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
         self._units[stats.calls] = result.units
         stats.loss = float(result.loss)
-        for name in reports[0].metrics:
-            stats.metrics[name] = total(report.metrics[name] for report in reports) / result.units
+        for name in reports.names:
+            stats.metrics[name] = total(reports.metric(name)) / result.units
         self.precision.update(result.finite)
         if result.finite and math.isfinite(stats.loss):
             self._skipped[stats.calls] = 0
@@ -377,10 +375,10 @@ class Engine:
             self._skip(batch, stats, reports)
         return result.loss
 
-    def _skip(self, batch: GlobalBatch, stats: StepStats, reports: Sequence[RankReport]) -> None:
+    def _skip(self, batch: GlobalBatch, stats: StepStats, reports: Reports) -> None:
         # No gradient is left, so a plain optimizer.step() changes nothing, on all ranks.
         stats.skipped = True
-        not_finite = [not math.isfinite(report.loss_sum) for report in reports]
+        not_finite = [not math.isfinite(loss) for loss in reports.column("loss_sum")]
         what = f"the loss of rank {where(not_finite)}" if any(not_finite) else "the gradient"
         if not self.precision.scaled or self.precision.exhausted:
             self._skipped[stats.calls] = self._skipped.get(stats.calls, 0) + 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from evenload.errors import DesyncError, StepError
@@ -17,7 +18,7 @@ from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.strategy import AWAY, GlobalTotals, LocalResult
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.planner import Planner
-from evenload.training.step.report import RankReport, read_rows
+from evenload.training.step.report import RankReport, Reports, read_table
 from evenload.training.step.stats import StepStats
 
 
@@ -47,14 +48,15 @@ class ReportExchange:
         stats: StepStats,
         *,
         may_leave: bool = False,
-    ) -> list[RankReport]:
+    ) -> Reports:
         """Return the reports of all who share the step. All ranks call it once in an attempt."""
         own = [self._report(result, batch, planner, stats, may_leave) for result in results]
         if len(own) > 1:
-            return own
-        self._clock.switch("wait")
-        rows = self._control.exchange(Operation.BACKWARD, own[0].row())
-        return read_rows(rows, sorted(own[0].metrics), measured=own[0].squared_norm is not None)
+            table = np.array([report.row() for report in own])
+        else:
+            self._clock.switch("wait")
+            table = self._control.exchange_table(Operation.BACKWARD, own[0].row())
+        return read_table(table, sorted(own[0].metrics), measured=own[0].squared_norm is not None)
 
     def idle_result(self, call_index: int) -> LocalResult:
         """Return the result of a rank that computes nothing, with the metrics that the others will have."""
@@ -99,9 +101,11 @@ class ReportExchange:
         )
 
 
-def check_trained(reports: Sequence[RankReport], step: int) -> None:
+def check_trained(reports: Reports, step: int) -> None:
     """Raise DesyncError if the ranks train different parameters: their buckets don't match, and can't be waited for."""
-    trained = {rank: int(report.touched_key) >> 32 for rank, report in enumerate(reports) if report.touched_key}
+    if reports.is_same("touched_key"):
+        return
+    trained = {rank: int(key) >> 32 for rank, key in enumerate(reports.column("touched_key")) if key}
     if len(set(trained.values())) > 1:
         first = next(iter(trained))
         other = ", ".join(str(rank) for rank, key in trained.items() if key != trained[first])
@@ -111,27 +115,26 @@ def check_trained(reports: Sequence[RankReport], step: int) -> None:
         )
 
 
-def totals_of(reports: Sequence[RankReport], step: int) -> GlobalTotals:
+def totals_of(reports: Reports, step: int) -> GlobalTotals:
     """Add up the reports of a successful attempt.
 
     Raises:
         StepError: some ranks weight their losses and others do not, or all weights are 0.
     """
-    weighted = [report.weighted for report in reports]
-    if any(weighted) and not all(weighted):
-        raise StepError(f"loss_fn returned a weight on ranks {where(weighted)} only; return one always or never")
-    units = total(report.units for report in reports)
+    if not reports.is_same("weighted"):
+        weighted = where(reports.flags("weighted"))
+        raise StepError(f"loss_fn returned a weight on ranks {weighted} only; return one always or never")
+    units = total(reports.column("units"))
     if units <= 0:
         raise StepError(
             f"step {step}: all weights are 0, so the mean loss over the global batch is undefined; are all labels -100?"
         )
-    loss = total(report.loss_sum for report in reports) / units
-    return GlobalTotals(units, loss, len({report.touched_key for report in reports}) == 1)
+    loss = total(reports.column("loss_sum")) / units
+    return GlobalTotals(units, loss, reports.is_same("touched_key"))
 
 
-def total(values: Iterable[float]) -> float:
+def total(terms: Sequence[float]) -> float:
     """Return the exact sum; where there is none (inf - inf, overflow), the sum of floats."""
-    terms = list(values)
     try:
         return math.fsum(terms)
     except (ValueError, OverflowError):

@@ -1,10 +1,15 @@
-"""One rank's report on a `backward`: a row of numbers in the step's only exchange."""
+"""`RankReport`, one rank's row of numbers in the only exchange of a `backward`, and `Reports`, the rows of all ranks."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evenload.errors import StepError
 from evenload.training.comm.clock import SEGMENTS, Segment
@@ -28,6 +33,7 @@ _SCALARS: dict[str, Callable[[float], float]] = {
 """Fields of a row and their types; a checksum of the names of the metrics follows."""
 _FIXED = len(_SCALARS) + 1
 _TIMES_END = _FIXED + len(SEGMENTS)
+_COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
 MAX_METRICS = CAPACITY - _TIMES_END
 
 
@@ -75,23 +81,114 @@ class RankReport:
         return values
 
 
-def read_rows(rows: Sequence[Sequence[float]], names: Sequence[str], *, measured: bool = False) -> list[RankReport]:
-    """Read all ranks' rows; `names` are this rank's own metrics, sorted; `measured` rows hold norms."""
-    present = [row for row in rows if row[0] != AWAY]
-    checksums = {row[_FIXED - 1] for row in present}
-    if all(row[0] == OK for row in present) and len(checksums) > 1:
-        raise StepError(f"loss_fn returned different metrics on different ranks (here: {', '.join(names) or 'none'})")
-    if len(present) < len(rows) and _checksum(names) not in checksums:
-        names = ()  # this rank is away, and has never seen these metrics
-    return [
-        RankReport(
+class Reports(Sequence[RankReport]):
+    """The rows of all ranks as one table, shape ``(num_ranks, CAPACITY)``: sums, maxima and equality go by column.
+
+    An index makes the `RankReport` of one rank, which takes as long as a column of a thousand.
+    """
+
+    def __init__(self, table: NDArray[np.float64], names: Sequence[str] = (), *, measured: bool = False) -> None:
+        """`names`: of the metrics, sorted. `measured`: the rows hold norms."""
+        self.names = tuple(names)
+        self._table = table
+        self._measured = measured
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> RankReport: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RankReport]: ...
+    def __getitem__(self, index: int | slice) -> RankReport | list[RankReport]:
+        if isinstance(index, slice):
+            return [self[rank] for rank in range(len(self))[index]]
+        row = self._table[index].tolist()
+        return RankReport(
             **{name: kind(value) for (name, kind), value in zip(_SCALARS.items(), row, strict=False)},  # type: ignore[arg-type]
             seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
-            metrics=dict(zip(names, row[_TIMES_END : _TIMES_END + len(names)], strict=True)),
-            squared_norm=row[CAPACITY - 1] if measured else None,
+            metrics=dict(zip(self.names, row[_TIMES_END : _TIMES_END + len(self.names)], strict=True)),
+            squared_norm=row[CAPACITY - 1] if self._measured else None,
         )
-        for row in rows
-    ]
+
+    def of(self, ranks: Sequence[int]) -> Reports:
+        """Return the reports of some ranks."""
+        return Reports(self._table[list(ranks)], self.names, measured=self._measured)
+
+    def column(self, name: str) -> list[float]:
+        """Return a field of all ranks, flags as 0 or 1; `squared_norm` is 0 where none is measured."""
+        values: list[float] = self._table[:, _COLUMNS[name]].tolist()
+        return values
+
+    def metric(self, name: str) -> list[float]:
+        values: list[float] = self._table[:, _TIMES_END + self.names.index(name)].tolist()
+        return values
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """The seconds of all ranks, shape ``(num_ranks, len(SEGMENTS))``; a view."""
+        return self._table[:, _FIXED:_TIMES_END]
+
+    def flags(self, name: str) -> list[bool]:
+        values: list[bool] = (self._table[:, _COLUMNS[name]] != 0).tolist()
+        return values
+
+    def first(self, name: str) -> float:
+        """Return a field of the first rank."""
+        return self._table.item(0, _COLUMNS[name])
+
+    def any(self, name: str) -> bool:
+        """Return whether a field, none of which is negative, is above 0 on some rank."""
+        return self._highest[_COLUMNS[name]] > 0
+
+    def all(self, name: str) -> bool:
+        """Return whether a field, none of which is negative, is above 0 on all ranks."""
+        return self._lowest[_COLUMNS[name]] > 0
+
+    def is_same(self, name: str) -> bool:
+        """Return whether a field, none of which is NaN, is the same on all ranks."""
+        column = _COLUMNS[name]
+        return self._lowest[column] == self._highest[column]
+
+    @property
+    def failed(self) -> bool:
+        """True if the attempt failed on some rank."""
+        return self.any("status") and any(status not in (OK, AWAY) for status in self.column("status"))
+
+    @functools.cached_property
+    def _lowest(self) -> list[float]:
+        return self._reduced(np.minimum)
+
+    @functools.cached_property
+    def _highest(self) -> list[float]:
+        return self._reduced(np.maximum)
+
+    def _reduced(self, operation: np.ufunc) -> list[float]:
+        scalars = self._table[:, :_FIXED]
+        if len(scalars) > 1:
+            with np.errstate(invalid="ignore"):  # a loss may be NaN
+                reduced: list[float] = operation.reduce(scalars, axis=0).tolist()
+            return reduced
+        first: list[float] = scalars[0].tolist()
+        return first
+
+
+NO_REPORTS = Reports(np.empty((0, CAPACITY)))
+
+
+def read_table(table: NDArray[np.float64], names: Sequence[str], *, measured: bool = False) -> Reports:
+    """Return the reports in all ranks' rows; `names` are this rank's own metrics, sorted; `measured` rows hold norms."""
+    reports = Reports(table, names, measured=measured)
+    if reports.is_same("metrics_key") and not reports.any("status"):
+        return reports
+    statuses = reports.column("status")
+    present = [status for status in statuses if status != AWAY]
+    keys = {key for status, key in zip(statuses, reports.column("metrics_key"), strict=True) if status != AWAY}
+    if all(status == OK for status in present) and len(keys) > 1:
+        raise StepError(f"loss_fn returned different metrics on different ranks (here: {', '.join(names) or 'none'})")
+    if len(present) < len(statuses) and _checksum(names) not in keys:
+        return Reports(table, (), measured=measured)  # this rank is away, and has never seen these metrics
+    return reports
 
 
 def _checksum(names: Sequence[str]) -> float:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from evenload.balance.noise import Norms
 from evenload.balance.values import StepPlan
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes, StepRecord
-from evenload.training.comm.clock import Segment
+from evenload.training.comm.clock import SEGMENTS
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
 from evenload.training.step.bottleneck import LoadingMonitor
-from evenload.training.step.report import RankReport
+from evenload.training.step.report import Reports
+
+_DATA, _COMPUTE, _OPTIMIZER, _COMPILE = map(SEGMENTS.index, ("data", "compute", "optimizer", "compile"))
+_FIELDS = [f"{name}_s" for name in SEGMENTS]
 
 
 class StepStats:
@@ -34,53 +39,60 @@ class StepStats:
         self.begun_s = time.perf_counter()
         self.body_since_s = self.begun_s
         """Time at which the user's code continued after the last backward."""
-        self._times: list[dict[Segment, float]] = []
-        self._memory: list[int] = []
-        self._readings: list[float] = []
+        self._reports: Reports | None = None
+        self._times = np.empty((0, len(SEGMENTS)))
+        """Seconds of each rank in each segment."""
 
-    def add(self, reports: Sequence[RankReport]) -> None:
-        if len(self._times) != len(reports):  # a process whose replicas failed reported one row for all
-            self._times = [dict(report.seconds) for report in reports]
-        else:
-            for times, report in zip(self._times, reports, strict=True):
-                for name, seconds in report.seconds.items():
-                    times[name] += seconds
-        self._memory = [int(report.memory_bytes) for report in reports]
-        self._readings = [report.reading for report in reports]
-        self.stop_requested = self.stop_requested or any(report.stop_requested for report in reports)
+    def add(self, reports: Reports) -> None:
+        # A process whose replicas failed reported one row for all.
+        self._times = reports.seconds + self._times if len(self._times) == len(reports) else reports.seconds
+        self._reports = reports
+        self.stop_requested = self.stop_requested or reports.any("stop_requested")
 
     def own_seconds(self) -> list[float]:
         """Return the seconds that each rank computed, without waiting."""
-        return [times["compute"] + times["optimizer"] for times in self._times]
+        own_s: list[float] = (self._times[:, _COMPUTE] + self._times[:, _OPTIMIZER]).tolist()
+        return own_s
 
     def whole_seconds(self) -> float:
         """Return the seconds of the step on the first rank, with waiting and collectives, without waiting for samples."""
-        return sum(self._times[0][name] for name in ("compute", "optimizer", "wait", "comm")) if self._times else 0.0
+        if not len(self._times):
+            return 0.0
+        first = self._first()
+        return sum(first[name] for name in ("compute", "optimizer", "wait", "comm"))
 
     def cost(self, num_samples: int) -> StepCost:
         """Return the cost of the step for the loader's tuning."""
-        first = self._times[0]
         return StepCost(
-            seconds=sum(seconds for name, seconds in first.items() if name != "other"),
+            seconds=sum(seconds for name, seconds in self._first().items() if name != "other"),
             num_samples=num_samples,
-            data_s=tuple(times["data"] for times in self._times),
+            data_s=tuple(self._times[:, _DATA].tolist()),
             busy_s=tuple(self.own_seconds()),
             readings=tuple(self.readings()),
         )
 
     def readings(self) -> list[ReadSettings]:
-        return [decode_settings(code) for code in self._readings]
+        reports = self._reports
+        if reports is None:
+            return []
+        if reports.is_same("reading"):
+            return [decode_settings(reports.first("reading"))] * len(reports)
+        return [decode_settings(code) for code in reports.column("reading")]
 
     @property
     def unusual(self) -> bool:
         """True if the times are not those of a usual step: it was repeated, or a rank compiled."""
-        return self.redone or not self._times or any(times["compile"] > 0 for times in self._times)
+        return self.redone or not len(self._times) or bool((self._times[:, _COMPILE] > 0).any())
 
     def rank_times(self) -> tuple[RankTimes, ...]:
+        memory = self._reports.column("memory_bytes") if self._reports is not None else []
         return tuple(
-            RankTimes(**{f"{name}_s": seconds for name, seconds in times.items()}, memory_bytes=memory)
-            for times, memory in zip(self._times, self._memory, strict=True)
+            RankTimes(**dict(zip(_FIELDS, times, strict=True)), memory_bytes=int(memory_bytes))
+            for times, memory_bytes in zip(self._times.tolist(), memory, strict=True)
         )
+
+    def _first(self) -> dict[str, float]:
+        return dict(zip(SEGMENTS, self._times[0].tolist(), strict=True))
 
 
 class StepRecorder:
