@@ -62,7 +62,7 @@ def test_a_drift_of_the_machine_touches_speeds_but_no_ratio() -> None:
 
 
 def test_the_interval_holds_the_truth_and_shrinks() -> None:
-    few, many = evaluate(_blocks(9, noise=0.02)).efficiency, evaluate(_blocks(36, noise=0.02)).efficiency
+    few, many = evaluate(_blocks(9, noise=0.02)).efficiency, evaluate(_blocks(25, noise=0.02)).efficiency
     assert few is not None and many is not None
     assert many.low < 29 / 30 < many.high
     assert many.half_width < few.half_width
