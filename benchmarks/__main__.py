@@ -16,6 +16,7 @@ NAMES = (
     "exact",
     "overhead",
     "exchange",
+    "scale",
     "small_steps",
     "batch_norm",
     "dp",

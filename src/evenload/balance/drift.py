@@ -153,12 +153,16 @@ class SpeedTracker:
         if any((p.num_samples, p.num_micro) != (point.num_samples, point.num_micro) for p in recent):
             return None
         moved = abs(math.log(median(self._ratio(p) for p in recent)))
-        error = math.hypot(
-            max(MEDIAN_ERROR * self.fit.noise / math.sqrt(_RECENT), self._slow_scatter(point)),
-            self.fit.predict_error(point.num_samples, point.num_micro),
-        )
-        least = max(_LEAST_SLIDE, _SURE * (1 << self._num_taken_back) * error)
-        return self._forget_before(recent[0], recent[0].step) if moved > least else None
+        scatter = MEDIAN_ERROR * self.fit.noise / math.sqrt(_RECENT)
+        if moved <= self._least_slide(point, scatter):
+            return None
+        # The slow scatter takes much longer to find, and only raises the limit.
+        is_slide = moved > self._least_slide(point, max(scatter, self._slow_scatter(point)))
+        return self._forget_before(recent[0], recent[0].step) if is_slide else None
+
+    def _least_slide(self, point: CostSample, scatter: float) -> float:
+        error = math.hypot(scatter, self.fit.predict_error(point.num_samples, point.num_micro))
+        return max(_LEAST_SLIDE, _SURE * (1 << self._num_taken_back) * error)
 
     def _slow_scatter(self, point: CostSample) -> float:
         """Return the scatter of the medians of eight steps in a row, before the last eight; 0 where there are few.

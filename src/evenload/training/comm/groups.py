@@ -23,6 +23,7 @@ from evenload.errors import DesyncError, LaunchError, PeerLostError
 from evenload.training.comm.backend import InnerRanks, find_inner
 from evenload.training.comm.collective_errors import check_setup
 from evenload.training.comm.generation import CollectiveAbortedError, ComputingGroups, Generation, Membership
+from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
 from evenload.training.comm.hierarchical_sum import HierarchicalSum, PendingBroadcast, split_ranks
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.pending import Pending, PendingCollectives
@@ -67,7 +68,8 @@ class Groups:
         self._all: dist.ProcessGroup | None = None
         self._groups_of: dict[tuple[int, ...], ComputingGroups] = {}
         """By the ranks that compute."""
-        self._first_ranks: dist.ProcessGroup | None = None
+        self._row_groups: list[dist.ProcessGroup] = []
+        self._gather_rows: Gather | None = None  # where no ranks share memory
         self._hosts: HostMap | None = None
         self.generation = self._build(membership, rank)
 
@@ -102,7 +104,7 @@ class Groups:
     def own_groups(self) -> list[dist.ProcessGroup]:
         """The groups that carry Evenload's own collectives."""
         parts = (group for made in self._groups_of.values() for group in made.groups)
-        every = (self.generation.control, self._first_ranks, *parts)
+        every = (self.generation.control, *self._row_groups, *parts)
         return list({id(group): group for group in every if group is not None}.values())
 
     @property
@@ -209,8 +211,8 @@ class Groups:
             return now.rows.exchange_row(row)
         if now.control is None:
             return np.array([row], dtype=np.float64)
-        rows: NDArray[np.float64] = self._gather_in(now.control)(torch.tensor(row, dtype=torch.float64)).numpy()
-        return rows
+        gather = self._gather_rows or self._gather_in(now.control)
+        return np.asarray(gather(torch.tensor(row, dtype=torch.float64)).numpy())
 
     def sum_statistics(self, tensor: torch.Tensor) -> None:
         """Sum a vector of statistics over all ranks, in place."""
@@ -292,7 +294,8 @@ class Groups:
             if shared is not None:
                 shared.close()
         self.generation = replace(now, control=None, gradients=None, hierarchy=None, statistics=None, rows=None)
-        self._first_ranks = None
+        self._row_groups.clear()
+        self._gather_rows = None
         self._subsets.clear()
         self._groups_of.clear()
         if not dist.is_initialized():
@@ -336,6 +339,8 @@ class Groups:
             self._inner = find_inner(self._inner_backend, self._gpu, gather)
             self._hosts = find_hosts(gather)
             rows = share_rows(self._hosts, rank, gather, self._gather_among, self.timeout_s)
+            if rows is None and world_size >= LEAST_MEMBERS:
+                self._gather_rows = self._gather_among(everyone)
             made = self._groups_of[everyone] = self._make_groups(now, everyone)
         except (RuntimeError, PeerLostError) as error:
             raise LaunchError(f"rank {rank} could not agree with the others on how to exchange: {error}") from error
@@ -343,19 +348,27 @@ class Groups:
 
     def _gather_in(self, group: dist.ProcessGroup) -> Gather:
         def gather(own: torch.Tensor) -> torch.Tensor:
-            everyone, work = begin_gather(own, group)
-            self._collectives.begin(work, blocking=own.device.type == "cpu").wait()
+            everyone, pending = self._begin_gather(own, group)
+            pending.wait()
             return everyone
 
         return gather
 
+    def _begin_gather(self, own: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Pending]:
+        everyone, work = begin_gather(own, group)
+        return everyone, self._collectives.begin(work, blocking=own.device.type == "cpu")
+
     def _gather_among(self, ranks: Sequence[int]) -> Gather:
-        """Make the group of the first rank of each host."""
+        """Make the all-gather of rows over some ranks, such as the first of each host. All ranks call it."""
+        if len(ranks) >= LEAST_MEMBERS:
+            return GridGather(ranks, self._new_row_group, self._begin_gather)
+        group = self._new_row_group(ranks)
+        return torch.Tensor.clone if group is None else self._gather_in(group)
+
+    def _new_row_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks=list(ranks), backend="gloo", timeout=self._timeout)
-        if not isinstance(group, dist.ProcessGroup):  # a rank outside
-            return torch.Tensor.clone
-        self._first_ranks = group
-        return self._gather_in(group)
+        self._row_groups += [group] if isinstance(group, dist.ProcessGroup) else []  # another value for a rank outside
+        return group if isinstance(group, dist.ProcessGroup) else None
 
     def _make_groups(self, now: Generation, ranks: tuple[int, ...]) -> ComputingGroups:
         """Make what travels among the ranks that compute, on all ranks."""
