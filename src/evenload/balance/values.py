@@ -6,6 +6,7 @@ Times are seconds (`_s`), sizes are samples or bytes, shares are integer samples
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,17 @@ class StepPlan:
     def world_size(self) -> int:
         return len(self.micro[0])
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
-        return sum(sum(row) for row in self.micro)
+        return sum(map(sum, self.micro))
 
-    @property
+    @cached_property
     def shares(self) -> tuple[int, ...]:
         return tuple(sum(row[rank] for row in self.micro) for rank in range(self.world_size))
 
     def slice_of(self, micro_index: int, rank: int | None = None) -> tuple[int, int]:
         """Return the global positions ``[low, high)`` of a micro-batch, or of one rank's part of it."""
-        low = self.start + sum(sum(row) for row in self.micro[:micro_index])
+        low = self.start + sum(map(sum, self.micro[:micro_index]))
         row = self.micro[micro_index]
         if rank is None:
             return low, low + sum(row)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from evenload.errors import ConfigError
@@ -18,6 +19,7 @@ SCHEMA = 1
 
 EVENTS_FILE = "events.jsonl"
 STEPS_FILE = "steps.jsonl"
+_SECONDS_OF = attrgetter(*SEGMENTS)
 
 
 def header_line(time: float) -> bytes:
@@ -25,28 +27,25 @@ def header_line(time: float) -> bytes:
 
 
 def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
-    """Encode a step, newline included; ``metrics`` replaces the metrics of the record."""
-    columns: dict[str, list[float]] = {
-        name: [round(getattr(rank, name), 6) for rank in record.ranks] for name in SEGMENTS
-    }
-    columns["memory_bytes"] = [rank.memory_bytes for rank in record.ranks]
-    row: dict[str, Any] = {
-        "step": record.step,
-        "epoch": record.epoch,
-        "epoch_step": record.epoch_step,
-        "num_samples": record.num_samples,
-        "loss": record.loss,
-        "shares": record.shares,
-        "num_micro": record.num_micro,
-        "seconds": round(record.seconds, 6),
-        "ranks": columns,
-        "time": round(record.time, 6),
-    }
+    """Encode a step, newline included; ``metrics`` replaces the metrics of the record.
+
+    Each step writes one, so the line is formatted here: the general encoder takes three times as long.
+    """
+    columns = zip(SEGMENTS, zip(*map(_SECONDS_OF, record.ranks), strict=True), strict=True)
+    ranks = "".join([f'"{name}":[{",".join(map(_seconds, column))}],' for name, column in columns])
+    memory = _integers(rank.memory_bytes for rank in record.ranks)
+    loss = repr(float(record.loss)) if math.isfinite(record.loss) else _dump(record.loss)
+    line = (
+        f'{{"step":{record.step},"epoch":{record.epoch},"epoch_step":{record.epoch_step},'
+        f'"num_samples":{record.num_samples},"loss":{loss},"shares":[{_integers(record.shares)}],'
+        f'"num_micro":{record.num_micro},"seconds":{_seconds(record.seconds)},'
+        f'"ranks":{{{ranks}"memory_bytes":[{memory}]}},"time":{record.time:.6f}'
+    )
     if metrics:
-        row["metrics"] = metrics
+        line += f',"metrics":{_dump(metrics)}'
     if record.arm:
-        row["arm"] = record.arm
-    return _encode(row)
+        line += f',"arm":{_dump(record.arm)}'
+    return line.encode() + b"}\n"
 
 
 def event_line(event: RunEvent) -> bytes:
@@ -123,11 +122,22 @@ def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _encode(row: dict[str, Any]) -> bytes:
+    return _dump(row).encode() + b"\n"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.6f}" if value else "0"
+
+
+def _integers(values: Iterable[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def _dump(value: Any) -> str:
     try:
-        text = _ENCODER.encode(row)
+        return _ENCODER.encode(value)
     except ValueError:  # a non-finite number: rare, so the search for it happens only here
-        text = _ENCODER.encode(spell_floats(row))
-    return text.encode() + b"\n"
+        return _ENCODER.encode(spell_floats(value))
 
 
 def spell_floats(value: Any) -> Any:

@@ -43,15 +43,18 @@ class BufferGuard:
         self._changing: set[tuple[nn.Module, str]] | None = None
         self._saved: list[_Saved] = []
 
-    @torch.no_grad()
     def save(self) -> None:
         self._saved = []
-        for place in self._places:
-            module, name = place
-            tensor = module._buffers.get(name)
-            if tensor is not None:
-                copied = self._changing is None or place in self._changing
-                self._saved.append(_Saved(module, name, tensor, tensor._version, tensor.clone() if copied else None))
+        if not self._places:
+            return
+        with torch.no_grad():
+            for place in self._places:
+                module, name = place
+                tensor = module._buffers.get(name)
+                if tensor is not None:
+                    copied = self._changing is None or place in self._changing
+                    copy = tensor.clone() if copied else None
+                    self._saved.append(_Saved(module, name, tensor, tensor._version, copy))
 
     def forget(self) -> None:
         if self._changing is None:

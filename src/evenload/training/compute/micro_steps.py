@@ -113,6 +113,8 @@ def _add(sums: LossSums, result: LossResult, weight: float) -> None:
         sums.metrics.setdefault(name, 0.0)
     if weight:
         sums.units += weight
-        sums.loss_sum = sums.loss_sum + result.loss.detach().double() * weight
+        loss = result.loss.detach()
+        # The number of a CPU is there already, and Python adds it faster.
+        sums.loss_sum += (float(loss) if loss.device.type == "cpu" else loss.double()) * weight
         for name, value in result.metrics.items():
             sums.metrics[name] = sums.metrics[name] + value * weight

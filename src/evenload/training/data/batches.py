@@ -108,6 +108,8 @@ def open_container(value: Any) -> OpenedContainer | None:
 def _map(batch: Any, one: Callable[[Any], Any], method: str) -> Any:
     if isinstance(batch, torch.Tensor):
         return one(batch)
+    if type(batch) in (list, tuple):  # the usual batch: the search for what else it may be takes longer than the copy
+        return type(batch)([_map(part, one, method) for part in batch])
     if batch is None or isinstance(batch, str | bytes | int | float | torch.nn.Module | type):
         return batch
     # PackedSequence, graph batches, TensorDict, the user's own class

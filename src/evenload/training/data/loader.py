@@ -77,6 +77,8 @@ class GlobalLoader:
         self.user_loader = self.user_loaders[0]
         """The one whose epochs count."""
         self._planner = planner
+        self.is_tuned = most_workers is not None
+        """True if the number of workers is chosen by measurement: `observe` wants the cost of each step."""
         self._ranks = tuple(ranks) if ranks is not None else (planner.rank,)
         self._seed = seed
         self._device = device

@@ -142,4 +142,6 @@ def _finite_norms(grads: Sequence[torch.Tensor]) -> bool:
     if not grads:
         return True
     norms = torch._foreach_norm([real(grad) for grad in grads])
+    if norms[0].device.type == "cpu":
+        return math.isfinite(sum(map(float, norms)))  # takes a quarter of the time for a few
     return math.isfinite(float(sum_scalars(norms)))

@@ -77,6 +77,10 @@ class LoadingMonitor:
     def _judge(self) -> list[LoadingEvent]:
         if len(self._window) < LEAST_STEPS:
             return []
+        if not self._reported and not any(
+            rank.data_s >= LEAST_DATA_S for record in self._window for rank in record.ranks
+        ):
+            return []  # no rank can be found to wait, and this takes a few microseconds instead of a hundred
         over = [rank for rank in sorted(self._reported) if self._usual(rank) < DATA_BOUND / 2]
         self._reported.difference_update(over)
         events = [

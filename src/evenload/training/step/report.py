@@ -6,6 +6,7 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import overload
 
 import numpy as np
@@ -31,6 +32,8 @@ _SCALARS: dict[str, Callable[[float], float]] = {
     "may_leave": bool,
 }
 """Fields of a row and their types; a checksum of the names of the metrics follows."""
+_SCALARS_OF = attrgetter(*_SCALARS)
+_SECONDS_OF = itemgetter(*SEGMENTS)
 _FIXED = len(_SCALARS) + 1
 _TIMES_END = _FIXED + len(SEGMENTS)
 _COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
@@ -73,8 +76,8 @@ class RankReport:
         if len(names) > limit:
             raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {limit} are averaged")
         checksum = _checksum(names)
-        values = [*(float(getattr(self, name)) for name in _SCALARS), checksum]
-        values += [*(self.seconds[name] for name in SEGMENTS), *(self.metrics[name] for name in names)]
+        values = [*map(float, _SCALARS_OF(self)), checksum]
+        values += [*_SECONDS_OF(self.seconds), *map(self.metrics.__getitem__, names)]
         values += [0.0] * (CAPACITY - len(values))
         if self.squared_norm is not None:
             values[-1] = self.squared_norm

@@ -19,7 +19,6 @@ from evenload.training.step.bottleneck import LoadingMonitor
 from evenload.training.step.report import Reports
 
 _DATA, _COMPUTE, _OPTIMIZER, _COMPILE = map(SEGMENTS.index, ("data", "compute", "optimizer", "compile"))
-_FIELDS = [f"{name}_s" for name in SEGMENTS]
 
 
 class StepStats:
@@ -59,7 +58,7 @@ class StepStats:
         if not len(self._times):
             return 0.0
         first = self._first()
-        return sum(first[name] for name in ("compute", "optimizer", "wait", "comm"))
+        return first["compute"] + first["optimizer"] + first["wait"] + first["comm"]
 
     def cost(self, num_samples: int) -> StepCost:
         """Return the cost of the step for the loader's tuning."""
@@ -86,10 +85,9 @@ class StepStats:
 
     def rank_times(self) -> tuple[RankTimes, ...]:
         memory = self._reports.column("memory_bytes") if self._reports is not None else []
-        return tuple(
-            RankTimes(**dict(zip(_FIELDS, times, strict=True)), memory_bytes=int(memory_bytes))
-            for times, memory_bytes in zip(self._times.tolist(), memory, strict=True)
-        )
+        table: list[list[Any]] = self._times.tolist()
+        # The segments have the same order in the records.
+        return tuple(RankTimes(*(*times, int(held))) for times, held in zip(table, memory, strict=True))
 
     def _first(self) -> dict[str, float]:
         return dict(zip(SEGMENTS, self._times[0].tolist(), strict=True))

@@ -245,18 +245,17 @@ class StepLoop:
                 listener.on_boundary(step)
 
     def _record(self, step: Step) -> None:
-        first = self._session_steps == 0
+        usual = self._session_steps > 0 and not step.stats.unusual
         self._session_steps += 1
         step.planner.observe(
             step.batch.global_step,
             step.batch.plan,
             step.stats.own_seconds(),
-            first or step.stats.unusual,
+            not usual,
             step.stats.whole_seconds(),
         )
         if not step.arm:
-            usual = not (first or step.stats.unusual)
-            if usual:
+            if usual and step.loader.is_tuned:
                 step.loader.observe(step.stats.cost(step.batch.plan.num_samples))
             for listener in self._listeners:
                 listener.on_trained(step, usual)
