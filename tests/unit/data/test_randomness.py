@@ -15,6 +15,8 @@ def test_the_fast_saver_restores_what_the_libraries_would() -> None:
     np.random.seed(3)
     for draws_outside, draws_inside in ((0, 0), (1, 0), (0, 1), (2, 3), (1, 1), (3, 700), (0, 0)):
         np.random.randn(draws_outside)  # an odd number leaves a deviate behind
+        for _ in range(draws_outside):
+            random.gauss(0, 1)  # an odd number leaves a deviate behind here, too
         random.random()
         torch.rand(1)
         expected = randomness.get_global_state()
@@ -22,7 +24,9 @@ def test_the_fast_saver_restores_what_the_libraries_would() -> None:
         randomness.reseed(5)
         np.random.randn(draws_inside)
         np.random.rand(draws_inside)
-        random.random()
+        random.gauss(0, 1)
+        for _ in range(draws_inside):
+            random.random()
         torch.rand(draws_inside + 1)
         saver.restore(state)
         found = randomness.get_global_state()
@@ -43,3 +47,15 @@ def test_the_fast_saver_follows_another_generator_of_numpy() -> None:
         assert np.array_equal(np.random.rand(3), drawn)
     finally:
         np.random.set_bit_generator(before)
+
+
+def test_the_memory_of_pythons_generator_is_what_it_reports() -> None:
+    random.seed(8)
+    random.random()
+    assert randomness._python_address() != 0  # otherwise the slow way is taken, and nothing is wrong
+    before = random.getstate()
+    state = randomness._save_python()
+    drawn = [random.random() for _ in range(700)]
+    randomness._restore_python(state)
+    assert random.getstate() == before
+    assert [random.random() for _ in range(700)] == drawn

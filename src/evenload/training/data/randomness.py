@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import functools
 import pickle
 import random
+import struct
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -65,10 +67,11 @@ def comparable_global_state() -> tuple[Any, ...]:
 
 
 class FastSaver:
-    """Saves and restores the global generators between short pieces of code; equal to `get_global_state`, but 80 us faster.
+    """Saves and restores the global generators between short pieces of code; equal to `get_global_state`, but 100 us faster.
 
-    numpy reads and writes its 624 words one by one. Here they are copied as memory, and read only if somebody drew since
-    `restore`. A normal deviate that numpy holds back (`has_gauss`) lies elsewhere: where there is one, numpy's way is taken.
+    Python and numpy read and write their 624 words one by one. Here they are copied as memory, numpy's only if somebody drew
+    since `restore`. A normal deviate that numpy holds back (`has_gauss`) lies elsewhere: where there is one, numpy's way is
+    taken. Python's is an attribute.
     """
 
     def __init__(self) -> None:
@@ -77,11 +80,11 @@ class FastSaver:
 
     def save(self) -> tuple[Any, ...]:
         """Return the state for `restore`."""
-        return torch.default_generator.get_state(), random.getstate(), self._save_numpy()
+        return torch.default_generator.get_state(), _save_python(), self._save_numpy()
 
     def restore(self, state: tuple[Any, ...]) -> None:
         torch.default_generator.set_state(state[0])
-        random.setstate(state[1])
+        _restore_python(state[1])
         if state[2] is None:
             return
         numpy = sys.modules["numpy"]
@@ -101,6 +104,31 @@ class FastSaver:
         if not address or state is None or words != self._words or state[_HAS_GAUSS]:
             self._words, self._numpy_state = words, numpy.random.get_state(legacy=bool(address))
         return self._numpy_state
+
+
+def _save_python() -> tuple[Any, ...]:
+    if address := _python_address():
+        return ctypes.string_at(address, _TWISTER_BYTES), random._inst.gauss_next  # type: ignore[attr-defined]
+    return random.getstate()
+
+
+def _restore_python(state: tuple[Any, ...]) -> None:
+    if address := _python_address():
+        ctypes.memmove(address, state[0], _TWISTER_BYTES)
+        random._inst.gauss_next = state[1]  # type: ignore[attr-defined]
+    else:
+        random.setstate(state)
+
+
+@functools.cache
+def _python_address() -> int:
+    """Return the address of the position and words of Python's generator; 0 where they don't lie behind the object's head."""
+    generator, head = random._inst, object.__basicsize__
+    if sys.implementation.name != "cpython" or type(generator).__basicsize__ < head + _TWISTER_BYTES:
+        return 0
+    *words, position = generator.getstate()[1]
+    found = ctypes.string_at(id(generator) + head, _TWISTER_BYTES)
+    return id(generator) + head if found == struct.pack("=625I", position, *words) else 0
 
 
 def _twister_address() -> int:
