@@ -13,7 +13,7 @@ Three things make this more than a least-squares line:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 
@@ -98,7 +98,7 @@ def fit_cost(
     ``a - shape * c = 0``; a below 0 becomes 0. The scatter is at least ``least_noise``, as a part of a step's seconds.
     """
     shape = shape or OverheadRatio()
-    groups = _group(points)
+    groups = group_samples(points)
     middles = {key: _middle(times) for key, times in groups.items()}
     noise = max(_scatter(groups, middles), least_noise)
     newest = points[-1]
@@ -130,21 +130,26 @@ def fit_cost(
         c = _LEAST_SLOPE * mean_s
         a = max(ya - ac * c, 0.0) / aa
     covariance = cc / determinant, -ac / determinant, aa / determinant
-    is_telling = shape.is_measured or is_varied(points)
+    is_telling = shape.is_measured or is_varied(groups)
     per_sample_error_s = 1.96 * math.sqrt(covariance[2]) if is_telling else math.inf
     return Fit(Cost(a, c, per_sample_error_s), covariance, noise, is_telling)
 
 
-def is_varied(points: Sequence[CostSample]) -> bool:
-    density = [num_samples / num_micro for num_samples, num_micro in _group(points)]
+def is_varied(groups: Iterable[tuple[int, int]]) -> bool:
+    """Return whether the steps in groups of (samples, micro-batches) separate a from c."""
+    density = [num_samples / num_micro for num_samples, num_micro in groups]
     return max(density) > _TELLING_SPREAD * min(density)
 
 
-def _group(points: Sequence[CostSample]) -> dict[tuple[int, int], list[float]]:
+def group_samples(points: Iterable[CostSample]) -> dict[tuple[int, int], list[float]]:
     """Group seconds by (samples, micro-batches); groups of one or two count only if there is nothing better."""
     groups: dict[tuple[int, int], list[float]] = {}
     for point in points:
-        groups.setdefault((point.num_samples, point.num_micro), []).append(point.seconds)
+        key = point.num_samples, point.num_micro
+        if key in groups:
+            groups[key].append(point.seconds)
+        else:
+            groups[key] = [point.seconds]
     firm = {key: times for key, times in groups.items() if len(times) >= 3}
     return firm or groups
 

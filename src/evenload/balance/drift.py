@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, stdev
 
-from evenload.balance.cost import MEDIAN_ERROR, CostSample, Fit, OverheadRatio, fit_cost, is_varied
+from evenload.balance.cost import MEDIAN_ERROR, CostSample, Fit, OverheadRatio, fit_cost, group_samples, is_varied
 
 _WINDOW = 64
 _RUN = 3
@@ -107,7 +107,7 @@ class SpeedTracker:
         return fit
 
     def _refit_as_is(self, least_noise: float) -> Fit:
-        varied = is_varied(self._points)
+        varied = is_varied(group_samples(self._points))
         if self._was_varied and not varied and self._fit is not None:
             # The steps under other shares have left the window; their ratio a / c stays.
             self._shape = self._fit.shape() if self._fit.shape().is_measured else self._shape

@@ -85,7 +85,7 @@ class StepPlan:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        return tuple(sum(row[rank] for row in self.micro) for rank in range(self.world_size))
+        return self.micro[0] if len(self.micro) == 1 else tuple(map(sum, zip(*self.micro, strict=True)))
 
     def slice_of(self, micro_index: int, rank: int | None = None) -> tuple[int, int]:
         """Return the global positions ``[low, high)`` of a micro-batch, or of one rank's part of it."""
