@@ -50,11 +50,15 @@ class LossSums:
     """Sums over this rank's micro-batches."""
 
     weighted: bool = False
-    units: float = 0.0
+    units: torch.Tensor | float = 0.0
     loss_sum: torch.Tensor | float = 0.0
     metrics: dict[str, torch.Tensor | float] = field(default_factory=dict)
     nominal: float = 1.0
     dtype: torch.dtype = torch.float32
+    on_device: bool = False
+    """True if weights stay where loss_fn computed them (device_sums.py)."""
+    num_invalid: torch.Tensor | float = 0.0
+    """Weights on the device that are negative or not finite."""
 
 
 def run_micro_steps(
@@ -85,10 +89,12 @@ def run_micro_steps(
             randomness.seed_all(context.device, *key, others=context.other_gpus)
         with torch.enable_grad():
             with context.precision.autocast():
-                result = read_result(loss_fn(micro.data))
+                result = read_result(loss_fn(micro.data), on_device=sums.on_device)
             if result.weight is None and not micro.idle:
                 context.check_unweighted(micro.data)
-            weight = 0.0 if micro.idle else float(micro.num_samples if result.weight is None else result.weight)
+            weight: torch.Tensor | float = 0.0
+            if not micro.idle:
+                weight = float(micro.num_samples) if result.weight is None else result.weight
             if m != own[0] and sums.weighted != (result.weight is not None):
                 raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
             sums.nominal = nominal_units(plan.num_samples, result.weight is not None, last_units)
@@ -97,24 +103,43 @@ def run_micro_steps(
             # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
             # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
             # (There the loss's own gradient must be 0, as cross_entropy's is; a NaN skips the step with an event.)
-            without = micro.idle or (weight == 0.0 and not context.statistics.in_use)
-            backward(result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without)
+            # So it is with a weight that lies on a device, where the host can't read it without waiting.
+            if isinstance(weight, torch.Tensor):
+                backward(_where(weight, result.loss) * factor, last=m == own[-1], idle=False)
+            else:
+                without = micro.idle or (weight == 0.0 and not context.statistics.in_use)
+                backward(result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without)
         context.statistics.end(m)
         if context.grad_norms is not None and m == own[0] != own[-1]:
-            context.grad_norms.first_micro(sums.units)
+            context.grad_norms.first_micro(sums.units if isinstance(sums.units, float) else float(sums.units))
     batch.copy_next()
 
 
-def _add(sums: LossSums, result: LossResult, weight: float) -> None:
+def _add(sums: LossSums, result: LossResult, weight: torch.Tensor | float) -> None:
     sums.weighted = result.weight is not None
     if result.loss.dtype == torch.float64:
         sums.dtype = torch.float64
     for name in result.metrics:
         sums.metrics.setdefault(name, 0.0)
-    if weight:
+    if isinstance(weight, torch.Tensor):
+        sums.units = sums.units + weight
+        sums.num_invalid = sums.num_invalid + ~((weight >= 0) & weight.isfinite())
+        sums.loss_sum = sums.loss_sum + _where(weight, result.loss.detach().double()) * weight
+        for name, value in result.metrics.items():
+            sums.metrics[name] = sums.metrics[name] + _where(weight, value) * weight
+    elif weight:
         sums.units += weight
         loss = result.loss.detach()
         # The number of a CPU is there already, and Python adds it faster.
         sums.loss_sum += (float(loss) if loss.device.type == "cpu" else loss.double()) * weight
         for name, value in result.metrics.items():
             sums.metrics[name] = sums.metrics[name] + value * weight
+
+
+def _where(weight: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """Return 0 for a mean over no units, which is NaN."""
+    if not isinstance(value, torch.Tensor):
+        value = torch.full_like(weight, value)
+    elif value.device != weight.device:
+        value = value.to(weight.device, non_blocking=True)
+    return torch.where(weight > 0, value, 0.0)

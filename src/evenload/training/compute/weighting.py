@@ -26,8 +26,8 @@ IGNORED_LABEL = -100
 class LossResult:
     loss: torch.Tensor
     """Scalar with a graph: the mean over the micro-batch's units."""
-    weight: float | None
-    """Units that the loss is a mean over; None: samples."""
+    weight: float | torch.Tensor | None
+    """Units that the loss is a mean over; None: samples. A tensor beside the loss, where it was to be left on the device."""
     metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
 
 
@@ -46,8 +46,10 @@ def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
     return (labels != IGNORED_LABEL).sum()
 
 
-def read_result(returned: Any) -> LossResult:
+def read_result(returned: Any, *, on_device: bool = False) -> LossResult:
     """Read the return value of a loss_fn: a loss, ``(loss, weight)``, or a mapping with ``loss``.
+
+    `on_device`: a weight that lies beside the loss stays there, so that the host need not wait for it.
 
     Raises:
         StepError: another value, not a scalar, or independent of all trainable parameters.
@@ -59,7 +61,8 @@ def read_result(returned: Any) -> LossResult:
             raise StepError(
                 f"loss_fn returned {len(returned)} values; return a loss, (loss, weight), or a dict with 'loss'"
             )
-        return LossResult(_scalar_loss(returned[0]), _weight(returned[1]))
+        loss = _scalar_loss(returned[0])
+        return LossResult(loss, _weight(returned[1], loss, on_device))
     if isinstance(returned, Mapping):
         if returned.get("loss") is None:
             raise StepError(
@@ -81,7 +84,8 @@ def read_result(returned: Any) -> LossResult:
                     f"loss_fn's dict holds {name!r}, which is {_kind(value)}; beside 'loss' and 'weight' it may hold "
                     "scalars, which are averaged into step.metrics"
                 )
-        return LossResult(_scalar_loss(returned["loss"]), None if weight is None else _weight(weight), metrics)
+        loss = _scalar_loss(returned["loss"])
+        return LossResult(loss, None if weight is None else _weight(weight, loss, on_device), metrics)
     raise StepError(f"loss_fn returned {_kind(returned)}; return a loss, (loss, weight), or a dict with 'loss'")
 
 
@@ -123,10 +127,12 @@ def _scalar_loss(loss: Any) -> torch.Tensor:
     return loss.reshape(())
 
 
-def _weight(weight: Any) -> float:
+def _weight(weight: Any, loss: torch.Tensor, on_device: bool) -> float | torch.Tensor:
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise StepError(f"the weight has shape {tuple(weight.shape)}; return one number: the units of the mean")
+        if on_device and weight.device == loss.device and weight.dtype != torch.bool and not weight.is_complex():
+            return weight.detach().reshape(()).double()
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):
         raise StepError(f"the weight is {_kind(weight)}; return one number: how many units the loss is a mean over")

@@ -135,9 +135,9 @@ class Bucket:
             self._zero_version = self.flat._version
         return self._zero_version == self.flat._version
 
-    def write_norm(self) -> None:
+    def write_norm(self, order: float = 2) -> None:
         """Put the norm of the gradients behind them: summed over ranks, it bounds every value of the sum."""
-        torch.linalg.vector_norm(self.memory.gradients, out=self.memory.norm)
+        torch.linalg.vector_norm(self.memory.gradients, order, out=self.memory.norm)
 
 
 def build_buckets(slots: Iterable[Slot], segments: BucketSegments, *, pins: bool) -> list[Bucket]:

@@ -51,6 +51,8 @@ class CallGradients:
         """True if the attempt must be repeated."""
         self.has_run = False
         """True if a backward ran in this attempt."""
+        self.on_device = False
+        """True if nothing of a gradient is read by the host; equal on all ranks, and set before a call."""
         self._check = check
         self._params = [slot.param for slot in slots]
         self._slot_of = {id(slot.param): slot for slot in slots}
@@ -209,3 +211,13 @@ def sparse_error(name: str, strategy: str) -> StepError:
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(real(tensor)).all()) for tensor in tensors)
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply in place; a factor on a device is not read."""
+    if isinstance(factor, float):
+        if factor != 1.0 and tensors:
+            torch._foreach_mul_(list(tensors), factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor.to(tensor.device, non_blocking=True))

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from evenload.balance.values import StepPlan
+from evenload.errors import StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.device_state import slow_down
+from evenload.training.compute.device_sums import DeviceSums
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.label_watch import LabelWatch
 from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext, run_micro_steps
@@ -52,8 +54,11 @@ class ReplicaStrategy:
         throttle: ComputeThrottle,
         groups: Groups,
         grad_norms: GradNorms | None = None,
+        on_device: bool | None = None,
     ) -> None:
+        """`on_device`: sums of losses are made on the device (device_sums.py); None: where each rank that computes has a GPU."""
         self._groups = groups
+        self._on_device = on_device
         self._clock = clock
         self._throttle = throttle
         self._precision = precision
@@ -95,13 +100,14 @@ class ReplicaStrategy:
     def run(self, plan: StepPlan, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall) -> StepResult:
         self._follow_parameters(call)
         reducer = self._of()
+        reducer.on_device = self._sums_on_device()
         if call.begins_update:
             reducer.clear_skip()
         may_expect = call.may_expect and not (
             self._shares_gpu_queue() and has_idle_rank(plan, self._groups.generation.computing)
         )
         reducer.begin(self._arrivals.expected.get(call.index) if may_expect else None)
-        sums = LossSums()
+        sums = LossSums(on_device=reducer.on_device)
         started_s = time.perf_counter()
         try:
             with batchnorm.active(self._statistics):
@@ -122,11 +128,45 @@ class ReplicaStrategy:
         touched = self._arrivals.agree(
             call.index, reducer, self._groups, same=totals.same_touched, was_late=not call.may_expect
         )
-        finite = reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale))
+        if reducer.on_device:
+            return self._finish_on_device(reducer, touched, sums, batch.global_step)
+        finite = bool(reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale)))
         if not (finite and math.isfinite(totals.loss)):
             reducer.clear(touched)
         loss = torch.tensor(totals.loss, dtype=sums.dtype)
         return StepResult(totals.units, loss, finite, sums.nominal)
+
+    def _finish_on_device(
+        self, reducer: BucketReducer | LocalReducer, touched: Sequence[int], sums: LossSums, step: int
+    ) -> StepResult:
+        """End a call whose loss the host has not read; see Note [One transfer]."""
+        device = self._context.device
+        reducer.flush(touched)  # all ranks sum the vector behind the last bucket
+        own = DeviceSums(sums, device)
+        self._groups.sum_async(own.vector).wait()
+        correction: torch.Tensor | float = 1.0 / self._precision.scale
+        if sums.weighted:
+            correction = sums.nominal / (own.units * self._precision.scale)
+        finite = torch.as_tensor(reducer.finish(touched, correction))
+        try:
+            totals = own.read(finite, step)
+        except StepError:
+            reducer.clear(touched)
+            raise
+        if not (totals.finite and math.isfinite(totals.loss)):
+            reducer.clear(touched)
+        return StepResult(totals.units, own.loss.to(sums.dtype), totals.finite, sums.nominal, totals)
+
+    def _sums_on_device(self) -> bool:
+        now = self._groups.generation
+        if len(now.computing) < now.world_size:
+            return False  # a rank that is away learns the loss by the exchange
+        if self._on_device is not None:
+            return self._on_device
+        if self._context.device.type != "cuda":
+            return False
+        group = now.gradients
+        return group is None or (isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl")
 
     def rollback(self, *, together: bool) -> None:
         if self._reducer is None:
@@ -163,16 +203,17 @@ class ReplicaStrategy:
             reducer.end_idle()
 
     def _local_result(self, sums: LossSums) -> LocalResult:
-        grad_norms = self._grad_norms
+        grad_norms, on_device = self._grad_norms, sums.on_device
+        measures = grad_norms is not None and grad_norms.on
         return LocalResult(
             status=LATE_GRADIENT if self._of().late or self._added else OK,
             weighted=sums.weighted,
-            units=sums.units,
-            loss_sum=float(sums.loss_sum),
-            metrics={name: float(value) for name, value in sums.metrics.items()},
+            units=math.nan if on_device and sums.weighted and not measures else float(sums.units),
+            loss_sum=math.nan if on_device else float(sums.loss_sum),
+            metrics={name: math.nan if on_device else float(value) for name, value in sums.metrics.items()},
             # Ranks that added parameters have built new buckets, and can't wait for those of ranks that did not.
             touched_key=float(int(self._of().touched_key()) ^ (_key_of(self._added) % 2**20 << 32)),
-            squared_norm=grad_norms.own() if grad_norms is not None and grad_norms.on else None,
+            squared_norm=grad_norms.own() if grad_norms is not None and measures else None,
         )
 
     def _build(self) -> None:

@@ -35,6 +35,8 @@ class StrategyParts:
     grad_norms: GradNorms | None = None
     replicas: Sequence[ReplicaDevice] = ()
     """Devices of this process, for a strategy that uses several."""
+    on_device: bool | None = None
+    """See `ReplicaStrategy`; tests set it."""
 
 
 def _open_ddp(parts: StrategyParts) -> Strategy:
@@ -46,6 +48,7 @@ def _open_ddp(parts: StrategyParts) -> Strategy:
         throttle=parts.throttle,
         groups=parts.groups,
         grad_norms=parts.grad_norms,
+        on_device=parts.on_device,
     )
 
 

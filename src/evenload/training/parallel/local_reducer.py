@@ -18,6 +18,7 @@ from evenload.training.parallel.call_gradients import (
     Expectation,
     all_finite,
     number_slots,
+    scale_all,
     sparse_error,
 )
 
@@ -73,18 +74,17 @@ class LocalReducer(CallGradients):
     def flush(self, touched: Sequence[int]) -> None:
         self._live = False
 
-    def finish(self, touched: Sequence[int], correction: float) -> bool:
+    def finish(self, touched: Sequence[int], correction: torch.Tensor | float) -> torch.Tensor | bool:
         """Multiply the gradients by `correction`, add what was set aside, and return whether all are finite."""
         self.flush(touched)
         grads = self._held()
         with torch.no_grad():
-            if correction != 1.0 and grads:
-                torch._foreach_mul_(grads, correction)
+            scale_all(grads, correction)
             if self._grad_norms is not None:
                 for grad in grads:
                     self._grad_norms.summed(grad)
             self._summed_hooks.run(touched, self._grad_of)
-            is_finite = _finite_norms(grads) or all_finite(grads)
+            is_finite = _finite_on_device(grads) if self.on_device else _finite_norms(grads) or all_finite(grads)
             if self._stash is not self._no_stash or self._skipped:
                 for slot in self.slots:
                     slot.param.grad = self._final(slot.index)
@@ -135,6 +135,10 @@ class LocalReducer(CallGradients):
         if stash is None or grad is None or stash is grad:
             return stash if grad is None else grad
         return stash.add_(grad)
+
+
+def _finite_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor | bool:
+    return sum_scalars(torch._foreach_norm([real(grad) for grad in grads], math.inf)).isfinite() if grads else True
 
 
 def _finite_norms(grads: Sequence[torch.Tensor]) -> bool:

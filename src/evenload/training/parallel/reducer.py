@@ -17,7 +17,8 @@ Note [Idle passes]
 
 Note [Finite]
   A bucket carries the norm of each rank's part. Its sum over ranks bounds every value of the bucket, so if it is finite, all
-  values are.
+  values are. A sum of squares may overflow where no value does: then the values themselves are looked at. Where the host must
+  not read the norm of a GPU, it is the largest value's instead, whose sum is finite unless the values are near overflow.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from evenload.training.parallel.call_gradients import (
     Expectation,
     all_finite,
     number_slots,
+    scale_all,
     sparse_error,
 )
 from evenload.training.parallel.model_split.buckets import BucketSegments
@@ -170,7 +172,7 @@ class BucketReducer(CallGradients):
             if bucket.pending is None and any(touched[slot.index] for slot in bucket.slots):
                 self._launch(bucket)
 
-    def finish(self, touched: Sequence[int], correction: float) -> bool:
+    def finish(self, touched: Sequence[int], correction: torch.Tensor | float) -> torch.Tensor | bool:
         """Wait for all sums, multiply them by `correction`, put them into `.grad`, and return whether all are finite.
 
         `touched` holds 1 for each slot to which any rank gave a gradient; equal on all ranks.
@@ -181,15 +183,15 @@ class BucketReducer(CallGradients):
             for bucket in reduced:
                 if bucket.pending is not None:
                     bucket.pending.wait()
-                if correction != 1.0:
-                    bucket.flat.mul_(correction)
+                scale_all([bucket.flat], correction)
                 if self._grad_norms is not None:
                     self._grad_norms.summed(bucket.memory.gradients)
             changed = {self._bucket_of[index] for index in self._summed_hooks.run(touched, self._view_of)}
             self._publish(touched)
-        return self._is_finite([bucket for bucket in reduced if bucket not in changed]) and all_finite(
-            bucket.memory.gradients for bucket in changed
-        )
+        kept = [bucket for bucket in reduced if bucket not in changed]
+        if self.on_device:
+            return _finite_on_device(kept, changed)
+        return self._is_finite(kept) and all_finite(bucket.memory.gradients for bucket in changed)
 
     def rollback(self) -> None:
         """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
@@ -358,7 +360,7 @@ class BucketReducer(CallGradients):
             for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True):
                 if id(slot.param) not in self._filled:
                     view.zero_()
-        bucket.write_norm()
+        bucket.write_norm(math.inf if self.on_device else 2)
         if self._grad_norms is not None:
             self._grad_norms.leaves(bucket.memory.gradients)
         bucket.pending = self._groups.sum_async(bucket.flat)
@@ -399,3 +401,10 @@ class BucketReducer(CallGradients):
     def _held(self) -> list[torch.Tensor]:
         slots = (self._slot_of[key] for key in self._filled)
         return [self._view_of(slot.index) for slot in slots if self._bucket_of[slot.index].pending is None]
+
+
+def _finite_on_device(kept: Sequence[Bucket], changed: Collection[Bucket]) -> torch.Tensor | bool:
+    """Return a flag on the device; `changed` no longer agree with their norms."""
+    marks = [bucket.memory.norm for bucket in kept]
+    marks += [torch.linalg.vector_norm(bucket.memory.gradients, math.inf) for bucket in changed]
+    return sum_scalars(marks).isfinite() if marks else True

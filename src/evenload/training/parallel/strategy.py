@@ -18,6 +18,7 @@ from torch import nn
 from evenload.balance.values import StepPlan
 from evenload.training.comm.clock import Segment
 from evenload.training.comm.groups import Groups
+from evenload.training.compute.device_sums import DeviceTotals
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 
@@ -36,7 +37,7 @@ class LocalResult:
     units: float = 0.0
     """Sum of the weights."""
     loss_sum: float = 0.0
-    """Sum of weight x mean loss."""
+    """Sum of weight x mean loss. What the host does not know, because a device does, is NaN here, on all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Name -> sum of weight x value."""
     touched_key: float = 0.0
@@ -54,9 +55,9 @@ class GlobalTotals:
     """Totals that all ranks agreed on; the same on all of them."""
 
     units: float
-    """N, the sum of all weights."""
+    """N, the sum of all weights; NaN if they are on devices."""
     loss: float
-    """Weighted mean over the global batch."""
+    """Weighted mean over the global batch; NaN if it is on devices."""
     same_touched: bool
     """True if all ranks gave the same `touched_key`."""
 
@@ -97,6 +98,8 @@ class StepResult:
     """False if a gradient isn't finite. Then, or if the loss isn't, `.grad` is None, so an optimizer's step changes nothing."""
     nominal: float = 1.0
     """Divisor of the backwards (weighting.py)."""
+    totals: DeviceTotals | None = None
+    """Loss and metrics, if they did not travel in the exchange."""
     norm: float | None = None
     """2-norm of the gradient, if the strategy knows it without further work."""
 

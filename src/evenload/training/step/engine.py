@@ -365,21 +365,23 @@ class Engine:
                 result.nominal / self.precision.scale,
             )
         self._units[stats.calls] = result.units
-        stats.loss = float(result.loss)
-        for name in reports.names:
-            stats.metrics[name] = total(reports.metric(name)) / result.units
+        if result.totals is not None:
+            stats.loss = result.totals.loss
+            stats.metrics |= result.totals.metrics
+        else:
+            stats.loss = float(result.loss)
+            for name in reports.names:
+                stats.metrics[name] = total(reports.metric(name)) / result.units
         self.precision.update(result.finite)
         if result.finite and math.isfinite(stats.loss):
             self._skipped[stats.calls] = 0
         else:
-            self._skip(batch, stats, reports)
+            self._skip(batch, stats, _blamed(stats.loss, reports.column("loss_sum") if result.totals is None else ()))
         return result.loss
 
-    def _skip(self, batch: GlobalBatch, stats: StepStats, reports: Reports) -> None:
+    def _skip(self, batch: GlobalBatch, stats: StepStats, what: str) -> None:
         # No gradient is left, so a plain optimizer.step() changes nothing, on all ranks.
         stats.skipped = True
-        not_finite = [not math.isfinite(loss) for loss in reports.column("loss_sum")]
-        what = f"the loss of rank {where(not_finite)}" if any(not_finite) else "the gradient"
         if not self.precision.scaled or self.precision.exhausted:
             self._skipped[stats.calls] = self._skipped.get(stats.calls, 0) + 1
         in_a_row = self._skipped.get(stats.calls, 0)
@@ -404,3 +406,11 @@ class Engine:
                 f"{names[0]}): they would add to this step's. Call optimizer.zero_grad() after optimizer.step(), at "
                 "the end of the loop body"
             )
+
+
+def _blamed(loss: float, sums: Sequence[float]) -> str:
+    """Return what is not finite, given the ranks' sums of the loss where the host knows them."""
+    not_finite = [not math.isfinite(value) for value in sums]
+    if any(not_finite):
+        return f"the loss of rank {where(not_finite)}"
+    return "the gradient" if math.isfinite(loss) else "the loss"

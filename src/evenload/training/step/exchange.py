@@ -14,6 +14,7 @@ from evenload.job import stop_requested
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.compute.device_state import compiled_graphs, memory_bytes
+from evenload.training.compute.device_sums import ALL_ZERO
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.strategy import AWAY, GlobalTotals, LocalResult
 from evenload.training.step.consistency import Consistency
@@ -126,9 +127,7 @@ def totals_of(reports: Reports, step: int) -> GlobalTotals:
         raise StepError(f"loss_fn returned a weight on ranks {weighted} only; return one always or never")
     units = total(reports.column("units"))
     if units <= 0:
-        raise StepError(
-            f"step {step}: all weights are 0, so the mean loss over the global batch is undefined; are all labels -100?"
-        )
+        raise StepError(ALL_ZERO.format(step=step))
     loss = total(reports.column("loss_sum")) / units
     return GlobalTotals(units, loss, reports.is_same("touched_key"))
 

@@ -294,7 +294,7 @@ class ThreadedStrategy:
                 LocalResult(
                     status=part.status if part is not None else OK,
                     weighted=sums.weighted,
-                    units=sums.units,
+                    units=float(sums.units),
                     loss_sum=float(sums.loss_sum),
                     metrics={name: float(sums.metrics.get(name, 0.0)) for name in known},
                     touched_key=part.touched_key if part is not None else pattern.touched_key,
