@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,37 @@ def test_out_of_memory_shrinks_the_micro_batch_and_keeps_the_result(tmp_path: Pa
     tight = run_ranks(_train, 2, str(tmp_path / "tight"), (24, 8), "no", 12, device=_devices, backend="gloo")
     assert tight[0]["largest"] <= 12 < free[0]["largest"]
     assert _difference(free[0]["weights"], tight[0]["weights"]) <= 1e-12
+
+
+def _count_transfers(project_dir: str) -> list[int]:
+    run = evenload.init(project_dir=project_dir, seed=0)
+    data = TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,)))
+    model, loader = run.prepare(nn.Linear(8, 4), DataLoader(data, batch_size=32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def loss_fn(batch: Any) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(model(x), y)
+        return {"loss": loss, "weight": (y >= 0).sum(), "nll": loss.detach(), "squared": loss.detach() ** 2}
+
+    counts = []
+    for step in loader:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                loss = step.backward(loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing" in str(warning.message) for warning in found))
+        assert not loss.is_cuda
+    run.close()
+    return counts
+
+
+def test_a_step_waits_for_one_transfer(tmp_path: Path) -> None:
+    """Weights, loss and two metrics of a GPU come together; the first steps prepare."""
+    (counts,) = run_ranks(_count_transfers, 1, str(tmp_path), device="cuda:0")
+    assert set(counts[3:]) == {1}

@@ -43,11 +43,6 @@ class DeviceSums:
         """N, after the sum."""
         return self.vector[_UNITS]
 
-    @property
-    def loss(self) -> torch.Tensor:
-        """Weighted mean over the global batch, after the sum."""
-        return self.vector[_LOSS] / self.vector[_UNITS]
-
     def read(self, finite: torch.Tensor, step: int) -> DeviceTotals:
         """Wait for the device, and return the sums over all ranks; all ranks raise alike.
 

@@ -155,7 +155,9 @@ class ReplicaStrategy:
             raise
         if not (totals.finite and math.isfinite(totals.loss)):
             reducer.clear(touched)
-        return StepResult(totals.units, own.loss.to(sums.dtype), totals.finite, sums.nominal, totals)
+        # The host knows the loss by now: on the CPU, `run.log` and `.item()` don't wait for the optimizer's step.
+        loss = torch.tensor(totals.loss, dtype=sums.dtype)
+        return StepResult(totals.units, loss, totals.finite, sums.nominal, totals)
 
     def _sums_on_device(self) -> bool:
         now = self._groups.generation
