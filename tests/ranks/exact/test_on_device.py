@@ -126,3 +126,40 @@ def test_weights_on_the_device_are_checked(kind: str, message: str, tmp_path: Pa
         assert message in found["error"]
         assert found["is_none"]
         assert len(found["weights"]) == 1
+
+
+def _train_masked(project_dir: str, strategy: str) -> tuple[list[torch.Tensor], int]:
+    """Train with a loss that divides by its weight, which is 0 for whole micro-batches of the second rank."""
+    register()
+    run = evenload.init(project_dir=project_dir, seed=0, strategy=strategy, balance="even", micro_batch=2)
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(32, 4, generator=generator), torch.arange(32))
+    model, loader = run.prepare(nn.Linear(4, 1).double(), DataLoader(data, batch_size=8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    num_calls = 0
+
+    def loss_fn(batch: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        x, index = batch
+        kept = ((index < 8) | (index % 8 < 3)).double()
+        return (model(x.double()).squeeze(1).square() * kept).sum() / kept.sum(), kept.sum()
+
+    weights = []
+    for step in loader:
+        loss = step.backward(loss_fn)
+        assert bool(loss.isfinite())
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(model.weight.detach().clone())
+    run.close()
+    return weights, num_calls
+
+
+def test_a_loss_that_divides_by_a_weight_of_zero(tmp_path: Path) -> None:
+    ((alone, _),) = run_ranks(_train_masked, 1, str(tmp_path / "alone"), "ddp")
+    for weights, num_calls in run_ranks(_train_masked, 2, str(tmp_path / "two"), NAME):
+        assert num_calls == 5 * 2  # the second of four steps was run twice, and no later one
+        for found, expected in zip(weights, alone, strict=True):
+            assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    assert '"skipped"' not in (tmp_path / "two" / "events.jsonl").read_text()

@@ -16,7 +16,7 @@ import torch
 from evenload.errors import StepError
 from evenload.training.compute.micro_steps import LossSums
 
-_UNITS, _LOSS, _INVALID = range(3)
+_UNITS, _LOSS, _INVALID, _ZERO, _METRICS = range(5)
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class DeviceTotals:
     """Weighted mean over the global batch."""
     metrics: dict[str, float]
     finite: bool
+    has_zero: bool
+    """A micro-batch with a weight of 0 was in a backward."""
 
 
 class DeviceSums:
@@ -35,7 +37,8 @@ class DeviceSums:
 
     def __init__(self, sums: LossSums, device: torch.device) -> None:
         self._names = sorted(sums.metrics)
-        parts = [sums.units, sums.loss_sum, sums.num_invalid, *(sums.metrics[name] for name in self._names)]
+        counts = (sums.units, sums.loss_sum, sums.num_invalid, sums.num_zero)
+        parts = [*counts, *(sums.metrics[name] for name in self._names)]
         self.vector = torch.stack([_scalar(part, device) for part in parts])
 
     @property
@@ -58,8 +61,8 @@ class DeviceSums:
             )
         if units <= 0:
             raise StepError(ALL_ZERO.format(step=step))
-        metrics = {name: value / units for name, value in zip(self._names, values[_INVALID + 1 : -1], strict=True)}
-        return DeviceTotals(units, values[_LOSS] / units, metrics, bool(values[-1]))
+        metrics = {name: value / units for name, value in zip(self._names, values[_METRICS:-1], strict=True)}
+        return DeviceTotals(units, values[_LOSS] / units, metrics, bool(values[-1]), bool(values[_ZERO]))
 
 
 ALL_ZERO = "step {step}: all weights are 0, so the mean loss over the global batch is undefined; are all labels -100?"

@@ -59,6 +59,8 @@ class LossSums:
     """True if weights stay where loss_fn computed them (device_sums.py)."""
     num_invalid: torch.Tensor | float = 0.0
     """Weights on the device that are negative or not finite."""
+    num_zero: torch.Tensor | float = 0.0
+    """Weights on the device that are 0: their micro-batches were not kept out of the backward."""
 
 
 def run_micro_steps(
@@ -124,6 +126,7 @@ def _add(sums: LossSums, result: LossResult, weight: torch.Tensor | float) -> No
     if isinstance(weight, torch.Tensor):
         sums.units = sums.units + weight
         sums.num_invalid = sums.num_invalid + ~((weight >= 0) & weight.isfinite())
+        sums.num_zero = sums.num_zero + (weight == 0)
         sums.loss_sum = sums.loss_sum + _where(weight, result.loss.detach().double()) * weight
         for name, value in result.metrics.items():
             sums.metrics[name] = sums.metrics[name] + _where(weight, value) * weight

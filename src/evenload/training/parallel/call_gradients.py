@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from evenload.errors import StepError
+from evenload.training.compute.model_parameters import sum_scalars
 from evenload.training.parallel.buckets import Slot, real
 from evenload.training.parallel.grad_hooks import ArrivalHooks, Hook, SummedHooks
 
@@ -211,6 +212,12 @@ def sparse_error(name: str, strategy: str) -> StepError:
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(real(tensor)).all()) for tensor in tensors)
+
+
+def finite_flag(marks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return whether the sum of these scalars is finite, without reading it."""
+    with torch.no_grad():
+        return sum_scalars(marks).isfinite() if marks else torch.ones((), dtype=torch.bool)
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:

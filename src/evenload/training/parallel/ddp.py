@@ -33,7 +33,14 @@ from evenload.training.parallel.call_gradients import Expectation
 from evenload.training.parallel.local_reducer import LocalReducer
 from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.reducer import BucketReducer
-from evenload.training.parallel.strategy import LATE_GRADIENT, OK, BackwardCall, LocalResult, StepResult
+from evenload.training.parallel.strategy import (
+    LATE_GRADIENT,
+    OK,
+    AttemptFailedError,
+    BackwardCall,
+    LocalResult,
+    StepResult,
+)
 
 _NATIVE_DTYPES = frozenset(
     (
@@ -77,6 +84,8 @@ class ReplicaStrategy:
         self._reducer: BucketReducer | LocalReducer | None = None
         self._arrivals = Arrivals()
         self._is_ordered = False
+        self._reads_weights = False
+        """True once a loss was not finite where its weight is 0: the host must know such weights before a backward."""
         self._built_for = -1
         """Number of the generation in which the buckets were built."""
 
@@ -130,7 +139,7 @@ class ReplicaStrategy:
         )
         if reducer.on_device:
             return self._finish_on_device(reducer, touched, sums, batch.global_step)
-        finite = bool(reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale)))
+        finite = reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale))
         if not (finite and math.isfinite(totals.loss)):
             reducer.clear(touched)
         loss = torch.tensor(totals.loss, dtype=sums.dtype)
@@ -147,22 +156,30 @@ class ReplicaStrategy:
         correction: torch.Tensor | float = 1.0 / self._precision.scale
         if sums.weighted:
             correction = sums.nominal / (own.units * self._precision.scale)
-        finite = torch.as_tensor(reducer.finish(touched, correction))
         try:
-            totals = own.read(finite, step)
+            totals = own.read(reducer.finite_on_device(), step)
         except StepError:
+            reducer.finish(touched, 1.0)
             reducer.clear(touched)
             raise
-        if not (totals.finite and math.isfinite(totals.loss)):
+        finite = totals.finite and math.isfinite(totals.loss)
+        if not finite and totals.has_zero:
+            # It may divide by its weight. Then a micro-batch without weight must be kept out of the backward.
+            self._reads_weights = True
+            raise AttemptFailedError([OK] * self._groups.world_size)
+        finite = reducer.finish(touched, correction) and finite
+        if not finite:
             reducer.clear(touched)
         # The host knows the loss by now: on the CPU, `run.log` and `.item()` don't wait for the optimizer's step.
         loss = torch.tensor(totals.loss, dtype=sums.dtype)
-        return StepResult(totals.units, loss, totals.finite, sums.nominal, totals)
+        return StepResult(totals.units, loss, finite, sums.nominal, totals)
 
     def _sums_on_device(self) -> bool:
         now = self._groups.generation
         if len(now.computing) < now.world_size:
             return False  # a rank that is away learns the loss by the exchange
+        if self._reads_weights:
+            return False
         if self._on_device is not None:
             return self._on_device
         if self._context.device.type != "cuda":
@@ -225,6 +242,7 @@ class ReplicaStrategy:
         if self._built_for != self._groups.generation.number:
             # A rank that was away did not see what was frozen meanwhile: all ranks begin with the same buckets.
             self._built_for, keep = self._groups.generation.number, set()
+            self._reads_weights = False
         if len(self._groups.membership.workers) == 1:
             self._reducer = LocalReducer(self._models, self._grad_norms, keep)
         else:

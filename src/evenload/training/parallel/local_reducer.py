@@ -17,6 +17,7 @@ from evenload.training.parallel.call_gradients import (
     CallGradients,
     Expectation,
     all_finite,
+    finite_flag,
     number_slots,
     scale_all,
     sparse_error,
@@ -72,19 +73,28 @@ class LocalReducer(CallGradients):
             param.grad = grad
 
     def flush(self, touched: Sequence[int]) -> None:
-        self._live = False
+        """Do nothing: there is nobody to send buckets to."""
 
-    def finish(self, touched: Sequence[int], correction: torch.Tensor | float) -> torch.Tensor | bool:
-        """Multiply the gradients by `correction`, add what was set aside, and return whether all are finite."""
-        self.flush(touched)
+    def finite_on_device(self) -> torch.Tensor:
+        """Return whether all gradients are finite, as a flag on their device."""
+        marks = torch._foreach_norm([real(grad) for grad in grads], math.inf) if (grads := self._held()) else []
+        return finite_flag(marks)
+
+    def finish(self, touched: Sequence[int], correction: torch.Tensor | float) -> bool:
+        """Multiply the gradients by `correction`, add what was set aside, and return whether all are finite.
+
+        With `on_device` only what hooks have changed is looked at; `finite_on_device` told of all others.
+        """
+        self._live = False
         grads = self._held()
         with torch.no_grad():
             scale_all(grads, correction)
             if self._grad_norms is not None:
                 for grad in grads:
                     self._grad_norms.summed(grad)
-            self._summed_hooks.run(touched, self._grad_of)
-            is_finite = _finite_on_device(grads) if self.on_device else _finite_norms(grads) or all_finite(grads)
+            changed = self._summed_hooks.run(touched, self._grad_of)
+            looked_at = [self._grad_of(index) for index in changed] if self.on_device else grads
+            is_finite = _finite_norms(looked_at) or all_finite(looked_at)
             if self._stash is not self._no_stash or self._skipped:
                 for slot in self.slots:
                     slot.param.grad = self._final(slot.index)
@@ -135,10 +145,6 @@ class LocalReducer(CallGradients):
         if stash is None or grad is None or stash is grad:
             return stash if grad is None else grad
         return stash.add_(grad)
-
-
-def _finite_on_device(grads: Sequence[torch.Tensor]) -> torch.Tensor | bool:
-    return sum_scalars(torch._foreach_norm([real(grad) for grad in grads], math.inf)).isfinite() if grads else True
 
 
 def _finite_norms(grads: Sequence[torch.Tensor]) -> bool:

@@ -41,6 +41,7 @@ from evenload.training.parallel.call_gradients import (
     CallGradients,
     Expectation,
     all_finite,
+    finite_flag,
     number_slots,
     scale_all,
     sparse_error,
@@ -172,9 +173,18 @@ class BucketReducer(CallGradients):
             if bucket.pending is None and any(touched[slot.index] for slot in bucket.slots):
                 self._launch(bucket)
 
-    def finish(self, touched: Sequence[int], correction: torch.Tensor | float) -> torch.Tensor | bool:
+    def finite_on_device(self) -> torch.Tensor:
+        """Return whether all sums are finite, as a flag on their device, after `flush` and before `finish`."""
+        reduced = [bucket for bucket in self.buckets if bucket.pending is not None]
+        for bucket in reduced:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+        return finite_flag([bucket.memory.norm for bucket in reduced])
+
+    def finish(self, touched: Sequence[int], correction: torch.Tensor | float) -> bool:
         """Wait for all sums, multiply them by `correction`, put them into `.grad`, and return whether all are finite.
 
+        With `on_device` only what hooks have changed is looked at; `finite_on_device` told of all others.
         `touched` holds 1 for each slot to which any rank gave a gradient; equal on all ranks.
         """
         self.flush(touched)
@@ -189,9 +199,8 @@ class BucketReducer(CallGradients):
             changed = {self._bucket_of[index] for index in self._summed_hooks.run(touched, self._view_of)}
             self._publish(touched)
         kept = [bucket for bucket in reduced if bucket not in changed]
-        if self.on_device:
-            return _finite_on_device(kept, changed)
-        return self._is_finite(kept) and all_finite(bucket.memory.gradients for bucket in changed)
+        is_finite = self.on_device or self._is_finite(kept)
+        return is_finite and all_finite(bucket.memory.gradients for bucket in changed)
 
     def rollback(self) -> None:
         """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
@@ -401,10 +410,3 @@ class BucketReducer(CallGradients):
     def _held(self) -> list[torch.Tensor]:
         slots = (self._slot_of[key] for key in self._filled)
         return [self._view_of(slot.index) for slot in slots if self._bucket_of[slot.index].pending is None]
-
-
-def _finite_on_device(kept: Sequence[Bucket], changed: Collection[Bucket]) -> torch.Tensor | bool:
-    """Return a flag on the device; `changed` no longer agree with their norms."""
-    marks = [bucket.memory.norm for bucket in kept]
-    marks += [torch.linalg.vector_norm(bucket.memory.gradients, math.inf) for bucket in changed]
-    return sum_scalars(marks).isfinite() if marks else True

@@ -123,7 +123,7 @@ class ReplicaGradients:
         first, *others = (self._reducers[index] for index in self._active)
         for reducer in others:
             reducer.flush(self._touched)
-        finite = bool(first.finish(self._touched, correction))
+        finite = first.finish(self._touched, correction)
         known = self._expectations.get(self._call_index)
         if (
             known is None
