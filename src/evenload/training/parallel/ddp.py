@@ -243,7 +243,7 @@ class ReplicaStrategy:
             # A rank that was away did not see what was frozen meanwhile: all ranks begin with the same buckets.
             self._built_for, keep = self._groups.generation.number, set()
             self._reads_weights = False
-        if len(self._groups.membership.workers) == 1:
+        if len(self._groups.generation.computing) == 1:  # alone, or the others have left
             self._reducer = LocalReducer(self._models, self._grad_norms, keep)
         else:
             self._reducer = BucketReducer(
