@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.report import rows
 
-_TESTS = Path(__file__).parents[1] / "tests" / "exact"
+_TESTS = Path(__file__).parents[1] / "tests" / "ranks" / "exact"
 
 
 def measure(quick: bool) -> dict[str, Any]:

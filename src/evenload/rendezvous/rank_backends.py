@@ -1,4 +1,4 @@
-"""Over which backends the ranks of a run sum gradients: NCCL among GPUs, gloo with other ranks."""
+"""Name the backends over which the ranks of a run sum gradients: NCCL among GPUs, gloo with other ranks."""
 
 from __future__ import annotations
 

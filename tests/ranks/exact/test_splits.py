@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.ranks.exact.measure import check
-from tests.ranks.exact.ranks import Setting, run_split, train
+from tests.ranks.exact.ranks import Setting, run_split, train_all
 from tests.ranks.exact.reference import Reference
-from tests.ranks.exact.tasks import TASKS, Recorder, Task
+from tests.ranks.exact.tasks import TASKS
 
 ALL = {  # balance, micro_batch, another split in each step -> K of full batches; None: it changes
     ((24, 6, 2), "auto", False): 1,
@@ -49,28 +48,13 @@ ON_SOME_SPLITS = (
 )
 
 
-NUM_STEPS = 12
-"""Each of the six splits that change from step to step twice; four epochs."""
-
-
-def _task(name: str) -> Task:
-    task = TASKS[name]()
-    task.num_steps = min(task.num_steps, NUM_STEPS)
-    return task
-
-
-def _train_all(jobs: list[tuple[str, Setting]], folder: str) -> list[Recorder]:
-    torch.set_num_threads(1)
-    return [train(_task(name), setting, f"{folder}/{index}") for index, (name, setting) in enumerate(jobs)]
-
-
 def _compare(name: str, grid: dict[Any, int | None], strategy: str, folder: Path) -> None:
     settings = [Setting(balance, micro, changing, strategy=strategy) for balance, micro, changing in grid]
-    ranks = run_split(_train_all, 3, strategy, [(name, setting) for setting in settings], str(folder))
+    ranks = run_split(train_all, 3, strategy, [(name, setting) for setting in settings], str(folder))
     for index, (setting, num_micro) in enumerate(zip(settings, grid.values(), strict=True)):
         records = [results[index] for results in ranks]
         assert num_micro is None or max(records[0].num_micro) == num_micro
-        check(f"{name} {setting}", records, Reference(_task(name), records[0].num_micro).train())
+        check(f"{name} {setting}", records, Reference(TASKS[name](), records[0].num_micro).train())
 
 
 @pytest.mark.every_strategy

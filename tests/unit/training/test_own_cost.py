@@ -1,4 +1,4 @@
-"""What a step costs beside the user's own code, on one device: Python calls, which no load changes."""
+"""Count the Python calls of a step on one device: they are its own cost, in a unit that load does not change."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Membership:
 
 @dataclass(frozen=True, eq=False)
 class ComputingGroups:
-    """What travels among the ranks that compute; the fields of `Generation` with these names."""
+    """The groups of the ranks that compute: the fields of `Generation` with these names."""
 
     gradients: dist.ProcessGroup | None
     hierarchy: HierarchicalSum | None
@@ -44,7 +44,7 @@ class ComputingGroups:
         return [group for group in found if isinstance(group, dist.ProcessGroup)]
 
     def close(self) -> None:
-        """End what is no process group."""
+        """End the thread of `hierarchy` and leave shared memory; process groups end elsewhere."""
         if self.hierarchy is not None:
             self.hierarchy.close()
         if isinstance(self.statistics, SharedChannel):

@@ -366,9 +366,9 @@ class Groups:
         return torch.Tensor.clone if group is None else self._gather_in(group)
 
     def _new_row_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        group = dist.new_group(ranks=list(ranks), backend="gloo", timeout=self._timeout)
-        self._row_groups += [group] if isinstance(group, dist.ProcessGroup) else []  # another value for a rank outside
-        return group if isinstance(group, dist.ProcessGroup) else None
+        if (group := self._make_group(ranks, "gloo")) is not None:
+            self._row_groups.append(group)
+        return group
 
     def _make_groups(self, now: Generation, ranks: tuple[int, ...]) -> ComputingGroups:
         """Make what travels among the ranks that compute, on all ranks."""
@@ -401,10 +401,11 @@ class Groups:
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Make a group for gradients or statistics, on all ranks; None outside, and for a single rank."""
-        if len(ranks) < 2:
-            return None
-        group = dist.new_group(ranks=list(ranks), backend=self._inner.backend_of(ranks), timeout=self._timeout)
-        return group if isinstance(group, dist.ProcessGroup) else None
+        return self._make_group(ranks, self._inner.backend_of(ranks)) if len(ranks) > 1 else None
+
+    def _make_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
+        group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
+        return group if isinstance(group, dist.ProcessGroup) else None  # another value for a rank outside
 
     def _connect(self, membership: Membership, rank: int) -> Store:
         url = membership.store

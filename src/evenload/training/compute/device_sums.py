@@ -21,7 +21,7 @@ _UNITS, _LOSS, _INVALID, _ZERO, _METRICS = range(5)
 
 @dataclass(frozen=True)
 class DeviceTotals:
-    """What a transfer brought; the same on all ranks."""
+    """Totals of the global batch that the host has read; the same on all ranks."""
 
     units: float
     loss: float

@@ -113,7 +113,7 @@ def run_micro_steps(
                 backward(result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without)
         context.statistics.end(m)
         if context.grad_norms is not None and m == own[0] != own[-1]:
-            context.grad_norms.first_micro(sums.units if isinstance(sums.units, float) else float(sums.units))
+            context.grad_norms.first_micro(float(sums.units))
     batch.copy_next()
 
 

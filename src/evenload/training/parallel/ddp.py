@@ -166,6 +166,7 @@ class ReplicaStrategy:
         if not finite and totals.has_zero:
             # It may divide by its weight. Then a micro-batch without weight must be kept out of the backward.
             self._reads_weights = True
+            # All ranks have read the same totals, so all repeat the attempt.
             raise AttemptFailedError([OK] * self._groups.world_size)
         finite = reducer.finish(touched, correction) and finite
         if not finite:

@@ -83,7 +83,7 @@ class LocalReducer(CallGradients):
     def finish(self, touched: Sequence[int], correction: torch.Tensor | float) -> bool:
         """Multiply the gradients by `correction`, add what was set aside, and return whether all are finite.
 
-        With `on_device` only what hooks have changed is looked at; `finite_on_device` told of all others.
+        With `on_device` only gradients that hooks changed are checked; `finite_on_device` has covered the others.
         """
         self._live = False
         grads = self._held()

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -175,24 +175,19 @@ class BucketReducer(CallGradients):
 
     def finite_on_device(self) -> torch.Tensor:
         """Return whether all sums are finite, as a flag on their device, after `flush` and before `finish`."""
-        reduced = [bucket for bucket in self.buckets if bucket.pending is not None]
-        for bucket in reduced:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-        return finite_flag([bucket.memory.norm for bucket in reduced])
+        return finite_flag([bucket.memory.norm for bucket in self._summed()])
 
     def finish(self, touched: Sequence[int], correction: torch.Tensor | float) -> bool:
         """Wait for all sums, multiply them by `correction`, put them into `.grad`, and return whether all are finite.
 
-        With `on_device` only what hooks have changed is looked at; `finite_on_device` told of all others.
+        With `on_device` only buckets that hooks changed are checked; `finite_on_device` has covered the others.
         `touched` holds 1 for each slot to which any rank gave a gradient; equal on all ranks.
         """
         self.flush(touched)
-        reduced = [bucket for bucket in self.buckets if bucket.pending is not None]
+        reduced = []
         with torch.no_grad():
-            for bucket in reduced:
-                if bucket.pending is not None:
-                    bucket.pending.wait()
+            for bucket in self._summed():
+                reduced.append(bucket)
                 scale_all([bucket.flat], correction)
                 if self._grad_norms is not None:
                     self._grad_norms.summed(bucket.memory.gradients)
@@ -223,6 +218,13 @@ class BucketReducer(CallGradients):
             self._restore()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _summed(self) -> Iterator[Bucket]:
+        """Yield the buckets that left, each as soon as its sum is there."""
+        for bucket in self.buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                yield bucket
 
     def _build(self, order: Sequence[int]) -> None:
         self._order = list(order)
