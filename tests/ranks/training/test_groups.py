@@ -97,11 +97,21 @@ def _send_state() -> list[float]:
     registry = Registry(lambda: 5)
     registry.register("model", model)
     registry.register("optimizer", optimizer)
+    state = optimizer.state_dict()["state"][0]
+    sent = [float(model.weight.sum()), float(state["exp_avg"].sum()), optimizer.param_groups[0]["lr"], 5]
     if rank == 0:
-        registry.send(groups, to=1)
+        began_s = time.monotonic()
+        registry.send(groups, [1], {"much": torch.zeros(1 << 22)})
+        assert time.monotonic() - began_s < 0.5  # rank 1 has not come yet
+        with torch.no_grad():
+            model.weight.zero_()
+        registry.wait_until_sent()
     else:
-        registry.receive(groups, source=0)
+        time.sleep(1)
+        assert registry.receive(groups, source=0)["much"].numel() == 1 << 22
     groups.close()
+    if rank == 0:
+        return sent
     state = optimizer.state_dict()["state"][0]
     return [
         float(model.weight.sum()),
@@ -111,7 +121,7 @@ def _send_state() -> list[float]:
     ]
 
 
-def test_a_peers_state_arrives_whole() -> None:
+def test_a_peers_state_arrives_whole_while_the_sender_goes_on() -> None:
     zero, one = run_ranks(_send_state, 2)
     assert zero == one
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -29,6 +31,8 @@ FOLDER = "checkpoints"
 SKELETON = "skeleton.pt"
 _SCHEMA = 1
 _TENSOR = "__tensor__"
+_ALIGNMENT = 64
+"""Bytes; each tensor of a state that is sent begins at a multiple."""
 _SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     collections.Counter,
     collections.defaultdict,
@@ -124,14 +128,47 @@ def map_state(
 
 
 def to_bytes(state: Any) -> torch.Tensor:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    """Return a copy of a state as bytes, which share no memory with it: a small file, then the tensors as they lie in memory."""
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = _split(state, tensors, _is_dense)
+    layouts: dict[str, tuple[Any, ...]] = {}
+    num_bytes = 0
+    for path, tensor in tensors.items():
+        # A dense one keeps its order of dimensions (channels_last).
+        stride = torch.empty_like(tensor, device="meta").stride()
+        layouts[path] = tensor.dtype, tuple(tensor.shape), stride, num_bytes
+        num_bytes += _aligned(tensor.numel() * tensor.element_size())
+    file = io.BytesIO()
+    torch.save({"state": skeleton, "layouts": layouts}, file)
+    head = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    start = _ALIGNMENT + _aligned(head.numel())
+    payload = torch.empty(start + num_bytes, dtype=torch.uint8)
+    payload[:8].view(torch.int64).fill_(head.numel())
+    payload[_ALIGNMENT : _ALIGNMENT + head.numel()] = head
+    for path, tensor in tensors.items():
+        _view(payload[start:], *layouts[path]).copy_(tensor)
+    return payload
 
 
 def from_bytes(payload: torch.Tensor) -> Any:
-    """Read the state of `to_bytes`, its tensors on the CPU."""
-    return _load(io.BytesIO(payload.numpy().tobytes()))
+    """Read the state of `to_bytes`, its tensors on the CPU; they share no memory with the bytes."""
+    length = int(payload[:8].view(torch.int64))
+    found = _load(io.BytesIO(payload[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes()))
+    data = payload[_ALIGNMENT + _aligned(length) :]
+    return _join(found["state"], {path: _view(data, *layout).clone() for path, layout in found["layouts"].items()})
+
+
+def _view(data: torch.Tensor, dtype: torch.dtype, shape: Any, stride: Any, offset: int) -> torch.Tensor:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return data[offset : offset + num_bytes].view(dtype).as_strided(shape, stride)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _unreadable(checkpoint: Path, error: BaseException) -> CheckpointError:
@@ -179,11 +216,14 @@ def _load(source: Path | io.BytesIO) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True)
 
 
-def _split(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Move the tensors of a state to `tensors`, by path, and return the state with a mark in each one's place."""
+def _split(state: Any, tensors: dict[str, torch.Tensor], moves: Callable[[torch.Tensor], bool] = lambda _: True) -> Any:
+    """Move the tensors of a state to `tensors`, by path, and return the state with a mark in each one's place.
+
+    Those for which `moves` is False stay.
+    """
 
     def leaf(value: Any, path: str) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not moves(value):
             return value
         tensors[path] = value.detach()
         return (_TENSOR, path)

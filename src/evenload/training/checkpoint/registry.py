@@ -6,7 +6,7 @@ loaded in the same form as a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,6 +34,8 @@ class Registry:
     def __init__(self, last_step: Callable[[], int]) -> None:
         self._objects: dict[str, Stateful] = {}
         self._last_step = last_step
+        self._sending: list[tuple[int, dist.Work | None, torch.Tensor]] = []
+        """Receiver, transfer and its memory."""
 
     def register(self, name: str, value: Any) -> None:
         """Register an object, twice without effect; CheckpointError if it has no state or the name is taken."""
@@ -83,16 +85,37 @@ class Registry:
                 raise CheckpointError(f"the checkpoint's {name} does not fit this script's: {error}") from error
 
     def send(
-        self, groups: Groups, to: int, extra: Mapping[str, Any] | None = None, *, without: Collection[str] = ()
+        self,
+        groups: Groups,
+        to: Sequence[int],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        without: Collection[str] = (),
     ) -> None:
-        """Send the state to a rank, which calls `receive`; `extra` goes with it, the names `without` do not."""
+        """Send a copy of the state to ranks, each of which calls `receive`; don't wait until it has arrived.
+
+        `extra` goes with it, the names `without` do not.
+        """
+        self.wait_until_sent()
         state = {name: value for name, value in self.capture().items() if name not in without}
         payload = files.to_bytes({"state": state, "extra": dict(extra or {})})
+        size = torch.tensor([payload.numel()])
         try:
-            dist.send(torch.tensor([payload.numel()]), group=groups.control, group_dst=to)
-            dist.send(payload, group=groups.control, group_dst=to)
+            for rank in to:
+                for part in (size, payload):
+                    self._sending.append((rank, dist.isend(part, group=groups.control, group_dst=rank), part))
         except RuntimeError as error:
-            raise PeerLostError(f"the state did not reach rank {to}: {error}") from error
+            raise PeerLostError(f"the state could not be sent to rank {rank}: {error}") from error
+
+    def wait_until_sent(self) -> None:
+        """Wait until the ranks have received what was sent; PeerLostError if one is gone."""
+        sending, self._sending = self._sending, []
+        for rank, work, _ in sending:
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise PeerLostError(f"the state did not reach rank {rank}: {error}") from error
 
     def receive(self, groups: Groups, source: int, *, without: Collection[str] = ()) -> dict[str, Any]:
         """Load the state that `source` sends, and return its `extra`. CheckpointError if it does not fit."""

@@ -55,7 +55,7 @@ class ComputingRanks(StepListener):
             self._stay(f"{type(self._optimizer).__name__} calls step.backward itself")
 
     def on_loop_end(self) -> None:
-        """Send the state to the ranks that have left, which may use their models now."""
+        """Send the state to the ranks that have left, which may use their models now; rank 0 goes on meanwhile."""
         generation = self._context.groups.generation
         self._send_state([rank for rank in generation.ranks if rank not in generation.computing])
 
@@ -78,6 +78,7 @@ class ComputingRanks(StepListener):
             return False
         returning = [rank for rank in computing if rank not in before]
         self._send_state(returning)
+        self._context.registry.wait_until_sent()  # a return's price contains it
         groups.set_computing(computing)
         names = device_names(self._context)
         for rank in returning:
@@ -102,8 +103,7 @@ class ComputingRanks(StepListener):
             if context.groups.rank == 0:
                 engine = context.engine
                 extra = {"engine": engine.state_dict(), "precision": engine.precision.state_dict()}
-                for rank in to:
-                    context.registry.send(context.groups, rank, extra, without=(OWN_STATE,))
+                context.registry.send(context.groups, to, extra, without=(OWN_STATE,))
             elif context.groups.rank in to:
                 received = context.registry.receive(context.groups, 0, without=(OWN_STATE,))
                 context.engine.load_state_dict(received["engine"])
