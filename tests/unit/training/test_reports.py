@@ -12,7 +12,7 @@ from evenload.errors import DesyncError, StepError
 from evenload.training.comm.clock import SEGMENTS
 from evenload.training.parallel.strategy import AWAY, OK, RAISED
 from evenload.training.step.exchange import check_trained, total, totals_of
-from evenload.training.step.report import RankReport, Reports, read_table
+from evenload.training.step.report import OwnReport, RankReport, Reports, read_table
 from evenload.training.step.stats import StepStats
 
 
@@ -54,6 +54,21 @@ def test_columns_hold_what_each_rank_reported(num_ranks: int) -> None:
     units = math.fsum(one.units for one in sent)
     assert (totals.units, totals.loss) == (units, math.fsum(one.loss_sum for one in sent) / units)
     assert totals.same_touched and not reports.failed
+
+
+def test_the_report_of_a_rank_alone_reads_like_its_row() -> None:
+    sent = report(random.Random(5), stop_requested=1)
+    alone, row = OwnReport(sent), read([sent])
+    assert list(alone) == list(row) == [sent] and len(alone) == 1 and alone.names == row.names
+    for name in ("status", "units", "loss_sum", "touched_key", "memory_bytes", "stop_requested"):
+        assert (alone.column(name), alone.first(name)) == (row.column(name), row.first(name))
+        assert (alone.any(name), alone.all(name), alone.flags(name)) == (row.any(name), row.all(name), row.flags(name))
+        assert alone.is_same(name) and row.is_same(name)
+    assert alone.metric("b") == row.metric("b") and (alone.seconds == row.seconds).all()
+    assert totals_of(alone, 1) == totals_of(row, 1)
+    assert OwnReport(report(random.Random(5), status=RAISED)).failed and not alone.failed
+    with pytest.raises(StepError, match="at most"):
+        OwnReport(report(random.Random(5), metrics=tuple(map(str, range(80)))))
 
 
 def test_times_add_up_over_the_backwards_of_a_step() -> None:

@@ -84,14 +84,8 @@ class Control:
             LaunchError: the script destroyed the process groups.
             PeerLostError: a rank is gone.
         """
-        if self._groups.closed:
-            raise StepError(f"the script {_DOING[operation]} after run.close(): the run is over; close it last")
-        if self._groups.gone:
-            raise LaunchError(
-                f"the script {_DOING[operation]} after dist.destroy_process_group(), which took Evenload's groups too; call "
-                "run.close() before it"
-            )
-        if self._groups.control is None:
+        self.check_open(operation)
+        if self.is_alone:
             return np.array([values], dtype=np.float64)
         rounds = max(1, -(-len(values) // CAPACITY))
         head = [float(operation), *map(float, self._position), float(len(values))]
@@ -108,6 +102,21 @@ class Control:
                 raise DesyncError(_describe_desync(heads.tolist(), self._groups.ranks))
             parts.append(table[:, _HEAD:end])
         return parts[0] if rounds == 1 else np.concatenate(parts, axis=1)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if no other rank takes part in an exchange."""
+        return self._groups.control is None
+
+    def check_open(self, operation: Operation) -> None:
+        """Raise StepError or LaunchError if the run is over."""
+        if self._groups.closed:
+            raise StepError(f"the script {_DOING[operation]} after run.close(): the run is over; close it last")
+        if self._groups.gone:
+            raise LaunchError(
+                f"the script {_DOING[operation]} after dist.destroy_process_group(), which took Evenload's groups too; call "
+                "run.close() before it"
+            )
 
     def _lost(self, operation: Operation, error: Exception) -> PeerLostError:
         if "imed out" in str(error):

@@ -19,7 +19,7 @@ from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.strategy import AWAY, GlobalTotals, LocalResult
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.planner import Planner
-from evenload.training.step.report import RankReport, Reports, read_table
+from evenload.training.step.report import OwnReport, RankReport, Reports, read_table
 from evenload.training.step.stats import StepStats
 
 
@@ -54,6 +54,9 @@ class ReportExchange:
         own = [self._report(result, batch, planner, stats, may_leave) for result in results]
         if len(own) > 1:
             table = np.array([report.row() for report in own])
+        elif self._control.is_alone:
+            self._control.check_open(Operation.BACKWARD)
+            return OwnReport(own[0])
         else:
             self._clock.switch("wait")
             table = self._control.exchange_table(Operation.BACKWARD, own[0].row())

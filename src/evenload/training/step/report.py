@@ -71,10 +71,7 @@ class RankReport:
 
     def row(self) -> list[float]:
         """Return the report as numbers, always equally many: a rank that failed early does not know the metrics."""
-        names = sorted(self.metrics)
-        limit = MAX_METRICS - (self.squared_norm is not None)
-        if len(names) > limit:
-            raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {limit} are averaged")
+        names = self.metric_names()
         checksum = _checksum(names)
         values = [*map(float, _SCALARS_OF(self)), checksum]
         values += [*_SECONDS_OF(self.seconds), *map(self.metrics.__getitem__, names)]
@@ -82,6 +79,14 @@ class RankReport:
         if self.squared_norm is not None:
             values[-1] = self.squared_norm
         return values
+
+    def metric_names(self) -> list[str]:
+        """Return the names of the metrics, sorted; StepError if there are too many for a row."""
+        names = sorted(self.metrics)
+        limit = MAX_METRICS - (self.squared_norm is not None)
+        if len(names) > limit:
+            raise StepError(f"loss_fn returned {len(names)} metrics beside the loss; at most {limit} are averaged")
+        return names
 
 
 class Reports(Sequence[RankReport]):
@@ -174,6 +179,57 @@ class Reports(Sequence[RankReport]):
             return reduced
         first: list[float] = scalars[0].tolist()
         return first
+
+
+class OwnReport(Reports):
+    """The report of a rank that is alone: it was never a row."""
+
+    def __init__(self, report: RankReport) -> None:
+        self.names = tuple(report.metric_names())
+        self._report = report
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, index: int) -> RankReport: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RankReport]: ...
+    def __getitem__(self, index: int | slice) -> RankReport | list[RankReport]:
+        return [self._report][index]
+
+    def of(self, ranks: Sequence[int]) -> Reports:
+        return self
+
+    def column(self, name: str) -> list[float]:
+        return [self.first(name)]
+
+    def metric(self, name: str) -> list[float]:
+        return [self._report.metrics[name]]
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        return np.array([_SECONDS_OF(self._report.seconds)])
+
+    def flags(self, name: str) -> list[bool]:
+        return [bool(self.first(name))]
+
+    def first(self, name: str) -> float:
+        value: float = getattr(self._report, name) or 0.0
+        return value
+
+    def any(self, name: str) -> bool:
+        return self.first(name) > 0
+
+    def all(self, name: str) -> bool:
+        return self.first(name) > 0
+
+    def is_same(self, name: str) -> bool:
+        return True
+
+    @property
+    def failed(self) -> bool:
+        return self._report.status not in (OK, AWAY)
 
 
 NO_REPORTS = Reports(np.empty((0, CAPACITY)))
