@@ -13,6 +13,7 @@ from evenload.version import __version__ as __version__
 if TYPE_CHECKING:
     from evenload.config import Config as Config
     from evenload.errors import EvenloadError as EvenloadError
+    from evenload.training.checkpoint.load import load_checkpoint as load_checkpoint
     from evenload.training.compute.weighting import count_tokens as count_tokens
     from evenload.training.launch.spawn import spawn as spawn
     from evenload.training.parallel.model_split.split import place as place
@@ -27,11 +28,23 @@ _HOMES = {
     "count_tokens": "evenload.training.compute.weighting",
     "data_parallel": "evenload.training.parallel.threaded.data_parallel",
     "init": "evenload.training.run",
+    "load_checkpoint": "evenload.training.checkpoint.load",
     "place": "evenload.training.parallel.model_split.split",
     "spawn": "evenload.training.launch.spawn",
 }
 
-__all__ = ["Config", "EvenloadError", "Run", "__version__", "count_tokens", "data_parallel", "init", "place", "spawn"]
+__all__ = [
+    "Config",
+    "EvenloadError",
+    "Run",
+    "__version__",
+    "count_tokens",
+    "data_parallel",
+    "init",
+    "load_checkpoint",
+    "place",
+    "spawn",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,7 @@ COMMANDS = {
     "verify": Command("evenload.cli.verify", "Check that a split gives the gradients of one process."),
     "demo": Command("evenload.cli.demo", "Train a small language model on two unequal devices."),
     "show": Command("evenload.cli.show", "Show a run, or a job of the queue."),
+    "export": Command("evenload.cli.export", "Write the weights of a run's checkpoint to one file."),
     "submit": Command("evenload.cli.submit", "Submit a command or a job file to the queue."),
     "ps": Command("evenload.cli.ps", "List jobs, their devices and progress, and why others wait."),
     "logs": Command("evenload.cli.logs", "Print or follow the output of a job."),

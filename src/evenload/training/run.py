@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from evenload.errors import ConfigError
 from evenload.training.checkpoint.export import pick_model, write_weights
+from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm import collect
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.subgroups import RankLocation, subset_of, user_group
@@ -123,7 +124,7 @@ class Run:
         self._session.attach()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def resume(self, **state: Any) -> bool:
+    def resume(self, **state: Any) -> SavedValues:
         """Register the state of checkpoints and load the newest checkpoint, if any. Call it once, before the loop.
 
         Args:
@@ -131,23 +132,40 @@ class Run:
                 the epoch and randomness are always included.
 
         Returns:
-            Whether a checkpoint was loaded.
+            The values stored by ``run.checkpoint(values=...)``, as a mapping. It is true if a checkpoint was loaded, also
+            without values: ``if not saved: initialise(model)``, ``best = saved.get("best_loss", inf)``.
 
         Raises:
             CheckpointError: the checkpoint doesn't match the registered state.
         """
         return self._session.resume(state)
 
-    def checkpoint(self, every: str | int | None = None) -> bool:
+    def checkpoint(
+        self,
+        every: str | int | None = None,
+        *,
+        keep: int | str = 3,
+        best: tuple[str, str] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Write a checkpoint at the end of the loop body; it can be loaded on any set of devices.
+
+        The last steps are saved when the script ends, also by an error, with the values of the last call.
 
         Args:
             every: ``"10min"``, ``"90s"``, ``"500steps"`` or a number of steps; None for now.
+            keep: number of newest checkpoints to keep, or ``"all"``. The best one is kept besides.
+            best: name of a metric of `log`, and ``"min"`` or ``"max"``. A better value causes a write before weights change.
+            values: plain values that `resume` returns, such as ``{"best_loss": best}``: numbers, text, lists and dicts.
 
         Returns:
             Whether one was written.
+
+        Raises:
+            ConfigError: an argument is wrong.
+            CheckpointError: `resume` was not called, or the checkpoint can't be written.
         """
-        return self._saver.checkpoint(every)
+        return self._saver.checkpoint(every, keep, best, values)
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
         """Write a model's weights for use elsewhere, as ``.safetensors`` or in torch.save's format. Rank 0 writes.

@@ -72,7 +72,7 @@ def train(
     model, loader = run.prepare(model, DataLoader(data, batch_size=BASE, shuffle=sampler is None, sampler=sampler))
     optimizer = optimizer_of(kind, model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 40)
-    resumed = run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
+    resumed = bool(run.resume(model=model, optimizer=optimizer, scheduler=scheduler))
     sizes, lengths, rates = [], [], []
     stopped = False
     for _ in range(loader.epoch, num_epochs):

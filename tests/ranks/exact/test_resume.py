@@ -34,7 +34,7 @@ def sit(folder: str, balance: Any, micro_batch: Any, until: int, strategy: str) 
     (optimizer,) = task.optimizers
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    resumed = run.resume(model=model, optimizer=optimizer, scheduler=scheduler, averaged=averaged)
+    resumed = bool(run.resume(model=model, optimizer=optimizer, scheduler=scheduler, averaged=averaged))
     steps, losses, drawn = [], [], []
     for _ in range(loader.epoch, 4):
         for step in loader:

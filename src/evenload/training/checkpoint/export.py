@@ -1,15 +1,17 @@
-"""Write weights for use outside Evenload: `run.export`."""
+"""Write weights for use outside Evenload: `run.export`, ``evenload export``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from evenload.errors import ConfigError
+from evenload.errors import CheckpointError, ConfigError
+from evenload.training.checkpoint.load import load_checkpoint
 
 
 def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
@@ -22,16 +24,59 @@ def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     if target.suffix == ".safetensors":
-        try:
-            from safetensors.torch import save_model
-        except ImportError as error:
-            raise ConfigError(
-                f"run.export({str(path)!r}) needs safetensors: pip install 'evenload[safetensors]'"
-            ) from error
-        save_model(model, str(partial))
+        _safetensors(str(path)).save_model(model, str(partial))
     else:
         torch.save(model.state_dict(), partial)
     partial.replace(target)
+
+
+def export_checkpoint(run: Path, path: Path, which: str | int = "last", name: str | None = None) -> str:
+    """Write the weights of a checkpoint to a file as `write_weights` does, and return the name of their state.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or no such state in it.
+        ConfigError: the package safetensors is not installed, or the state does not fit its format.
+    """
+    state = load_checkpoint(run, which)
+    chosen = name or ("model" if "model" in state else _only_model(state))
+    if chosen not in state:
+        raise CheckpointError(f"--name {chosen}: the checkpoint holds {', '.join(sorted(state))}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    if path.suffix == ".safetensors":
+        others = [key for key, value in state[chosen].items() if not isinstance(value, torch.Tensor)]
+        if others:
+            raise ConfigError(
+                f"{chosen} holds {', '.join(map(str, others))}, which is no tensor: safetensors stores tensors alone; export to "
+                ".pt instead"
+            )
+        _safetensors(str(path)).save_file(
+            {key: value.contiguous() for key, value in state[chosen].items()}, str(partial)
+        )
+    else:
+        torch.save(state[chosen], partial)
+    partial.replace(path)
+    return chosen
+
+
+def _only_model(state: Mapping[str, Any]) -> str:
+    """Return the only state that looks like a model's: a flat dict of tensors."""
+    found = [
+        name
+        for name, values in state.items()
+        if isinstance(values, Mapping) and values and all(isinstance(value, torch.Tensor) for value in values.values())
+    ]
+    if len(found) != 1:
+        raise CheckpointError(f"the checkpoint holds {', '.join(sorted(state))}; say which with --name")
+    return found[0]
+
+
+def _safetensors(path: str) -> Any:
+    try:
+        from safetensors import torch as safetensors_torch
+    except ImportError as error:
+        raise ConfigError(f"writing {path} needs safetensors: pip install 'evenload[safetensors]'") from error
+    return safetensors_torch
 
 
 def pick_model(model: nn.Module | None, prepared: Sequence[nn.Module]) -> nn.Module:

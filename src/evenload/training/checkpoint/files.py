@@ -12,6 +12,7 @@ import contextlib
 import io
 import math
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,8 +27,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenload.errors import CheckpointError
+from evenload.records.checkpoints import checkpoint_folders, step_folder, write_info
+from evenload.records.checkpoints import step_of as step_of
 
-FOLDER = "checkpoints"
 SKELETON = "skeleton.pt"
 _SCHEMA = 1
 _TENSOR = "__tensor__"
@@ -40,13 +42,15 @@ _SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 ]
 
 
-def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
+def write(folder: Path, step: int, state: Mapping[str, Any], info: Mapping[str, Any] | None = None) -> Path:
     """Write the checkpoint of step `step` into a run folder, and return the checkpoint's folder.
+
+    `info` is for `evenload show`; see records/checkpoints.py.
 
     Raises:
         CheckpointError: A write failed, or the state holds values that can't be saved.
     """
-    target = folder / FOLDER / f"step-{step:08d}"
+    target = step_folder(folder, step)
     partial = target.with_name(f".{target.name}.partial")
     aside = target.with_name(f".{target.name}.before")
     tensors: dict[str, torch.Tensor] = {}
@@ -55,6 +59,7 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_skeleton(skeleton, partial, target)
+        write_info(partial, {"step": step, "time": time.time(), **(info or {})})
         if tensors:
             with _without_process_group():
                 save(tensors, checkpoint_id=partial / "tensors", no_dist=True)
@@ -71,19 +76,14 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    # Other names, such as a user's copy "step-00000400.bak", are ignored.
-    found = [path for path in (folder / FOLDER).glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return max(found, key=step_of, default=None)
+    return next(reversed(checkpoint_folders(folder)), None)
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def update_values(checkpoint: Path, name: str, values: Mapping[str, Any]) -> None:
-    """Change plain values in the state of the object registered as `name`; CheckpointError if the file is unusable."""
+def update_values(checkpoint: Path, changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Change plain values in the states of registered objects, by name; CheckpointError if the file is unusable."""
     skeleton = _read_skeleton(checkpoint)
-    skeleton["state"][name].update(values)
+    for name, values in changes.items():
+        skeleton["state"][name].update(values)
     partial = checkpoint / f".{SKELETON}.partial"
     try:
         torch.save(skeleton, partial)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,18 @@ class BufferGuard:
                 module, name = place
                 tensor = module._buffers.get(name)
                 if tensor is not None:
-                    copied = self._changing is None or place in self._changing
+                    # torch's kernels update running statistics without a new version.
+                    copied = self._changing is None or place in self._changing or isinstance(module, _NormBase)
                     copy = tensor.clone() if copied else None
                     self._saved.append(_Saved(module, name, tensor, tensor._version, copy))
 
     def forget(self) -> None:
+        """Note which buffers the attempt changed. The copies stay until the next `save`: its gradients may never be used."""
         if self._changing is None:
             self._changing = set()
         self._changing.update((saved.module, saved.name) for saved in self._saved if saved.changed)
+
+    def drop(self) -> None:
         self._saved = []
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,10 @@ from pathlib import Path
 from evenload.atomic_file import write_atomically
 
 _ABORT_FILE = "stop-end"
+_TERM_WAIT_S = 3.0
+"""Time for a worker's clean-up before it is killed."""
+_SAVE_WAIT_S = 15.0
+"""Time for rank 0 to notice the signal, after which it writes the last checkpoint."""
 
 
 class StopStatus(enum.Enum):
@@ -26,6 +31,8 @@ class StopStatus(enum.Enum):
     """It finishes its step, saves and ends by itself (session/stop.py)."""
     CANNOT_SAVE = "cannot save"
     """It trains, but the script did not register what to save, or handles SIGTERM itself: it is ended at once."""
+    SAVING = "saving"
+    """It ends by an error or a signal, and writes the last checkpoint before it exits."""
     CLOSED = "closed"
     """It has closed its run, and its script continues: Evenload has nothing left to save."""
     EXITING = "exiting"
@@ -56,6 +63,13 @@ def read(launch_dir: Path, ranks: Iterable[int]) -> StopStatus:
         if status in found:
             return status
     return StopStatus.CLOSED
+
+
+def has_time(launch_dir: Path, rank: int, asked_s: float) -> bool:
+    """Return whether a rank that got SIGTERM at `asked_s` (monotonic) still may exit by itself: rank 0 may be saving."""
+    status = _read(launch_dir, rank) if rank == 0 else StopStatus.CLOSED
+    limit_s = _SAVE_WAIT_S if status is StopStatus.CAN_SAVE else _TERM_WAIT_S
+    return status is StopStatus.SAVING or time.monotonic() - asked_s < limit_s
 
 
 def write_abort(launch_dir: Path) -> None:

@@ -56,8 +56,6 @@ _EARLIER_CAUSE_WAIT_S = 0.2
 """Time to wait for an earlier cause when one is known."""
 _END_CAUSE_WAIT_S = 4.0
 """Time to wait for the coordinator's decision on the cause."""
-_TERM_WAIT_S = 3.0
-"""Time for a worker's clean-up before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -403,9 +401,9 @@ class _Supervisor:
         stop_status.write_abort(self._folder)
         for worker in self._workers:
             worker.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + _TERM_WAIT_S
-        while any(worker.poll() is None for worker in self._workers):
-            if time.monotonic() > deadline or num_signals >= 2 or len(self._stop_signals) > num_signals:
+        began_s = time.monotonic()
+        while any(w.poll() is None and stop_status.has_time(self._folder, w.spec.rank, began_s) for w in self._workers):
+            if num_signals >= 2 or len(self._stop_signals) > num_signals:
                 break
             self._tick()
         for worker in self._workers:

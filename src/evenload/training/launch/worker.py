@@ -23,8 +23,8 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,12 +52,15 @@ class WorkerProgress:
     step: int | None = None
     reading: bool = False
     """The script runs only for its functions (`run_function`)."""
+    saving: bool = False
+    """The last checkpoint is being written: SIGTERM does not interrupt it."""
     exit_code: int | None = None
     """Set before the clean-up callbacks run. Unless it is 0, or 75 after a stop that all ranks agreed on, peers may be gone, and
     collectives must not be called."""
 
 
 progress = WorkerProgress()
+_exit_timers: list[threading.Timer] = []
 _callbacks: list[Callable[[], object]] = []
 
 
@@ -217,7 +220,7 @@ def _continue_with_supervisor() -> None:
 
 def leave_on_signal(number: int, _: object) -> None:
     """Handle SIGTERM in a worker that can't save (session/stop.py): run `finally` blocks and the clean-up."""
-    if progress.exit_code:
+    if progress.exit_code or progress.saving:
         return  # it already exits, in limited time
     # A second one ends the process at once.
     signal.signal(number, signal.SIG_DFL)
@@ -251,9 +254,7 @@ def _exit(code: int, spec: WorkerSpec) -> None:
         if signal.getsignal(signal.SIGTERM) is leave_on_signal:
             # The supervisor sends it to all ranks when one fails; this rank already exits, in limited time.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        late = threading.Timer(_CLEAN_UP_S, os._exit, (code,))
-        late.daemon = True
-        late.start()
+        _limit_clean_up(code)
     else:
         _join_threads()
         stop_status.write(spec.launch_dir, spec.rank, StopStatus.EXITING)
@@ -262,6 +263,30 @@ def _exit(code: int, spec: WorkerSpec) -> None:
         code = 1
         _report_failure(error, spec, code)
     end_process(code)
+
+
+def _limit_clean_up(code: int) -> None:
+    late = threading.Timer(_CLEAN_UP_S, os._exit, (code,))
+    late.daemon = True
+    _exit_timers.append(late)
+    late.start()
+
+
+@contextmanager
+def saving(spec: WorkerSpec) -> Iterator[None]:
+    """Let the clean-up of a failed worker take as long as the body, which writes the last checkpoint."""
+    limited = bool(_exit_timers)
+    while _exit_timers:
+        _exit_timers.pop().cancel()
+    progress.saving = True
+    stop_status.write(spec.launch_dir, spec.rank, StopStatus.SAVING)
+    try:
+        yield
+    finally:
+        progress.saving = False
+        stop_status.write(spec.launch_dir, spec.rank, StopStatus.CLOSED)
+        if limited:
+            _limit_clean_up(progress.exit_code or 1)
 
 
 def end_process(code: int) -> NoReturn:

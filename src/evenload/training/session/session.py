@@ -16,6 +16,7 @@ from evenload.config import as_table
 from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.job import EXIT_CODE
 from evenload.training.adaptive_batch.setup import open_adaptive_batch
+from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
@@ -80,16 +81,16 @@ class Session(StepListener):
             self._contract.attach()
             self._attached = len(self._models)
 
-    def resume(self, state: Mapping[str, Any]) -> bool:
+    def resume(self, state: Mapping[str, Any]) -> SavedValues:
         if not self._loaders:
             raise ConfigError(
                 "run.resume was called before run.prepare(model, loader): prepare first; resume restores the loader's position"
             )
         if self._has_begun:
             raise StepError("run.resume was called after the loop began; call it once, before the loop")
-        loaded = self._saver.resume(dict(state))
+        saved = self._saver.resume(dict(state))
         self._stopper.listen()
-        return loaded
+        return saved
 
     def evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if isinstance(loader, StepLoader):
@@ -131,6 +132,7 @@ class Session(StepListener):
             return  # a measurement's step is no training
         index = step.index if step is not None else max(0, self._context.loop.steps_done - 1)
         self._context.recorder.log(metrics, index)
+        self._saver.log(metrics)
 
     def close(self) -> None:
         """End the session; call the other ranks only if this one ended without an error."""
@@ -138,9 +140,9 @@ class Session(StepListener):
         # A rank that left a step by an error does not reach the exchange where the others would wait.
         well = _ended_well(context.loop.stopped) and not (context.loop.failed and context.groups.world_size > 1)
         try:
+            self._saver.close(well)
             if well:
                 context.control.set_position(0, -1)
-                self._saver.close()
                 if not context.groups.gone:
                     context.control.exchange(Operation.CLOSE)
         finally:
@@ -164,6 +166,7 @@ class Session(StepListener):
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._contract.before_optimizer(optimizer)
         self._ranks.optimizer_begins(optimizer)
+        self._saver.in_optimizer = True
         if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
             adaptive_batch.rates.before(optimizer)
 
@@ -171,11 +174,14 @@ class Session(StepListener):
         if (adaptive_batch := self._saver.adaptive_batch) is not None:
             adaptive_batch.rates.after()
         self._ranks.optimizer_ends()
+        self._saver.in_optimizer = False
         self._context.loop.optimizer_done()
 
     def on_begin(self, step: Step) -> None:
         """Check once, at the first step, that everything is prepared."""
         worker.progress.step = step.index
+        if not step.arm:
+            self._saver.save_best()
         if self._has_begun:
             return
         self._has_begun = True
@@ -191,6 +197,10 @@ class Session(StepListener):
                 f"NOT IN CHECKPOINTS: {', '.join(forgotten)} exists but was not passed to run.resume; after a resume it would "
                 "start from scratch",
             )
+
+    def on_boundary(self, step: Step) -> None:
+        """Write the best checkpoint if its metric was logged in the loop body."""
+        self._saver.save_best()
 
     def _print_dry_run(self, step: Step) -> None:
         context = self._context

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from evenload.errors import CheckpointError, ConfigError
+from evenload.errors import CheckpointError
 from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import broadcast, files
+from evenload.training.checkpoint.options import STEPS, SavedValues, check_best, check_keep, check_values, parse_every
 from evenload.training.checkpoint.registry import OWN_STATE
+from evenload.training.checkpoint.retention import Retention
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
+from evenload.training.launch import worker
 from evenload.training.session.live_objects import live_objects
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import StepLoader
-
-_EVERY = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|step|steps)\s*$")
-_UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class Saver:
@@ -32,13 +32,17 @@ class Saver:
         self._loaders = loaders
         self._last_s = 0.0
         self._last_step = -1
-        self._called = False
-        self._loaded = False
-        self._finished = False
+        self._written_step = -1
+        self._finished = self._was_finished = False
+        self._values: Mapping[str, Any] = {}
+        self._has_new_values = False
+        self._retention = Retention(context.folder)
         self.adaptive_batch: AdaptiveBatch | None = None
         self.took_s = 0.0
         """Seconds that the last checkpoint of this session took; 0 before the first."""
         self.resumed = False
+        self.in_optimizer = False
+        """True while an optimizer steps: the weights may be half updated."""
 
     def state_dict(self) -> dict[str, Any]:
         generators = randomness.capture(self._context.device)
@@ -54,6 +58,7 @@ class Saver:
             ],
             "precision": self._context.engine.precision.state_dict(),
             "generators": generators,
+            "values": check_values(self._values),
             **({} if self.adaptive_batch is None else {"batch": self.adaptive_batch.growth.state_dict()}),
         }
 
@@ -63,6 +68,7 @@ class Saver:
                 f"the checkpoint holds {len(state['loaders'])} prepared loaders, but this script prepared {len(self._loaders)}"
             )
         self._finished = bool(state["finished"])
+        self._values = dict(state.get("values", {}))
         self._context.loop.steps_done = int(state["steps_done"])
         for loader, saved in zip(self._loaders, state["loaders"], strict=True):
             cursor = Cursor.from_state_dict(saved["cursor"])
@@ -84,7 +90,7 @@ class Saver:
                 f"{state['base']}: keep batch_max until the epoch is over, or start from scratch with --fresh"
             )
 
-    def resume(self, named: dict[str, Any]) -> bool:
+    def resume(self, named: dict[str, Any]) -> SavedValues:
         context = self._context
         if self.resumed:
             raise CheckpointError("run.resume was called twice; pass all state in one call")
@@ -99,26 +105,28 @@ class Saver:
         # Rank 0 writes them, so its newest one counts, not one in a folder of the same name on another machine.
         missing = broadcast.ranks_without(rows, context.folder)
         if rows[0][0] < 0:
-            return False
+            return SavedValues({}, loaded=False)
         state = files.read(found) if found is not None and (context.groups.rank == 0 or not missing) else None
         if missing:
             state = broadcast.broadcast_state(state, context.groups)
         context.registry.load(state or {})
-        self._loaded = True
         step_index, finished = context.loop.steps_done, self._finished
-        self._last_step, self._finished = step_index, False
+        self._last_step, self._finished, self._was_finished = step_index, False, finished
         epochs = ", ".join(str(loader.epoch) for loader in self._loaders)
         context.recorder.event(
             "resumed",
-            f"this run is finished at step {step_index} (epoch {epochs}); --fresh starts from scratch"
+            f"this run is finished at step {step_index} (epoch {epochs}); more epochs in the script continue it, --fresh starts "
+            "from scratch"
             if finished
             else f"resuming at step {step_index}"
             + (f"; sent to ranks {missing}, which can't see rank 0's run folder" if missing else ""),
             step=step_index,
         )
-        return True
+        return SavedValues(self._values, loaded=True)
 
-    def checkpoint(self, every: str | int | None) -> bool:
+    def checkpoint(
+        self, every: str | int | None, keep: int | str, best: tuple[str, str] | None, values: Mapping[str, Any] | None
+    ) -> bool:
         """Write a checkpoint now, or when it is due; return whether one was written."""
         context = self._context
         if not self.resumed:
@@ -126,14 +134,18 @@ class Saver:
                 "run.checkpoint doesn't know what to save: call run.resume(model=model, optimizer=optimizer, ...) once "
                 "before the loop; it also loads the newest checkpoint"
             )
+        interval = None if every is None else parse_every(every)
+        self._retention.ask(check_keep(keep), None if best is None else check_best(best))
+        if values is not None:
+            check_values(values, convert=False)  # an error now, not at the first checkpoint
+            self._values, self._has_new_values = values, True
         if context.loop.step is not None and context.loop.step.arm:
             return False  # a measurement's step is no training
         if context.spec.mode == "verify":
             return False  # verify leaves the disk unchanged
-        self._called = True
         step = self._step_after_body()
         context.loop.check_between_steps("run.checkpoint")
-        if every is not None and not self._is_time(every, step):
+        if interval is not None and not self._is_time(interval, step):
             return False
         self._write(step)
         return True
@@ -146,42 +158,103 @@ class Saver:
         self._write(self._context.loop.steps_done)
         return self.took_s
 
-    def close(self) -> None:
-        """Save the last steps of a script that ended without an error; mark the run finished if its loop ran to the end."""
-        context, loop = self._context, self._context.loop
-        if not self.resumed or loop.is_half_done:
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics of these weights; a better one of ``best`` is acted on by `save_best`."""
+        self._retention.log(metrics, self._step_after_body())
+
+    def save_best(self) -> None:
+        """Write the best checkpoint if a better metric was logged for these weights. Rank 0 writes, the others do nothing."""
+        step = self._context.loop.steps_done
+        if self._saves and self._retention.needs_write(step):
+            with self._context.clock.segment("other"):
+                self._store(step)
+            self._record(step, "the best so far")
+
+    def close(self, well: bool) -> None:
+        """Save the last steps, and mark the run finished if its loop ran to the end. Rank 0 writes; all hold the same state.
+
+        A script that did not end `well` must not wait for other ranks, which may be gone, and keeps its own error.
+        """
+        loop = self._context.loop
+        if not self._saves:
             return
-        # Without run.checkpoint this session may have resumed from a checkpoint that a stop request wrote: the next start must
-        # not begin there again.
-        continued = self._loaded and (loop.ran_out or loop.steps_done > self._last_step)
-        if not self._called and not continued:
+        if well:
+            # A script that leaves its loop early (time limit, stop request) may continue later.
+            ended = loop.step is None and not loop.left_early and not loop.has_unused_gradients
+            self._finished = ended and (loop.ran_out or self._was_finished)
+            self._save_last("")
+            if self._retention.misses_metric and self._retention.best is not None:
+                self._context.recorder.event(
+                    "best", f"no best checkpoint was kept: run.log never received {self._retention.best[0]!r}"
+                )
             return
-        # A script that leaves its loop early (time limit, stop request) may continue later.
-        self._finished = loop.step is None and not loop.left_early
+        if why := "an optimizer had not finished its step" if self.in_optimizer else loop.unsound:
+            self._context.recorder.event(
+                "not_saved",
+                f"the last steps are not saved, the weights may be wrong: {why}; the newest checkpoint is of step "
+                f"{max(self._newest_step, 0)}",
+                step=loop.steps_done,
+            )
+            return
+        try:
+            with worker.saving(self._context.spec):
+                after = "; what follows the optimizer's step in the loop body did not run for the last step"
+                used = loop.left_early and not loop.failed and not loop.has_unused_gradients
+                self._save_last(f"the script ended by an error{after if used else ''}")
+        except Exception as error:  # the script's own error is the one to report
+            self._context.recorder.event("not_saved", f"the last steps are not saved: {error}", step=loop.steps_done)
+
+    @property
+    def _saves(self) -> bool:
+        """True on the rank that writes, if the script registered anything to save."""
+        context = self._context
+        names = context.registry.names
+        writes = context.groups.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
+        return writes and self.resumed and len(names) > 1
+
+    @property
+    def _newest_step(self) -> int:
+        return max(self._last_step, self._written_step)
+
+    def _save_last(self, reason: str) -> None:
+        """Write a last checkpoint, or bring the newest one up to date if it holds the last steps already."""
+        loop = self._context.loop
         step = self._step_after_body()
-        if step > self._last_step:
-            self._write(step)
-        elif not self._finished:
+        if loop.has_unused_gradients:
+            step = loop.steps_done
+        if loop.has_unused_gradients or loop.failed:
+            self._context.engine.undo()
+        if step > max(self._newest_step, 0):
+            if loop.step is not None and step > loop.steps_done:
+                loop.step.commit()
+            self._store(step)
+            self._record(step, reason)
             return
-        elif (
-            context.groups.rank == 0
-            and not context.config.dry_run
-            and (newest := files.newest(context.folder)) is not None
-        ):
-            # The last steps are saved already; only mark them as the last. Later changes of the script's objects (averaged
-            # weights swapped in) don't belong to the checkpoint.
-            files.update_values(newest, "evenload", {"finished": True})
+        self.save_best()
+        newest = files.newest(self._context.folder)
+        if newest is None or files.step_of(newest) != step or not (self._finished or self._has_new_values):
+            return
+        # Weights that the script changed since (averages swapped in) don't belong to the checkpoint. Schedulers that step
+        # once an epoch do.
+        changes: dict[str, dict[str, Any]] = {OWN_STATE: {"values": check_values(self._values)}}
+        if self._finished:
+            own = self.state_dict()
+            changes[OWN_STATE] |= {"finished": True, "loaders": own["loaders"]}
+            for name, value in zip(self._context.registry.names, self._context.registry.values(), strict=True):
+                if isinstance(value, LRScheduler):
+                    changes[name] = value.state_dict()
+        files.update_values(newest, changes)
 
     def _step_after_body(self) -> int:
         step = self._context.loop.step
         return step.index + 1 if step is not None and step.stats.calls else self._context.loop.steps_done
 
-    def _is_time(self, every: str | int, step: int) -> bool:
-        amount, unit = _parse_every(every)
-        if unit == "steps":
+    def _is_time(self, interval: tuple[float, str], step: int) -> bool:
+        amount, unit = interval
+        if unit == STEPS:
             return step > 0 and step % int(amount) == 0 and step != self._last_step
         # The clock is rank 0's, as of the last exchange: the same number everywhere, so the same answer.
-        return self._context.engine.elapsed_s - self._last_s >= amount * _UNIT_S[unit]
+        return self._context.engine.elapsed_s - self._last_s >= amount
 
     def _write(self, step: int) -> None:
         context = self._context
@@ -191,10 +264,9 @@ class Saver:
             context.loop.step.commit()
         failure: CheckpointError | None = None
         with context.clock.segment("other"):
-            state = context.registry.capture()
             if context.groups.rank == 0 and not context.config.dry_run:
                 try:
-                    files.write(context.folder, step, state)
+                    self._store(step)
                 except CheckpointError as error:
                     failure = error
             rows = context.control.exchange(Operation.CHECKPOINT, [float(failure is not None)])
@@ -203,7 +275,19 @@ class Saver:
         if rows[0][0]:
             raise CheckpointError("rank 0 failed to write the checkpoint")
         self.took_s = time.monotonic() - began_s
-        context.recorder.event("checkpoint", f"checkpoint at step {step}", step=step)
+        self._record(step, "")
+
+    def _store(self, step: int) -> None:
+        """Write the state to disk, on rank 0."""
+        context = self._context
+        epoch = self._loaders[0].epoch if self._loaders else None
+        files.write(context.folder, step, context.registry.capture(), {"epoch": epoch})
+        self._written_step = step
+        self._retention.settle(step)
+
+    def _record(self, step: int, reason: str) -> None:
+        text = f"checkpoint at step {step}" + (f" ({reason})" if reason else "")
+        self._context.recorder.event("checkpoint", text, step=step)
 
     def unregistered(self) -> list[str]:
         """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""
@@ -215,17 +299,3 @@ class Saver:
         return sorted(
             type(value).__name__ for value in live_objects(LRScheduler, AveragedModel) if id(value) not in held
         )
-
-
-def _parse_every(every: str | int) -> tuple[float, str]:
-    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
-        return float(every), "steps"
-    match = _EVERY.match(every) if isinstance(every, str) else None
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(
-            f"run.checkpoint(every={every!r}): expected '10min', '90s', '2h', '500steps' or a number of steps"
-        )
-    unit = "steps" if match[2].startswith("step") else match[2]
-    if unit == "steps" and not match[1].isdecimal():
-        raise ConfigError(f"run.checkpoint(every={every!r}): expected a whole number of steps")
-    return float(match[1]), unit

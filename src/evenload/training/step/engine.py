@@ -140,6 +140,9 @@ class Engine:
         self._buffers = BufferGuard(models)
         self._consistency.attach(self.strategy.fingerprint)
 
+    def undo(self) -> None:
+        self._buffers.restore()
+
     def covers(self, param: torch.Tensor) -> bool:
         """Return whether this parameter's gradient becomes that of the global batch."""
         return any(param is own for model in self.models for own in model.parameters())
@@ -167,6 +170,7 @@ class Engine:
             raise StepError(
                 "step.backward was called before run.prepare(model, ...): there is no model whose gradients it could sum"
             )
+        self._buffers.drop()
         if stats.calls == 0:
             self._check_leftovers()
         self.clock.switch("compute")

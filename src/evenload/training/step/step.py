@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evenload.errors import StepError
+from evenload.errors import DivergenceError, NonFiniteError, StepError
 from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
@@ -158,6 +158,8 @@ class StepLoop:
         """True if a rank received a request to stop; the same on all ranks."""
         self.stopped = False
         """True if the script is being ended on request, with its state saved, on all ranks."""
+        self.unsound = ""
+        """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
         self._listeners: list[StepListener] = []
         self._optimizer_stepped = False
         self._session_steps = 0
@@ -198,9 +200,13 @@ class StepLoop:
         self.failed = self.in_backward = True
         try:
             loss = self.engine.backward(step.batch, step.planner, step.stats, loss_fn, stepped=self._optimizer_stepped)
+        except (DivergenceError, NonFiniteError) as error:
+            self.unsound = type(error).__name__
+            raise
         finally:
             self.in_backward = False
         self.failed = self._optimizer_stepped = False
+        self.unsound = ""
         self._watched = [(p, p._version) for p in self.engine.parameters.with_gradients(_NUM_WATCHED)]
         for listener in self._listeners:
             listener.on_gradients(step)
@@ -269,6 +275,11 @@ class StepLoop:
 
     def due_listener(self) -> StepListener | None:
         return next((listener for listener in self._listeners if listener.is_due(self._session_steps)), None)
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """True if the last step, running or left early, has gradients that nobody has used."""
+        return self._dropped is not None or self.is_half_done
 
     @property
     def is_half_done(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evenload.records.checkpoints import CheckpointInfo, list_checkpoints
 from evenload.records.console import RunInfo
 from evenload.records.lines import spell_floats
 from evenload.records.reader import read_events, read_steps
@@ -73,6 +74,8 @@ class RunSummary:
     ranks: tuple[RankBreakdown, ...]
     events: tuple[RunEvent, ...]
     """Those with a message."""
+    checkpoints: tuple[CheckpointInfo, ...]
+    """Oldest first."""
 
 
 def summarize_run(folder: Path) -> RunSummary:
@@ -109,6 +112,7 @@ def summarize_run(folder: Path) -> RunSummary:
         spans=_spans(steps, events),
         ranks=_ranks(steps, info),
         events=tuple(event for event in events if event.message),
+        checkpoints=list_checkpoints(folder),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from evenload.records.checkpoints import CheckpointInfo
 from evenload.records.console import format_bottleneck, format_busy, format_number, format_percent, format_seconds
 from evenload.records.summary import StepBottleneck
 from evenload.views.run.summary import RunSummary, SharesSpan
@@ -23,6 +25,7 @@ def format_run_summary(summary: RunSummary) -> str:
         _measurement(summary),
         _shares(summary.spans),
         _times(summary),
+        _checkpoints(summary.checkpoints),
         _events(summary),
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
@@ -146,6 +149,21 @@ def _times(summary: RunSummary) -> str:
         cells = [f"{rank.fractions[part] * 100:.1f} %" for part in names]
         rows.append([name, *cells, *([_bytes(rank.memory_bytes)] if memory else [])])
     return "Time by segment\n" + _aligned(rows, left=1)
+
+
+def _checkpoints(checkpoints: Sequence[CheckpointInfo]) -> str:
+    if not checkpoints:
+        return ""
+    has_metric = any(info.value is not None for info in checkpoints)
+    metric = next((info.metric for info in reversed(checkpoints) if info.metric), "")
+    rows = [["step", "epoch", "written", "size", *([metric] if has_metric else []), ""]]
+    for info in checkpoints:
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.time))
+        value = [] if not has_metric else ["-" if info.value is None else format_number(info.value)]
+        marks = ", ".join(word for word, holds in (("best", info.is_best), ("last", info.is_last)) if holds)
+        epoch = "-" if info.epoch is None else str(info.epoch)
+        rows.append([str(info.step), epoch, written, _bytes(info.size_bytes), *value, marks])
+    return "Checkpoints\n" + _aligned(rows, left=0, last=True)
 
 
 def _events(summary: RunSummary) -> str:

@@ -1,0 +1,85 @@
+"""Which checkpoints stay: the newest, and the best by a metric. Rank 0 alone decides: it holds the files."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evenload.records import checkpoints
+from evenload.records.checkpoints import INFO_FILE, BestCheckpoint
+
+
+class Retention:
+    """Follows the metric of ``best``, and removes what ``keep`` does not cover."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._keep = 0.0
+        self.best: tuple[str, str] | None = None
+        """Name and mode of the metric."""
+        self._logged: dict[str, tuple[Any, int]] = {}
+        self._judged: tuple[int, float] | None = None
+
+    def ask(self, keep: float, best: tuple[str, str] | None) -> None:
+        """Take the options of a call of `run.checkpoint`; of several calls the one that keeps most counts."""
+        self._keep = max(self._keep, keep)
+        self.best = best or self.best
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Note metrics of the weights after `step` steps."""
+        self._logged.update({str(name): (value, step) for name, value in metrics.items()})
+
+    @property
+    def misses_metric(self) -> bool:
+        """True if the metric of ``best`` was never logged."""
+        return self.best is not None and self.best[0] not in self._logged
+
+    def needs_write(self, step: int) -> bool:
+        """Return, once for each value, whether the weights after `step` steps are the best so far and not on disk.
+
+        If they are on disk, note the metric there.
+        """
+        value = self._value(step)
+        if value is None or self._judged == (step, value):
+            return False
+        self._judged = (step, value)
+        if checkpoints.step_folder(self._run, step).is_dir():
+            self.settle(step)
+            return False
+        return self._beats(value)
+
+    def settle(self, step: int) -> None:
+        """Note the metric of the checkpoint of `step`, which is complete, and remove those that are not kept."""
+        value, folder = self._value(step), checkpoints.step_folder(self._run, step)
+        if value is not None and self.best is not None:
+            checkpoints.write_info(folder, {**checkpoints.read_info(folder), "metric": self.best[0], "value": value})
+            if self._beats(value):
+                checkpoints.write_best(self._run, BestCheckpoint(step, *self.best, value))
+        self._prune()
+
+    def _value(self, step: int) -> float | None:
+        if self.best is None or self.best[0] not in self._logged or self._logged[self.best[0]][1] != step:
+            return None
+        value = float(self._logged[self.best[0]][0])
+        return value if math.isfinite(value) else None
+
+    def _beats(self, value: float) -> bool:
+        before = checkpoints.read_best(self._run)
+        return before is None or (before.metric, before.mode) != self.best or before.is_beaten_by(value)
+
+    def _prune(self) -> None:
+        if not 0 < self._keep < math.inf:
+            return
+        best = checkpoints.read_best(self._run)
+        # Those without the file are an earlier version's, which kept all.
+        found = [folder for folder in checkpoints.checkpoint_folders(self._run) if (folder / INFO_FILE).exists()]
+        for folder in found[: -int(self._keep)]:
+            if best is not None and checkpoints.step_of(folder) == best.step:
+                continue
+            aside = folder.with_name(f".{folder.name}.removed")  # a reader sees all of it or nothing
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
