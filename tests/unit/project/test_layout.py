@@ -13,7 +13,18 @@ import evenload
 from tests.paths import DOCS, ROOT, SOURCE
 from tests.unit.project.map import MAP, map_text
 
-PUBLIC = ["Config", "EvenloadError", "Run", "__version__", "count_tokens", "data_parallel", "init", "load_checkpoint", "place", "spawn"]
+PUBLIC = [
+    "Config",
+    "EvenloadError",
+    "Run",
+    "__version__",
+    "count_tokens",
+    "data_parallel",
+    "init",
+    "load_checkpoint",
+    "place",
+    "spawn",
+]
 RUN = {
     "prepare", "resume", "checkpoint", "export", "batches", "log", "any", "reduce", "group", "main_first", "close",
     "device", "rank", "world_size", "is_main",
