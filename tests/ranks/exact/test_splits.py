@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.ranks.exact.measure import check
 from tests.ranks.exact.ranks import Setting, run_split, train_all
 from tests.ranks.exact.reference import Reference
-from tests.ranks.exact.tasks import TASKS
+from tests.ranks.exact.tasks import TASKS, Recorder
 
 ALL = {  # balance, micro_batch, another split in each step -> K of full batches; None: it changes
     ((24, 6, 2), "auto", False): 1,
@@ -48,13 +49,19 @@ ON_SOME_SPLITS = (
 )
 
 
+@cache
+def _expected(name: str, num_micro: tuple[int, ...]) -> Recorder:
+    """Of one process, which is the same for all shares and strategies."""
+    return Reference(TASKS[name](), list(num_micro)).train()
+
+
 def _compare(name: str, grid: dict[Any, int | None], strategy: str, folder: Path) -> None:
     settings = [Setting(balance, micro, changing, strategy=strategy) for balance, micro, changing in grid]
     ranks = run_split(train_all, 3, strategy, [(name, setting) for setting in settings], str(folder))
     for index, (setting, num_micro) in enumerate(zip(settings, grid.values(), strict=True)):
         records = [results[index] for results in ranks]
         assert num_micro is None or max(records[0].num_micro) == num_micro
-        check(f"{name} {setting}", records, Reference(TASKS[name](), records[0].num_micro).train())
+        check(f"{name} {setting}", records, _expected(name, tuple(records[0].num_micro)))
 
 
 @pytest.mark.every_strategy
