@@ -178,7 +178,11 @@ def _ghost(made: Box, work: Path, number: int) -> float:
 
 
 def _judged(made: Box, work: Path, starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each start found, and what the look before it could have seen."""
+    """What each start found, and what the look before it could have seen.
+
+    The last look before a start may still have been under way when the queue decided. The one before it had ended, because
+    looks follow one another in one thread: what it saw was known.
+    """
     with Reader(made.folder) as reader:
         log = list(reader.log())
     let_go_s = {(e.job, e.attempt): e.time_s for told in log if isinstance(e := told.entry, RunnerStarted)}
@@ -188,10 +192,10 @@ def _judged(made: Box, work: Path, starts: list[dict[str, Any]]) -> dict[str, An
     on_held, in_between, windows_s = [], [], []
     for start in starts:
         looks = looks_s[start["gpu"]]
-        look_s = looks[bisect.bisect_right(looks, let_go_s[start["job"], start["attempt"]]) - 1]
-        windows_s.append(start["began_s"] - look_s)
+        last = bisect.bisect_right(looks, let_go_s[start["job"], start["attempt"]]) - 1
+        windows_s.append(start["began_s"] - looks[last])
         if start["pids"] or start["used"]:
-            (in_between if start["taken_s"] > look_s else on_held).append(start)
+            (in_between if start["taken_s"] > looks[max(last - 1, 0)] else on_held).append(start)
     refused = sum(1 for told in log if type(told.entry).__name__ == "Yielded")
     closed = sum(1 for told in log if type(told.entry).__name__ == "DeviceClosed")
     return {

@@ -122,13 +122,13 @@ class Daemon:
             self._tick_at_s = time.monotonic() + TICK_S
             self._server.check_times()
             self._attempts.note_reports(self._state.record)
-        self._apply_scan()
         replies: list[tuple[ClientConnection, dict[str, Any] | DelayedReply]] = []
         for connection, message in self._server.requests():
             reply = self._handle(connection, message)
             if reply is not None:
                 replies.append((connection, reply))
         ended = self._attempts.end_gone(self._state.record)
+        self._apply_scan()  # right before: runners are admitted by the newest there is
         replies += self._attempts.admit(self._state.record)
         self._decide(is_tick)
         try:
