@@ -22,7 +22,7 @@ __all__ = ["ray_address", "ray_box", "slurm", "slurm_session", "srun_here"]
 
 # Libraries set these when they are first imported.
 _SET_BY_LIBRARIES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_MODULE_LOADING", "TORCH_NCCL_", "TF_")
-_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "warm_server.py")
 _GRACE_S = 2.0
 
 
@@ -85,7 +85,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _children() -> set[psutil.Process]:
-    """All processes below this one, the servers of multiprocessing apart."""
+    """All processes below this one, apart from the servers of multiprocessing and tests/warm.py."""
     found = set()
     for child in psutil.Process().children(recursive=True):
         try:

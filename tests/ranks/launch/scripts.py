@@ -1,4 +1,7 @@
-"""Runs `evenload run` on small scripts, in processes of their own."""
+"""Runs `evenload run` on small scripts, in processes of their own.
+
+Scripts that import torch are forked from a server (tests/warm.py); the small ones, which only use the worker, start interpreters.
+"""
 
 import os
 import subprocess
@@ -7,6 +10,8 @@ import time
 from pathlib import Path
 
 import psutil
+
+from tests.warm import Command
 
 INITIALISED = """
 import os, signal, sys, time
@@ -31,13 +36,18 @@ class Started:
         self.folder = folder
         self.script = folder / "train.py"
         self.script.write_text((INITIALISED if initialised else "") + body)
+        words = ["-m", "evenload.cli.main", "run", *options, "train.py", *arguments]
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        if not initialised:
+            self.process = Command(words, folder, environment)
+            return
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "evenload.cli.main", "run", *options, "train.py", *arguments],
+            [sys.executable, *words],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env=environment,
         )
 
     def __enter__(self):

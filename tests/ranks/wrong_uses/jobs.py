@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import evenload
 from evenload.errors import EvenloadError
 from evenload.testing import run_ranks
+from tests.warm import Command
 
 PROMPT_S = 45.0
 """Ten times what an end takes on an idle machine, far less than the time limits inside (600 s where none is set)."""
@@ -132,22 +133,30 @@ def script(*, settings="", loader="", **pieces):
     return text
 
 
-def evenload_run(folder, text, *options, within_s=PROMPT_S):
-    """``evenload run OPTIONS train.py`` with this text; asserts that it ends in time and leaves no process."""
+def evenload_run(folder, text, *options, within_s=PROMPT_S, warm=True):
+    """``evenload run OPTIONS train.py`` with this text; asserts that it ends in time and leaves no process.
+
+    `warm`: forked from a server (tests/warm.py), else by an interpreter that starts others.
+    """
     if text is not None:
         (folder / "train.py").write_text(text)
         options = (*options, "train.py")
-    return command(folder, "-m", "evenload.cli.main", "run", *options, within_s=within_s)
+    return command(folder, "-m", "evenload.cli.main", "run", *options, within_s=within_s, warm=warm)
 
 
-def command(folder, *arguments, within_s=PROMPT_S, **environment):
-    with subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(folder), **environment},
+def command(folder, *arguments, within_s=PROMPT_S, warm=False, **variables):
+    environment = {**os.environ, "TMPDIR": str(folder), **variables}
+    with (
+        Command(arguments, folder, environment)
+        if warm
+        else subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
     ) as process:
         try:
             stdout, stderr = process.communicate(timeout=within_s)
@@ -160,7 +169,7 @@ def command(folder, *arguments, within_s=PROMPT_S, **environment):
 
 
 def _left_by(folder):
-    """The processes that carry the folder in their environment, after a moment for those about to end."""
+    """The processes in the folder, or with it in their environment, after a moment for those about to end."""
     deadline = time.monotonic() + 2.0
     while found := [process.cmdline() for process in psutil.process_iter() if _belongs(process, str(folder))]:
         if time.monotonic() > deadline:
@@ -171,6 +180,8 @@ def _left_by(folder):
 
 def _belongs(process, folder):
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == folder
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return process.cwd() == folder or process.environ().get("TMPDIR") == folder
     except (psutil.Error, OSError):
         return False

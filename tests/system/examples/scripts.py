@@ -1,4 +1,7 @@
-"""Runs the examples as a user does: `python FILE`, `evenload run FILE`, and the classic ones on ranks that have torch loaded."""
+"""Runs the examples as a user does: `python FILE`, `evenload run FILE`, and the classic ones on ranks that have torch loaded.
+
+The commands are forked from a server that has torch loaded (tests/warm.py).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import contextlib
 import io
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from evenload.testing import run_ranks
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WORKER_VARIABLE
 from tests.paths import ROOT
+from tests.warm import Command
 
 EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 100
@@ -51,18 +53,10 @@ def run_commands(commands: dict[Path, Sequence[str]]) -> list[str]:
     return [stdout for stdout, _ in printed]
 
 
-def _start(folder: Path, command: Sequence[str]) -> subprocess.Popen[str]:
+def _start(folder: Path, command: Sequence[str]) -> Command:
     folder.mkdir()
     # One thread, as each rank has: threads that share a core with others wait for each other most of the time.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Command(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def run_on_ranks(

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from evenload.cli.main import main
+from tests.warm import Command
 
 SCRIPT = """
 import torch, torch.nn.functional as F
@@ -34,16 +35,14 @@ run.export("weights.pt")
 
 def evenload(folder, *arguments, script=SCRIPT, reduction="mean"):
     (folder / "train.py").write_text(script.replace("REDUCTION", reduction))
-    done = subprocess.run(
-        [sys.executable, "-m", "evenload.cli.main", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "TMPDIR": str(folder)},
-    )
+    with Command(["-m", "evenload.cli.main", *arguments], folder, {**os.environ, "TMPDIR": str(folder)}) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=100)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
     assert not list(folder.glob("evenload-*")), "a folder of the launch is left"
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, stdout, stderr
 
 
 def files(folder):
