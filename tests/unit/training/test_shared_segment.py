@@ -8,7 +8,7 @@ import platform
 import pytest
 
 from evenload.training.comm import shared_memory
-from evenload.training.comm.shared_memory import ChannelLayout, SegmentMember, start_ticks, why_unavailable
+from evenload.training.comm.shared_memory import ChannelLayout, SegmentMember, SpinTime, start_ticks, why_unavailable
 
 
 def test_rows_of_different_ranks_are_on_different_cache_lines() -> None:
@@ -31,3 +31,13 @@ def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(shared_memory, "start_ticks", lambda pid: -1)
     assert "/proc can't be read" in why_unavailable()
+
+
+def test_a_rank_spins_for_long_only_where_waits_are_short() -> None:
+    spin = SpinTime()
+    assert spin.nanoseconds == 20_000
+    spin.add_wait(150_000)
+    assert spin.nanoseconds == 200_000
+    for _ in range(4):
+        spin.add_wait(10_000_000)
+    assert spin.nanoseconds == 20_000

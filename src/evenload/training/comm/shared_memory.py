@@ -5,8 +5,9 @@ needs no room in /dev/shm. Each rank writes in slots of its own and then raises 
 risen. A slot has two buffers, used in turn. A rank raises its number to k + 1 only after it has read all rows of exchange k, so
 nobody overwrites in exchange k + 2 what somebody still reads.
 
-A rank that waits spins for 20 µs at most, because spinning uses up a CPU quota, and then sleeps in the kernel (futex) until the
-number rises. No socket closes when a peer dies, so a sleeping rank looks for the peer's process now and then.
+A rank that waits spins for a while and then sleeps in the kernel (futex) until the number rises. It spins for 20 µs, because
+spinning uses up a CPU quota, but for 200 µs where waits are short: to be woken takes 50 to 200 µs, by which the rank would be
+late in the next exchange. No socket closes when a peer dies, so a sleeping rank looks for the peer's process now and then.
 
 Memory order: a row must be visible before its number. x86 keeps the order of stores and of loads, and CPython writes an aligned
 8-byte item of a memoryview with one store. ARM keeps neither: it needs a release store and an acquire load, which Python does
@@ -33,7 +34,9 @@ from numpy.typing import NDArray
 
 from evenload.errors import DesyncError, PeerLostError
 
-_SPIN_NS = 20_000
+_LEAST_SPIN_NS, _MOST_SPIN_NS = 20_000, 200_000
+_SHORT_WAIT_NS = 2 * _MOST_SPIN_NS
+"""A wait that would have ended in a spin, but for the time that it takes to be woken."""
 _SLEEP_NS = 50_000_000
 """Longest sleep without a look at the peers. A wake-up between a look and a sleep is lost, which costs this time once."""
 _LIVENESS_S = 0.2
@@ -102,6 +105,18 @@ def start_ticks(pid: int) -> int:
     # The name in parentheses may contain anything.
     state, *rest = text[text.rindex(b")") + 2 :].split()
     return -1 if state in (b"Z", b"X") else int(rest[18])
+
+
+class SpinTime:
+    """The time for which to spin, from the waits so far: one short wait pays for a longer spin of the next."""
+
+    def __init__(self) -> None:
+        self.nanoseconds = _LEAST_SPIN_NS
+
+    def add_wait(self, nanoseconds: int) -> None:
+        """Take the length of a wait."""
+        is_short = nanoseconds < _SHORT_WAIT_NS
+        self.nanoseconds = _MOST_SPIN_NS if is_short else max(_LEAST_SPIN_NS, self.nanoseconds // 2)
 
 
 class SharedSegment:
@@ -211,6 +226,7 @@ class SharedChannel:
         """Views of the buffers; a model has few sizes of statistics."""
         self._round = 0
         self._unfinished = False
+        self._spin = SpinTime()
 
     def exchange_row(self, row: Sequence[float]) -> NDArray[np.float64]:
         """Exchange equally many float64 and return a copy of those of all members, shape ``(num_members, len(row))``.
@@ -308,7 +324,9 @@ class SharedChannel:
             segment.wake(word)
         for writer in self._peers:
             if words[self._sequence[writer]] < count:
-                self._wait(writer, count)
+                began_ns = time.perf_counter_ns()
+                self._wait(writer, count, began_ns)
+                self._spin.add_wait(time.perf_counter_ns() - began_ns)
         for writer in self._peers:
             if words[sizes + writer * slot_words] != num_bytes:
                 raise DesyncError(
@@ -317,12 +335,14 @@ class SharedChannel:
                 )
         self._unfinished = False
 
-    def _wait(self, writer: int, count: int) -> None:
+    def _wait(self, writer: int, count: int, began_ns: int) -> None:
         words, word = self._words, self._sequence[writer]
-        spin_until_ns = time.perf_counter_ns() + _SPIN_NS
-        while time.perf_counter_ns() < spin_until_ns:
+        yields_from_ns, spins_until_ns = began_ns + _LEAST_SPIN_NS, began_ns + self._spin.nanoseconds
+        while (now_ns := time.perf_counter_ns()) < spins_until_ns:
             if words[word] >= count:
                 return
+            if now_ns > yields_from_ns:
+                os.sched_yield()  # the writer may wait for this core
         now_s = time.monotonic()
         deadline_s, look_s = now_s + self._timeout_s, now_s + _LIVENESS_S
         while (value := words[word]) < count:
