@@ -12,6 +12,7 @@ from os import PathLike
 from typing import Any
 
 from evenload.errors import ConfigError
+from evenload.foreign_names import SETTINGS_ELSEWHERE, VALUES_ELSEWHERE, describe_unknown
 
 COMMAND_LINE = "command line"
 SPAWN = "call of evenload.spawn"
@@ -71,7 +72,8 @@ def _one_in(choices: Sequence[str]) -> Kind:
 
     def check(value: Any) -> Any:
         if value not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}")
+            hint = describe_unknown(str(value), choices, VALUES_ELSEWHERE)
+            raise ValueError(f"expected one of {', '.join(choices)}" + (f"; {hint}" if hint else ""))
         return value
 
     return Kind(" ".join(f"`{choice}`" for choice in choices), check, metavar="|".join(choices))
@@ -220,7 +222,7 @@ class Config:
     balance: str | tuple[int, ...] = _setting(
         "auto",
         Kind("`auto` `even`, or one share per rank: `24,6,2`", _check_balance, _parse_balance, "auto|even|SHARES"),
-        "Split of the global batch. auto: by measured speed; even: equal shares; 24,6,2: fixed shares.",
+        "Split of the global batch. auto: by measured speed; even: equal shares; 24,6,2: fixed shares, or proportions.",
         commands=_BOTH,
     )
     batch_max: int | None = _setting(
@@ -309,9 +311,7 @@ def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any], caller: 
                 continue
             spelled = spell_option(name, raw) if source == COMMAND_LINE else _spell_argument(source, name, raw)
             if name not in SETTINGS:
-                raise ConfigError(
-                    f"{spelled} in the {source}: there is no setting {name!r}; the settings are {', '.join(sorted(SETTINGS))}"
-                )
+                raise ConfigError(f"{spelled} in the {source}: {describe_unknown_setting(name)}")
             value = check_setting(name, raw, spelled)
             if name in values and values[name] != value:
                 raise ConfigError(
@@ -321,6 +321,20 @@ def resolve(script: Mapping[str, Any], command_line: Mapping[str, Any], caller: 
             values[name] = value
             sources.setdefault(name, spelled)
     return Config(**values, sources=sources)
+
+
+def describe_unknown_setting(name: str, others: Sequence[str] = ()) -> str:
+    """Return the words for a setting that does not exist: what to write instead, or else all settings and `others`."""
+    known = sorted({*SETTINGS, *others})
+    hint = describe_unknown(name, known, SETTINGS_ELSEWHERE)
+    return f"there is no setting {name!r}; {hint or 'the settings are ' + ', '.join(known)}"
+
+
+def explain_init_keyword(name: str) -> str:
+    """Return the words for a keyword that `evenload.init` does not take."""
+    if name in SETTINGS:
+        return f"{name} belongs to the command line: evenload run {option_of(name)} train.py"
+    return describe_unknown_setting(name)
 
 
 def check_setting(name: str, value: Any, spelled: str) -> Any:

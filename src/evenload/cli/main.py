@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 import evenload
-from evenload.errors import EvenloadError
+from evenload.errors import ConfigError, EvenloadError
+from evenload.foreign_names import COMMANDS_ELSEWHERE, describe_unknown
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,20 @@ class LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = COMMANDS.get(cmd_name)
         return command.load(cmd_name) if command is not None else None
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] in ("-d", "-m", "-c", "--devices", "--nproc-per-node", "--nproc_per_node"):
+            raise ConfigError(f"{args[0]} belongs after a command; write: evenload run {' '.join(args)}")
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name in COMMANDS:
+            return super().resolve_command(ctx, args)
+        if name.endswith(".py"):
+            raise ConfigError(f"there is no command {name}; to train a script write: evenload run {' '.join(args)}")
+        hint = describe_unknown(name, COMMANDS, COMMANDS_ELSEWHERE)
+        raise ConfigError(f"there is no command {name!r}; {hint or 'the commands are ' + ', '.join(COMMANDS)}")
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list without importing any command."""

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from evenload.config import SETTINGS, Config, Setting, check_setting, option_of, spell_option
+from evenload.cli.unknown_options import describe_unknown_option, misplaced_options
+from evenload.config import SETTINGS, Config, Setting, check_setting, describe_unknown_setting, option_of, spell_option
 from evenload.errors import ConfigError
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
@@ -38,18 +39,36 @@ class ScriptCommand(TyperCommand):
     """Stops parsing options at the script or after ``-m MODULE``, as python does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, self._end_options(args))
+        ended = self._end_options(args)
+        known = [name for param in self.params for name in getattr(param, "opts", ())]
+        script = ended[self._num_options(ended) :]
+        if misplaced := misplaced_options(script, known):
+            raise ConfigError(
+                f"{' '.join(misplaced)} stands after the script, which reads no arguments; options of evenload come before it: "
+                f"evenload {self.name} {' '.join([*script[1:], script[0]])}"
+            )
+        try:
+            return super().parse_args(ctx, ended)
+        except Exception as error:
+            option = getattr(error, "option_name", None)
+            if type(error).__name__ != "NoSuchOption" or option is None:  # typer may bring its own click
+                raise
+            hint = describe_unknown_option(option, known)
+        raise ConfigError(f"No such option: {option}{hint}; evenload {self.name} --help lists all")
 
     def _end_options(self, args: list[str]) -> list[str]:
+        index = self._num_options(args)
+        return [*args[: index + 2], "--", *args[index + 2 :]] if args[index : index + 1] == ["-m"] else args
+
+    def _num_options(self, args: list[str]) -> int:
+        """Return the number of words before the script, or before ``-m`` or ``--``."""
         takes_value = {
             name: not getattr(param, "is_flag", False) for param in self.params for name in getattr(param, "opts", ())
         }
         index = 0
-        while index < len(args) and args[index].startswith("-") and args[index] != "--":
-            if args[index] == "-m":
-                return [*args[: index + 2], "--", *args[index + 2 :]]
+        while index < len(args) and args[index].startswith("-") and args[index] not in ("--", "-m"):
             index += 2 if takes_value.get(args[index], False) else 1
-        return args
+        return index
 
 
 def takes_settings(command: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -146,7 +165,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     known = {*SETTINGS, *LAUNCH_KEYS}
     for name, value in table.items():
         if name not in known:
-            raise ConfigError(f"-c {path}: there is no setting {name!r}; the settings are {', '.join(sorted(known))}")
+            raise ConfigError(f"-c {path}: {describe_unknown_setting(name, LAUNCH_KEYS)}")
         if name == "throttle" and isinstance(value, list):
             table[name] = ",".join(map(str, value))
         elif name in ("devices", "throttle"):

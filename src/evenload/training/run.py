@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from evenload.config import explain_init_keyword
 from evenload.errors import ConfigError
+from evenload.foreign_names import RUN_ELSEWHERE
 from evenload.training.checkpoint.export import pick_model, write_weights
 from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm import collect
@@ -26,10 +28,13 @@ from evenload.training.session.session import Session
 from evenload.training.session.state import Saver
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import StepLoader
+from evenload.wrong_calls import shows_usage, unknown_attribute
 
 _open: Run | None = None
+_INIT_USAGE = "run = evenload.init(project_dir='runs/name', seed=0): settings by name (docs/settings.md)"
 
 
+@shows_usage(_INIT_USAGE, explain_init_keyword)
 def init(
     *,
     project_dir: str | PathLike[str] | None = None,
@@ -108,6 +113,10 @@ class Run:
         """True if this is the rank that prints and writes."""
         return self.rank == 0
 
+    def __getattr__(self, name: str) -> Any:
+        raise unknown_attribute(self, name, RUN_ELSEWHERE)
+
+    @shows_usage("model, loader = run.prepare(model, loader)")
     def prepare(self, *objects: Any) -> Any:
         """Prepare models and training DataLoaders, and return them in the same order.
 
@@ -124,6 +133,7 @@ class Run:
         self._session.attach()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
+    @shows_usage("run.resume(model=model, optimizer=optimizer, scheduler=scheduler): each object with a name")
     def resume(self, **state: Any) -> SavedValues:
         """Register the state of checkpoints and load the newest checkpoint, if any. Call it once, before the loop.
 
@@ -140,6 +150,7 @@ class Run:
         """
         return self._session.resume(state)
 
+    @shows_usage("run.checkpoint(every='10min') at the end of the loop body; run.export(path) writes the weights alone")
     def checkpoint(
         self,
         every: str | int | None = None,
@@ -167,6 +178,7 @@ class Run:
         """
         return self._saver.checkpoint(every, keep, best, values)
 
+    @shows_usage("run.export('model.safetensors'), or with several models run.export(path, model)")
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
         """Write a model's weights for use elsewhere, as ``.safetensors`` or in torch.save's format. Rank 0 writes.
 
@@ -177,6 +189,7 @@ class Run:
         if self.is_main and self._context.spec.mode != "verify":
             write_weights(path, chosen)
 
+    @shows_usage("for batch in run.batches(val_loader):, where val_loader is a plain DataLoader")
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Iterate over this rank's batches of a plain loader: every sample once over all ranks, equally many batches each.
 
@@ -184,14 +197,22 @@ class Run:
         """
         return self._session.evaluate(loader)
 
+    @shows_usage("run.log({'loss': loss, 'lr': lr}); the step is known")
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Write numbers to the run's records and loggers, at the current step. Every rank may call it."""
         self._session.log(metrics)
 
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print once, on the main rank, as `print` does, and flush; on the others nothing. Every rank may call it."""
+        if self.is_main and self._context.spec.mode != "verify":
+            print(*values, **{"flush": True, **options})
+
+    @shows_usage("if run.any(flag): break")
     def any(self, flag: Any) -> bool:
         """Return whether the flag is true on any rank; the way to leave a loop together."""
         return any(row[0] for row in self._context.control.exchange(Operation.ANY, [float(bool(flag))]))
 
+    @shows_usage("run.reduce(value), or with op='mean', 'min' or 'max'")
     def reduce(self, value: Any, op: str = "sum", group: dist.ProcessGroup | None = None) -> Any:
         """Reduce a number, a tensor, or a dict or list of them over all ranks: ``sum``, ``mean``, ``min`` or ``max``.
 
@@ -202,6 +223,32 @@ class Run:
         subset = subset_of(group, self._context.groups)
         return value if subset is None else collect.reduce_value(value, op, subset, Control(subset))
 
+    @shows_usage("run.gather(predictions); several values in a tuple: run.gather((predictions, labels))")
+    def gather(self, value: Any) -> Any:
+        """Join a value of all ranks, of any length on each; all ranks call it, and all receive the result.
+
+        Values with one entry for each sample that this rank received from the newest `batches` are joined in the loader's
+        order, each sample once, inside the loop and after it. Other values are joined by rank.
+
+        Args:
+            value: a tensor or array, joined along its first dimension; a list, one object for each sample, joined to one list;
+                a dict or tuple of these; any other object (a number, a text): the result is a list with one for each rank.
+
+        Returns:
+            The same kind as `value`; tensors on its device.
+
+        Raises:
+            ConfigError: the value can't be pickled.
+            DesyncError: the ranks pass other keys or kinds, or tensors that differ beyond their first dimension.
+        """
+        return self._session.gather(value)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called it."""
+        with self._context.clock.segment("wait"):
+            self._context.control.barrier(Operation.BARRIER)
+
+    @shows_usage("run.group([0, 1]), or run.group('cuda'), 'cpu' or 'node'")
     def group(self, ranks: Sequence[int] | str) -> dist.ProcessGroup:
         """Return a process group of some ranks for the user's own collectives. All ranks call it with the same ranks.
 
@@ -224,10 +271,10 @@ class Run:
         """Run the body on rank 0 first, then on one rank of each other machine, then on all others (a download, a cache)."""
         turn = 0 if self.is_main else 1 if self._context.spec.local_rank == 0 else 2
         for _ in range(turn):
-            self._context.control.barrier(Operation.BARRIER)
+            self._context.control.barrier(Operation.MAIN_FIRST)
         yield
         for _ in range(2 - turn):
-            self._context.control.barrier(Operation.BARRIER)
+            self._context.control.barrier(Operation.MAIN_FIRST)
 
     def close(self) -> None:
         """End the run: last checkpoint, records, workers, groups. Called automatically when the script ends."""

@@ -112,25 +112,13 @@ def test_a_loader_without_a_model(init):
         next(iter(loader))
 
 
-def test_fixed_shares_that_are_not_the_batch(init):
-    with pytest.raises(ConfigError, match="balance 20 sums to 20, but the loader's batch_size is 16"):
-        Job(init(balance=[20]))
-
-
 def _fixed(run):
-    Job(run)
+    return next(iter(Job(run).loader)).shares
 
 
-def test_fixed_shares_that_are_not_the_batch_on_two_ranks(tmp_path):
-    told = told_by_ranks(_fixed, tmp_path, balance=(12, 8))
-    assert (
-        told
-        == [
-            "ConfigError: balance 12,8 sums to 20, but the loader's batch_size is 16: shares are the samples of each rank in "
-            "one global batch"
-        ]
-        * 2
-    )
+def test_fixed_shares_that_are_not_the_batch_are_proportions(init, tmp_path):
+    assert _fixed(init(balance=[20])) == (16,)
+    assert told_by_ranks(_fixed, tmp_path, balance=(3, 1)) == [(12, 4)] * 2
 
 
 def _batch_of_one(run):
@@ -309,8 +297,8 @@ def test_tuples_that_prepare_does_not_take(init, value, told):
 
 def test_fixed_shares_of_a_tuple_count_units(init):
     run = init(balance=(16,))
-    with pytest.raises(ConfigError, match=r"balance 16 sums to 16, but .* batch_size 16 and 24 has 8 units of 2 \+ 3"):
-        run.prepare((_loader(), _loader(batch_size=24)))
+    _, loader = run.prepare(nn.Linear(4, 1), (_loader(), _loader(batch_size=24)))
+    assert next(iter(loader)).shares == (8,)
 
 
 def test_a_batch_of_a_tuple_can_not_grow(init):

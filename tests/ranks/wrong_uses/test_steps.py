@@ -177,7 +177,7 @@ def test_gradients_of_before_the_loop(init):
     model = nn.Linear(4, 1)
     functional.mse_loss(model(dataset()[:4][0]), dataset()[:4][1]).backward()
     job = Job(init(), model=model)
-    with _step_error("Call optimizer.zero_grad() after optimizer.step(), at the end of the loop body"):
+    with _step_error("Call optimizer.step() and optimizer.zero_grad() in each loop body"):
         job.train()
 
 

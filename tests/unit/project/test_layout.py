@@ -14,19 +14,13 @@ from tests.paths import DOCS, ROOT, SOURCE
 from tests.unit.project.map import MAP, map_text
 
 PUBLIC = [
-    "Config",
-    "EvenloadError",
-    "Run",
-    "__version__",
-    "count_tokens",
-    "data_parallel",
-    "init",
-    "load_checkpoint",
-    "place",
-    "spawn",
+    *("Config", "Run", "__version__", "count_tokens", "data_parallel", "init", "load_checkpoint", "place", "spawn"),
+    *("CheckpointError", "ConfigError", "DataError", "DesyncError", "DivergenceError", "EvenloadError", "LaunchError"),
+    *("NonFiniteError", "PeerLostError", "RankFailedError", "StepError"),
 ]
 RUN = {
-    "prepare", "resume", "checkpoint", "export", "batches", "log", "any", "reduce", "group", "main_first", "close",
+    "prepare", "resume", "checkpoint", "export", "batches", "log", "print", "any", "reduce", "gather", "barrier", "group",
+    "main_first", "close",
     "device", "rank", "world_size", "is_main",
 }  # fmt: skip
 MAX_FILE_LINES = 420

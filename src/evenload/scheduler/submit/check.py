@@ -73,6 +73,8 @@ def _check_command(command: Sequence[str], folder: Path, path: str) -> None:
         hint = "is it executable?" if "/" in program and (folder / program).exists() else "is its environment active?"
         if " " in program:
             hint = f"write its words one by one: -- {shlex.join(program.split())}"
+        elif program.endswith(".py"):
+            hint = f"a script needs a command that runs it: evenload submit -- evenload run {shlex.join(command)}"
         raise ConfigError(f"command {program!r} not found {where}; {hint}")
     script = _script_of(command)
     if script is not None and not (folder / script).is_file():

@@ -60,7 +60,8 @@ def _outline(value: Any, op: str) -> str:
     if isinstance(value, _INTEGERS) or hasattr(value, "__float__"):
         return "number"
     raise ConfigError(
-        f"run.reduce received a {type(value).__name__}; it takes numbers, tensors, and dicts or lists of them"
+        f"run.reduce received a {type(value).__name__}; it takes numbers, tensors, and dicts or lists of them. run.gather(x) "
+        "joins any values of all ranks"
     )
 
 

@@ -7,7 +7,7 @@ which lists what each does: a `break` on one rank is an error, never a hang.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -40,6 +40,10 @@ class Operation(enum.IntEnum):
     CLOSE = 12
     MEASURE = 13
     GROUP = 14
+    MAIN_FIRST = 15
+    GATHER = 16
+    GATHER_BATCH = 17
+    """A gather inside a loop over `run.batches`; see `Control.join_gathers`."""
 
 
 _DOING = {
@@ -53,10 +57,13 @@ _DOING = {
     Operation.RESUME: "calls run.resume",
     Operation.ANY: "calls run.any",
     Operation.REDUCE: "calls run.reduce",
-    Operation.BARRIER: "is in run.main_first",
+    Operation.BARRIER: "calls run.barrier",
     Operation.CLOSE: "has ended its script",
     Operation.MEASURE: "is at the edge of a measured block",
     Operation.GROUP: "calls run.group",
+    Operation.MAIN_FIRST: "is in run.main_first",
+    Operation.GATHER: "calls run.gather",
+    Operation.GATHER_BATCH: "calls run.gather in a loop over run.batches",
 }
 
 
@@ -66,6 +73,18 @@ class Control:
     def __init__(self, groups: RankGroup) -> None:
         self._groups = groups
         self._position = (0, -1)
+        self._without_batches: frozenset[int] = frozenset()
+        self._send_nothing: Callable[[Sequence[int]], object] = len
+
+    def join_gathers(self, without_batches: Collection[int], send_nothing: Callable[[Sequence[int]], object]) -> None:
+        """Let ranks without batches take part in gathers inside the others' loops, from whichever exchange they wait in.
+
+        Args:
+            without_batches: these ranks; the same on all ranks.
+            send_nothing: takes part in the gather that follows; its argument is the number of bytes of each rank.
+        """
+        self._without_batches = frozenset(without_batches)
+        self._send_nothing = send_nothing
 
     def set_position(self, epoch: int, step: int) -> None:
         """Set the epoch and the step in the epoch of this rank, compared at each exchange; step -1 is outside of a step."""
@@ -93,10 +112,14 @@ class Control:
         for index in range(rounds):
             part = values[index * CAPACITY : (index + 1) * CAPACITY]
             end = _HEAD + len(part)
-            try:
-                table = self._groups.exchange_row([*head, *part, *[0.0] * (ROW_VALUES - end)])
-            except (RuntimeError, TimeoutError, PeerLostError) as error:
-                raise self._lost(operation, error) from None
+            row = [*head, *part, *[0.0] * (ROW_VALUES - end)]
+            table = self._exchange_row(operation, row)
+            while self._without_batches and self._is_partial_gather(table):
+                table[[rank in self._without_batches for rank in self._groups.ranks], _HEAD:] = 0.0
+                if self._groups.rank not in self._without_batches:
+                    return table[:, _HEAD:end]
+                self._send_nothing([int(length) for length in table[:, _HEAD]])
+                table = self._exchange_row(operation, row)
             heads = table[:, :_HEAD]
             if (heads != heads[0]).any():
                 raise DesyncError(_describe_desync(heads.tolist(), self._groups.ranks))
@@ -117,6 +140,18 @@ class Control:
                 f"the script {_DOING[operation]} after dist.destroy_process_group(), which took Evenload's groups too; call "
                 "run.close() before it"
             )
+
+    def _exchange_row(self, operation: Operation, row: Sequence[float]) -> NDArray[np.float64]:
+        try:
+            return self._groups.exchange_row(row)
+        except (RuntimeError, TimeoutError, PeerLostError) as error:
+            raise self._lost(operation, error) from None
+
+    def _is_partial_gather(self, table: NDArray[np.float64]) -> bool:
+        """Return whether all ranks with batches, and only they, are in a gather inside their loop."""
+        with_batches = [rank not in self._without_batches for rank in self._groups.ranks]
+        heads = table[with_batches, :_HEAD]
+        return bool(len(heads)) and bool((heads == heads[0]).all()) and heads[0, 0] == Operation.GATHER_BATCH
 
     def _lost(self, operation: Operation, error: Exception) -> PeerLostError:
         if "imed out" in str(error):

@@ -1,4 +1,4 @@
-"""Warn once if labels are ignored but loss_fn returns no weight."""
+"""Warn once if the loss is a mean over other units than samples but loss_fn returns no weight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import threading
 import warnings
 from typing import Any
 
+import torch
+
 from evenload.training.compute.weighting import ignores_labels
+
+_MAX_NODES = 64
+"""Operations searched, from the loss backwards."""
+_MEAN = 1
+"""`reduction="mean"` as torch stores it."""
 
 
 class LabelWatch:
@@ -16,19 +23,48 @@ class LabelWatch:
         self._left = 3
         self._lock = threading.Lock()
 
-    def check(self, data: Any) -> None:
-        """Check the data of a micro-batch whose loss came without weight."""
+    def check(self, data: Any, loss: torch.Tensor) -> None:
+        """Check the data and the loss of a micro-batch whose loss came without weight."""
         if not self._left:
             return
         with self._lock:  # replicas check concurrently
             if not self._left:
                 return
             self._left -= 1
-            if not ignores_labels(data):
+            if ignores_labels(data):
+                message = (
+                    "the batch's labels contain -100, but loss_fn returned no weight, so its mean over tokens is not the "
+                    "global batch's. Return (loss, evenload.count_tokens(batch['labels'])) instead"
+                )
+            elif (mean := find_partial_mean(loss)) is not None:
+                message = (
+                    f"the loss is a mean over {mean[0]:g} of {mean[1]} labels (ignore_index={mean[2]}, or class weights), but "
+                    "loss_fn returned no weight, so it is not the global batch's mean. Return the units of the mean too: "
+                    f"(loss, (labels != {mean[2]}).sum()), or with class weights (loss, class_weights[labels].sum())"
+                )
+            else:
                 return
             self._left = 0
-        warnings.warn(
-            "the batch's labels contain -100, but loss_fn returned no weight, so its mean over tokens is not the global "
-            "batch's. Return (loss, evenload.count_tokens(batch['labels'])) instead",
-            stacklevel=2,
-        )
+        warnings.warn(message, stacklevel=2)
+
+
+def find_partial_mean(loss: torch.Tensor) -> tuple[float, int, int] | None:
+    """Find a cross-entropy in the loss whose mean leaves out or weights labels: its units, its labels, its ignore_index."""
+    left, seen = [loss.grad_fn], 0
+    while left and seen < _MAX_NODES:
+        node: Any = left.pop(0)
+        if node is None:
+            continue
+        seen += 1
+        if node.name().startswith("NllLoss"):
+            num_labels = node._saved_target.numel()
+            units = float(node._saved_total_weight)
+            is_mean = node._saved_reduction == _MEAN
+            return (units, num_labels, _signed(node._saved_ignore_index)) if is_mean and units != num_labels else None
+        left += [following for following, _ in node.next_functions]
+    return None
+
+
+def _signed(number: int) -> int:
+    # Autograd shows saved integers as unsigned ones.
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -32,8 +32,8 @@ class StepContext:
     seed: int
     statistics: batchnorm.Statistics
     precision: Precision
-    check_unweighted: Callable[[Any], None]
-    """Called with the data of a micro-batch whose loss came without weight."""
+    check_unweighted: Callable[[Any, torch.Tensor], None]
+    """Called with the data and the loss of a micro-batch whose loss came without weight."""
     other_gpus: tuple[torch.device, ...] = ()
     """Further GPUs of a model that lies on several."""
     computes_idle: bool = True
@@ -93,7 +93,7 @@ def run_micro_steps(
             with context.precision.autocast():
                 result = read_result(loss_fn(micro.data), on_device=sums.on_device)
             if result.weight is None and not micro.idle:
-                context.check_unweighted(micro.data)
+                context.check_unweighted(micro.data, result.loss)
             weight: torch.Tensor | float = 0.0
             if not micro.idle:
                 weight = float(micro.num_samples) if result.weight is None else result.weight

@@ -23,6 +23,7 @@ from evenload.balance.split import slice_sizes
 from evenload.errors import ConfigError
 from evenload.training.data import checks, order
 from evenload.training.data.batches import move
+from evenload.training.data.gather import EvaluationParts
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.prefetch import Prefetcher
 from evenload.training.data.reading import ReadTask, read_settings
@@ -43,12 +44,14 @@ def evaluation_batches(
     epoch: int,
     device: torch.device,
     keyed_rng: bool = True,
+    parts: EvaluationParts | None = None,
 ) -> Iterator[Any]:
     """Yield this rank's batches of a plain DataLoader: equally many on every rank, every sample once over all ranks.
 
     The loader's sampler, batch_sampler, workers, pin_memory and collate_fn are honoured. The ranks' parts of one round,
     joined by rank, are the samples in the loader's order. Every rank reads an iterable dataset whole (see stream.py).
-    `weights` are the relative speeds of the ranks, at least 0, equal on all ranks.
+    `weights` are the relative speeds of the ranks, at least 0, equal on all ranks. `parts` receives the sizes of this rank's
+    parts, for `run.gather`.
 
     Raises:
         ConfigError: The loader was prepared for training, or is not a DataLoader.
@@ -64,10 +67,11 @@ def evaluation_batches(
         raise ConfigError(f"weights={list(weights)}: expected {world_size} speeds, finite and at least 0")
     pin = bool(user_loader.pin_memory) and device.type == "cuda"
     reader = _reader_of(user_loader, seed, rank, keyed_rng, pin)
+    parts = parts or EvaluationParts()
     if isinstance(reader, StreamReader):
-        batches = _stream_batches(reader, rank, weights, agree, epoch)
+        batches = _stream_batches(reader, rank, weights, agree, epoch, parts)
     else:
-        batches = _map_batches(reader, user_loader, rank, weights, agree, seed, epoch)
+        batches = _map_batches(reader, user_loader, rank, weights, agree, seed, epoch, parts)
     return (move(batch, device) for batch in batches)
 
 
@@ -118,6 +122,11 @@ def _num_members(weights: Sequence[float]) -> int:
     return sum(weight > 0 for weight in weights) or len(weights)
 
 
+def _ranks_without(num_samples: int, weights: Sequence[float]) -> list[int]:
+    """Return the ranks that receive no batch of an evaluation."""
+    return [rank for rank, part in enumerate(cut_parts(min(num_samples, len(weights)), weights)) if not part]
+
+
 def _part(low: int, high: int, weights: Sequence[float], rank: int) -> tuple[int, int]:
     parts = cut_parts(high - low, weights)
     first = low + sum(parts[:rank])
@@ -146,20 +155,32 @@ def _map_batches(
     agree: order.BroadcastIntegers,
     seed: int,
     epoch: int,
+    parts: EvaluationParts,
 ) -> Iterator[Any]:
     drawn = order.draw_order(loader, seed=seed, epoch=epoch, rank=rank, agree=agree)
     spans = (_part(low, high, weights, rank) for low, high in cut_rounds(drawn.bounds, _num_members(weights)))
     tasks = [ReadTask(epoch, low, tuple(drawn.keys(low, high))) for low, high in spans if low < high]
+    parts.begin(_ranks_without(drawn.num_samples, weights))
     try:
         reader.read_ahead(epoch, lambda: iter(tasks))
-        yield from map(reader.get, tasks)
+        for task in tasks:
+            batch = reader.get(task)
+            parts.add(len(task.keys))
+            yield batch
     finally:
+        parts.end()
         reader.pause()
 
 
 def _stream_batches(
-    reader: StreamReader, rank: int, weights: Sequence[float], agree: order.BroadcastIntegers, epoch: int
+    reader: StreamReader,
+    rank: int,
+    weights: Sequence[float],
+    agree: order.BroadcastIntegers,
+    epoch: int,
+    parts: EvaluationParts,
 ) -> Iterator[Any]:
+    parts.begin(_ranks_without(len(weights), weights))
     try:
         reader.begin(epoch)
         position = 0
@@ -168,9 +189,11 @@ def _stream_batches(
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)
             if low < high:
+                parts.add(high - low)
                 yield reader.collate(batch.samples(low, high), low)
         check_same_stream(agree, rank, 0, "evaluation")
     finally:
+        parts.end()
         reader.pause()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from evenload.atomic_file import write_atomically
 from evenload.errors import DesyncError, EvenloadError, LaunchError, PeerLostError
+from evenload.training.launch.hints import hint_for
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _TORCH_DATA = str(Path("torch", "utils", "data"))
@@ -41,6 +42,10 @@ class FailureReport:
 
     def text(self, device: str = "") -> str:
         where = f"rank {self.rank}" + (f" ({device})" if device else "")
+        return self.sentence(where)
+
+    def sentence(self, where: str) -> str:
+        """Return the error, then the traceback; `where` says what failed."""
         at = f" at step {self.step}" if self.step is not None else ""
         what = f"{self.kind}: {self.message}" if self.message else self.kind
         head = f"{where} failed{at}: {what}"
@@ -56,7 +61,7 @@ def describe_error(error: BaseException, rank: int, step: int | None, exit_code:
     return FailureReport(
         rank=rank,
         kind=kind,
-        message=message,
+        message=message + (f"\n  hint: {hint}" if (hint := hint_for(error)) else ""),
         traceback=formatted,
         step=step,
         consequence=is_consequence(error),
@@ -90,13 +95,41 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback without Evenload's frames.
+    """Return the traceback without Evenload's frames, and one line for each error that led to this one.
 
     Of an error that Evenload did not raise, the last of each series of its frames stays: it shows what called the user's code.
     """
     error_traceback = traceback.TracebackException.from_exception(error)
     _remove_internal_frames(error_traceback, set())
-    return "".join(error_traceback.format())
+    error_traceback.__cause__ = error_traceback.__context__ = None
+    own = "".join(error_traceback.format())
+    return own + "".join(f"caused by {_first_line(earlier)}\n" for earlier in earlier_errors(error))
+
+
+def earlier_errors(error: BaseException) -> list[BaseException]:
+    """Return the errors that led to this one, the latest first; none of an error of Evenload, whose message names its cause."""
+    found: list[BaseException] = []
+    now: BaseException | None = None if isinstance(error, EvenloadError) else error
+    while now is not None:
+        now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
+        if now is None or now in found:
+            break
+        found.append(now)
+    return found
+
+
+def write_whole_traceback(error: BaseException, folder: Path, rank: int) -> Path | None:
+    """Write the traceback with all frames and earlier errors into the run folder; None if that can't be done."""
+    path = folder / f"traceback-rank{rank}.txt"
+    try:
+        write_atomically(path, "".join(traceback.format_exception(error)))
+    except OSError:
+        return None
+    return path
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def _in_loader_worker(error: BaseException) -> tuple[str, str, str] | None:
@@ -151,7 +184,8 @@ def _is_type(summary: traceback.TracebackException, kind: type[BaseException]) -
 def describe_end(rank: int, code: int, ended_s: float) -> FailureReport:
     """Return the report of a worker that wrote none, from its exit code (−N: signal N)."""
     if code > 0:
-        return FailureReport(rank, f"it ended with exit code {code}", "", exit_code=code, time_s=ended_s)
+        message = _ARGUMENTS_HINT if code == _WRONG_ARGUMENTS else ""
+        return FailureReport(rank, f"it ended with exit code {code}", message, exit_code=code, time_s=ended_s)
     name = signal.Signals(-code).name
     message = _SIGNAL_HINTS.get(name, "")
     # gloo aborts healthy processes when a peer is gone: seldom the cause.
@@ -160,6 +194,11 @@ def describe_end(rank: int, code: int, ended_s: float) -> FailureReport:
     )
 
 
+_WRONG_ARGUMENTS = 2
+"""Exit code of argparse for wrong arguments."""
+_ARGUMENTS_HINT = (
+    "argparse does so for wrong arguments; options of evenload come before the script, the script's own after it"
+)
 _SIGNAL_HINTS = {
     "SIGKILL": "from outside; the system does this when memory runs out",
     "SIGSEGV": "a crash in native code; run with `python -X faulthandler` to see where",

@@ -25,16 +25,23 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from evenload.errors import ConfigError, LaunchError
+from evenload.errors import ConfigError, EvenloadError, LaunchError
 from evenload.training.launch import stop_status
 from evenload.training.launch.cuda_memory import allocator_variables
 from evenload.training.launch.environment import WorkerSpec, detect, devices_without_effect
-from evenload.training.launch.failure import describe_error, is_consequence, write_failure
+from evenload.training.launch.failure import (
+    FailureReport,
+    describe_error,
+    is_consequence,
+    write_failure,
+    write_whole_traceback,
+)
 from evenload.training.launch.function_call import MAIN_NAME, read_call, run_call
+from evenload.training.launch.hints import hint_for
 from evenload.training.launch.stop_status import StopStatus
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -48,6 +55,8 @@ _GLOO_THREADS_S = 0.02
 @dataclass
 class WorkerProgress:
     initialised: bool = False
+    folder: Path | None = None
+    """The run folder, once it is open."""
     placed: bool = False
     step: int | None = None
     reading: bool = False
@@ -238,8 +247,35 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
+def report_uncaught(world_size: int, rank: int) -> None:
+    """Print errors of Evenload that nobody catches with the message first, where the script runs without our launcher."""
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if not isinstance(error, EvenloadError) and not hint_for(error):
+            before(kind, error, trace)
+            return
+        where = f"rank {rank}" if world_size > 1 else "the script"
+        text = _describe(error, rank, 1).sentence(where)
+        # All ranks usually fail alike: rank 0 shows the traceback.
+        print(f"evenload: {text if rank == 0 else text.splitlines()[0]}", file=sys.stderr, flush=True)
+
+    if before is sys.__excepthook__:
+        sys.excepthook = report
+
+
+def _describe(error: BaseException, rank: int, code: int) -> FailureReport:
+    """Describe an error; where earlier errors led to it, write the whole traceback into the run folder."""
+    failure = describe_error(error, rank, progress.step, code)
+    if progress.folder is not None and progress.folder.is_dir() and (error.__cause__ or error.__context__):
+        path = write_whole_traceback(error, progress.folder, rank)
+        if path is not None:
+            failure = replace(failure, traceback=f"{failure.traceback}(whole traceback: {path})\n")
+    return failure
+
+
 def _report_failure(error: BaseException, spec: WorkerSpec, code: int) -> None:
-    failure = describe_error(error, spec.rank, progress.step, code)
+    failure = _describe(error, spec.rank, code)
     if spec.launch_dir:
         with suppress(OSError):
             write_failure(failure, Path(spec.launch_dir))

@@ -51,6 +51,8 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         LaunchError: the other ranks do not arrive.
     """
     spec = adopt_group() if dist.is_initialized() else detect()
+    if spec.origin not in ("evenload", "spawn"):
+        worker.report_uncaught(spec.world_size, spec.rank)
     config = resolve(script, spec.settings, SPAWN if spec.origin == "spawn" else COMMAND_LINE)
     if "batch_lr" in config.sources and config.batch_max is None:
         raise ConfigError(
@@ -125,6 +127,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     loop = StepLoop(engine)
     registry = Registry(lambda: loop.steps_done)
     worker.progress.initialised = True
+    worker.progress.folder = folder
     return TrainingContext(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry)
 
 

@@ -145,7 +145,7 @@ def prepare_loader(
             if not isinstance(value, DataLoader):
                 refuse_in_tuple(value)
         checks.check_tuple(loader)
-        usual, is_guess = _usual_units(loader, context.config.balance), False
+        usual, is_guess = math.gcd(*(one.batch_size or 1 for one in loader)), False
     else:
         checks.check_loader(loader)
         usual, is_guess = _usual_batch(loader, context.config.balance)
@@ -265,19 +265,6 @@ def _usual_batch(loader: DataLoader[Any], balance: str | tuple[int, ...]) -> tup
         return 32, True
 
 
-def _usual_units(loaders: tuple[DataLoader[Any], ...], balance: str | tuple[int, ...]) -> int:
-    """Return the units of a step; ConfigError for fixed shares that don't sum to them."""
-    sizes = [loader.batch_size or 1 for loader in loaders]
-    num_units = math.gcd(*sizes)
-    if isinstance(balance, tuple) and sum(balance) != num_units:
-        raise ConfigError(
-            f"balance {','.join(map(str, balance))} sums to {sum(balance)}, but a step of the loaders of a tuple with "
-            f"batch_size {' and '.join(map(str, sizes))} has {num_units} units of "
-            f"{' + '.join(str(size // num_units) for size in sizes)} samples: shares count these units"
-        )
-    return num_units
-
-
 def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, batch_size: int) -> None:
     try:
         epoch_steps: int | None = len(loader)
@@ -306,5 +293,7 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     message = {"auto": "equal shares at first", "even": "equal shares, as set"}.get(
         str(context.config.balance), "shares as set"
     )
+    if isinstance(context.config.balance, tuple) and sum(context.config.balance) != batch_size:
+        message += f", {':'.join(map(str, context.config.balance))} of {batch_size}"
     if context.num_sharing > 1:
         context.recorder.event("shares", message, shares=list(planner.shares))

@@ -20,6 +20,7 @@ from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
+from evenload.training.data.gather import follow_evaluation, gather_values
 from evenload.training.elastic.leaving import ComputingRanks
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
@@ -41,6 +42,7 @@ class Session(StepListener):
         self._models = models
         self._loaders = loaders
         self._stopper = Stopper(context, saver)
+        self._evaluation_parts = follow_evaluation(context.groups, context.control)
         self._attached = 0
         self._has_begun = False
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
@@ -118,6 +120,7 @@ class Session(StepListener):
                 epoch=0,
                 device=context.device,
                 keyed_rng=context.config.dataset_rng == "keyed",
+                parts=self._evaluation_parts,
             ),
         )
 
@@ -126,7 +129,13 @@ class Session(StepListener):
         with self._context.clock.segment("other"):
             yield from batches
 
+    def gather(self, value: Any) -> Any:
+        with self._context.clock.segment("other"):
+            return gather_values(value, self._evaluation_parts, self._context.groups, self._context.control)
+
     def log(self, metrics: Mapping[str, Any]) -> None:
+        if not isinstance(metrics, Mapping):
+            raise StepError(f"run.log received a {type(metrics).__name__}; name the numbers: run.log({{'loss': loss}})")
         step = self._context.loop.step
         if step is not None and step.arm:
             return  # a measurement's step is no training

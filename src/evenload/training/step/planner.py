@@ -85,7 +85,7 @@ class Planner:
         source: PlanSource | None = None,
     ) -> None:
         """Args:
-        balance: ``auto``, ``even`` or fixed shares.
+        balance: ``auto``, ``even``, fixed shares, or their proportions where they do not sum to the batch.
         announce: called on rank 0 with each decision and the step from which it holds.
         is_guess: `batch_size` is unknown (a batch_sampler without one): the first step's size replaces it.
         on_contention: called with what the replicas of one process cost one another; None where the ranks are processes.
@@ -108,7 +108,8 @@ class Planner:
         self._memory = MemoryCaps(caps)
         self._adapts = balance == "auto" and world_size > 1
         shares = even_shares(batch_size, world_size) if isinstance(balance, str) else tuple(balance)
-        check_shares(shares, batch_size, world_size)
+        check_shares(shares, world_size)
+        shares = scale_shares(shares, batch_size)  # as proportions, where they don't sum to the batch
         self._assignments = [ShareAssignment(0, shares, 1, caps)]
         self._revision = 0
         self._pending: Decision | None = None
@@ -403,14 +404,9 @@ class Planner:
         return self._cache[key]
 
 
-def check_shares(shares: Shares, batch_size: int, world_size: int) -> None:
+def check_shares(shares: Shares, world_size: int) -> None:
     """Raise ConfigError if fixed shares don't fit the job."""
     if len(shares) != world_size:
         raise ConfigError(
             f"balance {','.join(map(str, shares))} has {len(shares)} shares, but there are {world_size} ranks"
-        )
-    if sum(shares) != batch_size:
-        raise ConfigError(
-            f"balance {','.join(map(str, shares))} sums to {sum(shares)}, but the loader's batch_size is {batch_size}: "
-            "shares are the samples of each rank in one global batch"
         )

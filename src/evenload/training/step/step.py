@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from evenload.errors import DivergenceError, NonFiniteError, StepError
+from evenload.foreign_names import LOADER_ELSEWHERE, STEP_ELSEWHERE
 from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
@@ -15,6 +16,7 @@ from evenload.training.data.loader import GlobalLoader
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
+from evenload.wrong_calls import shows_usage, unknown_attribute
 
 _NUM_WATCHED = 16
 """Parameters of each model whose versions are compared: an update by hand changes all of them, or nearly all."""
@@ -55,6 +57,7 @@ class Step:
         self.num_samples = batch.plan.num_samples
         self.committed = bool(arm)  # training uses a measurement's samples later, so they never count here
 
+    @shows_usage("step.backward(loss_fn), where loss_fn(batch) returns the loss of a micro-batch")
     def backward(self, loss_fn: LossFn) -> torch.Tensor:
         """Run forward and backward of the whole global batch; this rank computes its share.
 
@@ -71,7 +74,25 @@ class Step:
             StepError: wrong use, with the line to write instead.
             NonFiniteError: the loss or gradient was NaN or infinite in several steps in a row.
         """
+        if not callable(loss_fn):
+            raise StepError(
+                f"step.backward received a {type(loss_fn).__name__}; pass the function itself, without calling it: "
+                "step.backward(loss_fn), where loss_fn(batch) returns the loss of a micro-batch"
+            )
         return self._loop.backward(self, loss_fn)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _not_a_batch()
+
+    def __getitem__(self, key: object) -> Any:
+        raise _not_a_batch()
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise _not_a_batch()
+
+    def __getattr__(self, name: str) -> Any:
+        raise unknown_attribute(self, name, STEP_ELSEWHERE)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -96,6 +117,15 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
+
+
+def _not_a_batch() -> StepError:
+    return StepError(
+        "a prepared loader yields steps, not batches; write\n"
+        "    for step in loader:\n"
+        "        loss = step.backward(loss_fn)\n"
+        "where loss_fn(batch) receives each micro-batch, such as `x, y = batch`, and returns the loss"
+    )
 
 
 class StepListener:
@@ -296,8 +326,13 @@ class StepLoop:
         return bool(self.engine.leftovers())
 
     def check_alone(self, loader: GlobalLoader) -> None:
-        """Raise StepError if a step of another loader is open: a step can't be of two loaders."""
-        if self.step is not None and self.step.loader is not loader:
+        """Raise StepError if a step is open: a step can't be of two loaders, and a loader has one loop at a time."""
+        if self.step is not None and self.step.loader is loader:
+            raise StepError(
+                "a loop over a prepared loader began inside a loop over the same loader, which has one loop at a time; end the "
+                "first by `break`, evaluate with run.batches(val_loader), or prepare a second DataLoader"
+            )
+        if self.step is not None:
             raise StepError(
                 "a step of one prepared loader began inside a step of another: a step has the batches of one loader, so zip and "
                 "nested loops over prepared loaders don't work. Prepare them together: model, loader = run.prepare(model, "
@@ -339,6 +374,12 @@ class StepLoader:
     def batch_size(self) -> int | tuple[int, ...] | None:
         """The global batch, in samples, of each loader of a tuple; None where a batch_sampler decides."""
         return self.loader.batch_size
+
+    def __getitem__(self, index: object) -> Any:
+        raise StepError("a prepared loader has no index; iterate over it: for step in loader: step.backward(loss_fn)")
+
+    def __getattr__(self, name: str) -> Any:
+        raise unknown_attribute(self, name, LOADER_ELSEWHERE)
 
     def __iter__(self) -> Iterator[Step]:
         while (listener := (yield from self._train())) is not None:

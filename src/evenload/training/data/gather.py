@@ -1,0 +1,231 @@
+"""Gather values of unequal length from all ranks, in the order of `run.batches`: `run.gather`.
+
+Note [Order of gathered values]
+  `run.batches` cuts each round over the ranks, so the ranks' parts of one round, joined by rank, are in the loader's order. The
+  parts of all rounds are not: each rank has a part of every round. A rank whose value has as many samples as it received from
+  the newest `run.batches` sends the sizes of its parts; where all ranks do, the parts are put back round by round. Every other
+  value is joined by rank.
+
+Note [Ranks without batches]
+  A rank with a share of 0 has no batches, so it never reaches a gather inside the loop. It takes part from wherever it waits
+  next, with nothing of its own: see `Control.join_gathers`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenload.errors import ConfigError, DesyncError, PeerLostError
+from evenload.training.comm.control import Control, Operation
+from evenload.training.comm.groups import Groups
+
+
+class EvaluationParts:
+    """Sizes of this rank's parts of the newest `run.batches`, in the order of its rounds."""
+
+    def __init__(self, on_begin: Callable[[Collection[int]], object] = len) -> None:
+        """`on_begin` receives the ranks without batches, when a loop begins."""
+        self._on_begin = on_begin
+        self.sizes: list[int] = []
+        self.is_running = False
+        """True inside a loop over `run.batches`."""
+
+    def begin(self, without_batches: Collection[int]) -> None:
+        self.sizes = []
+        self.is_running = True
+        self._on_begin(without_batches)
+
+    def add(self, num_samples: int) -> None:
+        self.sizes.append(num_samples)
+
+    def end(self) -> None:
+        self.is_running = False
+
+
+def follow_evaluation(groups: Groups, control: Control) -> EvaluationParts:
+    """Return the parts of the newest `run.batches`; see Note [Ranks without batches]."""
+    return EvaluationParts(
+        lambda without: control.join_gathers(without, lambda lengths: _exchange_bytes(b"", lengths, groups))
+    )
+
+
+@dataclass(frozen=True)
+class _TensorPart:
+    """A tensor of one rank, as it travels."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    def tensor(self) -> torch.Tensor:
+        flat = (
+            torch.frombuffer(bytearray(self.data), dtype=torch.uint8)
+            if self.data
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        return flat.view(self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What one rank sends."""
+
+    outline: str
+    leaves: list[Any]
+    sizes: list[int]
+    """Sizes of the rank's parts of all rounds, if its value has that many samples; otherwise empty."""
+
+
+def gather_values(value: Any, parts: EvaluationParts, groups: Groups, control: Control) -> Any:
+    """Join the values of all ranks; see `Run.gather`, Note [Order of gathered values].
+
+    Raises:
+        ConfigError: a value that can't be sent (pickled).
+        DesyncError: the ranks pass values of different kinds or shapes.
+        PeerLostError: a rank is gone.
+    """
+    leaves: list[Any] = []
+    outline = _flatten(value, leaves)
+    counts = {_count(leaf) for leaf in leaves}
+    sizes = parts.sizes if counts == {sum(parts.sizes)} and len(parts.sizes) > 1 else []
+    try:
+        own = pickle.dumps(_Sent(outline, [_pack(leaf) for leaf in leaves], sizes), protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"run.gather can't send a {type(value).__name__} to another rank ({error}); pass tensors, arrays, numbers, "
+            "texts or lists of them"
+        ) from error
+    operation = Operation.GATHER_BATCH if parts.is_running and parts.sizes else Operation.GATHER
+    table = control.exchange(operation, [float(len(own))])
+    payloads = _exchange_bytes(own, [int(row[0]) for row in table], groups)
+    sent = {rank: pickle.loads(data) for rank, data in zip(groups.ranks, payloads, strict=True) if data}
+    _check_outlines(sent, groups.rank)
+    order = _round_order(list(sent.values()))
+    joined = [
+        _join({rank: each.leaves[index] for rank, each in sent.items()}, leaf, order)
+        for index, leaf in enumerate(leaves)
+    ]
+    return _rebuild(value, iter(joined).__next__)
+
+
+def _exchange_bytes(own: bytes, lengths: Sequence[int], groups: Groups) -> list[bytes]:
+    if groups.control is None:
+        return [own]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    if own:
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    everyone = [torch.empty_like(padded) for _ in lengths]
+    try:
+        dist.all_gather(everyone, padded, group=groups.control)
+    except RuntimeError as error:
+        raise PeerLostError(f"run.gather failed: {error}") from error
+    return [part[:length].numpy().tobytes() for part, length in zip(everyone, lengths, strict=True)]
+
+
+def _flatten(value: Any, leaves: list[Any]) -> str:
+    """Collect the leaves of dicts and tuples; return the structure as text. A list is a leaf: a sequence of samples."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_flatten(part, leaves)}" for key, part in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_flatten(part, leaves) for part in value) + ")"
+    leaves.append(value)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return "tensor"
+    return "list" if isinstance(value, list) else "object"
+
+
+def _rebuild(value: Any, take: Callable[[], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rebuild(part, take) for key, part in value.items()}
+    if isinstance(value, tuple):
+        rebuilt = [_rebuild(part, take) for part in value]
+        return type(value)(*rebuilt) if hasattr(value, "_fields") else tuple(rebuilt)
+    return take()
+
+
+def _count(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        return len(leaf) if leaf.ndim else -1
+    return len(leaf) if isinstance(leaf, list) else -1
+
+
+def _pack(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.layout != torch.strided or leaf.is_quantized:
+        raise ConfigError(f"run.gather received a tensor of {leaf.layout}; convert it to a dense one first")
+    host = leaf.detach().cpu().contiguous()
+    return _TensorPart(host.dtype, tuple(host.shape), host.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _check_outlines(sent: Mapping[int, _Sent], rank: int) -> None:
+    different = [other for other, each in sent.items() if each.outline != sent[rank].outline]
+    if different:
+        raise DesyncError(
+            f"run.gather received different values: {sent[rank].outline} on rank {rank}, {sent[different[0]].outline} on rank "
+            f"{different[0]}; pass the same keys and kinds on every rank"
+        )
+
+
+def _round_order(sent: Sequence[_Sent]) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """Return the places, in the values joined by rank, of the samples in the loader's order; None for the order by rank.
+
+    See Note [Order of gathered values].
+    """
+    totals = [sum(each.sizes) for each in sent]
+    if not any(totals) or any(
+        {_count_packed(leaf) for leaf in each.leaves} != {total} for each, total in zip(sent, totals, strict=True)
+    ):
+        return None
+    next_place = [sum(totals[:index]) for index in range(len(sent))]
+    pieces = []
+    for round_index in range(max(len(each.sizes) for each in sent)):
+        for index, each in enumerate(sent):
+            size = each.sizes[round_index] if round_index < len(each.sizes) else 0
+            pieces.append(np.arange(next_place[index], next_place[index] + size))
+            next_place[index] += size
+    return np.concatenate(pieces)
+
+
+def _count_packed(leaf: Any) -> int:
+    if isinstance(leaf, _TensorPart):
+        return leaf.shape[0] if leaf.shape else -1
+    return _count(leaf)
+
+
+def _join(parts: Mapping[int, Any], own: Any, order: np.ndarray[Any, np.dtype[np.int64]] | None) -> Any:
+    """Join one leaf of all ranks; `own` gives the kind and the device of the result."""
+    if isinstance(own, list):
+        joined = [item for part in parts.values() for item in part]
+        return joined if order is None else [joined[place] for place in order]
+    if not isinstance(own, torch.Tensor | np.ndarray):
+        return list(parts.values())
+    if isinstance(own, np.ndarray):
+        arrays = _matching({rank: np.asarray(part) for rank, part in parts.items()})
+        joined_array = np.concatenate([array.reshape(-1) if array.ndim == 0 else array for array in arrays])
+        return joined_array if order is None else joined_array[order]
+    tensors = _matching({rank: part.tensor() for rank, part in parts.items()})
+    joined_tensor = torch.cat([tensor.reshape(-1) if tensor.ndim == 0 else tensor for tensor in tensors])
+    return (joined_tensor if order is None else joined_tensor[torch.from_numpy(order)]).to(own.device)
+
+
+def _matching(parts: Mapping[int, Any]) -> list[Any]:
+    """Return the parts that have samples; DesyncError if they differ in dtype or in a dimension after the first."""
+    full = {rank: part for rank, part in parts.items() if part.ndim == 0 or len(part)}
+    if not full:
+        return list(parts.values())[:1]
+    kinds = {(part.dtype, part.ndim, tuple(part.shape[1:])) for part in full.values()}
+    if len(kinds) > 1:
+        shapes = "; ".join(f"rank {rank}: {tuple(part.shape)} {part.dtype}" for rank, part in full.items())
+        raise DesyncError(
+            f"run.gather received tensors that differ beyond their first dimension: {shapes}. Pad them to the same length, or "
+            "pass a list with one tensor for each sample"
+        )
+    return list(full.values())
