@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from evenload.errors import DataError, PeerLostError
@@ -49,7 +51,8 @@ def test_causes_are_cut_too_and_kept():
             raise DataError("no data") from error
 
     text = user_traceback(_caught(chained))
-    assert "direct cause" in text and "in _misuse" in text and 'ranks.py", line' not in text
+    assert "direct cause" not in text and text.count("Traceback") == 1 and 'ranks.py", line' not in text
+    assert re.search(r"caused by \w+: .*test_failure.py:\d+, in _misuse\)$", text.strip())
 
 
 def test_consequences():

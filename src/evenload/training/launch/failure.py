@@ -103,15 +103,16 @@ def user_traceback(error: BaseException) -> str:
     _remove_internal_frames(error_traceback, set())
     error_traceback.__cause__ = error_traceback.__context__ = None
     own = "".join(error_traceback.format())
-    return own + "".join(f"caused by {_first_line(earlier)}\n" for earlier in earlier_errors(error))
+    return own + "".join(f"caused by {_first_line(earlier)}{_place(earlier)}\n" for earlier in earlier_errors(error))
 
 
 def earlier_errors(error: BaseException) -> list[BaseException]:
-    """Return the errors that led to this one, the latest first; none of an error of Evenload, whose message names its cause."""
+    """Return the errors that led to this one, the latest first; of an error of Evenload only what it was raised from."""
     found: list[BaseException] = []
-    now: BaseException | None = None if isinstance(error, EvenloadError) else error
+    now: BaseException | None = error
     while now is not None:
-        now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
+        hides = now.__suppress_context__ or isinstance(error, EvenloadError)
+        now = now.__cause__ or (None if hides else now.__context__)
         if now is None or now in found:
             break
         found.append(now)
@@ -126,6 +127,17 @@ def write_whole_traceback(error: BaseException, folder: Path, rank: int) -> Path
     except OSError:
         return None
     return path
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line of the user's code in an error's traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(("<", _PACKAGE)) and "site-packages" not in frame.filename
+    ]
+    return f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
 
 
 def _first_line(error: BaseException) -> str:

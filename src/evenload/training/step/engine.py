@@ -407,9 +407,8 @@ class Engine:
         if names:
             raise StepError(
                 f"gradients are already present before the step's first backward (of {len(names)} parameters, the first is "
-                f"{names[0]}): they would add to this step's. Call optimizer.step() and optimizer.zero_grad() in each loop "
-                "body. To accumulate over several batches, use a larger batch_size in the DataLoader instead: micro-batches keep "
-                "its memory small, and `if i % n` and `loss / n` go away"
+                f"{names[0]}). Call optimizer.step() and optimizer.zero_grad() in each loop body; to accumulate over several "
+                "batches, use a larger batch_size in the DataLoader instead, without `if i % n` and `loss / n`"
             )
 
 
