@@ -67,9 +67,10 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
-# Redraws docs/map.md from the first sentence of each source file.
+# Redraws the generated pages: docs/map.md from the first sentence of each source file, settings, commands, ports.
 map: $(STAMP)
 	$(BIN)/python -m tests.unit.project.map
+	for page in settings commands ports; do $(BIN)/python -m tests.unit.project.$${page}_page > docs/$$page.md || exit 1; done
 
 clean:
 	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

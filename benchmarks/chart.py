@@ -21,7 +21,7 @@ def draw(result: dict[str, Any], source: str) -> str:
     for case in result["cases"]:
         if case["model"] == "gpt":
             shares = " + ".join(map(str, case["arms"]["shares"]["evenload"]))
-            name = f"speeds 1 : {case['ratio']:g} (shares {shares})"
+            name = f"1 : {case['ratio']:g}, shares {shares}"
             groups.append((name, [_efficiency(case, arm) for arm, _ in _ARMS]))
     title = "Throughput over the sum of both devices' speeds"
     panel = partial(bar_panel, title=title, below=source, groups=groups, width=_WIDTH, height=_HEIGHT)
@@ -32,14 +32,20 @@ def _efficiency(case: dict[str, Any], arm: str) -> float:
     return float(case["peers"][arm]["efficiency"] if arm in case["peers"] else case["arms"]["of_sum"][arm]["value"])
 
 
-def main() -> None:
-    """Write the chart."""
+def stored() -> str:
+    """Return the chart of the stored result."""
     found = json.loads(RESULTS.read_text())
     source = (
-        f"two CPU ranks of one core ({found['hardware']['cpu']}), one held back by a quota; global batch 90; "
-        f"{found['date'][:10]}, commit {found['commit'][:8]}"
+        f"Speeds of two CPU ranks of one core ({found['hardware']['cpu']}), the second held back by a quota; global batch 90; "
+        f"{found['date'][:10]}, commit {found['commit'][:8]}. Above 100 %: each rank's solo speed is that of the whole batch, "
+        "which is slower per sample."
     )
-    CHART.write_text(draw(found["result"], source))
+    return draw(found["result"], source)
+
+
+def main() -> None:
+    """Write the chart."""
+    CHART.write_text(stored())
     print(f"written to {CHART}")
 
 

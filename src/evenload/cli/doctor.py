@@ -40,8 +40,7 @@ def doctor(
 ) -> None:
     """Check this machine, and print for each problem the finding, the expectation and a fix.
 
-    Exit code: 0 no problem, 1 something would stop a run, 2 something would slow it down. If this command itself can't start,
-    `python -m evenload.doctor` needs only the standard library.
+    If this command itself can't start, `python -m evenload.doctor` needs only the standard library.
     """
     from evenload.doctor.__main__ import DoctorRequest, show
 

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import evenload
+from evenload.cli.exit_codes import help_text
 from evenload.errors import ConfigError, EvenloadError
 from evenload.foreign_names import COMMANDS_ELSEWHERE, describe_unknown
 
@@ -31,6 +32,7 @@ class Command:
         app.command(
             name,
             cls=getattr(module, "COMMAND_CLASS", None),
+            epilog=help_text(name),
             context_settings=getattr(module, "CONTEXT_SETTINGS", None),
         )(function)
         return typer.main.get_command(app)

@@ -53,7 +53,6 @@ def verify(
     """Run the first step of a script on the real split and in one process, and compare the gradients.
 
     Shares are uneven unless --balance is given. The script is not changed, and nothing is written into its run folder.
-    Exit code: 0 the gradients are equal up to rounding, 1 they differ, 2 the script could not be verified.
     """
     values, _ = merge({"devices": devices, "port": port}, settings, config, nproc_per_node)
     target = ("-m", module, *(arguments or ())) if module is not None else tuple(arguments or ())

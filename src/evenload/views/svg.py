@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from html import escape
 
@@ -10,6 +11,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 """Okabe and Ito: distinguishable with any colour vision."""
 LEFT, TOP = 70, 40
 _RIGHT, _GAP = 30, 80
+_LINE, _CHARACTER = 15, 7.3
+"""Height of a line and width of a character in pixels, at 12 pixels and in a wide font: each viewer has its own."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -87,7 +90,9 @@ def _frame(
         y = top + height * (1 - tick / most)
         parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#eee"/>')
         parts.append(_text(LEFT - 8, y + 4, label, "end"))
-    return [*parts, _text(LEFT, top - 6, title, "start"), _text(right, top + height + 34, below, "end")]
+    lines = textwrap.wrap(below, int((right - LEFT) / _CHARACTER))
+    captions = [_text(right, top + height + 34 + index * _LINE, line, "end") for index, line in enumerate(lines)]
+    return [*parts, _text(LEFT, top - 6, title, "start"), *captions]
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -44,7 +44,7 @@ HERE = (
     "evenload doctor",
     "python train.py",
     "evenload run -d cpu:2 --fresh train.py",
-    "evenload show runs/digits",
+    "evenload show runs/first",
     "evenload verify -d cpu:2 --fresh train.py",
     "evenload run -d cpu:2 --throttle 1,0.5 --fresh train.py",
     "evenload run --dry-run train.py",

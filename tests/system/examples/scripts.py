@@ -60,7 +60,13 @@ def _start(folder: Path, command: Sequence[str]) -> Command:
 
 
 def run_on_ranks(
-    script: Path, folder: Path, *arguments: str, num_ranks: int = 2, torchrun: bool = False, **settings: object
+    script: Path,
+    folder: Path,
+    *arguments: str,
+    num_ranks: int = 2,
+    torchrun: bool = False,
+    double: bool = False,
+    **settings: object,
 ) -> list[str]:
     """What each rank of a script prints; the processes have torch loaded already, so this costs little.
 
@@ -70,15 +76,20 @@ def run_on_ranks(
         *arguments: of the script.
         num_ranks: how many.
         torchrun: started by torchrun's variables instead of as `evenload run` does.
+        double: float64 is torch's default dtype.
         **settings: as the command line of `evenload run` would set them.
     """
     port = _free_port() if torchrun else None
     call = [str(script), *arguments]
-    return run_ranks(_run, num_ranks, call, str(folder), port, num_ranks, timeout_s=TIMEOUT_S, settings=settings)
+    return run_ranks(
+        _run, num_ranks, call, str(folder), port, num_ranks, double, timeout_s=TIMEOUT_S, settings=settings
+    )
 
 
-def _run(call: list[str], folder: str, port: int | None, num_ranks: int) -> str:
+def _run(call: list[str], folder: str, port: int | None, num_ranks: int, double: bool) -> str:
     os.chdir(folder)
+    if double:
+        torch.set_default_dtype(torch.float64)
     if port is not None:
         rank = worker.detect().rank
         del os.environ[WORKER_VARIABLE]

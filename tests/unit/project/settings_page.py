@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from evenload.config import SETTINGS, Config, Setting, option_of
 
 _HEAD = """\
@@ -11,10 +13,15 @@ Set a value in the script (`evenload.init(seed=1)`), on the command line (`evenl
 (`evenload run -c run.toml`). Different values for one setting are an error that shows both. A setting without effect is an
 error too. `evenload.spawn` takes the same settings as keyword arguments.
 
-This page is generated from `evenload.Config`.
+A job of the [queue](queue.md) has no settings of its own: its command sets them (`evenload submit -- evenload run --seed 1
+train.py`), or the script does. A [job file](job-file.md) does the same under `command`.
 
-| setting | default | values | meaning | set in |
-|---|---|---|---|---|"""
+This page is generated from `evenload.Config` by `python -m tests.unit.project.settings_page`.
+
+| setting | type | default | values | meaning | in the script | on the command line, also of a job | in a file |
+|---|---|---|---|---|---|---|---|"""
+
+_TYPES = {field.name: field.type for field in fields(Config)}
 
 
 def page() -> str:
@@ -27,9 +34,9 @@ def _row(name: str, setting: Setting) -> str:
     shown = "off" if default is False else f"`{default}`" if default not in (None, (), {}) else "none"
     places = [f"`{command} {option_of(name)}`" for command in setting.commands]
     values = setting.kind.values.replace("` `", "`, `")
-    return (
-        f"| `{name}` | {shown} | {values} | {setting.help} | {', '.join([*['`init`'] * setting.in_script, *places])} |"
-    )
+    script = f"`init({name}=...)`" if setting.in_script else "no"
+    cells = (f"`{name}`", f"`{_TYPES[name]}`", shown, values, setting.help, script, ", ".join(places) or "no", "`-c`")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":
