@@ -138,11 +138,12 @@ class SpeedTracker:
         """Return how many more steps out of the band a change takes: the rank was there before, or came back before."""
         first = self._odd[0]
         under = first.num_samples, first.num_micro
-        visits = sum(
-            p.step < first.step and (p.num_samples, p.num_micro) == under and self._side(p) == side
-            for p in self._points
-        )
-        return _RUN * ((1 << self._num_taken_back) - 1) + (2 * min(visits, _MOST_VISITS) if visits > 1 else 0)
+        visits = 0
+        for p in self._points:
+            if p.step >= first.step or visits == _MOST_VISITS:
+                break
+            visits += (p.num_samples, p.num_micro) == under and self._side(p) == side
+        return _RUN * ((1 << self._num_taken_back) - 1) + (2 * visits if visits > 1 else 0)
 
     def _slide(self, point: CostSample) -> SpeedChange | None:
         self._since_look += 1
@@ -210,12 +211,22 @@ class SpeedTracker:
         cost = self.fit.cost
         if not cost.per_sample_error_s < 0.2 * cost.per_sample_s:
             # The shape is a guess: between "all time is the samples'" and "none is", anything may be the guess's fault.
-            known = min(self._points, key=lambda p: (p is point, abs(p.num_samples - point.num_samples)))
+            known = self._nearest(point)
             level_s = cost.predict_s(known.num_samples, known.num_micro) * point.num_micro / known.num_micro
             grown = point.num_samples * known.num_micro / (known.num_samples * point.num_micro)
             if min(1.0, grown) / band < point.seconds / level_s < max(1.0, grown) * band:
                 return 0
         return 1 if ratio > 1 else -1
+
+    def _nearest(self, point: CostSample) -> CostSample:
+        """Return the first of the other steps whose share is nearest to that of `point`; itself if there is no other."""
+        found, least = point, math.inf
+        for other in self._points:
+            if other is not point and (distance := abs(other.num_samples - point.num_samples)) < least:
+                if not distance:
+                    return other  # usually the first: the rest is looked at where shares change
+                found, least = other, distance
+        return found
 
 
 def slowest_seen_s(

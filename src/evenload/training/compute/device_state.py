@@ -30,4 +30,4 @@ def memory_bytes(device: torch.device) -> int:
 def compiled_graphs() -> int:
     """Return the number of graphs that torch.compile has made so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+    return int(dynamo.counters["stats"].get("unique_graphs", 0)) if dynamo is not None else 0

@@ -232,8 +232,11 @@ class GlobalLoader:
         ahead: CopiedAhead | None = None
 
         def read(low: int, high: int) -> Any:
-            with self._clock.segment("data"):
+            before = self._clock.switch("data")
+            try:
                 return reader.get((low, high))
+            finally:
+                self._clock.switch(before)
 
         def wanted(now: GlobalBatch) -> Iterator[Span]:
             yield from now.unread_spans()

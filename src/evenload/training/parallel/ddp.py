@@ -142,7 +142,7 @@ class ReplicaStrategy:
         finite = reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale))
         if not (finite and math.isfinite(totals.loss)):
             reducer.clear(touched)
-        loss = torch.tensor(totals.loss, dtype=sums.dtype)
+        loss = torch.scalar_tensor(totals.loss, dtype=sums.dtype)
         return StepResult(totals.units, loss, finite, sums.nominal)
 
     def _finish_on_device(
@@ -172,7 +172,7 @@ class ReplicaStrategy:
         if not finite:
             reducer.clear(touched)
         # The host knows the loss by now: on the CPU, `run.log` and `.item()` don't wait for the optimizer's step.
-        loss = torch.tensor(totals.loss, dtype=sums.dtype)
+        loss = torch.scalar_tensor(totals.loss, dtype=sums.dtype)
         return StepResult(totals.units, loss, finite, sums.nominal, totals)
 
     def _sums_on_device(self) -> bool:

@@ -81,7 +81,7 @@ class StepStats:
     @property
     def unusual(self) -> bool:
         """True if the times are not those of a usual step: it was repeated, or a rank compiled."""
-        return self.redone or not len(self._times) or bool((self._times[:, _COMPILE] > 0).any())
+        return self.redone or not len(self._times) or bool(self._times[:, _COMPILE].any())
 
     def rank_times(self) -> tuple[RankTimes, ...]:
         memory = self._reports.column("memory_bytes") if self._reports is not None else []

@@ -167,6 +167,9 @@ class StepListener:
         return iter(())
 
 
+_CALLBACKS = tuple(name for name in vars(StepListener) if name.startswith(("on_", "is_")))
+
+
 class StepLoop:
     """State of the user's loop: the running step, and what has happened to it. One for all loaders of a job."""
 
@@ -190,7 +193,8 @@ class StepLoop:
         """True if the script is being ended on request, with its state saved, on all ranks."""
         self.unsound = ""
         """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
-        self._listeners: list[StepListener] = []
+        self._listeners: dict[str, list[StepListener]] = {name: [] for name in _CALLBACKS}
+        """By callback, those that override it."""
         self._optimizer_stepped = False
         self._session_steps = 0
         self._watched: list[tuple[torch.Tensor, int]] = []
@@ -198,7 +202,9 @@ class StepLoop:
 
     def add_listener(self, listener: StepListener) -> None:
         """Call `listener` at each point of a step, after the listeners added before it."""
-        self._listeners.append(listener)
+        for name, listeners in self._listeners.items():
+            if getattr(type(listener), name) is not getattr(StepListener, name):
+                listeners.append(listener)
 
     def stop(self) -> None:
         """Note that the script ends here on request, with its state saved."""
@@ -213,7 +219,7 @@ class StepLoop:
         self._optimizer_stepped = False
         self._dropped = None
         self.engine.control.set_position(step.epoch, step.batch.epoch_step)
-        for listener in self._listeners:
+        for listener in self._listeners["on_begin"]:
             listener.on_begin(step)
         self.engine.clock.switch("optimizer")
 
@@ -225,7 +231,7 @@ class StepLoop:
                 "step.backward was called inside loss_fn; return the sum of both losses from loss_fn, or call step.backward "
                 "twice, one after the other: gradients add up"
             )
-        for listener in self._listeners:
+        for listener in self._listeners["on_backward"]:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
         try:
@@ -238,7 +244,7 @@ class StepLoop:
         self.failed = self._optimizer_stepped = False
         self.unsound = ""
         self._watched = [(p, p._version) for p in self.engine.parameters.with_gradients(_NUM_WATCHED)]
-        for listener in self._listeners:
+        for listener in self._listeners["on_gradients"]:
             listener.on_gradients(step)
         return loss
 
@@ -272,12 +278,12 @@ class StepLoop:
         if step.stats.calls:
             if not dropped:
                 self._record(step)
-            for listener in self._listeners:
+            for listener in self._listeners["on_end"]:
                 listener.on_end(step)
         if finished or (step.stats.calls and not dropped):
             step.commit()
         if at_boundary:
-            for listener in self._listeners:
+            for listener in self._listeners["on_boundary"]:
                 listener.on_boundary(step)
 
     def _record(self, step: Step) -> None:
@@ -293,18 +299,18 @@ class StepLoop:
         if not step.arm:
             if usual and step.loader.is_tuned:
                 step.loader.observe(step.stats.cost(step.batch.plan.num_samples))
-            for listener in self._listeners:
+            for listener in self._listeners["on_trained"]:
                 listener.on_trained(step, usual)
         self.engine.recorder.step(step.record_index, step.batch.plan, step.stats, step.arm)
 
     def end_epoch(self) -> None:
         self.engine.clock.switch("other")
         self.left_early, self.ran_out = False, True
-        for listener in self._listeners:
+        for listener in self._listeners["on_loop_end"]:
             listener.on_loop_end()
 
     def due_listener(self) -> StepListener | None:
-        return next((listener for listener in self._listeners if listener.is_due(self._session_steps)), None)
+        return next((one for one in self._listeners["is_due"] if one.is_due(self._session_steps)), None)
 
     @property
     def has_unused_gradients(self) -> bool:
