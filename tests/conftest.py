@@ -9,6 +9,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -87,13 +89,29 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 def _children() -> set[psutil.Process]:
     """All processes below this one, apart from the servers of multiprocessing and tests/warm.py."""
     found = set()
-    for child in psutil.Process().children(recursive=True):
+    for pid in _descendants():
         try:
+            child = psutil.Process(pid)
             command = " ".join(child.cmdline())
             if child.status() != psutil.STATUS_ZOMBIE and not _is_server(child, command):
                 found.add(child)
         except psutil.NoSuchProcess:
             continue
+    return found
+
+
+def _descendants() -> list[int]:
+    """As `psutil.Process.children(recursive=True)`, which reads all processes of the machine, twice in each test."""
+    found, above = [], [os.getpid()]
+    try:
+        while above:
+            parent = above.pop()
+            for thread in Path(f"/proc/{parent}/task").iterdir():
+                with suppress(ProcessLookupError):
+                    above += (own := [int(pid) for pid in (thread / "children").read_text().split()])
+                    found += own
+    except FileNotFoundError:  # a process that has just ended, or a system without this file
+        return [child.pid for child in psutil.Process().children(recursive=True)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""`Command`: python with a command line, forked from a server that has the heavy imports behind it (warm_server.py)."""
+"""`Command` and `run`: python with a command line, forked from a server that has imported torch (warm_server.py)."""
 
 from __future__ import annotations
 
@@ -105,3 +105,13 @@ class Command:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run(arguments: Sequence[str], folder: Path, timeout: float, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` in a folder to its end, with further environment variables."""
+    with Command(arguments, folder, {**os.environ, **variables}) as process:
+        try:
+            stdout, stderr = process.communicate(timeout)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.wait(), stdout, stderr)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from evenload.errors import ConfigError
 from evenload.training.launch.devices import HostDevices, describe_workers, parse_devices, plan_workers
 from evenload.training.launch.environment import WorkerSpec, read_spec, write_spec
 from evenload.training.launch.replicas import as_one_worker, num_parts, plan_replicas, replica_devices
+from tests import warm
 from tests.ranks.launch.scripts import Started, assert_gone, run
 
 TRAIN = """
@@ -138,10 +137,7 @@ def test_what_contradicts_is_refused(
 
 def test_verify_compares_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_script(epochs=1))
-    ended = subprocess.run(
-        [sys.executable, "-m", "evenload.cli.main", "verify", "--strategy", "dp", "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    ended = warm.run(["-m", "evenload.cli.main", "verify", "--strategy", "dp", "train.py"], tmp_path, 60)
     assert ended.returncode == 2 and "verify the script with strategy='ddp'" in ended.stderr
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.paths import ROOT
+from tests.warm import run
 
 
 def quick(folder: Path, name: str, *options: str) -> dict[str, Any]:
@@ -19,13 +18,7 @@ def quick(folder: Path, name: str, *options: str) -> dict[str, Any]:
 
 
 def quick_ones(folder: Path, *names: str, options: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *names, "--quick", "--results", str(folder), *options],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=110,
-    )
+    done = run(["-m", "benchmarks", *names, "--quick", "--results", str(folder), *options], ROOT, 110)
     assert done.returncode == 0, done.stdout + done.stderr
     return [read(folder, name) for name in names]
 

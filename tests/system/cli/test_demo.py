@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from evenload import stored_names
 from evenload.cli.demo import find_example
 from evenload.errors import ConfigError
 from evenload.records.reader import read_events
+from tests.warm import run
 
 
 def test_the_example_is_found() -> None:
@@ -23,13 +22,7 @@ def test_the_example_is_found() -> None:
 @pytest.mark.slow
 def test_a_short_demo(tmp_path: Path) -> None:
     short = ["--steps", "20", "--rounds", "1", "--block", "0.3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "evenload.cli.main", "demo", "--project-dir", "runs/it", *short],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=110,
-    )
+    done = run(["-m", "evenload.cli.main", "demo", "--project-dir", "runs/it", *short], tmp_path, 110)
     assert done.returncode == 0, done.stdout + done.stderr
     before, _, after = done.stdout.partition("measured in 1 rounds")
     assert "rank 1" in before and "shares" in before

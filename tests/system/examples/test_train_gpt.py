@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.paths import ROOT
+from tests.warm import run
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 TINY = ("--steps", "4", "--batch-size", "10", "--width", "32", "--depth", "1", "--context", "16", "--sample-bytes", "5")
@@ -17,13 +16,7 @@ TINY = ("--steps", "4", "--batch-size", "10", "--width", "32", "--depth", "1", "
 
 def validation_loss(folder: Path, *command: str) -> float:
     """Runs the example in a folder of its own."""
-    done = subprocess.run(
-        [sys.executable, *command, str(EXAMPLE), *TINY, "--project-dir", str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=folder.parent,
-        timeout=100,
-    )
+    done = run([*command, str(EXAMPLE), *TINY, "--project-dir", str(folder)], folder.parent, 100)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = re.findall(r"validation loss ([\d.]+) nats a byte, over ([\d,]+) bytes", done.stdout)
     assert found[1] == "3,840"

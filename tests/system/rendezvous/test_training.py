@@ -1,14 +1,12 @@
 """Two machines train one model: the example's own code, in float64, to the weights of one process."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from tests.paths import ROOT
 from tests.system.rendezvous.side_by_side import SideBySide
 from tests.system.rendezvous.typed import on_both
+from tests.warm import run
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 TINY = ("--steps", "4", "--batch-size", "10", "--width", "32", "--depth", "1", "--context", "16", "--sample-bytes", "5")
@@ -35,7 +33,7 @@ def _train(mbit_per_s):
 def _one_process(boxes, folder):
     folder.mkdir()
     (folder / "train.py").write_text(GPT64)
-    subprocess.run([sys.executable, "train.py", *TINY], cwd=folder, check=True, capture_output=True, timeout=110)
+    run(["train.py", *TINY], folder, 110).check_returncode()
     return torch.load(folder / "weights.pt")
 
 

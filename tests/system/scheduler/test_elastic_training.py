@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from evenload import hardware
 from tests.system.scheduler.daemons import Box, box
 from tests.system.scheduler.test_elastic_jobs import UNTIL, _wait_for_size
+from tests.warm import run
 
 EPOCHS = 40
 TRAIN = """
@@ -74,8 +74,7 @@ def test_weights_of_a_resized_training_run(folders: tuple[Path, Path], tmp_path:
     import torch
 
     undisturbed, elastic = folders
-    command = [sys.executable, "-m", "evenload.cli.main", "run", "-d", "cpu:2", "train.py", str(EPOCHS)]
-    subprocess.run(command, cwd=undisturbed, check=True, timeout=200, capture_output=True)
+    run(["-m", "evenload.cli.main", "run", "-d", "cpu:2", "train.py", str(EPOCHS)], undisturbed, 200).check_returncode()
     cores = hardware.usable_cores()[:2]
     with box() as queue:
         queue.settings("[cpu]\nslots = 2\n[settings]\nmin_run_s = 0.0\n")

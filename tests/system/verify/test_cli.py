@@ -1,14 +1,13 @@
 """`evenload verify` as a user types it, on scripts in files."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from evenload.cli.main import main
-from tests.warm import Command
+from tests.warm import run
 
 SCRIPT = """
 import torch, torch.nn.functional as F
@@ -35,14 +34,9 @@ run.export("weights.pt")
 
 def evenload(folder, *arguments, script=SCRIPT, reduction="mean"):
     (folder / "train.py").write_text(script.replace("REDUCTION", reduction))
-    with Command(["-m", "evenload.cli.main", *arguments], folder, {**os.environ, "TMPDIR": str(folder)}) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=100)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+    done = run(["-m", "evenload.cli.main", *arguments], folder, 100, TMPDIR=str(folder))
     assert not list(folder.glob("evenload-*")), "a folder of the launch is left"
-    return process.returncode, stdout, stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 def files(folder):

@@ -17,6 +17,7 @@ from tests.system.cli.queue_box import box_in
 from tests.system.scheduler.backends.programs import expected_result, steps_done, write_counting, write_job
 from tests.system.scheduler.backends.ray_box import RayBox
 from tests.system.scheduler.backends.slurm_cluster import SlurmCluster, wait_until
+from tests.warm import run
 
 LIMIT_S = 120.0
 NUM_STEPS = 60
@@ -184,7 +185,8 @@ def weights(folder: Path) -> torch.Tensor:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     folder = tmp_path_factory.mktemp("undisturbed")
     write_training(folder)
-    evenload("run", "-d", "cpu:2", "train.py", "0", variables={}, folder=folder)
+    done = run(["-m", "evenload.cli.main", "run", "-d", "cpu:2", "train.py", "0"], folder, LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
     return weights(folder)
 
 
