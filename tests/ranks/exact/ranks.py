@@ -132,8 +132,8 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
             for step in loader:
                 task.step_index = step.index
 
-                def backward(loss_fn: Any, step: Any = step) -> torch.Tensor:
-                    loss = step.backward(loss_fn)
+                def backward(loss_fn: Any, *, batch_loss: Any = None, step: Any = step) -> torch.Tensor:
+                    loss = step.backward(loss_fn, batch_loss=batch_loss)
                     record.scales.append(precision.scale)
                     return loss
 

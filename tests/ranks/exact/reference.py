@@ -64,15 +64,19 @@ class Reference:
             record.scales = self.scale.seen
         return record
 
-    def backward(self, loss_fn: Any) -> torch.Tensor:
+    def backward(self, loss_fn: Any, *, batch_loss: Any = None) -> torch.Tensor:
         """What `step.backward` must equal."""
         earlier = [p.grad for p in self.task.parameters()]
         for p in self.task.parameters():
             p.grad = None
         scale = 1.0 if self.scale is None else self.scale.scale
         held, terms, weights, metrics = [], [], [], []
-        for part in self._slices():
-            loss, weight, extra = _read(loss_fn(self.task.collate([self.task.dataset[index] for index in part])))
+        parts: list[Any] = self._slices()
+        if batch_loss is not None:
+            parts, encode, loss_fn = [self._batch], loss_fn, lambda tensors: _loss_alone(batch_loss(*tensors))
+        for part in parts:
+            rows = self._read(part) if batch_loss is None else self._encoded(encode)
+            loss, weight, extra = _read(loss_fn(rows))
             weights.append(float(len(part) if weight is None else weight))
             metrics.append(extra)
             # 0 units: the mean over them may be NaN, and has no part in the sum
@@ -102,6 +106,14 @@ class Reference:
         }
         return total
 
+    def _read(self, part: list[Any]) -> Any:
+        return self.task.collate([self.task.dataset[index] for index in part])
+
+    def _encoded(self, encode: Any) -> list[torch.Tensor]:
+        """The tensors of the whole batch, encoded slice by slice."""
+        encoded = [encode(self._read(part)) for part in self._slices()]
+        return [torch.cat(column) for column in zip(*encoded, strict=True)]
+
     def _unless_finite(self, touched: list[torch.nn.Parameter]) -> None:
         """The parameters of a backward that overflowed get no update, whatever later backwards add."""
         if not all(bool(p.grad.isfinite().all()) for p in touched):
@@ -117,6 +129,11 @@ class Reference:
         sizes = [size + 1] * rest + [size] * (count - rest)
         ends = [sum(sizes[: m + 1]) for m in range(count)]
         return [self._batch[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+
+
+def _loss_alone(returned: Any) -> Any:
+    """The loss of the whole batch is that of the step, whatever its weight."""
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
 def _read(returned: Any) -> tuple[torch.Tensor, Any, dict[str, float]]:

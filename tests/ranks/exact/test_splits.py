@@ -55,7 +55,7 @@ def _expected(name: str, num_micro: tuple[int, ...]) -> Recorder:
     return Reference(TASKS[name](), list(num_micro)).train()
 
 
-def _compare(name: str, grid: dict[Any, int | None], strategy: str, folder: Path) -> None:
+def compare(name: str, grid: dict[Any, int | None], strategy: str, folder: Path) -> None:
     settings = [Setting(balance, micro, changing, strategy=strategy) for balance, micro, changing in grid]
     ranks = run_split(train_all, 3, strategy, [(name, setting) for setting in settings], str(folder))
     for index, (setting, num_micro) in enumerate(zip(settings, grid.values(), strict=True)):
@@ -67,10 +67,10 @@ def _compare(name: str, grid: dict[Any, int | None], strategy: str, folder: Path
 @pytest.mark.every_strategy
 @pytest.mark.parametrize("name", ON_EVERY_SPLIT)
 def test_on_every_split(name: str, strategy: str, tmp_path: Path) -> None:
-    _compare(name, ALL if strategy == "ddp" else SOME, strategy, tmp_path)
+    compare(name, ALL if strategy == "ddp" else SOME, strategy, tmp_path)
 
 
 @pytest.mark.every_strategy
 @pytest.mark.parametrize("name", ON_SOME_SPLITS)
 def test_on_some_splits(name: str, strategy: str, tmp_path: Path) -> None:
-    _compare(name, SOME, strategy, tmp_path)
+    compare(name, SOME, strategy, tmp_path)

@@ -336,3 +336,69 @@ def nothing_counts(run):
 def not_finite(run):
     model = _mlp()
     _train(run, model, lambda batch: (model(batch[0]).sum() * 0.0).log())
+
+
+# -- losses over the whole batch --------------------------------------------------------------------------------------
+
+
+class _Contrasted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4))
+        self.log_temperature = nn.Parameter(torch.tensor(-1.0))
+
+    def nt_xent(self, first, second):
+        z = F.normalize(torch.cat([first, second]), dim=1)
+        logits = (z @ z.T / self.log_temperature.exp()).fill_diagonal_(float("-inf"))
+        return F.cross_entropy(logits, torch.arange(len(z)).roll(len(first)))
+
+
+def noisy_contrastive(run):
+    """Noise and dropout, drawn in loss_fn: as in SimCLR."""
+    model = _Contrasted()
+
+    def loss_fn(batch):
+        x = batch[0]
+        return model.nt_xent(model.body(x + 0.1 * torch.randn_like(x)), model.body(x + 0.1 * torch.randn_like(x)))
+
+    _train(run, model, loss_fn)
+
+
+def shuffled_contrastive(run):
+    """Random numbers that belong to no sample: each is mixed with another, as mixup does."""
+    model = _Contrasted()
+
+    def loss_fn(batch):
+        x = batch[0]
+        mixed = 0.9 * x + 0.1 * x[torch.randperm(len(x))]
+        return model.nt_xent(model.body(x), model.body(mixed))
+
+    _train(run, model, loss_fn)
+
+
+def mixup(run):
+    """Mixes samples, but the loss is a mean over them: equal on average."""
+    model = _mlp()
+
+    def loss_fn(batch):
+        x, y = batch
+        order = torch.randperm(len(x))
+        logits = model(0.8 * x + 0.2 * x[order])
+        return 0.8 * F.cross_entropy(logits, y) + 0.2 * F.cross_entropy(logits, y[order])
+
+    _train(run, model, loss_fn)
+
+
+def batch_loss(run):
+    """The same by batch_loss, which is exact."""
+    model = _Contrasted()
+    loader = DataLoader(_pairs(), batch_size=16, shuffle=True)
+    model, loader = run.prepare(model, loader)
+
+    def encode(batch):
+        x = batch[0]
+        return model.body(x), model.body(x + 0.1 * torch.randn_like(x))
+
+    for step in loader:
+        step.backward(encode, batch_loss=model.nt_xent)

@@ -118,7 +118,7 @@ def test_low_precision(tmp_path, precision):
         ),
         ("forgotten_where_nothing_counts", "weights", "not finite", "evenload.count_tokens(batch['labels'])"),
         ("forgotten_class_weights", "weights", "units other than samples", "return (loss, units)"),
-        ("contrastive", "coupled", "depends on other samples of the batch", "one device"),
+        ("contrastive", "coupled", "depends on other samples of the batch", "batch_loss=fn"),
         ("own_batch_norm", "batch_norm", "1 BatchNorm modules", "_OwnBatchNorm"),
         ("forgotten_head", "unprepared", "Linear.weight", "run.prepare(model, head"),
         ("counts_calls", "nondeterminism", "differs from itself", "no counter"),
@@ -152,3 +152,21 @@ def test_the_worst_parameters_come_first(tmp_path):
     assert parts == sorted(parts, reverse=True) and call["comparisons"][0]["difference"] == pytest.approx(
         sum(part**2 for part in parts) ** 0.5
     )
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 4}])
+def test_a_loss_over_the_whole_batch_is_equal(tmp_path, settings):
+    report = verify(tmp_path, "batch_loss", **settings)
+    assert report["equal"] and set(kinds(report)) == {"randomness"}
+    (call,) = report["calls"]
+    assert call["num_micro"] == (3 if settings else 1) and call["comparisons"][-1]["difference"] < 1e-12
+
+
+@pytest.mark.parametrize("name", ["noisy_contrastive", "shuffled_contrastive"])
+def test_a_coupled_loss_is_found_behind_randomness(tmp_path, name):
+    report = verify(tmp_path, name)
+    assert not report["equal"] and kinds(report) == ["randomness", "coupled"]
+
+
+def test_samples_that_are_mixed_are_no_coupled_loss(tmp_path):
+    assert kinds(verify(tmp_path, "mixup")) == ["randomness"]

@@ -41,6 +41,12 @@ def test_fixmatch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_clip_like(tmp_path: Path) -> None:
+    printed = run_both("clip_like.py", tmp_path, "--epochs", "3", balance="100,28")
+    assert same(r"#% of 400 held-out", printed, rel=0.05) > 10  # 1.25 % by chance
+
+
+@pytest.mark.slow
 def test_gan(tmp_path: Path) -> None:
     printed = run_both("gan.py", tmp_path, "--epochs", "2", "--steps", "10", balance="48,16")
     same(r"epoch 1: loss of the discriminator #,", printed)

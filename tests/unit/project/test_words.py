@@ -70,7 +70,7 @@ def test_prose_uses_no_word_of_our_own() -> None:
         f"{path.relative_to(ROOT)}: {word}"
         for path in pages
         if "_build" not in path.parts
-        for word in re.findall(r"[a-z]+", path.read_text().lower())
+        for word in re.findall(r"[a-z]+", path.read_text().lower().replace("barlow twins", ""))  # a name
         if word in ONLY_OURS
     }
     assert sorted(found) == []

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from evenload.training.verify.causes import fit
 from evenload.training.verify.double import Float64Mode, float64, in_double
 from evenload.training.verify.findings import compare, distance
+from evenload.training.verify.parts import fit
 from evenload.training.verify.random_draws import SharedDraws
 from evenload.training.verify.saved_state import Tracked, params_key, put_back, tracked_parameters
 from evenload.training.verify.sides import Gradient, Variant

@@ -31,18 +31,20 @@ class Statistics:
         self._groups = groups
         self._clock = clock
         self.idle = False
+        self._alone = False
         self.in_use = False
         """True if a model of the job takes its statistics over several ranks."""
 
     @property
     def world_size(self) -> int:
-        return self._groups.world_size
+        return 1 if self._alone else self._groups.world_size
 
-    def begin(self, micro_index: int, *, idle: bool) -> None:
-        self.idle = idle
+    def begin(self, stage: int | None, *, idle: bool) -> None:
+        """Begin a stage of the step, such as a micro-batch; None for one in which each rank has all samples."""
+        self.idle, self._alone = idle, stage is None
 
-    def end(self, micro_index: int) -> None:
-        """End this rank's backward of the micro-batch."""
+    def end(self, stage: int) -> None:
+        """End the stage on this rank."""
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' vectors, shape ``(world_size, len(own))``."""

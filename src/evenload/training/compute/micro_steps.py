@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.compute import batchnorm, randomness
@@ -43,6 +44,8 @@ class StepContext:
     check: Callable[[], None] = lambda: None
     """Called before each micro-batch; raises if the attempt was cancelled."""
     grad_norms: GradNorms | None = None
+    models: Sequence[nn.Module] = ()
+    """The prepared models, whose buffers a pass that is repeated must not move twice."""
 
 
 @dataclass
@@ -84,11 +87,7 @@ def run_micro_steps(
         context.check()
         micro = batch.micro(m, column, context.device)
         context.statistics.begin(m, idle=micro.idle)
-        key = (context.seed, batch.global_step, call_index, m, column)
-        if context.reseed is not None:
-            context.reseed(*key)
-        else:
-            randomness.seed_all(context.device, *key, others=context.other_gpus)
+        seed(context, batch, call_index, m, column)
         with torch.enable_grad():
             with context.precision.autocast():
                 result = read_result(loss_fn(micro.data), on_device=sums.on_device)
@@ -100,7 +99,7 @@ def run_micro_steps(
             if m != own[0] and sums.weighted != (result.weight is not None):
                 raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
             sums.nominal = nominal_units(plan.num_samples, result.weight is not None, last_units)
-            _add(sums, result, weight)
+            add_result(sums, result, weight)
             factor = weight * context.precision.scale / sums.nominal
             # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
             # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.
@@ -114,10 +113,19 @@ def run_micro_steps(
         context.statistics.end(m)
         if context.grad_norms is not None and m == own[0] != own[-1]:
             context.grad_norms.first_micro(float(sums.units))
-    batch.copy_next()
 
 
-def _add(sums: LossSums, result: LossResult, weight: torch.Tensor | float) -> None:
+def seed(context: StepContext, batch: GlobalBatch, *parts: int) -> None:
+    """Seed the generators of the user's code by the step and `parts`."""
+    key = (context.seed, batch.global_step, *parts)
+    if context.reseed is not None:
+        context.reseed(*key)
+    else:
+        randomness.seed_all(context.device, *key, others=context.other_gpus)
+
+
+def add_result(sums: LossSums, result: LossResult, weight: torch.Tensor | float) -> None:
+    """Add the result of a micro-batch with this weight."""
     sums.weighted = result.weight is not None
     if result.loss.dtype == torch.float64:
         sums.dtype = torch.float64

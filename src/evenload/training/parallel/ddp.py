@@ -18,11 +18,12 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm, randomness
+from evenload.training.compute.coupled_steps import run_steps
 from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.device_sums import DeviceSums
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.label_watch import LabelWatch
-from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext, run_micro_steps
+from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext
 from evenload.training.compute.model_parameters import ModelParameters
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.replicated_state import replicated_state
@@ -97,7 +98,8 @@ class ReplicaStrategy:
             _broadcast((*model.parameters(), *model.buffers()), groups)
         self._models = list(models)
         self._parameters = ModelParameters(models)
-        self._context = replace(self._context, other_gpus=randomness.other_gpus(models, self._context.device))
+        others = randomness.other_gpus(models, self._context.device)
+        self._context = replace(self._context, other_gpus=others, models=self._models)
         self._statistics.in_use = any(batchnorm.has_global_statistics(model) for model in models)
         self._build()
 
@@ -120,7 +122,7 @@ class ReplicaStrategy:
         started_s = time.perf_counter()
         try:
             with batchnorm.active(self._statistics):
-                run_micro_steps(
+                run_steps(
                     self._context,
                     batch,
                     loss_fn,

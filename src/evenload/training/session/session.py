@@ -30,6 +30,7 @@ from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener, StepLoader
+from evenload.training.verify.coupling import CouplingWatch
 from evenload.training.verify.verifier import Verifier
 
 
@@ -48,7 +49,15 @@ class Session(StepListener):
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
-        listeners: list[StepListener | None] = [self._ranks, self._verifier, self, self._contract, self._stopper]
+        coupling = CouplingWatch(context, models) if context.spec.mode == "train" else None
+        listeners: list[StepListener | None] = [
+            self._ranks,
+            self._verifier,
+            self,
+            self._contract,
+            coupling,
+            self._stopper,
+        ]
         if context.spec.mode == "measure":
             listeners.append(Measurement(context, read_options(context.spec.options), self._ranks))
         for listener in listeners:

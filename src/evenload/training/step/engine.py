@@ -27,6 +27,7 @@ from evenload.training.comm.generation import CollectiveAbortedError
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.user_collectives import user_collectives
 from evenload.training.compute import batchnorm, randomness
+from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.buffers import BufferGuard
 from evenload.training.compute.grad_norms import MEASURE_EVERY, GradNorms
 from evenload.training.compute.micro_steps import LossFn
@@ -214,7 +215,7 @@ class Engine:
 
     def _run(self, attempt: Attempt) -> StepResult | AttemptFailedError:
         """Run the strategy; a failure on one rank is returned on all of them."""
-        if self._has_statistics and self._groups.world_size > 1:
+        if self._groups.world_size > 1 and (self._has_statistics or isinstance(attempt.loss_fn, CoupledLoss)):
             # A rank that does something else would leave the others inside a collective of the forward.
             with self.clock.segment("wait"):
                 self.control.exchange(Operation.BEGIN)
@@ -287,9 +288,8 @@ class Engine:
 
     def _user_collectives(self) -> int:
         # A rank without peers need not look, nor one that stays anyway.
-        if self._groups.world_size == 1 or self.stays_because:
-            return 0
-        return user_collectives(self._groups.own_groups)
+        skips = self._groups.world_size == 1 or self.stays_because
+        return 0 if skips else user_collectives(self._groups.own_groups)
 
     def _agree(self, attempt: Attempt, results: Sequence[LocalResult]) -> GlobalTotals:
         batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
@@ -320,7 +320,7 @@ class Engine:
             self.strategy.rollback(together=True)
         self._buffers.restore()
         stats.redone = True
-        if self._has_statistics and any(status in _INTERRUPTING for status in statuses):
+        if any(status in _INTERRUPTING for status in statuses):
             self._groups.rebuild_statistics()
         if raised := [rank for rank, status in enumerate(statuses) if status == RAISED]:
             if attempt.error is not None and not isinstance(attempt.error, CollectiveAbortedError):

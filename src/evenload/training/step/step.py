@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
 
 from evenload.errors import DivergenceError, NonFiniteError, StepError
 from evenload.foreign_names import LOADER_ELSEWHERE, STEP_ELSEWHERE
+from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
@@ -58,13 +59,17 @@ class Step:
         self.committed = bool(arm)  # training uses a measurement's samples later, so they never count here
 
     @shows_usage("step.backward(loss_fn), where loss_fn(batch) returns the loss of a micro-batch")
-    def backward(self, loss_fn: LossFn) -> torch.Tensor:
+    def backward(self, loss_fn: LossFn, *, batch_loss: Callable[..., Any] | None = None) -> torch.Tensor:
         """Run forward and backward of the whole global batch; this rank computes its share.
 
         Args:
             loss_fn: called with each micro-batch of this rank's share, on its device, as the user's collate_fn made it.
                 Returns the loss as a mean over the samples, ``(loss, weight)`` as a mean over `weight` units, or a dict
                 with ``loss``, optionally ``weight``, and further scalars.
+            batch_loss: for a loss that couples the samples of the batch (CLIP, SimCLR, triplets). Then `loss_fn` encodes: it
+                returns a tensor or a tuple of tensors of shape ``(samples, ...)``. `batch_loss` receives those of the whole
+                global batch, in global order, on every rank, and returns the loss in one of the three forms. With several
+                micro-batches `loss_fn` runs twice for each sample; see docs/contrastive.md.
 
         Returns:
             The weighted mean loss over the global batch: a scalar CPU tensor, the same on all ranks. `.grad` of the
@@ -74,12 +79,13 @@ class Step:
             StepError: wrong use, with the line to write instead.
             NonFiniteError: the loss or gradient was NaN or infinite in several steps in a row.
         """
-        if not callable(loss_fn):
-            raise StepError(
-                f"step.backward received a {type(loss_fn).__name__}; pass the function itself, without calling it: "
-                "step.backward(loss_fn), where loss_fn(batch) returns the loss of a micro-batch"
-            )
-        return self._loop.backward(self, loss_fn)
+        for fn in (loss_fn, *(() if batch_loss is None else (batch_loss,))):
+            if not callable(fn):
+                raise StepError(
+                    f"step.backward received a {type(fn).__name__}; pass the function itself, without calling it: "
+                    "step.backward(loss_fn), where loss_fn(batch) returns the loss of a micro-batch"
+                )
+        return self._loop.backward(self, loss_fn if batch_loss is None else CoupledLoss(loss_fn, batch_loss))
 
     def __iter__(self) -> Iterator[Any]:
         raise _not_a_batch()

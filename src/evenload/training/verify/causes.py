@@ -1,14 +1,9 @@
-"""Tests for the usual causes of a difference between the split and one process, run on rank 0 in one process.
-
-The loss is tested by its parts. For a mean over independent samples, the whole's gradient is G = Σ α_r g_r with g_r the
-gradients of the parts and α_r their share of the weight. So the best fit of α shows the cause: all 1: the loss is a sum; a
-sum of 1, but not the returned weights: weights are missing; no fit: samples are coupled.
-"""
+"""Tests for the usual causes of a difference between the split and one process, run on rank 0 in one process."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +11,19 @@ from torch.utils._pytree import tree_leaves
 
 from evenload.training.compute.weighting import IGNORED_LABEL, count_tokens
 from evenload.training.verify.findings import DifferenceCause, distance
+from evenload.training.verify.parts import differs_on_average, fit_parts
 from evenload.training.verify.sides import Gradient, Span, Variant, VerifyCall, same_data
 
 MAX_SLICES = 4
 """Number of micro-batches to test by their parts, at most."""
+
+COUPLED_FIX = (
+    "split it in two functions: encode(batch) returns a tensor or a tuple of tensors, samples first, and fn(*tensors) the loss "
+    "from those of the whole global batch; then loss = step.backward(encode, batch_loss=fn) is exact (docs/contrastive.md)"
+)
+
+NUM_SEEDS = 12
+"""Number of seeds over which the losses of parts are compared."""
 
 
 def data_cause(call: VerifyCall) -> DifferenceCause | None:
@@ -54,15 +58,7 @@ def is_random(call: VerifyCall, one: Gradient, variant: Variant, tolerance: floa
 
 def loss_cause(call: VerifyCall, variant: Variant, tolerance: float) -> DifferenceCause | None:
     """Compute parts of micro-batches in one process; return the kind of loss if they don't add up to the whole."""
-    plan = call.batch.plan
-    candidates = [m for m in range(plan.num_micro) if sum(plan.micro[m]) > 1]
-    for m in candidates[:MAX_SLICES]:
-        whole_span = plan.slice_of(m)
-        spans = [span for rank in range(len(plan.shares)) if (span := plan.slice_of(m, rank))[0] < span[1]]
-        if len(spans) < 2:
-            low, high = whole_span
-            cut = low + max(1, 3 * (high - low) // 4)
-            spans = [(low, cut), (cut, high)]
+    for whole_span, spans in _cuts(call):
         whole = call.one_process([whole_span], variant)
         parts = [call.one_process([span], variant, within=[whole_span]) for span in spans]
         cause = _compare_parts(call, spans, whole, parts, tolerance)
@@ -71,68 +67,56 @@ def loss_cause(call: VerifyCall, variant: Variant, tolerance: float) -> Differen
     return None
 
 
+def is_coupled_on_average(call: VerifyCall, variant: Variant) -> bool:
+    """Return whether parts differ from the whole in their mean over several seeds: what no noise explains."""
+    for whole_span, spans in _cuts(call):
+        wholes = [call.one_process([whole_span], variant, shift=shift) for shift in range(NUM_SEEDS)]
+        parts = [
+            [call.one_process([span], variant, shift=shift, within=[whole_span]) for span in spans]
+            for shift in range(NUM_SEEDS)
+        ]
+        if differs_on_average(wholes, parts):
+            return True
+    return False
+
+
+def _cuts(call: VerifyCall) -> Iterator[tuple[Span, list[Span]]]:
+    """Yield micro-batches, each with the parts that the ranks compute, or two of unequal length."""
+    plan = call.batch.plan
+    candidates = [m for m in range(plan.num_micro) if sum(plan.micro[m]) > 1]
+    for m in candidates[:MAX_SLICES]:
+        low, high = plan.slice_of(m)
+        spans = [span for rank in range(len(plan.shares)) if (span := plan.slice_of(m, rank))[0] < span[1]]
+        if len(spans) < 2:
+            cut = low + max(1, 3 * (high - low) // 4)
+            spans = [(low, cut), (cut, high)]
+        yield (low, high), spans
+
+
 def _compare_parts(
     call: VerifyCall, spans: Sequence[Span], whole: Gradient, parts: Sequence[Gradient], tolerance: float
 ) -> DifferenceCause | None:
-    finite = [part for part in parts if math.isfinite(part.loss) and part.units]
-    units = math.fsum(p.units for p in parts)
-    used = [p.units / units for p in finite] if units else []
-    if len(finite) == len(parts) and _misfit(whole, finite, used) <= tolerance:
-        return None
-    alphas = fit(whole, finite)
-    # The fit solves normal equations, which costs half of the digits.
-    rest = _misfit(whole, finite, alphas)
-    if rest > max(math.sqrt(tolerance) / 10, tolerance):
-        return _coupled(call, spans, _misfit(whole, finite, used), rest)
-    if all(abs(alpha - 1.0) < 1e-2 for alpha in alphas) and len(finite) > 1:
+    found = fit_parts(whole, parts, tolerance)
+    if found.kind == "coupled":
+        return _coupled(call, spans, found.misfit, found.rest)
+    if found.kind == "weights":
+        kept = [spans[index] for index in found.kept]
+        return _weights(call, kept, found.alphas, found.used, weighted=whole.weighted, num_parts=len(parts))
+    if found.kind == "sum" and all(abs(alpha - 1.0) < 1e-2 for alpha in found.alphas):
         return DifferenceCause(
             "sum",
             f"the losses of {len(parts)} parts of a micro-batch add up to the loss of the whole: it is a sum over samples, "
             "or divided by a fixed number, so it grows with the number of samples",
             "return a mean over the samples that loss_fn receives (reduction='mean'), or (loss, units)",
         )
-    if not math.isnan(rest) and len(finite) == len(parts):
-        gaps = [abs(alpha - share) for alpha, share in zip(alphas, used, strict=True)]
-        if max(gaps) < 1e-4:
-            return None  # rounding: the parts do add up to the whole
-    if abs(math.fsum(alphas) - 1.0) < 1e-2:
-        kept = [span for span, part in zip(spans, parts, strict=True) if math.isfinite(part.loss) and part.units]
-        return _weights(call, kept, alphas, used, weighted=whole.weighted, num_parts=len(parts))
-    return DifferenceCause(
-        "sum",
-        "the loss is not a mean: the parts of a micro-batch enter the whole with weights "
-        f"{', '.join(f'{alpha:.3g}' for alpha in alphas)}, which do not add up to 1",
-        "return a mean over the samples that loss_fn receives, or (loss, units) for a mean over units",
-    )
-
-
-def fit(whole: Gradient, parts: Sequence[Gradient]) -> list[float]:
-    """Return the α that minimise ‖G − Σ α_r g_r‖, by the normal equations; the losses are one more coordinate."""
-    if not parts:
-        return []
-    scale = whole.norm() / abs(whole.loss) if whole.loss and math.isfinite(whole.loss) else 0.0
-    gram = torch.tensor([[a.dot(b) + scale**2 * a.loss * b.loss for b in parts] for a in parts], dtype=torch.float64)
-    right = torch.tensor([a.dot(whole) + scale**2 * a.loss * whole.loss for a in parts], dtype=torch.float64)
-    if not bool(torch.isfinite(gram).all() and torch.isfinite(right).all()):
-        return [math.nan] * len(parts)
-    alphas: list[float] = (torch.linalg.pinv(gram, hermitian=True, rtol=1e-12) @ right).tolist()
-    return alphas
-
-
-def _misfit(whole: Gradient, parts: Sequence[Gradient], alphas: Sequence[float]) -> float:
-    """‖G − Σ α_r g_r‖/‖G‖, or that of the losses where it is larger."""
-    values: list[torch.Tensor | None] = []
-    for index in range(len(whole.values)):
-        terms = [
-            part.values[index].double() * alpha  # type: ignore[union-attr]
-            for part, alpha in zip(parts, alphas, strict=True)
-            if part.values[index] is not None
-        ]
-        values.append(sum(terms[1:], terms[0]) if terms else None)
-    loss = math.fsum(part.loss * alpha for part, alpha in zip(parts, alphas, strict=True)) if parts else math.nan
-    gap = abs(loss - whole.loss) / abs(whole.loss) if whole.loss else 0.0
-    misfit = distance(Gradient(values, loss), whole)
-    return misfit if misfit != misfit else max(misfit, gap)
+    if found.kind == "sum":
+        return DifferenceCause(
+            "sum",
+            "the loss is not a mean: the parts of a micro-batch enter the whole with weights "
+            f"{', '.join(f'{alpha:.3g}' for alpha in found.alphas)}, which do not add up to 1",
+            "return a mean over the samples that loss_fn receives, or (loss, units) for a mean over units",
+        )
+    return None
 
 
 def _coupled(call: VerifyCall, spans: Sequence[Span], used: float, rest: float) -> DifferenceCause:
@@ -146,7 +130,7 @@ def _coupled(call: VerifyCall, spans: Sequence[Span], used: float, rest: float) 
     return DifferenceCause(
         "coupled",
         finding,
-        "no split can compute such a loss: train it on one device (-d 0, -d cpu), or write it as a mean over samples",
+        COUPLED_FIX,
     )
 
 

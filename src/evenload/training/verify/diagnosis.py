@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.batchnorm import has_global_statistics
 from evenload.training.verify import causes
 from evenload.training.verify.findings import NARROW_INSIDE, Comparison, DifferenceCause, compare
@@ -70,9 +71,11 @@ class Diagnosis:
         if tolerance < self.comparisons[-1].difference <= NARROW_INSIDE:
             return _unknown(self.comparisons[-1])  # most likely rounding, in which no test finds anything
         # Without BatchNorm: over a part of the batch its statistics differ, even if the split shares them.
-        cause = causes.loss_cause(call, replace(variant, no_batch_norm=True), tolerance)
+        alone = replace(variant, no_batch_norm=True)
+        cause = None if isinstance(call.loss_fn, CoupledLoss) else causes.loss_cause(call, alone, tolerance)
         if variant.shared_draws and cause is not None and cause.kind == "coupled":
-            return None  # noise that could not be matched looks the same; see `_randomness`
+            # Noise that could not be matched looks the same in one sample, but not on average; see `_randomness`.
+            return cause if causes.is_coupled_on_average(call, alone) else None
         if cause is not None:
             return cause
         if own and call.context.groups.world_size > 1:

@@ -57,12 +57,12 @@ def widen(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
-def in_double(loss_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a loss function so that its batch, and everything it computes, is in float64."""
+def in_double(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a loss function so that its arguments, and everything it computes, are in float64."""
 
-    def wide(batch: Any) -> Any:
+    def wide(*values: Any) -> Any:
         with Float64Mode():
-            return loss_fn(tree_map(widen, batch))
+            return loss_fn(*tree_map(widen, values))
 
     return wide
 

@@ -6,23 +6,46 @@ seeds a split and one process then see the same noise, so a loss that draws nois
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from evenload.training.compute import randomness
 
 _SIZED = (torch.rand, torch.randn, torch.randint)
 _LIKE: dict[Any, Any] = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 _FILLING = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.random_, torch.Tensor.bernoulli_)
 
 
+class OwnState:
+    """A state of all generators beside the one that the program sees."""
+
+    def __init__(self, device: torch.device, *key: int) -> None:
+        self._device = device
+        with randomness.set_aside(device):
+            randomness.seed_all(device, *key)
+            self._state = randomness.capture(device)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Draw from it in the body."""
+        with randomness.set_aside(self._device):
+            randomness.restore(self._state, self._device)
+            yield
+            self._state = randomness.capture(self._device)
+
+
 class SharedDraws(TorchFunctionMode):
     """Makes draws those of the rows ``[low, low + num)`` of a slice of ``num_whole`` samples."""
 
-    def __init__(self, low: int, num: int, num_whole: int) -> None:
+    def __init__(self, low: int, num: int, num_whole: int, apart: OwnState | None = None) -> None:
+        """`apart` holds the generators that these draws use; others, which belong to no sample, leave it as it is."""
         super().__init__()
         self._low, self._num, self._num_whole = low, num, num_whole
+        self._apart = contextlib.nullcontext if apart is None else apart.used
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,7 +65,7 @@ class SharedDraws(TorchFunctionMode):
         if func in _FILLING and self._matches(tuple(args[0].shape)) and "generator" not in kwargs:
             target = args[0]
             whole = target.new_empty(self._whole(tuple(target.shape)))
-            with torch.no_grad():
+            with torch.no_grad(), self._apart():
                 func(whole, *args[1:], **kwargs)
                 return target.copy_(self._cut(whole, target.shape[0]))
         return func(*args, **kwargs)
@@ -65,7 +88,8 @@ class SharedDraws(TorchFunctionMode):
     def _rows(self, draw: Callable[..., Any], size: tuple[int, ...], options: dict[str, Any]) -> Any:
         if not self._matches(size):
             return draw(size, **options)
-        return self._cut(draw(self._whole(size), **options), size[0])
+        with self._apart():
+            return self._cut(draw(self._whole(size), **options), size[0])
 
     def _matches(self, size: tuple[int, ...]) -> bool:
         return bool(size) and size[0] > 0 and size[0] % self._num == 0

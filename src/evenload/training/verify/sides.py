@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from evenload.records.recorder import Recorder
 from evenload.training.comm.clock import StepClock
 from evenload.training.compute import batchnorm, randomness
+from evenload.training.compute.batch_loss import CoupledLoss, read_rows, wrap
 from evenload.training.compute.buffers import buffers_restored
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.precision import Precision
@@ -187,8 +188,12 @@ class VerifyCall:
             nonlocal calls
             m, calls = calls % self.batch.plan.num_micro, calls + 1
             low, high = self.batch.spans()[m]
-            return self._shared(loss_fn, data, (low, high), self.batch.plan.slice_of(m), self.key(m))
+            return self._shared(inner, data, (low, high), self.batch.plan.slice_of(m), self.key(m))
 
+        if isinstance(loss_fn, CoupledLoss):
+            inner = loss_fn.encode
+            return CoupledLoss(shared, loss_fn.batch_loss)
+        inner = loss_fn
         return shared
 
     # -- one process ----------------------------------------------------------------------------------------------------
@@ -203,6 +208,8 @@ class VerifyCall:
         num_samples = sum(high - low for low, high in spans)
         units, loss_sum, weighted = 0.0, 0.0, False
         loss_fn = self._outer(variant)
+        inner = loss_fn.encode if isinstance(loss_fn, CoupledLoss) else loss_fn
+        encoded: list[tuple[torch.Tensor, ...]] = []
         device = self.context.device
         with (
             randomness.set_aside(device),
@@ -214,12 +221,13 @@ class VerifyCall:
             for index, span in enumerate(spans):
                 data, key = self.read(span), self.key(index, shift)
                 randomness.seed_all(device, *key)
+                whole = within[index] if within is not None else span
                 with self.precision.autocast():
-                    if variant.shared_draws:
-                        whole = within[index] if within is not None else span
-                        result = read_result(self._shared(loss_fn, data, span, whole, key))
-                    else:
-                        result = read_result(loss_fn(data))
+                    returned = self._shared(inner, data, span, whole, key) if variant.shared_draws else inner(data)
+                    if isinstance(loss_fn, CoupledLoss):
+                        encoded.append(read_rows(returned, span[1] - span[0]))
+                        continue
+                    result = read_result(returned)
                 weight = float(span[1] - span[0] if result.weight is None else result.weight)
                 weighted = result.weight is not None
                 if weight == 0.0:
@@ -227,6 +235,12 @@ class VerifyCall:
                 (result.loss * (weight * self.precision.scale / num_samples)).backward()  # type: ignore[no-untyped-call]
                 units += weight
                 loss_sum += float(result.loss.detach().double()) * weight
+            if isinstance(loss_fn, CoupledLoss):
+                randomness.seed_all(device, *self.key(0, shift)[:-2])
+                with self.precision.autocast():
+                    loss = read_result(loss_fn.batch_loss(*map(torch.cat, zip(*encoded, strict=True)))).loss
+                (loss * self.precision.scale).backward()  # type: ignore[no-untyped-call]
+                units, loss_sum = num_samples, float(loss.detach().double()) * num_samples
         if not units:
             return Gradient([None] * len(self.tracked), math.nan, 0.0, weighted)
         taken = self._take(loss_sum / units, num_samples / (self.precision.scale * units))
@@ -243,8 +257,8 @@ class VerifyCall:
         return Gradient(values, loss)
 
     def _outer(self, variant: Variant) -> LossFn:
-        loss_fn = in_double(self.loss_fn) if self.wide else self.loss_fn
-        return _without_dropout(loss_fn) if variant.no_dropout else loss_fn
+        loss_fn = wrap(self.loss_fn, in_double) if self.wide else self.loss_fn
+        return wrap(loss_fn, without_dropout) if variant.no_dropout else loss_fn
 
     def _shared(self, loss_fn: LossFn, data: Any, span: Span, whole: Span, key: tuple[int, ...]) -> Any:
         randomness.seed_all(self.context.device, *key)
@@ -279,10 +293,12 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _without_dropout(loss_fn: LossFn) -> LossFn:
-    def quiet(batch: Any) -> Any:
+def without_dropout(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a loss function so that dropout functions in it return their input."""
+
+    def quiet(*values: Any) -> Any:
         with _NoDropout():
-            return loss_fn(batch)
+            return loss_fn(*values)
 
     return quiet
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-Backward = Callable[[Callable[[Any], Any]], torch.Tensor]
+Backward = Callable[..., torch.Tensor]
 
 
 class Recorder:

@@ -47,7 +47,8 @@ class ReplicaThread:
         """The replica's own CPU generator (generators.py); None to use the process's."""
         self.clock = StepClock(torch.device("cpu"))
         self.turn: TurnLock | None = None
-        self.micro_index = 0
+        self.stage: int | None = 0
+        """The stage of the attempt that it computes: a micro-batch."""
         self.idle = False
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

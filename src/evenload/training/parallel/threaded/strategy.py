@@ -26,9 +26,10 @@ from evenload.errors import ConfigError, StepError
 from evenload.training.comm.clock import Segment, StepClock
 from evenload.training.comm.groups import Groups
 from evenload.training.compute import batchnorm
+from evenload.training.compute.coupled_steps import exchange_rows, run_steps
 from evenload.training.compute.device_state import memory_bytes, slow_down
 from evenload.training.compute.label_watch import LabelWatch
-from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext, run_micro_steps
+from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext
 from evenload.training.compute.out_of_memory import is_out_of_memory
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.replicated_state import replicated_state
@@ -83,22 +84,25 @@ class ReplicaStatistics(batchnorm.Statistics):
     def world_size(self) -> int:
         """Replicas that share the statistics of the calling replica's micro-batch; in other threads all replicas."""
         thread = current_replica()
-        return len(self._threads) if thread is None else len(self._exchanges[thread.micro_index].members)
+        if thread is None:
+            return len(self._threads)
+        return 1 if thread.stage is None else len(self._exchanges[thread.stage].members)
 
-    def begin_attempt(self, micro: Sequence[Sequence[int]]) -> None:
+    def begin_attempt(self, stages: Sequence[Sequence[int]]) -> None:
+        """`stages`: for each stage in which replicas exchange (a micro-batch), the samples of each."""
         hint = '; batch_norm="local" leaves them alone'
-        self._exchanges = [ReplicaExchange([r for r, share in enumerate(row) if share], hint) for row in micro]
+        self._exchanges = [ReplicaExchange([r for r, share in enumerate(row) if share], hint) for row in stages]
 
     def cancel(self) -> None:
         for exchange in self._exchanges:
             exchange.cancel()
 
-    def begin(self, micro_index: int, *, idle: bool) -> None:
+    def begin(self, stage: int | None, *, idle: bool) -> None:
         thread = this_replica()
-        thread.micro_index, thread.idle = micro_index, idle
+        thread.stage, thread.idle = stage, idle
 
-    def end(self, micro_index: int) -> None:
-        self._exchanges[micro_index].leave(this_replica().index)
+    def end(self, stage: int) -> None:
+        self._exchanges[stage].leave(this_replica().index)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return all replicas' vectors, shape ``(replicas, len(own))``, on the calling replica's device."""
@@ -114,7 +118,7 @@ class ReplicaStatistics(batchnorm.Statistics):
     def _exchange(self, own: torch.Tensor) -> list[torch.Tensor]:
         thread = this_replica()
         with thread.clock.segment("comm"), contextlib.nullcontext() if thread.turn is None else thread.turn.released():
-            return self._exchanges[thread.micro_index].gather(thread.index, own)
+            return self._exchanges[thread.stage or 0].gather(thread.index, own)
 
 
 @dataclass
@@ -166,6 +170,7 @@ class ThreadedStrategy:
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
         self._models = list(models)
+        self._context = [replace(context, models=self._models) for context in self._context]
         self._gradients.attach(models)
         self._statistics.in_use = any(batchnorm.has_global_statistics(model) for model in models)
 
@@ -223,7 +228,7 @@ class ThreadedStrategy:
         for index in active:
             self._precisions[index].scale = self._precision.scale
             self.threads.all[index].turn = turn
-        self._statistics.begin_attempt(plan.micro)
+        self._statistics.begin_attempt(exchange_rows(plan, loss_fn))
         self._generators.begin(self._seed, batch.global_step, call.index)
         works = {
             index: functools.partial(self._work, index, batch, loss_fn, call, part) for index, part in parts.items()
@@ -245,7 +250,7 @@ class ThreadedStrategy:
             started_s, cpu_s = time.perf_counter(), _runnable_s()
             try:
                 with self._generators.mode_of(thread):
-                    run_micro_steps(
+                    run_steps(
                         self._context[index],
                         batch,
                         loss_fn,

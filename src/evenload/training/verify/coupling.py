@@ -1,0 +1,189 @@
+"""`CouplingWatch`: names a loss that couples the samples of its batch, in the first steps of a run.
+
+After a backward, rank 0 computes a few samples of its share once more, whole and in two halves, and compares the gradients of
+some parameters (parts.py). That costs two small forwards and backwards, once; dropout is off, BatchNorm as in evaluation, and
+random numbers are those of each sample. Nothing of the run changes: gradients are not accumulated, generators and buffers are
+restored, and the time counts for no step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from evenload.training.comm.user_collectives import user_collectives
+from evenload.training.compute import randomness
+from evenload.training.compute.batch_loss import CoupledLoss
+from evenload.training.compute.buffers import buffers_restored
+from evenload.training.compute.micro_steps import LossFn
+from evenload.training.compute.weighting import read_result
+from evenload.training.data import checks
+from evenload.training.data.rows import cut_rows
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.step import Step, StepListener
+from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
+from evenload.training.verify.findings import TOLERANCES
+from evenload.training.verify.parts import PartsFit, differs_on_average, fit_parts
+from evenload.training.verify.random_draws import OwnState, SharedDraws
+from evenload.training.verify.saved_state import batch_norms, no_dropout, switched_off
+from evenload.training.verify.sides import Gradient, without_dropout
+
+_LEAST_SAMPLES = 4
+_NUM_SAMPLES = (8, 16, 32)
+"""Samples of each try; another follows where one shows nothing (no gradient, an error in a small batch)."""
+_MAX_CALLS = 4
+"""Calls of step.backward in a step that are looked at."""
+_MAX_ELEMENTS = 1 << 20
+"""Elements of the parameters whose gradients are compared."""
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class CouplingWatch(StepListener):
+    """Looks at each call of `step.backward` until it has found out, at most in as many steps as there are tries."""
+
+    def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
+        self._context = context
+        self._models = models
+        self._tries = [0] * _MAX_CALLS
+        self._loss_fn: LossFn | None = None
+        self._num_collectives = 0
+
+    def on_backward(self, step: Step, loss_fn: LossFn) -> None:
+        call, self._loss_fn = step.stats.calls, None
+        if self._context.groups.rank != 0 or step.arm or isinstance(loss_fn, CoupledLoss):
+            return
+        if call < _MAX_CALLS and self._tries[call] < len(_NUM_SAMPLES):
+            self._loss_fn = loss_fn
+            self._num_collectives = user_collectives(self._context.groups.own_groups)
+
+    def on_gradients(self, step: Step) -> None:
+        loss_fn, self._loss_fn = self._loss_fn, None
+        if loss_fn is None:
+            return
+        call, context = step.stats.calls - 1, self._context
+        num_samples = _NUM_SAMPLES[self._tries[call]]
+        self._tries[call] += 1
+        if user_collectives(context.groups.own_groups) != self._num_collectives:
+            self._tries[call] = len(_NUM_SAMPLES)  # they would wait for the other ranks
+            return
+        found = None
+        # The user's code may raise anything in a batch of another size, or in a graph of its own: then this shows nothing.
+        with contextlib.suppress(Exception), context.clock.segment("other"), self._set_aside():
+            found = self._look(step, loss_fn, call, num_samples)
+        if found is None:
+            return
+        self._tries[call] = len(_NUM_SAMPLES)
+        if found.kind == "coupled":
+            self._report(step, found)
+
+    def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> PartsFit | None:
+        """Return how the parts make up the whole; None if that shows nothing."""
+        read = self._read(step, num_samples)
+        if read is None:
+            return None
+        data, num_read = read
+        num = min(num_read, num_samples)
+        quiet, params, device = without_dropout(loss_fn), self._params(), self._context.device
+
+        def compute(low: int, high: int, shift: int = 0, *, gradients: bool = True) -> Gradient:
+            part = cut_rows(data, low, high, num_read)
+            key = (self._context.config.seed + shift, step.index, call)
+            randomness.seed_all(device, *key)
+            with SharedDraws(low, high - low, num, OwnState(device, *key, 1)):
+                result = read_result(quiet(part))
+            units = float(high - low if result.weight is None else result.weight)
+            grads = torch.autograd.grad(result.loss, params, allow_unused=True) if gradients else ()
+            return Gradient(list(grads), float(result.loss.detach()), units, result.weight is not None)
+
+        whole, spans = compute(0, num), ((0, num // 2), (num // 2, num))
+        if not math.isfinite(whole.loss) or not whole.norm() or not math.isfinite(whole.norm()):
+            return None
+        parts = [compute(low, high) for low, high in spans]
+        if not any(part.units and math.isfinite(part.loss) for part in parts):
+            return None
+        is_half = any(p.dtype in _HALF for p in params)
+        tolerance = TOLERANCES["bfloat16" if is_half else "float32"]
+        found = fit_parts(whole, parts, tolerance)
+        if found.kind == "coupled":
+            compute(0, num, gradients=False)
+            drew = _probe(device)
+            randomness.seed_all(device, self._context.config.seed, step.index, call)
+            if drew != _probe(device):
+                # Its random numbers are not those of each sample (mixup): then only the mean over many tells.
+                wholes = [compute(0, num, shift, gradients=False) for shift in range(NUM_SEEDS)]
+                in_parts = [
+                    [compute(low, high, shift, gradients=False) for low, high in spans] for shift in range(NUM_SEEDS)
+                ]
+                return found if differs_on_average(wholes, in_parts) else None
+        return found
+
+    def _read(self, step: Step, num_samples: int) -> tuple[Any, int] | None:
+        """Return a batch with samples of this rank, or of others where it has too few, and their number."""
+        batch = step.batch
+        plan = batch.plan
+        if not isinstance(step.loader.batch_size, int | None) or plan.num_samples < _LEAST_SAMPLES:
+            return None  # of a tuple of loaders a sample is none of one batch
+        sizes = [plan.micro[0][rank] for rank in range(len(plan.shares))]
+        own = max(range(len(sizes)), key=sizes.__getitem__) if self._context.groups.world_size == 1 else 0
+        if sizes[own] >= _LEAST_SAMPLES:
+            return batch.micro(0, own, self._context.device).data, sizes[own]
+        low, high = plan.slice_of(0)
+        high = min(high, low + num_samples)
+        if high - low < _LEAST_SAMPLES or checks.is_stream(step.loader.user_loader):
+            return None
+        return batch.read(low, high), high - low
+
+    def _params(self) -> list[nn.Parameter]:
+        """Return parameters whose gradients are compared: the smallest ones, which are those of all layers."""
+        every = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}.values()
+        chosen: list[nn.Parameter] = []
+        num_elements = 0
+        for param in sorted(every, key=torch.Tensor.numel):
+            num_elements += param.numel()
+            if chosen and num_elements > _MAX_ELEMENTS:
+                break
+            chosen.append(param)
+        return chosen
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        context, models = self._context, self._models
+        with contextlib.ExitStack() as stack:
+            others = randomness.other_gpus(models, context.device)
+            stack.enter_context(randomness.set_aside(context.device, others))
+            stack.enter_context(buffers_restored(models))
+            stack.enter_context(no_dropout(models))
+            stack.enter_context(switched_off([module for _, module in batch_norms(models)]))
+            stack.enter_context(torch.enable_grad())
+            if "torch._dynamo" in sys.modules:  # graphs of other sizes would be compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+
+    def _report(self, step: Step, found: PartsFit) -> None:
+        plan = step.batch.plan
+        is_split = plan.num_micro > 1 or sum(share > 0 for share in plan.shares) > 1
+        effect = (
+            "Each device's micro-batch is compared within itself alone, so this is not the loss of the global batch"
+            if is_split
+            else "It is exact now, with one device and one micro-batch, but would not be with more"
+        )
+        self._context.recorder.event(
+            "coupled_loss",
+            "loss_fn couples the samples of its batch (contrastive, in-batch negatives, a statistic of the batch): two halves "
+            f"of a few samples differ from the whole by {found.misfit:.0%}, whatever their weights. {effect}. To make it "
+            f"exact, {COUPLED_FIX}",
+            step=step.index,
+        )
+
+
+def _probe(device: torch.device) -> tuple[float, ...]:
+    """Draw from all generators, to see whether two states are equal."""
+    return float(torch.rand(())), float(torch.rand((), device=device)), random.random(), float(np.random.random())

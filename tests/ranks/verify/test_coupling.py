@@ -1,0 +1,89 @@
+"""A loss that couples the samples of its batch is named in the first step of a run, and no other is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import evenload
+from evenload.testing import run_ranks
+from evenload.training.verify.coupling import CouplingWatch
+from tests.ranks.verify.coupled_losses import (
+    COUPLED,
+    NUM_CLASSES,
+    UNCOUPLED,
+    Encoder,
+    clip,
+    mixup,
+    softmax_over_the_batch,
+)
+
+
+def _loader(batch_size=16):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 12, generator=generator)
+    return DataLoader(
+        TensorDataset(x, torch.randint(0, NUM_CLASSES, (64,), generator=generator)), batch_size=batch_size
+    )
+
+
+def _train(loss, folder, balance, batch_size=16):
+    """Two steps; the state after them, and whether the loss was named."""
+    run = evenload.init(project_dir=folder, seed=0, balance=balance)
+    model, loader = run.prepare(Encoder(), _loader(batch_size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in loader:
+        step.backward(lambda batch: loss(model, *batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.index == 3:
+            break
+    state = torch.cat([value.double().flatten() for value in model.state_dict().values()])
+    draw = float(torch.rand(()))
+    run.close()
+    return state, draw
+
+
+def _train_all(losses, folder, *args):
+    torch.set_num_threads(1)
+    return [_train(loss, f"{folder}/{loss.__name__}", *args) for loss in losses]
+
+
+def _messages(folder):
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event["message"] for event in map(json.loads, lines) if event.get("kind") == "coupled_loss"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coupling")
+    run_ranks(_train_all, 2, [*COUPLED, *UNCOUPLED], str(folder), (12, 4), timeout_s=100)
+    return folder
+
+
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+def test_a_coupled_loss_is_named_once(folder: Path, loss):
+    (message,) = _messages(folder / loss.__name__)
+    assert "step.backward(encode, batch_loss=fn)" in message and "this is not the loss of the global batch" in message
+
+
+@pytest.mark.parametrize("loss", UNCOUPLED, ids=lambda loss: loss.__name__)
+def test_no_other_loss_is_named(folder: Path, loss):
+    assert not _messages(folder / loss.__name__)
+
+
+def test_one_process_and_few_samples_of_rank_0(tmp_path):
+    _train(clip, str(tmp_path / "alone"), "auto")
+    (message,) = _messages(tmp_path / "alone")
+    assert "exact now, with one device and one micro-batch" in message
+    run_ranks(_train_all, 2, [clip, mixup], str(tmp_path), (1, 15))
+    assert len(_messages(tmp_path / "clip")) == 1 and not _messages(tmp_path / "mixup")
+
+
+def test_the_run_is_unchanged(tmp_path, monkeypatch):
+    with_it = _train(softmax_over_the_batch, str(tmp_path / "a"), "auto")
+    monkeypatch.setattr(CouplingWatch, "on_gradients", lambda *_: None)
+    without = _train(softmax_over_the_batch, str(tmp_path / "b"), "auto")
+    assert torch.equal(with_it[0], without[0]) and with_it[1] == without[1]
