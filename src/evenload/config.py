@@ -288,6 +288,12 @@ class Config:
         in_script=False,
         rank_0_only=True,
     )
+    override: bool = _setting(
+        False,
+        _FLAG,
+        "Resume with another seed, batch_size or data than the epoch began with: leave the rest of that epoch out.",
+        in_script=False,
+    )
     dry_run: bool = _setting(False, _FLAG, "Print every decision and its reason; train nothing.", in_script=False)
     sources: Mapping[str, str] = field(default_factory=dict)
     """For each setting that was set, where."""

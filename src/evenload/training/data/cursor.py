@@ -35,6 +35,12 @@ class Cursor:
     def state_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "generators": list(self.generators)}
 
+    def of_next_epoch(self) -> Cursor:
+        """Return the position at the beginning of the next epoch; the rest of this one is left out."""
+        return dataclasses.replace(
+            self, epoch=self.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1, generators=()
+        )
+
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
         """Read the values of `state_dict`; CheckpointError if one is missing or unknown."""

@@ -195,7 +195,8 @@ class GlobalLoader:
         if cursor.position > 0 and cursor.seed != self._seed:
             raise DataError(
                 f"the checkpoint is in the middle of an epoch whose order was drawn with seed {cursor.seed}, now the seed is "
-                f"{self._seed}: samples would be used twice; set seed={cursor.seed}, or start anew with --fresh"
+                f"{self._seed}: samples would be used twice; set seed={cursor.seed}, leave the rest of the epoch out with "
+                "--override, or start anew with --fresh"
             )
         if cursor.generators and len(cursor.generators) != len(self._generators):
             raise DataError(
@@ -333,8 +334,8 @@ class GlobalLoader:
         if now.position > 0 and now.epoch_samples not in (-1, drawn.num_samples):
             raise DataError(
                 f"the checkpoint is in the middle of an epoch of {now.epoch_samples} samples, now the epoch has "
-                f"{drawn.num_samples}: the dataset or the sampler changed; use the same data, or start anew with "
-                f"--fresh"
+                f"{drawn.num_samples}: the dataset or the sampler changed; use the same data, leave the rest of the epoch out "
+                "with --override, or start anew with --fresh"
             )
         if now.position > 0 and now.order_key == -1 and order.is_computed(self.user_loader):
             raise DataError(

@@ -70,7 +70,7 @@ class SampleOrder:
             raise DataError(
                 f"the checkpoint is at sample {position} of its epoch, where no step of this loader begins "
                 f"({self.num_steps} steps, {self.num_samples} samples): its batch_size, drop_last or sampler "
-                f"changed; set them as they were, or start anew with --fresh"
+                f"changed; set them as they were, leave the rest of the epoch out with --override, or start anew with --fresh"
             )
         return step
 

@@ -149,7 +149,9 @@ def _command(request: LaunchRequest) -> str:
         return shlex.join(sys.orig_argv)
     own = sys.argv[1:]
     options = own[: own.index(request.arguments[0])] if request.arguments[0] in own else own
-    return shlex.join(["evenload", *(word for word in options if word != "--fresh"), *own[len(options) :]])
+    return shlex.join(
+        ["evenload", *(word for word in options if word not in ("--fresh", "--override")), *own[len(options) :]]
+    )
 
 
 def _print(text: str) -> None:

@@ -159,6 +159,8 @@ class Session(StepListener):
         well = _ended_well(context.loop.stopped) and not (context.loop.failed and context.groups.world_size > 1)
         try:
             self._saver.close(well)
+            if well and context.config.dry_run and not self._has_begun:
+                self._print_dry_run(None)
             if well:
                 context.control.set_position(0, -1)
                 if not context.groups.gone:
@@ -204,6 +206,12 @@ class Session(StepListener):
             return
         self._has_begun = True
         self._stopper.begin()
+        if self._saver.was_finished:
+            self._context.recorder.event(
+                "continued",
+                f"the finished run goes on with epoch {step.epoch}: the script trains longer now",
+                step=step.index,
+            )
         prepare.check_models_prepared(self._context, self._models)
         if self._context.config.dry_run:
             self._print_dry_run(step)
@@ -220,19 +228,23 @@ class Session(StepListener):
         """Write the best checkpoint if its metric was logged in the loop body."""
         self._saver.save_best()
 
-    def _print_dry_run(self, step: Step) -> None:
+    def _print_dry_run(self, step: Step | None) -> None:
         context = self._context
         if context.groups.rank != 0:
             return
         sources = context.config.sources
-        lines = ["settings:"]
+        lines = [*self._saver.decisions, "settings:"]
         for key, value in as_table(context.config).items():
             if key != "sources":
                 lines.append(f"  {key} = {value!r}  ({sources.get(key, 'default')})")
-        plan = step.batch.plan
-        lines.append(
-            f"first step: {plan.num_samples} {step.loader.unit_name}, shares {list(plan.shares)}, {plan.num_micro} micro-batches"
-        )
+        if step is None:
+            lines.append("nothing to train: no step began")
+        else:
+            plan = step.batch.plan
+            lines.append(
+                f"first step: {plan.num_samples} {step.loader.unit_name}, shares {list(plan.shares)}, "
+                f"{plan.num_micro} micro-batches"
+            )
         for model in self._models:
             count = sum(p.numel() for p in model.parameters() if p.requires_grad)
             held = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from evenload.errors import CheckpointError
+from evenload.errors import CheckpointError, EvenloadError
 from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import broadcast, files
 from evenload.training.checkpoint.options import STEPS, SavedValues, check_best, check_keep, check_values, parse_every
@@ -20,6 +20,7 @@ from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
 from evenload.training.launch import worker
 from evenload.training.session.live_objects import live_objects
+from evenload.training.session.script_settings import ScriptSettings, changes_text, conflicts, is_data
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import StepLoader
 
@@ -33,9 +34,13 @@ class Saver:
         self._last_s = 0.0
         self._last_step = -1
         self._written_step = -1
-        self._finished = self._was_finished = False
+        self._finished = self.was_finished = False
         self._values: Mapping[str, Any] = {}
         self._has_new_values = False
+        self._settings: Mapping[str, Any] = {}
+        self._skips_rest = self._data_changed = False
+        self.decisions: list[str] = []
+        """What a resume did, for a dry run."""
         self._retention = Retention(context.folder)
         self.adaptive_batch: AdaptiveBatch | None = None
         self.took_s = 0.0
@@ -59,6 +64,7 @@ class Saver:
             "precision": self._context.engine.precision.state_dict(),
             "generators": generators,
             "values": check_values(self._values),
+            "settings": dict(self._settings),
             **({} if self.adaptive_batch is None else {"batch": self.adaptive_batch.growth.state_dict()}),
         }
 
@@ -72,6 +78,9 @@ class Saver:
         self._context.loop.steps_done = int(state["steps_done"])
         for loader, saved in zip(self._loaders, state["loaders"], strict=True):
             cursor = Cursor.from_state_dict(saved["cursor"])
+            is_over = self._data_changed and cursor.position == cursor.epoch_samples
+            if cursor.position > 0 and (self._skips_rest or is_over):
+                cursor = cursor.of_next_epoch()
             loader.loader.load(cursor)
             self._load_batch(state.get("batch"), in_epoch=cursor.position > 0)
             loader.planner.load_state_dict(saved["planner"], cursor.global_step)
@@ -100,6 +109,8 @@ class Saver:
             context.registry.register(name, value)
         context.registry.register(OWN_STATE, self)
         self.resumed = True
+        settings = ScriptSettings(named, self._loaders, context.config.seed)
+        self._settings = settings.values
         found = None if context.config.fresh else files.newest(context.folder)
         rows = context.control.exchange(Operation.RESUME, broadcast.checkpoint_key(found))
         # Rank 0 writes them, so its newest one counts, not one in a folder of the same name on another machine.
@@ -109,20 +120,38 @@ class Saver:
         state = files.read(found) if found is not None and (context.groups.rank == 0 or not missing) else None
         if missing:
             state = broadcast.broadcast_state(state, context.groups)
-        context.registry.load(state or {})
+        state = state or {}
+        changed = settings.compare(state.get(OWN_STATE, {}).get("settings", {}))
+        cursors = [loader["cursor"] for loader in state.get(OWN_STATE, {}).get("loaders", [])]
+        conflicting = conflicts(changed, cursors) if len(cursors) == len(self._loaders) else set()
+        self._skips_rest = context.config.override and bool(conflicting)
+        self._data_changed = any(is_data(row.name) for row in changed)
+        text = changes_text(changed, conflicting, override=context.config.override) if changed else ""
+        try:
+            context.registry.load(state)
+            notes = settings.take(changed)
+        except EvenloadError:
+            if text:
+                self._decide("settings", text)
+            raise
         step_index, finished = context.loop.steps_done, self._finished
-        self._last_step, self._finished, self._was_finished = step_index, False, finished
+        self._last_step, self._finished, self.was_finished = step_index, False, finished
         epochs = ", ".join(str(loader.epoch) for loader in self._loaders)
-        context.recorder.event(
+        self._decide(
             "resumed",
             f"this run is finished at step {step_index} (epoch {epochs}); more epochs in the script continue it, --fresh starts "
             "from scratch"
             if finished
             else f"resuming at step {step_index}"
             + (f"; sent to ranks {missing}, which can't see rank 0's run folder" if missing else ""),
-            step=step_index,
         )
+        if text:
+            self._decide("settings", "\n".join([text, *notes]), changed=[vars(row) for row in changed])
         return SavedValues(self._values, loaded=True)
+
+    def _decide(self, kind: str, message: str, **fields: Any) -> None:
+        self.decisions.append(message)
+        self._context.recorder.event(kind, message, step=self._context.loop.steps_done, **fields)
 
     def checkpoint(
         self, every: str | int | None, keep: int | str, best: tuple[str, str] | None, values: Mapping[str, Any] | None
@@ -181,7 +210,7 @@ class Saver:
         if well:
             # A script that leaves its loop early (time limit, stop request) may continue later.
             ended = loop.step is None and not loop.left_early and not loop.has_unused_gradients
-            self._finished = ended and (loop.ran_out or self._was_finished)
+            self._finished = ended and (loop.ran_out or self.was_finished)
             self._save_last("")
             if self._retention.misses_metric and self._retention.best is not None:
                 self._context.recorder.event(
