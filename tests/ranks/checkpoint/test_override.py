@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
+from evenload.errors import RankFailedError
 from evenload.testing import run_ranks
 
 
@@ -61,3 +63,32 @@ def _dry(folder: str, *arguments: Any) -> None:
 
     with (Path(folder).parent / "dry.txt").open("w") as file, contextlib.redirect_stdout(file):
         _session(folder, *arguments)
+
+
+def _fresh(folder: str, fails: bool) -> list[int]:
+    run = evenload.init(project_dir=folder, seed=0, batch_max=8 if fails else None)
+    (Path(folder) / "vocabulary.txt").write_text("of this session")
+    model, loader = run.prepare(nn.Linear(1, 1), DataLoader(torch.ones(16, 1), 8))
+    run.resume(model=model)
+    steps = []
+    for step in loader:
+        step.backward(lambda batch: model(batch).square().mean())
+        model.zero_grad()
+        steps.append(step.index)
+    run.close()
+    return steps
+
+
+def test_fresh_moves_nothing_away_before_all_settings_are_checked(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert run_ranks(_fresh, 2, str(folder), False) == [[0, 1]] * 2
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(RankFailedError, match="has no effect"):
+        run_ranks(_fresh, 2, str(folder), True, settings={"fresh": True})
+    assert sorted(path for path in folder.rglob("*") if path.suffix != ".txt" or path.stem == "vocabulary") == before
+    assert list(tmp_path.iterdir()) == [folder]
+    assert run_ranks(_fresh, 2, str(folder), False, settings={"fresh": True}) == [[0, 1]] * 2
+    (aside,) = (path for path in tmp_path.iterdir() if path != folder)
+    assert (aside / "checkpoints").is_dir() and (aside / "events.jsonl").exists()
+    assert (folder / "vocabulary.txt").read_text() == "of this session" and not (aside / "vocabulary.txt").exists()
+    assert '"loader"' in (folder / "events.jsonl").read_text()

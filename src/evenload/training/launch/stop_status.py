@@ -22,6 +22,8 @@ _TERM_WAIT_S = 3.0
 """Time for a worker's clean-up before it is killed."""
 _SAVE_WAIT_S = 15.0
 """Time for rank 0 to notice the signal, after which it writes the last checkpoint."""
+_SAVING_S = 1200.0
+"""Time for the last checkpoint; a device that hangs behind a lost peer would never let it end."""
 
 
 class StopStatus(enum.Enum):
@@ -68,8 +70,8 @@ def read(launch_dir: Path, ranks: Iterable[int]) -> StopStatus:
 def has_time(launch_dir: Path, rank: int, asked_s: float) -> bool:
     """Return whether a rank that got SIGTERM at `asked_s` (monotonic) still may exit by itself: rank 0 may be saving."""
     status = _read(launch_dir, rank) if rank == 0 else StopStatus.CLOSED
-    limit_s = _SAVE_WAIT_S if status is StopStatus.CAN_SAVE else _TERM_WAIT_S
-    return status is StopStatus.SAVING or time.monotonic() - asked_s < limit_s
+    limits_s = {StopStatus.CAN_SAVE: _SAVE_WAIT_S, StopStatus.SAVING: _SAVING_S}
+    return time.monotonic() - asked_s < limits_s.get(status, _TERM_WAIT_S)
 
 
 def write_abort(launch_dir: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from evenload.atomic_file import write_atomically
 from evenload.config import COMMAND_LINE, SETTINGS, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
 from evenload.job import attempt
+from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.recorder import Recorder
 from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.adopted import adopt_group
@@ -86,24 +88,20 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     writes = spec.rank == 0 and not config.dry_run and spec.mode != "verify"
     if config.fresh and _fresh_is_done(folder):
         config = replace(config, fresh=False)
-    if config.fresh and writes:
-        _move_aside(folder)
-        _note_fresh(folder)
     control.barrier(Operation.INIT)
-    records = Recorder(
-        folder if writes else None,
-        loggers=config.loggers,
-        logger_options=config.logger_options,
-        hyperparameters=as_table(config),
-        console=spec.origin != "evenload",
-        log_every_s=config.log_every_s,
-    )
-    if writes:
-        records.settings(as_table(config))
-        if spec.launch_dir:
-            write_atomically(Path(spec.launch_dir) / RUN_FOLDER_FILE, str(folder))
+    check_loggers(config.loggers, config.logger_options)
+    old = _contents(folder) if config.fresh and writes else {}
+    recorder = StepRecorder(None if old else _open_records(spec, config, folder, writes), writes)
+
+    def open_folder() -> None:
+        if old:
+            _move_aside(folder, old)
+            old.clear()
+            recorder.open(_open_records(spec, config, folder, writes))
+
+    if config.fresh and writes and not old:
+        _note_fresh(folder)
     clock = StepClock(device)
-    recorder = StepRecorder(records, writes)
     precision = Precision(config.precision, device)
     grad_norms = GradNorms() if config.batch_max is not None and spec.mode == "train" else None
     if len(replicas) == 1:
@@ -128,7 +126,25 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     registry = Registry(lambda: loop.steps_done)
     worker.progress.initialised = True
     worker.progress.folder = folder
-    return TrainingContext(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry)
+    return TrainingContext(
+        spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry, open_folder
+    )
+
+
+def _open_records(spec: WorkerSpec, config: Config, folder: Path, writes: bool) -> Recorder:
+    records = Recorder(
+        folder if writes else None,
+        loggers=config.loggers,
+        logger_options=config.logger_options,
+        hyperparameters=as_table(config),
+        console=spec.origin != "evenload",
+        log_every_s=config.log_every_s,
+    )
+    if writes:
+        records.settings(as_table(config))
+        if spec.launch_dir:
+            write_atomically(Path(spec.launch_dir) / RUN_FOLDER_FILE, str(folder))
+    return records
 
 
 def _one_device(device: str) -> str:
@@ -206,13 +222,22 @@ def _note_fresh(folder: Path) -> None:
         (folder / _FRESH_FOR).write_text(now[0])
 
 
-def _move_aside(folder: Path) -> None:
-    if not folder.exists() or not any(folder.iterdir()):
-        return
+def _contents(folder: Path) -> dict[str, int]:
+    """Return the names in a folder, with the times of their last change."""
+    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} if folder.is_dir() else {}
+
+
+def _move_aside(folder: Path, old: Mapping[str, int]) -> None:
+    """Move a folder away, but leave the files that the script wrote since its contents were `old`."""
     aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
     index = 1
     while aside.exists():
         aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}-{index}")
         index += 1
     shutil.move(folder, aside)
+    folder.mkdir(parents=True)
+    for name, changed_ns in _contents(aside).items():
+        if name not in old or (changed_ns != old[name] and not (aside / name).is_dir()):
+            (aside / name).rename(folder / name)
+    _note_fresh(folder)
     print(f"evenload: --fresh: moved the contents of {folder.name} to {aside.name}", flush=True)

@@ -99,6 +99,7 @@ class Session(StepListener):
             )
         if self._has_begun:
             raise StepError("run.resume was called after the loop began; call it once, before the loop")
+        self._context.open_folder()
         saved = self._saver.resume(dict(state))
         self._stopper.listen()
         return saved
@@ -205,6 +206,7 @@ class Session(StepListener):
         if self._has_begun:
             return
         self._has_begun = True
+        self._context.open_folder()
         self._stopper.begin()
         if self._saver.was_finished:
             self._context.recorder.event(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class TrainingContext:
     engine: Engine
     loop: StepLoop
     registry: Registry
+    open_folder: Callable[[], None]
+    """Makes the run folder ready at the end of all checks: with ``--fresh`` it moves the old contents away first."""
 
     @property
     def num_sharing(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -94,18 +94,28 @@ class StepStats:
 
 
 class StepRecorder:
-    """Writes steps and events through the recorder, on the rank that writes; does nothing on the others."""
+    """Writes steps and events through the recorder, on the rank that writes; does nothing on the others.
 
-    def __init__(self, recorder: Recorder, writes: bool) -> None:
+    Without a recorder it holds them until `open`.
+    """
+
+    def __init__(self, recorder: Recorder | None, writes: bool) -> None:
         self._recorder = recorder
         self._writes = writes
+        self._held: list[Callable[[Recorder], None]] = []
         self._last_s: float | None = None
         self._bottleneck = LoadingMonitor()
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """Record an event; every rank may call it, rank 0 writes it."""
-        if self._writes:
-            self._recorder.event(kind, message, step=step, **fields)
+        self._write(lambda recorder: recorder.event(kind, message, step=step, **fields))
+
+    def open(self, recorder: Recorder) -> None:
+        """Write from now on, what was held first."""
+        self._recorder = recorder
+        for write in self._held:
+            write(recorder)
+        self._held.clear()
 
     def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
         now = time.perf_counter()
@@ -128,13 +138,21 @@ class StepRecorder:
             metrics=dict(stats.metrics),
             arm=arm,
         )
-        self._recorder.step(record)
+        self._write(lambda recorder: recorder.step(record))
         for event in () if arm else self._bottleneck.take(record, stats.readings()):
-            self._recorder.event(event.kind, event.message, step=index, **event.fields)
+            self.event(event.kind, event.message, step=index, **event.fields)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if self._writes:
-            self._recorder.log(metrics, step)
+        self._write(lambda recorder: recorder.log(metrics, step))
 
     def close(self, ended_well: bool) -> None:
-        self._recorder.close(ended_well)
+        if self._recorder is not None:
+            self._recorder.close(ended_well)
+
+    def _write(self, write: Callable[[Recorder], None]) -> None:
+        if not self._writes:
+            return
+        if self._recorder is None:
+            self._held.append(write)
+        else:
+            write(self._recorder)
