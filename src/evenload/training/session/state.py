@@ -194,7 +194,7 @@ class Saver:
     def save_best(self) -> None:
         """Write the best checkpoint if a better metric was logged for these weights. Rank 0 writes, the others do nothing."""
         step = self._context.loop.steps_done
-        if self._saves and self._retention.needs_write(step):
+        if self._retention.best is not None and self._saves and self._retention.needs_write(step):
             with self._context.clock.segment("other"):
                 self._store(step)
             self._record(step, "the best so far")
