@@ -74,10 +74,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        from evenload.errors import UnknownNameError
         from evenload.foreign_names import MODULE_ELSEWHERE, describe_unknown
 
         hint = "" if name.startswith("__") else describe_unknown(name, __all__, MODULE_ELSEWHERE)
-        raise AttributeError(f"module 'evenload' has no attribute {name!r}" + (f"; {hint}" if hint else ""))
+        raise UnknownNameError(f"module 'evenload' has no attribute {name!r}" + (f"; {hint}" if hint else ""))
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -2,6 +2,7 @@
 
 EvenloadError
 ├── ConfigError          a setting is wrong, unknown, without effect, or given twice (also a ValueError)
+├── UnknownNameError     an object of Evenload has no attribute of this name (also an AttributeError)
 ├── DataError            the dataset or the loader can't be used
 ├── StepError            `step.backward` or the training loop is used in a way that would be wrong
 │   └── NonFiniteError   the loss or the gradient stayed NaN or infinite
@@ -26,6 +27,10 @@ class EvenloadError(Exception):
 
 class ConfigError(EvenloadError, ValueError):
     """A setting is wrong, unknown, without effect, or given twice."""
+
+
+class UnknownNameError(EvenloadError, AttributeError):
+    """An object of Evenload has no attribute of this name."""
 
 
 class DataError(EvenloadError):

@@ -209,13 +209,13 @@ MODULE_ELSEWHERE: Mapping[str, str] = _by_name(
 """Names of other packages, and names of the run looked for in the package."""
 
 COMMANDS_ELSEWHERE: Mapping[str, str] = _by_name(
-    ("launch train start exec python torchrun fit", "evenload run train.py"),
-    ("status squeue list jobs top", "evenload ps"),
-    ("sbatch qsub enqueue", "evenload submit -- evenload run train.py"),
-    ("scancel kill stop qdel", "evenload cancel JOB"),
-    ("test env check info config", "evenload doctor"),
-    ("report view tensorboard inspect", "evenload show RUN"),
-    ("benchmark bench measure", "evenload demo"),
+    ("launch train start exec python torchrun fit", "write: evenload run train.py"),
+    ("status squeue list jobs top", "write: evenload ps"),
+    ("sbatch qsub enqueue", "write: evenload submit -- evenload run train.py"),
+    ("scancel kill stop qdel", "write: evenload cancel JOB"),
+    ("test env check info config", "write: evenload doctor"),
+    ("report view tensorboard inspect", "write: evenload show RUN"),
+    ("benchmark bench measure", "write: evenload demo"),
 )
 """Commands of other tools, and the command here."""
 
@@ -225,7 +225,7 @@ def describe_unknown(name: str, known: Iterable[str], elsewhere: Mapping[str, st
     if name in elsewhere:
         return elsewhere[name].replace("NAME", name)
     lower = {word.lower().replace("-", "_"): word for word in (*elsewhere, *known)}
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), list(lower), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), list(lower), n=1, cutoff=0.6)
     if not close:
         return ""
     word = lower[close[0]]

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, UnknownNameError
 from evenload.foreign_names import describe_unknown
 
 Parameters = ParamSpec("Parameters")
@@ -51,11 +51,11 @@ def _spell(function: Callable[..., object]) -> str:
     return f"{owner.lower() if dot else 'evenload'}.{name}"
 
 
-def unknown_attribute(owner: object, name: str, elsewhere: Mapping[str, str]) -> AttributeError:
+def unknown_attribute(owner: object, name: str, elsewhere: Mapping[str, str]) -> UnknownNameError:
     """Return the error for an attribute that `owner` does not have, with what to write instead (foreign_names.py)."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if not name.startswith("_"):
         known = [known for known in dir(type(owner)) if not known.startswith("_")]
         hint = describe_unknown(name, known, elsewhere)
         message += f"; {hint}" if hint else f"; it has {', '.join(known)}"
-    return AttributeError(message)
+    return UnknownNameError(message)

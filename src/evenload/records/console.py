@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from evenload.records.summary import RankSummary, StepBottleneck, WindowSummary, summarize_steps
 from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
@@ -27,16 +28,28 @@ class RunInfo:
         self.total_steps: int | None = None
         self.epoch_steps: int | None = None
         self._times: deque[tuple[int, float, float]] = deque(maxlen=ETA_STEPS)
+        self._is_opening = False
+        self._first: StepRecord | None = None
+        """First step of this session: its seconds hold the start of the loader and of libraries."""
+        self._usual: dict[str, StepRecord] = {}
+        """By arm, the last step with a whole global batch."""
 
     def add(self, record: Record) -> None:
         if isinstance(record, StepRecord):
             self._times.append((record.step, record.time, record.seconds))
+            if self._is_opening:
+                self._is_opening, self._first = False, record
+            usual = self._usual.get(record.arm)
+            if usual is None or record.num_samples >= usual.num_samples or len(record.shares) != len(usual.shares):
+                self._usual[record.arm] = record
         elif isinstance(record, RunEvent):
             self._add_event(record)
 
     def _add_event(self, event: RunEvent) -> None:
         if event.kind == "open":
             self._times.clear()
+            self._usual.clear()
+            self._is_opening = True
         self.total_steps = _count(event.fields.get("total_steps")) or self.total_steps
         self.epoch_steps = _count(event.fields.get("epoch_steps")) or self.epoch_steps
         devices, speeds = event.fields.get("devices"), event.fields.get("speeds_per_s")
@@ -47,6 +60,22 @@ class RunInfo:
 
     def name(self, rank: int) -> str:
         return self.devices[rank] if rank < len(self.devices) else f"rank {rank}"
+
+    def summarize(self, window: Sequence[StepRecord]) -> WindowSummary | None:
+        """Summarize a window with the shares of a whole global batch; None for the first step, which has no rate yet."""
+        timed = [step for step in window if step is not self._first]
+        if not timed:
+            return None
+        summary = summarize_steps(timed, self.solo_per_s)
+        shares = self.usual_shares(window[-1])
+        return replace(
+            summary, ranks=tuple(replace(rank, share=share) for rank, share in zip(summary.ranks, shares, strict=True))
+        )
+
+    def usual_shares(self, last: StepRecord) -> tuple[int, ...]:
+        """Return the shares of the last whole global batch; the last batch of an epoch may be smaller."""
+        usual = self._usual.get(last.arm, last)
+        return usual.shares if len(usual.shares) == len(last.shares) else last.shares
 
     def left_s(self, last: StepRecord) -> float | None:
         """Estimate the wall seconds left in the run, or in the epoch if the length of the run is unknown."""
@@ -114,11 +143,13 @@ class ProgressLines:
         return [text]
 
 
-def header_parts(last: StepRecord, summary: WindowSummary, info: RunInfo) -> list[str]:
+def header_parts(last: StepRecord, summary: WindowSummary | None, info: RunInfo) -> list[str]:
+    """Return the parts of a line about all ranks; without a summary those that the first step has."""
+    first = [last.arm, info.position(last), f"loss {format_number(last.loss)}"]
+    if summary is None:
+        return first
     return [
-        last.arm,
-        info.position(last),
-        f"loss {format_number(last.loss)}",
+        *first,
         f"{format_number(summary.samples_per_s)} samples/s" if summary.seconds > 0 else "",
         format_busy(summary),
         format_bottleneck(summary.bottleneck) if summary.seconds > 0 else "",
@@ -127,8 +158,10 @@ def header_parts(last: StepRecord, summary: WindowSummary, info: RunInfo) -> lis
 
 def plain_line(window: Sequence[StepRecord], info: RunInfo) -> str:
     last = window[-1]
-    summary = summarize_steps(window, info.solo_per_s)
-    parts = [*header_parts(last, summary, info), *_rank_parts(summary.ranks), info.left(last)]
+    summary = info.summarize(window)
+    parts = header_parts(last, summary, info)
+    if summary is not None:
+        parts += [*_rank_parts(summary.ranks), info.left(last)]
     return " | ".join(part for part in parts if part)
 
 

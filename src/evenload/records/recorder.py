@@ -189,7 +189,9 @@ def _inspect(path: Path) -> tuple[bool, bool]:
 
 def _print(texts: list[str]) -> None:
     for text in texts:
-        print(text, file=sys.stdout, flush=True)
+        # One call a line: unbuffered, `print` writes the newline by itself, and other ranks write between.
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 def _as_float(name: object, value: Any) -> float:

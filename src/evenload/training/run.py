@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -203,9 +205,13 @@ class Run:
         self._session.log(metrics)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print once, on the main rank, as `print` does, and flush; on the others nothing. Every rank may call it."""
+        """Print once, on the main rank, as `print` does, in one write; on the others nothing. Every rank may call it."""
         if self.is_main and self._context.spec.mode != "verify":
-            print(*values, **{"flush": True, **options})
+            text = io.StringIO()
+            print(*values, file=text, **{key: value for key, value in options.items() if key not in ("file", "flush")})
+            stream = options.get("file") or sys.stdout
+            stream.write(text.getvalue())
+            stream.flush()
 
     @shows_usage("if run.any(flag): break")
     def any(self, flag: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import evenload
 from evenload.errors import EvenloadError
 from evenload.training.launch.failure import describe_error
-from tests.ranks.wrong_uses.jobs import Job, dataset
+from tests.ranks.wrong_uses.jobs import Job, command, dataset, evenload_run, script
 
 HEAD_LINES = 5
 
@@ -317,3 +317,87 @@ def test_all_errors_are_names_of_the_package() -> None:
 def test_shares_that_do_not_sum_to_the_batch_are_proportions(init: Any) -> None:
     job = Job(init(balance=(3,)), data=dataset(32))
     assert [step.shares for step in job.loader if job.step(step) is not None] == [(16,), (16,)]
+
+
+COMMANDS = {
+    "rum train.py": "did you mean 'run'?",
+    "sbumit -- python x.py": "did you mean 'submit'?",
+    "train.py": "evenload run train.py",
+    "launch train.py": "evenload run train.py",
+    "squeue": "evenload ps",
+    "-d cpu,cpu train.py": "evenload run -d cpu,cpu train.py",
+    "run": "evenload run train.py",
+    "run nope.py": "scripts in that folder: plain.py, train.py",
+    "run --mixed-precision bf16 train.py": "did you mean --precision?",
+    "run --precison bf16 train.py": "did you mean --precision?",
+    "run --gpus 2 train.py": "evenload run -d 0,1 train.py",
+    "run --num_processes 2 train.py": "evenload run -d 0,1 train.py",
+    "run --gradient_accumulation_steps 2 train.py": "batch_size is the global batch",
+    "run --zzz train.py": "evenload run --help lists all",
+    "run plain.py -d cpu,cpu": "evenload run -d cpu,cpu plain.py",
+    "run plain.py --precision=bf16": "evenload run --precision=bf16 plain.py",
+    "run -d tpu train.py": "expected auto, all, cpu",
+    "run --precision 16-mixed train.py": "precision='fp16'",
+    "run -c wrong.toml train.py": "did you mean 'precision'?",
+    "verify --balence 3,1 train.py": "did you mean --balance?",
+    "submit train.py": "evenload submit -- evenload run train.py",
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_mistake_on_the_command_line(
+    words: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from evenload.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import argparse\n")
+    (tmp_path / "plain.py").write_text("import torch\n")
+    (tmp_path / "wrong.toml").write_text("precison = 'bf16'\n")
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in told
+    assert COMMANDS[words] in "\n".join(told.splitlines()[:HEAD_LINES]), told
+
+
+CHAINED = """
+try:
+    {}["missing"]
+except KeyError as error:
+    raise ValueError("the config has no such key") from error
+"""
+
+
+@pytest.mark.parametrize(
+    ("pieces", "fix", "line"),
+    [
+        ({"begin": "x, y = step"}, "for step in loader:", "x, y = step"),
+        ({"begin": CHAINED}, "the config has no such key", 'raise ValueError("the config has no such key")'),
+        ({"begin": "run.wait_for_everyone()"}, "write run.barrier()", "run.wait_for_everyone()"),
+        (
+            {"prepared": "run.resume(model, optimizer)"},
+            "run.resume(model=model, optimizer=",
+            "run.resume(model, optimizer)",
+        ),
+    ],
+)
+def test_two_ranks_answer_once_at_the_users_line(tmp_path: Any, pieces: dict[str, str], fix: str, line: str) -> None:
+    ended = evenload_run(tmp_path, script(**pieces), "-d", "cpu,cpu")
+    assert ended.code == 1 and fix in "\n".join(ended.stderr.splitlines()[:HEAD_LINES]), ended.stderr
+    assert ended.stderr.count("Traceback") == 1 and line in ended.stderr and "evenload/training" not in ended.stderr
+    assert "During handling" not in ended.stderr and "direct cause" not in ended.stderr
+    if "missing" in pieces.get("begin", ""):
+        assert "caused by KeyError: 'missing'" in ended.stderr and "whole traceback" in ended.stderr
+        assert "direct cause" in next((tmp_path / "run").glob("traceback-rank*.txt")).read_text()
+
+
+def test_a_single_process_answers_with_the_message_first(tmp_path: Any) -> None:
+    (tmp_path / "train.py").write_text(script(begin="x, y = step"))
+    ended = command(tmp_path, "train.py")
+    assert ended.code == 1 and ended.stderr.startswith(
+        "evenload: the script failed at step 0: StepError: a prepared loader"
+    )
+    assert (
+        ended.stderr.count("Traceback") == 1 and "x, y = step" in ended.stderr and "training/step" not in ended.stderr
+    )

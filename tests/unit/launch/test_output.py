@@ -1,6 +1,7 @@
 import io
 import os
 import sys
+import time
 
 from evenload.training.launch.output import WorkerOutputs
 
@@ -47,13 +48,37 @@ def _feed(monkeypatch, stream, pieces, view=None):
 PIECES = [(1, b"half a "), (0, b"progress 1\r"), (1, b"line\nrest"), (0, "ü".encode()[:1]), (0, "ü".encode()[1:])]
 
 
-def test_in_a_pipe_rank_0_is_as_it_is_and_others_come_in_whole_lines(monkeypatch):
-    assert _feed(monkeypatch, io.StringIO(), PIECES) == "progress 1\rhalf a line\nürest\n"
+def test_lines_are_whole(monkeypatch):
+    assert _feed(monkeypatch, io.StringIO(), PIECES) == "half a line\nprogress 1\rü\nrest\n"
 
 
 def test_on_a_terminal_other_ranks_are_marked(monkeypatch):
     mark = "\x1b[2m[rank 1]\x1b[0m "
-    assert _feed(monkeypatch, _Terminal(), PIECES) == f"progress 1\r{mark}half a line\nü{mark}rest\n"
+    assert _feed(monkeypatch, _Terminal(), PIECES) == f"{mark}half a line\nprogress 1\rü\n{mark}rest\n"
+
+
+def test_unbuffered_pieces_of_a_line_stay_together(monkeypatch):
+    pieces = [(0, b"loss"), (1, b"from rank 1\n"), (0, b" "), (0, b"0.5"), (0, b"\n")]
+    assert _feed(monkeypatch, io.StringIO(), pieces) == "from rank 1\nloss 0.5\n"
+
+
+def test_a_prompt_appears_and_the_next_line_is_not_glued_to_it(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    outputs = WorkerOutputs()
+    read, write = os.pipe()
+    outputs.add(0, "stdout", read)
+    os.write(write, b"prompt> ")
+    outputs.pump(1.0)
+    assert stream.getvalue() == ""
+    time.sleep(0.06)
+    outputs.pump(0.0)
+    assert stream.getvalue() == "prompt> "
+    outputs.end_open_lines()
+    outputs.end_open_lines()
+    assert stream.getvalue() == "prompt> \n"
+    os.close(write)
+    outputs.drain()
 
 
 def test_beside_a_view_on_a_terminal_all_goes_through_it_in_whole_lines(monkeypatch):

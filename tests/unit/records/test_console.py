@@ -59,6 +59,21 @@ def test_the_first_step_then_one_line_an_interval() -> None:
     assert plain.finish() == []
 
 
+def test_the_first_step_has_no_rate_and_the_last_line_shows_usual_shares() -> None:
+    plain = ProgressLines(log_every_s=10.0)
+    plain.add(RunEvent("open", ""))
+    (first,) = plain.add(make_step(0, seconds=30.0))
+    assert first == "step 1 | loss 4.000"
+    for index in range(1, 5):
+        plain.add(make_step(index))
+    plain.add(make_step(5, num_samples=3, shares=(2, 1)))
+    (last,) = plain.finish()
+    assert "share 171" in last and "share 85" in last and "step 6" in last
+    plain.add(make_step(6, num_samples=3, shares=(2, 1)))
+    (alone,) = plain.finish()
+    assert "share 171" in alone
+
+
 def test_without_the_runs_length_the_epoch_is_told() -> None:
     info = RunInfo()
     step = make_step(45)

@@ -6,16 +6,23 @@ import codecs
 import os
 import selectors
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
 
 _CHUNK_BYTES = 65536
+_HOLD_S = 0.05
+"""Time for which the start of a line is held: unbuffered output arrives in pieces of a line."""
 
 
 class ProgressView(Protocol):
     """Draws a run's progress from its records while the workers run."""
+
+    before_print: Callable[[], None]
+    """Called before each line that is not drawn over; it ends an incomplete line of a worker."""
 
     def follow(self, folder: Path) -> None:
         """Start reading the run folder; called once rank 0 has opened it."""
@@ -38,6 +45,7 @@ class _OutputStream:
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     pending: str = ""
     """Start of an incomplete line."""
+    pending_since_s: float = 0.0
 
 
 class WorkerOutputs:
@@ -47,6 +55,8 @@ class WorkerOutputs:
         self._selector = selectors.DefaultSelector()
         self.view: ProgressView | None = None
         self._closed = False
+        self._open_lines: set[str] = set()
+        """Targets whose last line is incomplete: rank 0's prompt or progress bar."""
 
     def add(self, rank: int, name: str, descriptor: int) -> None:
         """Own the read end of a worker's ``stdout`` or ``stderr``."""
@@ -60,6 +70,7 @@ class WorkerOutputs:
                 self._selector.select(timeout_s)
             return False
         ready = self._selector.select(timeout_s)
+        self._release_held()
         for key, _ in ready:
             try:
                 data = os.read(key.fd, _CHUNK_BYTES)
@@ -75,6 +86,7 @@ class WorkerOutputs:
     def print_line(self, line: str) -> None:
         """Print a line of the launcher to stderr, above the drawing."""
         with suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+            self.end_open_lines()
             if self.view is not None and sys.stderr.isatty():
                 self.view.print(f"{line}\n")
             else:
@@ -95,15 +107,13 @@ class WorkerOutputs:
         self._selector.close()
 
     def _forward(self, stream: _OutputStream, text: str, ended: bool) -> None:
-        target: TextIO = sys.stdout if stream.name == "stdout" else sys.stderr
+        target = _target(stream.name)
         drawn = self.view is not None and target.isatty()
-        if stream.rank == 0 and not drawn:
-            text = stream.pending + text
-            stream.pending = ""
-        else:
-            text = self._whole_lines(stream, text, ended)
+        text = self._whole_lines(stream, text, ended)
         if not text:
             return
+        if stream.rank != 0:
+            self.end_open_lines()
         if stream.rank != 0 and target.isatty():
             text = "".join(f"\x1b[2m[rank {stream.rank}]\x1b[0m {line}" for line in text.splitlines(keepends=True))
         if drawn and self.view is not None:
@@ -111,6 +121,27 @@ class WorkerOutputs:
             return
         target.write(text)
         target.flush()
+        self._open_lines.discard(stream.name)
+
+    def end_open_lines(self) -> None:
+        """End a line that rank 0 has not ended, before something else is printed."""
+        for name in sorted(self._open_lines):
+            _target(name).write("\n")
+            _target(name).flush()
+        self._open_lines.clear()
+
+    def _release_held(self) -> None:
+        """Forward the start of a line of rank 0 that stays incomplete: a prompt, a progress bar."""
+        for key in self._selector.get_map().values():
+            stream: _OutputStream = key.data
+            target = _target(stream.name)
+            if stream.rank != 0 or not stream.pending or (self.view is not None and target.isatty()):
+                continue
+            if time.monotonic() - stream.pending_since_s >= _HOLD_S:
+                target.write(stream.pending)
+                target.flush()
+                stream.pending = ""
+                self._open_lines.add(stream.name)
 
     @staticmethod
     def _whole_lines(stream: _OutputStream, text: str, ended: bool) -> str:
@@ -118,5 +149,11 @@ class WorkerOutputs:
         if ended and rest:
             stream.pending = ""
             return f"{whole}{newline}{rest}\n"
+        if rest and not stream.pending:
+            stream.pending_since_s = time.monotonic()
         stream.pending = rest
         return whole + newline
+
+
+def _target(name: str) -> TextIO:
+    return sys.stdout if name == "stdout" else sys.stderr

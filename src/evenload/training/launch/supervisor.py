@@ -174,6 +174,8 @@ class _Supervisor:
         self._view = request.view
         self._following = False
         self._outputs.view = request.view
+        if request.view is not None:
+            request.view.before_print = self._outputs.end_open_lines
         self._stop_signals: list[int] = []
         self._stop_forwarded = False
 

@@ -41,6 +41,8 @@ from evenload.training.step.engine import Engine
 from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
 
+_NAME_WORDS = 8
+"""Numbers that hold the name of a device, 6 bytes each: integers below 2^53 are exact."""
 _FRESH_FOR = "fresh_for_job"
 """File in the run folder that names the queue's job whose ``--fresh`` was applied there."""
 
@@ -83,6 +85,8 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     )
     control = Control(groups)
     _check_same_settings(config, control)
+    if spec.world_size > 1 and not spec.device_names:
+        spec = replace(spec, device_names=_exchange_names(_device_name(device), control))
     randomness.seed_all(device, config.seed)
     folder = Path(config.project_dir).absolute()
     writes = spec.rank == 0 and not config.dry_run and spec.mode != "verify"
@@ -174,6 +178,18 @@ def _device(spec: WorkerSpec) -> torch.device:
             )
         torch.cuda.set_device(device)
     return device
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU of {socket.gethostname()}"
+
+
+def _exchange_names(own: str, control: Control) -> tuple[str, ...]:
+    """Return the names of all ranks' devices, which only our own launcher knows beforehand."""
+    words = own.encode()[: _NAME_WORDS * 6].ljust(_NAME_WORDS * 6)
+    numbers = [float(int.from_bytes(words[index : index + 6])) for index in range(0, len(words), 6)]
+    rows = control.exchange(Operation.INIT, numbers)
+    return tuple(b"".join(int(number).to_bytes(6) for number in row).decode(errors="replace").strip() for row in rows)
 
 
 def _gpu(device: torch.device) -> str:

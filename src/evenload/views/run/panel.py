@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.records.console import RunInfo, format_percent, format_rank_range, header_parts
-from evenload.records.summary import RankSummary, summarize_steps
+from evenload.records.summary import RankSummary
 from evenload.records.values import StepRecord
 
 MAX_ROWS = 12
@@ -42,9 +42,11 @@ class BusyBar:
 def render_panel(window: Sequence[StepRecord], info: RunInfo, width: int) -> RenderableType:
     """Render a window of at least one step for a terminal of ``width`` columns."""
     last = window[-1]
-    summary = summarize_steps(window, info.solo_per_s)
-    parts = [*header_parts(last, summary, info), info.left(last)]
+    summary = info.summarize(window)
+    parts = [*header_parts(last, summary, info), info.left(last) if summary is not None else ""]
     head = Text("  ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts if part), style="bold")
+    if summary is None:
+        return head
     shown = summary.ranks if len(summary.ranks) <= MAX_ROWS else summary.ranks[: MAX_ROWS - 1]
     names = [info.name(index) if info.devices and width >= _NARROW else "" for index in range(len(shown))]
     rows: list[RenderableType] = [head, _rank_table(shown, names, width)]

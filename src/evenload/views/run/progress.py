@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -42,6 +42,7 @@ class RunProgress:
         console: Console | None = None,
     ) -> None:
         self._since_s = time.time() if since_s is None else since_s
+        self.before_print: Callable[[], None] = lambda: None
         self._records: RecordTail | None = None
         self._display: _PlainDisplay | _LiveDisplay
         if console is None and stream.isatty():
@@ -51,7 +52,7 @@ class RunProgress:
         if console is not None and console.is_terminal and not console.is_dumb_terminal:
             self._display = _LiveDisplay(console)
         else:
-            self._display = _PlainDisplay(stream, log_every_s)
+            self._display = _PlainDisplay(stream, log_every_s, lambda: self.before_print())
         self._display.info.devices = tuple(devices)
         self._ended = False
         self._closed = False
@@ -101,8 +102,9 @@ class RunProgress:
 
 
 class _PlainDisplay:
-    def __init__(self, stream: TextIO, log_every_s: float) -> None:
+    def __init__(self, stream: TextIO, log_every_s: float, before_print: Callable[[], None]) -> None:
         self._stream = stream
+        self._before_print = before_print
         self._lines = ProgressLines(log_every_s)
 
     @property
@@ -117,6 +119,7 @@ class _PlainDisplay:
         """Do nothing: plain lines are never redrawn."""
 
     def print(self, text: str) -> None:
+        self._before_print()
         self._stream.write(text if text.endswith("\n") else text + "\n")
         self._stream.flush()
 
