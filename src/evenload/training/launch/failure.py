@@ -121,7 +121,7 @@ def earlier_errors(error: BaseException) -> list[BaseException]:
 
 def write_whole_traceback(error: BaseException, folder: Path, rank: int) -> Path | None:
     """Write the traceback with all frames and earlier errors into the run folder; None if that can't be done."""
-    path = folder / f"traceback-rank{rank}.txt"
+    path = folder / f"traceback-rank-{rank}.txt"
     try:
         write_atomically(path, "".join(traceback.format_exception(error)))
     except OSError:
