@@ -147,3 +147,14 @@ def test_installation_is_described_the_same_way_everywhere() -> None:
         assert {name for found in re.findall(r"evenload\[([a-z,]+)\]", text) for name in found.split(",")} <= set(
             extras
         )
+
+
+def test_signatures_on_the_pages_are_those_of_the_code() -> None:
+    """Blocks of text that begin with a signature: the names of its parameters, in order, those after ``*`` too."""
+    pattern = re.compile(r"^(evenload|run)\.(\w+)\((.*)\) ->", flags=re.MULTILINE)
+    found = [(path, *groups) for path in DOCS.glob("*.md") for groups in pattern.findall(path.read_text())]
+    assert len(found) >= 7
+    for path, owner, name, written in found:
+        function = getattr(evenload if owner == "evenload" else evenload.Run, name)
+        actual = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+        assert re.findall(r"\*?(\w+)(?:=[^,]+)?(?:, |$)", written.replace("*, ", "")) == actual, f"{path.name}: {name}"
