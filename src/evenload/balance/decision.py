@@ -28,6 +28,28 @@ class Observation:
     """Seconds of the whole step, waiting and collectives included; None if unknown: then those of the slowest rank count."""
     left_out: bool = False
     """The step doesn't represent the next ones: it compiled, was done again, or wrote a checkpoint."""
+    num_steps: int = 1
+    """More than 1 where it is the mean of so many short steps, of which `step` is the last."""
+    parts: tuple[Seconds, ...] = ()
+    """The seconds of each of these."""
+
+    @property
+    def is_measured(self) -> bool:
+        """True if all ranks with samples, and rank 0, have seconds."""
+        if self.seconds[0] is None:
+            return False
+        return all(
+            0 < time_s < math.inf if time_s is not None else not share
+            for share, time_s in zip(self.shares, self.seconds, strict=True)
+        )
+
+    @property
+    def first_step(self) -> int:
+        return self.step - self.num_steps + 1
+
+    @property
+    def whole_s(self) -> float:
+        return self.step_s or max(time_s for time_s in self.seconds if time_s is not None)
 
 
 @dataclass(frozen=True)
@@ -38,7 +60,7 @@ class Decision:
     num_micro: int
     kind: str
     """``measured`` (the first split), ``slower``, ``faster``, ``left_out``, ``returned``, ``refined``, ``memory``, or ``trial``:
-    a rank that has left comes back for a few steps, or leaves again after them."""
+    a rank that has left comes back for a few steps, or leaves again after them; ``too_short``: no move, steps are too short."""
     rank: int | None
     """The rank it is about, None where it is about all."""
     factor: float | None

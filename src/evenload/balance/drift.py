@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, stdev
@@ -59,6 +58,10 @@ class SpeedTracker:
     def has_steps(self) -> bool:
         """True if there is anything to fit, or a fit of before."""
         return self._fit is not None or bool(self._points)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._points)
 
     def begin_anew(self) -> None:
         """Forget the level of the seconds: the rank was out. The ratio a / c stays, and the last fit until there is a new one."""
@@ -227,30 +230,3 @@ class SpeedTracker:
                     return other  # usually the first: the rest is looked at where shares change
                 found, least = other, distance
         return found
-
-
-def slowest_seen_s(
-    tracks: Sequence[SpeedTracker], shares: Sequence[int], num_micro: int, may_leave: Sequence[bool]
-) -> float | None:
-    """Return the seconds measured for the slowest rank under exactly these shares; None where one of them wasn't."""
-    seen = [
-        track.seen_s(max(share, num_micro), num_micro)
-        for track, share, leaves in zip(tracks, shares, may_leave, strict=True)
-        if share or not leaves
-    ]
-    known = [time_s for time_s in seen if time_s is not None]
-    return max(known) if len(known) == len(seen) else None
-
-
-def gain_error(
-    tracks: Sequence[SpeedTracker], shares: Sequence[int], num_micro: int, may_leave: Sequence[bool]
-) -> float:
-    """Return the standard error of a gain: the slowest rank's time against the mean of all, weighted by their shares."""
-    ranks = [r for r, share in enumerate(shares) if tracks[r].has_steps and (share or not may_leave[r])]
-    slowest = max(ranks, key=lambda r: tracks[r].fit.cost.predict_s(shares[r], num_micro))
-    variance = 0.0
-    for rank in ranks:
-        part = shares[rank] / sum(shares)
-        weight = 1 - part if rank == slowest else part
-        variance += (weight * tracks[rank].fit.predict_error(shares[rank], num_micro)) ** 2
-    return math.sqrt(variance)

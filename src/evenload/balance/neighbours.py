@@ -8,7 +8,7 @@ seconds of each step are kept for each split that ran since the last change of a
   rank proportional to its samples: the least mean over steps of max_r t_r * n'_r / n_r. In the optimum a rank that scatters
   more has time to spare. Where ranks have fixed cost this undershoots, and the next proposal goes on from there;
 * **a verdict** on each move, whoever proposed it: where whole steps did not become shorter, the shares go back, and the next
-  proposal comes later and goes half as far.
+  proposal comes later and goes half as far. A move of short steps must bring part of what was expected of it (short_steps.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev, stdev
 
+from evenload.balance.decision import Seconds
 from evenload.balance.split import Caps, scale_shares, split_batch
 from evenload.balance.values import Cost
 
@@ -40,6 +41,9 @@ _CLEAR = 2.0
 _DOUBT = 0.5
 """By so many standard errors a step may be longer after a move that stays: going back has a price too."""
 _DRIFT_STEPS = 32
+_SURELY = 2.0
+_LAST_VERDICT_STEPS = 48
+"""A move that must bring a gain is taken back if that isn't sure after so many steps."""
 _MOST_REJECTED = 6
 _NEAR, _FAR = 0.75, 2.0
 """Of the way to rejected shares: what goes between so far and so far is rejected too."""
@@ -47,6 +51,8 @@ _MOST_CHANGE = 0.125
 """Part of a rank's share that a proposal takes or adds: larger moves are those of the line."""
 _WAIT = 16
 """Steps before another proposal after the first rejected one; doubles with each."""
+_WAIT_AFTER_NO_GAIN = 64
+"""The same after a move that had to bring a gain."""
 _MEMORY = 512
 """Steps after which what was measured under another split holds no longer."""
 _SPARES = (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -63,14 +69,14 @@ class SplitTimes:
         self.last_step = step
         self.num_steps = 0
         most = max(_FEWEST_STEPS, min(_MOST_STEPS, _MOST_TIMES // world_size))
-        self.rank_s: deque[tuple[float, ...]] = deque(maxlen=most)
-        """Own seconds of each rank."""
+        self.rank_s: deque[Seconds] = deque(maxlen=most)
+        """Own seconds of each rank: of single steps also where steps are merged, because ranks wait in single ones."""
         self.step_s: deque[float] = deque(maxlen=_MOST_STEPS)
 
-    def add(self, step: int, rank_s: tuple[float, ...], step_s: float) -> None:
+    def add(self, step: int, rank_s: Sequence[Seconds], step_s: float) -> None:
         self.last_step = step
         self.num_steps += 1
-        self.rank_s.append(rank_s)
+        self.rank_s.extend(rank_s)
         self.step_s.append(step_s)
 
     def estimate_s(self) -> tuple[float, float]:
@@ -100,6 +106,16 @@ class Proposal:
     gain: float
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a move did to the mean seconds of a step."""
+
+    before_s: float
+    now_s: float
+    back: Key | None
+    """The split to go back to; None where the move stays."""
+
+
 class NeighbourSearch:
     """Keeps the steps under each split since the last change of a speed, and judges moves."""
 
@@ -107,6 +123,8 @@ class NeighbourSearch:
         self._times: dict[Key, SplitTimes] = {}
         self._judged: Key | None = None
         """The split from which the present one was moved to, until the verdict."""
+        self._least_saved_s: float | None = None
+        """What the move must save; None if it stays unless steps become longer."""
         self._rejected: list[tuple[int, ...]] = []
         self._num_rejected = 0
         self._not_before = 0
@@ -120,51 +138,81 @@ class NeighbourSearch:
             self._num_rejected = 0
             self._not_before = 0
 
-    def add(self, step: int, key: Key, rank_s: tuple[float, ...], step_s: float) -> None:
-        """Add a step: own seconds of each rank, 0 for those that have left, and the seconds of the whole step."""
+    def add(self, step: int, key: Key, rank_s: Sequence[Seconds], step_s: float) -> None:
+        """Add a step: own seconds of each rank (of each step of a block), and the seconds of the whole step."""
         times = self._times.get(key)
         if times is None or step - times.last_step > _MEMORY:
             # The first step under new shares allocates and loads: it doesn't count.
-            self._times[key] = SplitTimes(step, len(rank_s))
+            self._times[key] = SplitTimes(step, len(key[0]))
             return
         times.add(step, rank_s, step_s)
 
-    def begin(self, before: Key, after: Key) -> None:
-        """Judge `after` against `before` from now on. A move back to what is being judged decides that."""
+    @property
+    def before(self) -> Key | None:
+        """The split that the last move is judged against; None where none is."""
+        return self._judged
+
+    def begin(self, before: Key, after: Key, least_saved_s: float | None = None) -> None:
+        """Judge `after` against `before` from now on. A move back to what is being judged decides that.
+
+        With `least_saved_s` steps must surely become so much shorter; without, they must not become longer.
+        """
         if self._judged is not None and _along(after[0], before[0], self._judged[0]) > 0.5:
             self._reject(self._times[before].last_step if before in self._times else self._not_before, before)
         self._judged = before if before != after and self._known(before) is not None else None
+        self._least_saved_s = least_saved_s
 
-    def verdict(self, step: int, key: Key) -> Key | None:
-        """Return the split to go back to if the move to `key` made the step longer; None while it is open, or helped."""
+    def forget_move(self) -> None:
+        """Let the last move stay, whatever it does."""
+        self._judged = None
+
+    def verdict(self, step: int, key: Key) -> Verdict | None:
+        """Return what the move to `key` did, once; None while that is open, or can't be said."""
         if self._judged is None:
             return None
         now, before = self._known(key), self._times[self._judged]
         if now is None or now.num_steps % _BLOCK:
             return None
         (now_s, now_error_s), (before_s, before_error_s) = now.estimate_s(), before.estimate_s()
-        is_clear = abs(now_s - before_s) > _CLEAR * math.hypot(now_error_s, before_error_s)
+        error_s = math.hypot(now_error_s, before_error_s)
+        if self._least_saved_s is not None:
+            saved_s = before_s - now_s
+            is_gain = saved_s >= self._least_saved_s and saved_s > _SURELY * error_s
+            is_open = now.num_steps < _LAST_VERDICT_STEPS and saved_s + _CLEAR * error_s >= self._least_saved_s
+            if now.num_steps < _VERDICT_STEPS or (is_open and not is_gain):
+                return None
+            back, self._judged = self._judged, None
+            if is_gain:
+                self._num_rejected = max(0, self._num_rejected - 1)
+                return Verdict(before_s, now_s, None)
+            self._reject(step, key, _WAIT_AFTER_NO_GAIN)
+            return Verdict(before_s, now_s, back)
+        is_clear = abs(now_s - before_s) > _CLEAR * error_s
         if not is_clear and now.num_steps < _VERDICT_STEPS:
             return None
         back, self._judged = self._judged, None
         if _is_drifting(now.step_s) or _is_drifting(before.step_s):
             return None
-        if now_s < before_s + _DOUBT * math.hypot(now_error_s, before_error_s):
+        if now_s < before_s + _DOUBT * error_s:
             if is_clear:
                 self._num_rejected = max(0, self._num_rejected - 1)
-            return None
+            return Verdict(before_s, now_s, None)
         self._reject(step, key)
-        return back
+        return Verdict(before_s, now_s, back)
 
     def seen_s(self, key: Key) -> float | None:
         """Return the mean seconds of a step under a split; None with too few."""
         times = self._known(key)
         return times.estimate_s()[0] if times is not None else None
 
-    def _reject(self, step: int, key: Key) -> None:
+    def may_try(self, step: int) -> bool:
+        """Return whether enough steps have passed since the last rejected move."""
+        return step >= self._not_before
+
+    def _reject(self, step: int, key: Key, wait: int = _WAIT) -> None:
         self._rejected.append(key[0])
         self._num_rejected = min(self._num_rejected + 1, _MOST_REJECTED)
-        self._not_before = step + _WAIT * 2**self._num_rejected
+        self._not_before = step + wait * 2**self._num_rejected
 
     def is_known_worse(self, key: Key, than: Key) -> bool:
         """Return whether `key` has been measured and takes as long as `than`, or lies where that was found."""
@@ -194,7 +242,7 @@ class NeighbourSearch:
         if len(present) < 2:
             return None
         per_sample = [
-            [time_s / max(shares[rank], count) for time_s in _without_spikes(column)]
+            [time_s / max(shares[rank], count) for time_s in _without_spikes([one or 0.0 for one in column])]
             for rank, column in enumerate(zip(*times.rank_s, strict=True))
         ]
         before_s = [max(row) for row in zip(*_scaled(per_sample, shares, count), strict=True)]

@@ -5,29 +5,32 @@ observations go on under the old shares for a while: each names the shares it wa
 ones appear nothing is decided again unless a rank changes meanwhile.
 
 A move must pay: its predicted gain must exceed what the noise of the measurements could produce (`_SURE` standard errors)
-and `_LEAST_GAIN`, which stands for the cost of a move (dropped prefetches, allocations of new sizes).
+and `_LEAST_GAIN`, which stands for the cost of a move (dropped prefetches, allocations of new sizes). Short steps are merged
+into blocks (blocks.py), and there a move must also prove itself (short_steps.py); below, "step" is one of the blocks then.
 """
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median_low
+from statistics import median
 
-from evenload.balance.cost import CostSample
+from evenload.balance.blocks import StepBlocks
 from evenload.balance.decision import Decision, Observation, describe_shares, explain_move, format_seconds
-from evenload.balance.drift import SpeedChange, SpeedTracker, gain_error, slowest_seen_s
 from evenload.balance.left_out import LEAD_STEPS, TRIAL_STEPS, LeftOut, ReturnTrial, check_may_leave
-from evenload.balance.neighbours import NeighbourSearch
-from evenload.balance.split import Caps, Split, even_shares, num_micro, scale_shares, slowest_s, split_batch
+from evenload.balance.neighbours import NeighbourSearch, Verdict
+from evenload.balance.rank_costs import RankCosts
+from evenload.balance.reversals import Reversals, num_parts, part_of_the_way
+from evenload.balance.short_steps import ShortSteps
+from evenload.balance.speed_changes import SpeedChanges
+from evenload.balance.split import Caps, Split, even_shares, num_micro, slowest_s, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
 
 _FIRST_LOOK = 3
 _LOOKS = frozenset((_FIRST_LOOK, 6, 12, 24))
 _LOOK_EVERY = 32
-_BIG_CHANGE = 1.4
 _LOOKS_AFTER_CHANGE = frozenset((1, 2, 3, 5, 8, 13, 21))
 """A big change that was seen but didn't pay surely enough yet is looked at again as its steps come in."""
 _SURE = 3.5
@@ -37,19 +40,11 @@ _SURE_AFTER_MOVE = 1.0
 _LEAST_GAIN = 0.01
 _LEAST_GAIN_AFTER_MOVE = 0.03
 _FOLLOWED_UP = ("slower", "faster", "returned", "left_out")
-_REVERSED_WITHIN = 64
-"""A move that takes back half or more of one so few steps ago is a reversal. One may be a rank that recovered; from the second
-on the cost is no line (a quota's periods, cores that two ranks share), and each halves how far a move goes. So many quiet
-steps make up for one."""
-_MOST_HALVINGS = 4
-_OF_THE_SHARE = 1
-"""Seconds that change so few steps after the rank's share did are the share's, and no change of its speed."""
 _OVERRULES = 0.15
 """A predicted gain so large is followed though a move there was rejected, or one is being judged."""
 _LEAST_MICRO_GAIN = 0.02
 _LEAST_HELP = 0.02
 """A rank that is tried returns if the steps become so much shorter."""
-_REPORTED_CHANGE = 1.1
 _LOST_AFTER = 32
 """A decision that hasn't appeared after so many steps was not carried out; what is measured holds."""
 
@@ -83,22 +78,21 @@ class Balancer:
         self.quantum = 1
         """Shares are multiples of so many samples: more than 1 where the model is compiled, and each size may cost."""
         self._caps = caps
-        self._tracks = [SpeedTracker() for _ in range(world_size)]
+        self._ranks = RankCosts(world_size)
+        self._blocks = StepBlocks()
+        self.short_steps = ShortSteps()
+        self._num_seen = 0
+        """Steps seen, which are the time in all that follows."""
         self._num_warmup = num_warmup
         self._under: tuple[tuple[int, ...], int] | None = None
         self._num_under = 0
-        self._under_since = 0
-        self._resized: tuple[bool, ...] = (False,) * world_size
-        """Of each rank whether its share is another than under the shares before."""
         self._num_pending = 0
         self._num_since_change = _LOST_AFTER
-        self._changes: dict[int, SpeedChange] = {}
+        self._changes = SpeedChanges(world_size)
         self._is_measured = False
         self._last_kind: str | None = None
-        self._last_delta: tuple[int, ...] = ()
-        self._num_since_move = 0
-        self._num_reversals = 0
-        self._has_fits = False
+        self._reversals = Reversals()
+        self._rests_s: deque[float] = deque(maxlen=_FIRST_LOOK)
         self._search = NeighbourSearch()
         self.may_leave = check_may_leave(may_leave, world_size)
         """May be set at any time, when it turns out who has to stay; such a rank then comes back and reports its seconds."""
@@ -108,67 +102,87 @@ class Balancer:
     @property
     def costs(self) -> tuple[Cost, ...] | None:
         """The cost of each rank at the last fit, less and less certain for one that is out; None before the first fit."""
-        if not self._has_fits:
+        if not self._ranks.has_fits:
             return None
-        known = [track.fit.cost if track.has_steps else None for track in self._tracks]
-        # A rank that never ran (out since a resume) is taken as fast as the median of the others.
-        typical_s = median_low(cost.per_sample_s for cost in known if cost is not None)
-        return tuple(self.left_out.aged(rank, cost or Cost(0.0, typical_s)) for rank, cost in enumerate(known))
+        return tuple(self.left_out.aged(rank, cost) for rank, cost in enumerate(self._ranks.costs()))
 
     def observe(self, observation: Observation) -> Decision | None:
         """Add one step, in order; return new shares where they pay."""
-        if not len(observation.shares) == len(observation.seconds) == len(self._tracks):
+        if not len(observation.shares) == len(observation.seconds) == len(self._ranks):
             raise ConfigError(
                 f"step {observation.step} shows {len(observation.shares)} shares and {len(observation.seconds)} times: "
-                f"expected {len(self._tracks)}, one a rank"
+                f"expected {len(self._ranks)}, one a rank"
             )
-        if not self._is_telling(observation):
-            return None
-        under = (observation.shares, observation.num_micro)
-        whole_s = observation.step_s or max(time_s for time_s in observation.seconds if time_s is not None)
-        self.left_out.observe(observation.seconds, whole_s)
+        block = self._blocks.add(observation) if self._is_telling(observation) else None
+        return self._observe(block) if block is not None else None
+
+    @property
+    def foresees(self) -> bool:
+        """False where steps are so short that no gain is certain before it was measured."""
+        return not self._blocks.is_short
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of a step in which no rank computes: the exchange. 0 where whole steps weren't measured."""
+        return median(self._rests_s) if self._rests_s else 0.0
+
+    def _observe(self, observation: Observation) -> Decision | None:
+        self._num_seen += 1
+        now = self._num_seen
+        under, whole_s = (observation.shares, observation.num_micro), observation.whole_s
+        self.left_out.observe(observation.seconds, whole_s * observation.num_steps)
+        self._rests_s.append(whole_s - max(time_s for time_s in observation.seconds if time_s is not None))
         if under != self._under:
-            before = self._under[0] if self._under else under[0]
-            self._resized = tuple(new != old for new, old in zip(under[0], before, strict=True))
-            self._under, self._num_under, self._under_since = under, 0, observation.step
+            self._changes.begin_shares(now, self._under[0] if self._under else under[0], under[0])
+            self._under, self._num_under = under, 0
         self._num_under += 1
-        self._num_since_move += 1
-        if self._num_since_move % _REVERSED_WITHIN == 0:
-            self._num_reversals = max(0, self._num_reversals - 1)
+        self._reversals.add_step()
         if (rank := self.left_out.recalled(self.may_leave)) is not None:
             what = f"rank {rank} has to stay in the step"
             return self._move(Split(*under, 0.0), "returned", rank, None, what, self._expected_s())
-        has_changed, is_of_speed = self._add(observation)
-        if is_of_speed:
-            self._search.forget(is_new=bool(self._reported()))
+        # A rank on trial warms up in its first step.
+        skipped = self._trial.rank if self._trial is not None and not self._trial.num_seen else None
+        found = self._ranks.add(now, observation, skipped)
+        has_changed, is_of_speed = bool(found), self._changes.add(now, observation.first_step, found)
+        is_new = is_of_speed and bool(self._changes.reported())
+        if is_of_speed and not (self._blocks.is_short and self._search.before):
+            self.short_steps.is_confirmed = self.short_steps.is_confirmed and not is_new
+            self._search.forget(is_new=is_new and not self._blocks.is_short)
         else:
-            self._search.add(observation.step, under, tuple(time_s or 0.0 for time_s in observation.seconds), whole_s)
-        big = has_changed and any(abs(math.log(c.factor)) > math.log(_BIG_CHANGE) for c in self._changes.values())
-        self._num_since_change = 0 if big else self._num_since_change + 1
+            self._search.add(now, under, observation.parts or (observation.seconds,), whole_s)
+        self._num_since_change = 0 if has_changed and self._changes.has_big else self._num_since_change + 1
         if self._trial is not None:
             return self._observe_trial(self._trial, observation, whole_s)
         if under != (self.shares, self.num_micro):
             self._num_pending += 1
             if self._num_pending <= _LOST_AFTER:
-                return self._look(observation.step) if has_changed else None
+                return self._look(observation.step) if has_changed and not self._blocks.is_short else None
             self.shares, self.num_micro = under
         self._num_pending = 0
-        back = self._search.verdict(observation.step, under)
-        if back is not None:
-            return self._go_back(back)
+        verdict = self._search.verdict(now, under)
+        if verdict is not None and verdict.back is not None:
+            return self._go_back(verdict, verdict.back)
+        if self._blocks.is_short:
+            self.short_steps.is_confirmed = self.short_steps.is_confirmed or verdict is not None
+            if (before := self._search.before) is not None:
+                return self._end_trial(before) if is_new and not self.short_steps.is_confirmed else None
+            is_due = verdict is not None or self.short_steps.is_due(self._num_under, self._ranks.num_steps)
+            decision = self._look(observation.step) if is_due else None
+            return decision or (self._try_return(whole_s) or self._try_neighbours() if self._ranks.has_fits else None)
         since_last = self._num_under - max(_LOOKS)
         if (
             has_changed
             or self._num_under in _LOOKS
+            or (not self._ranks.has_fits and self._num_under > _FIRST_LOOK)
             or self._num_since_change in _LOOKS_AFTER_CHANGE
             or (since_last > 0 and since_last % _LOOK_EVERY == 0)
         ):
             decision = self._look(observation.step)
             if decision is not None:
                 return decision
-        if has_changed or not self._has_fits:
+        if has_changed or not self._ranks.has_fits:
             return None
-        return self._try_return(whole_s) or self._try_neighbours(observation.step)
+        return self._try_return(whole_s) or self._try_neighbours()
 
     def set_caps(self, caps: Caps) -> Decision | None:
         """Set new limits of memory; return shares that keep them if the present ones don't.
@@ -182,42 +196,19 @@ class Balancer:
             return None
         over = next(r for r, cap in enumerate(caps or ()) if cap is not None and self.shares[r] > self.num_micro * cap)
         split = Split(self.shares, needed, 0.0)
-        if self._has_fits:
+        if self._ranks.has_fits:
             split = self._split(list(self.costs or ()))
         cap = caps[over] if caps else None
         what = f"rank {over} has memory for {cap} samples in a micro-batch"
         return self._move(split, "memory", over, None, what, self._expected_s())
 
     def _is_telling(self, observation: Observation) -> bool:
-        for share, time_s in zip(observation.shares, observation.seconds, strict=True):
-            if not (0 < time_s < math.inf if time_s is not None else not share):
-                return False
-        if observation.left_out or observation.seconds[0] is None:
+        if observation.left_out or not observation.is_measured:
             return False
         if self._num_warmup > 0:
             self._num_warmup -= 1
             return False
         return sum(observation.shares) == self.num_samples
-
-    def _add(self, observation: Observation) -> tuple[bool, bool]:
-        """Return whether seconds of a rank changed, and whether that is a change of its speed."""
-        has_changed = is_of_speed = False
-        for rank, (track, share, time_s) in enumerate(
-            zip(self._tracks, observation.shares, observation.seconds, strict=True)
-        ):
-            if time_s is None or (self._trial is not None and rank == self._trial.rank and not self._trial.num_seen):
-                continue  # it is out, or warms up
-            point = CostSample(observation.step, max(share, observation.num_micro), observation.num_micro, time_s)
-            if change := track.add(point):
-                has_changed = True
-                if self._resized[rank] and change.step <= self._under_since + _OF_THE_SHARE:
-                    continue
-                is_of_speed = True
-                before = self._changes.get(rank)
-                if before:
-                    change = SpeedChange(before.step, before.factor * change.factor)
-                self._changes[rank] = change
-        return has_changed and self._has_fits, is_of_speed and self._has_fits
 
     def _look(self, step: int) -> Decision | None:
         costs = self._refit()
@@ -235,48 +226,70 @@ class Balancer:
         gain = 1 - split.expected_s / before_s
         # Where both splits have been run, what they took counts for more than the line through them: time may grow in
         # steps (a quota's periods, tiles of a kernel), and then a fit of either sends us to the other and back for ever.
-        seen_s = slowest_seen_s(self._tracks, split.shares, split.num_micro, self.may_leave)
-        seen_before_s = slowest_seen_s(self._tracks, self.shares, self.num_micro, self.may_leave)
+        seen_s = self._ranks.seen_s(split.shares, split.num_micro, self.may_leave)
+        seen_before_s = self._ranks.seen_s(self.shares, self.num_micro, self.may_leave)
         if seen_s is not None and seen_before_s is not None:
             gain = min(gain, 1 - seen_s / seen_before_s)
+        if self._blocks.is_short:
+            return self._look_at_short_steps(step, split, gain)
         # The first look under new shares shows whether the move helped; it may be followed up on weaker evidence, once.
         sure, least = _SURE, _LEAST_GAIN
         if self._num_under == _FIRST_LOOK and self._last_kind in _FOLLOWED_UP:
             sure, least = _SURE_AFTER_MOVE, _LEAST_GAIN_AFTER_MOVE
         elif self._num_since_change < _FIRST_LOOK:
             sure, least = _SURE_AFTER_CHANGE, _LEAST_GAIN_AFTER_MOVE
-        if gain < max(least, sure * gain_error(self._tracks, self.shares, self.num_micro, self.may_leave)):
+        if gain < max(least, sure * self._ranks.gain_error(self.shares, self.num_micro, self.may_leave)):
             return None
         now, new = (self.shares, self.num_micro), (split.shares, split.num_micro)
-        is_refined = self._is_measured and not self._reported() and gain < _OVERRULES
-        if is_refined and self._search.forbids(step, new, now):
+        is_refined = self._is_measured and not self._changes.reported() and gain < _OVERRULES
+        if is_refined and self._search.forbids(self._num_seen, new, now):
             return None
-        num_reversals = self._num_reversals + self._is_reversal(split)
-        parts = 2 ** min(max(0, num_reversals - 1), _MOST_HALVINGS)
+        num_reversals = self._reversals.num_with(self.shares, split.shares)
+        parts = num_parts(num_reversals)
         if parts > 1:
-            split = self._go_part_of_the_way(split, parts)
+            split = part_of_the_way(self.shares, split, parts, self._caps)
             if gain < parts * _LEAST_GAIN_AFTER_MOVE:
                 return None
-        self._num_reversals = num_reversals
-        idle_s = {
-            r: track.fit.cost.predict_s(0, split.num_micro) for r, track in enumerate(self._tracks) if self._is_in(r)
-        }
+        self._reversals.accept(num_reversals)
+        return self._move(split, *self._explain(step, split), before_s)
+
+    def _look_at_short_steps(self, step: int, split: Split, gain: float) -> Decision | None:
+        now, costs, before_s = (self.shares, self.num_micro), list(self.costs or ()), self._expected_s()
+        whole_s = self._search.seen_s(now)
+        if whole_s is None or not self._search.may_try(self._num_seen):
+            return None
+        new = split.shares, split.num_micro
+        is_worse = self.short_steps.is_confirmed and self._search.forbids(self._num_seen, new, now)
+        if is_worse or gain < _SURE * self._ranks.gain_error(*now, self.may_leave):
+            return None
+        evidence = whole_s, self._ranks.num_steps
+        found = self.short_steps.allowed(now, new, costs, self.may_leave, self.quantum, *evidence)
+        if found is None:
+            return None
+        (shares, count), least_saved_s = found
+        goal = Split(shares, max(count, num_micro(shares, self._caps)), split.expected_s)
+        kind, rank, factor, what = self._explain(step, goal)
+        what = what if self.short_steps.is_confirmed else f"{what}, on trial"
+        return self._move(goal, kind, rank, factor, what, before_s, least_saved_s)
+
+    def _explain(self, step: int, split: Split) -> tuple[str, int | None, float | None, str]:
+        costs = self.costs or ()
+        idle_s = {r: cost.predict_s(0, split.num_micro) for r, cost in enumerate(costs) if r not in self.left_out}
         word = "again " if self._is_measured else ""
         usual = "refined" if self._is_measured else "measured", f"measured {word}up to step {step}"
-        why = explain_move(self.shares, split.shares, self._reported(), idle_s, usual)
-        return self._move(split, *why, before_s)
+        return explain_move(self.shares, split.shares, self._changes.reported(), idle_s, usual)
 
-    def _try_neighbours(self, step: int) -> Decision | None:
-        if not self._is_measured:
+    def _try_neighbours(self) -> Decision | None:
+        if not self._is_measured or (self._blocks.is_short and not self.short_steps.is_confirmed):
             return None
-        found = self._search.propose(step, (self.shares, self.num_micro), self._caps, self.quantum)
+        found = self._search.propose(self._num_seen, (self.shares, self.num_micro), self._caps, self.quantum)
         if found is None:
             return None
         before_s = self._expected_s()
         what = f"ranks wait {found.waiting:.0%} of the time"
-        return self._move(
-            Split(found.shares, self.num_micro, (1 - found.gain) * before_s), "refined", None, None, what, before_s
-        )
+        split = Split(found.shares, self.num_micro, (1 - found.gain) * before_s)
+        least_saved_s = found.gain * before_s / 4 if self._blocks.is_short else None
+        return self._move(split, "refined", None, None, what, before_s, least_saved_s)
 
     def _idle(self, split: Split) -> int | None:
         """Return a rank that computes with a share of 0 though it may leave: the run began so, or it had to stay until now."""
@@ -284,7 +297,8 @@ class Balancer:
             return None
         ranks = range(1, len(self.shares))
         return next(
-            (r for r in ranks if self.may_leave[r] and self._is_in(r) and not self.shares[r] + split.shares[r]), None
+            (r for r in ranks if self.may_leave[r] and r not in self.left_out and not self.shares[r] + split.shares[r]),
+            None,
         )
 
     def _ask_those_out(self, costs: Sequence[Cost], without: Split) -> None:
@@ -312,7 +326,7 @@ class Balancer:
         before = self.shares, self.num_micro
         self._trial = ReturnTrial(rank, shares, before, self._search.seen_s(before) or step_s)
         self.left_out.begin(rank)
-        self._tracks[rank].begin_anew()
+        self._ranks.begin_anew(rank)
         what = f"rank {rank} is tried again for {TRIAL_STEPS} steps"
         return self._move(Split(shares, self.num_micro, before_s), "trial", rank, None, what, before_s)
 
@@ -341,38 +355,28 @@ class Balancer:
         what = f"rank {trial.rank} needs {needs} for its first samples and stays left out"
         return self._move(Split(*trial.before, without_s), "trial", trial.rank, None, what, without_s)
 
-    def _go_back(self, key: tuple[tuple[int, ...], int]) -> Decision:
-        shares, num_micro = key
-        what = "the last move did not make the step shorter"
-        return self._move(Split(shares, num_micro, 0.0), "refined", None, None, what, self._expected_s())
+    def _end_trial(self, key: tuple[tuple[int, ...], int]) -> Decision:
+        """Take back a move on trial while a speed changed: whole steps show that, and not what the move does."""
+        decision = self._move(Split(*key, 0.0), *self._explain(0, Split(*key, 0.0)), self._expected_s())
+        self._search.forget(is_new=False)
+        return decision
+
+    def _go_back(self, verdict: Verdict, key: tuple[tuple[int, ...], int]) -> Decision:
+        seen = f"{format_seconds(verdict.now_s)} after it, {format_seconds(verdict.before_s)} before"
+        what = f"the last move did not make the step shorter ({seen})"
+        decision = self._move(Split(*key, 0.0), "refined", None, None, what, self._expected_s())
+        if self._blocks.is_short:
+            self._search.forget_move()
+        return decision
 
     def _refit(self) -> list[Cost]:
         """Fit all ranks with steps; return the cost of each."""
-        present = [track for track in self._tracks if track.has_steps]
-        noises = sorted(track.refit().noise for track in present)
-        for track in present:
-            track.refit(noises[len(noises) // 2])
-        self._has_fits = True
+        self._ranks.refit()
         return list(self.costs or ())
-
-    def _is_reversal(self, split: Split) -> bool:
-        """Return whether the split takes back half or more of a recent move."""
-        along = sum((n - old) * b for n, old, b in zip(split.shares, self.shares, self._last_delta, strict=False))
-        return self._num_since_move <= _REVERSED_WITHIN and along < -0.5 * sum(b * b for b in self._last_delta)
-
-    def _go_part_of_the_way(self, split: Split, parts: int) -> Split:
-        if any(bool(new) != bool(old) for new, old in zip(split.shares, self.shares, strict=True)):
-            return split  # left out or back again: there is nothing in between
-        near = [old * (parts - 1) + new for new, old in zip(split.shares, self.shares, strict=True)]
-        shares = scale_shares(near, self.num_samples)
-        return split if num_micro(shares, self._caps) > split.num_micro else replace(split, shares=shares)
-
-    def _is_in(self, rank: int) -> bool:
-        return rank not in self.left_out
 
     def _split(self, costs: Sequence[Cost], num_micro: int | None = None, num_samples: int | None = None) -> Split:
         """Split over the ranks that are not out."""
-        ranks = [rank for rank in range(len(costs)) if self._is_in(rank)]
+        ranks = [rank for rank in range(len(costs)) if rank not in self.left_out]
         caps = None if self._caps is None else [self._caps[rank] for rank in ranks]
         found = split_batch(
             num_samples or self.num_samples,
@@ -389,21 +393,22 @@ class Balancer:
         costs = self.costs
         return slowest_s(costs, self.shares, self.num_micro, self.may_leave) if costs is not None else 0.0
 
-    def _reported(self) -> dict[int, SpeedChange]:
-        least = math.log(_REPORTED_CHANGE)
-        return {rank: change for rank, change in self._changes.items() if abs(math.log(change.factor)) > least}
-
     def _move(
-        self, split: Split, kind: str, rank: int | None, factor: float | None, what: str, before_s: float
+        self,
+        split: Split,
+        kind: str,
+        rank: int | None,
+        factor: float | None,
+        what: str,
+        before_s: float,
+        least_saved_s: float | None = None,
     ) -> Decision:
         how = describe_shares(rank, self.shares, split.shares, self.num_micro, split.num_micro)
         before, after = (self.shares, self.num_micro), (split.shares, split.num_micro)
         # Who is in the step is judged by trials.
-        self._search.begin(before if kind not in ("trial", "returned", "left_out") else after, after)
-        self._last_delta = (
-            tuple(new - old for new, old in zip(split.shares, self.shares, strict=True)) if self._is_measured else ()
-        )
-        self._num_since_move = 0
+        is_judged = kind not in ("trial", "returned", "left_out") or least_saved_s is not None
+        self._search.begin(before if is_judged else after, after, least_saved_s)
+        self._reversals.moved(self.shares, split.shares, counts=self._is_measured)
         self.shares, self.num_micro = split.shares, split.num_micro
         self._num_pending = 0
         self._num_since_change = _LOST_AFTER

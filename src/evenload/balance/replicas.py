@@ -135,6 +135,11 @@ class ReplicaBalancer:
         return known if len(known) == len(self._costs) else None
 
     @property
+    def foresees(self) -> bool:
+        """As of `Balancer`."""
+        return self._inner is None or self._inner.foresees
+
+    @property
     def takes_turns(self) -> bool:
         return self._turns_left > 0
 

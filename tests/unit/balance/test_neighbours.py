@@ -43,7 +43,7 @@ def _run(search: NeighbourSearch, key: Key, mean_s: float, first: int, count: in
     rng = random.Random(seed)
     for step in range(first, first + count):
         own = tuple(mean_s * rng.gauss(1, 0.01) for _ in key[0])
-        search.add(step, key, own, max(own))
+        search.add(step, key, [own], max(own))
 
 
 def test_a_move_that_made_the_step_longer_is_taken_back_and_not_repeated() -> None:
@@ -51,7 +51,8 @@ def test_a_move_that_made_the_step_longer_is_taken_back_and_not_repeated() -> No
     _run(search, old, 1.0, 0, 20)
     search.begin(old, new)
     _run(search, new, 1.1, 20, 9)
-    assert search.verdict(29, new) == old
+    verdict = search.verdict(29, new)
+    assert verdict is not None and verdict.back == old
     assert search.forbids(30, new, old)
     assert search.forbids(200, ((43, 21), 1), old)
     assert not search.forbids(200, ((38, 26), 1), old)
@@ -64,14 +65,15 @@ def test_a_move_that_helped_stays() -> None:
     _run(search, old, 1.0, 0, 20)
     search.begin(old, new)
     _run(search, new, 0.95, 20, 9)
-    assert search.verdict(29, new) is None
+    verdict = search.verdict(29, new)
+    assert verdict is not None and verdict.back is None
     assert search.forbids(30, old, new), "it is known to take longer"
 
 
 def test_a_speed_that_drifts_is_no_verdict() -> None:
     search, old, new = NeighbourSearch(), ((40, 24), 1), ((44, 20), 1)
     for step in range(24):
-        search.add(step, old, (1.0, 1.0), 1 + 0.01 * step)
+        search.add(step, old, [(1.0, 1.0)], 1 + 0.01 * step)
     search.begin(old, new)
     _run(search, new, 1.3, 24, 30)
     assert search.verdict(53, new) is None

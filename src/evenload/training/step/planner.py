@@ -205,6 +205,8 @@ class Planner:
             decision = self._balancer.observe(
                 Observation(step, plan.shares, plan.num_micro, own_s, step_s or None, left_out)
             )
+            if (note := self._balancer.short_steps.take_note()) is not None:
+                self._announce(Decision(self.shares, self.num_micro, "too_short", None, None, note, 0.0, 0.0), step)
         self._pending = decision or self._pending
 
     def _observe_replicas(
@@ -301,16 +303,18 @@ class Planner:
 
     def outlook(self) -> dict[str, float]:
         """Return how many times as fast rank 0 expects the newest shares to be: as equal shares, as the best rank alone."""
-        costs = self._balancer.costs if self._balancer is not None else None
-        pending = self._pending
-        if costs is None or pending is None or not pending.expected_s:
+        balancer, pending = self._balancer, self._pending
+        costs = balancer.costs if balancer is not None else None
+        if balancer is None or costs is None or pending is None or not pending.expected_s or not balancer.foresees:
             return {}
-        if isinstance(self._balancer, ReplicaBalancer) and pending.kind in ("trial", "left_out", "returned"):
+        if isinstance(balancer, ReplicaBalancer) and pending.kind in ("trial", "left_out", "returned"):
             return {}  # found by a trial, and announced with its measurements
+        rest_s = balancer.rest_s if isinstance(balancer, Balancer) else 0.0
         even = even_shares(self._batch_size, self.world_size)
         equal_s = max(cost.predict_s(share, pending.num_micro) for cost, share in zip(costs, even, strict=True))
         alone_s = min(cost.predict_s(self._batch_size, pending.num_micro) for cost in costs)
-        return {"over_equal": equal_s / pending.expected_s, "over_best_alone": alone_s / pending.expected_s}
+        expected_s = pending.expected_s + rest_s
+        return {"over_equal": (equal_s + rest_s) / expected_s, "over_best_alone": alone_s / expected_s}
 
     @property
     def num_micro(self) -> int:
