@@ -116,6 +116,10 @@ class Recorder:
                 for thread in self._logger_threads:
                     thread.wake()
 
+    def tracker(self, name: str) -> Any | None:
+        """Return the own object of a logger's library, with every record so far sent; None if it does not open."""
+        return next((thread.tracker() for thread in self._logger_threads if thread.name == name), None)
+
     def settings(self, table: Mapping[str, Any]) -> None:
         """Write the resolved settings to `config.toml` atomically; values of None are left out."""
         if self._folder is None:
@@ -204,7 +208,10 @@ def _as_float(name: object, value: Any) -> float:
 def _not_a_number(name: object, value: Any) -> StepError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return StepError(f"run.log: {name!r} is {shown}; expected a number, or a tensor with one element")
+    return StepError(
+        f"run.log: {name!r} is {shown}; expected a number, or a tensor with one element; "
+        "images, text, histograms and tables go to run.tracker('tensorboard') or another logger"
+    )
 
 
 def _toml(value: Any) -> Any:

@@ -28,6 +28,7 @@ from evenload.training.parallel.threaded.replica_threads import current_replica
 from evenload.training.session.open import open_context
 from evenload.training.session.session import Session
 from evenload.training.session.state import Saver
+from evenload.training.session.trackers import open_tracker
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import StepLoader
 from evenload.wrong_calls import shows_usage, unknown_attribute
@@ -281,6 +282,18 @@ class Run:
         yield
         for _ in range(2 - turn):
             self._context.control.barrier(Operation.MAIN_FIRST)
+
+    @shows_usage("run.tracker('wandb')")
+    def tracker(self, name: str) -> Any:
+        """Return the own object of a logger: for images, histograms, tables, text, whatever its library has.
+
+        ``wandb``: the W&B run. ``tensorboard``: a `torch.utils.tensorboard.SummaryWriter`. ``mlflow``: `(client, run_id)`. Of
+        another package: its logger. Steps so far are sent before. On ranks other than the main one, calls do nothing.
+
+        Raises:
+            ConfigError: the run has no such logger.
+        """
+        return open_tracker(name, self._context)
 
     def close(self) -> None:
         """End the run: last checkpoint, records, workers, groups. Called automatically when the script ends."""

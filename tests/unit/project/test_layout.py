@@ -20,7 +20,7 @@ PUBLIC = [
 ]
 RUN = {
     "prepare", "resume", "checkpoint", "export", "batches", "log", "print", "any", "reduce", "gather", "barrier", "group",
-    "main_first", "close",
+    "main_first", "tracker", "close",
     "device", "rank", "world_size", "is_main",
 }  # fmt: skip
 MAX_FILE_LINES = 420

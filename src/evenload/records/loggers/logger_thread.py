@@ -68,6 +68,10 @@ class LoggerThread:
         self._is_detached = False
         """`wait_open` has returned: a permanent error is reported instead of raised."""
         self._wake = threading.Event()
+        self._is_wanted = False
+        """The script waits for the logger to be open (`tracker`)."""
+        self._served = threading.Event()
+        """Every record so far is sent."""
         self._closing = False
         self._done = False
         self._succeeded = True
@@ -87,6 +91,17 @@ class LoggerThread:
 
     def wake(self) -> None:
         self._wake.set()
+
+    def tracker(self) -> Any | None:
+        """Send every record so far and return the library's own object, or else the logger; None if it does not open in time."""
+        self._is_wanted = True
+        end_s = time.monotonic() + OPEN_TIMEOUT_S
+        self._served.clear()
+        self._wake.set()
+        while not self._served.wait(0.05) or self._logger is None:
+            if time.monotonic() > end_s or self._error is not None:
+                return None
+        return getattr(self._logger, "raw", self._logger)
 
     def finish(self, succeeded: bool = True, timeout_s: float | None = None) -> None:
         """Send the remaining records within ``timeout_s`` and close the logger; returns at once."""
@@ -140,7 +155,7 @@ class LoggerThread:
         """Send all new records, then wait for more or close the logger."""
         if self._lock is None:
             self._lock_and_load()
-        if self._logger is None and not self._position.run_id:
+        if self._logger is None and (self._is_wanted or not self._position.run_id):
             self._logger = self._open()  # at once, so that permanent errors are raised before the first step
         # A run known to the destination is opened only if there is something to send: training may already be complete.
         self._first_attempt.set()
@@ -156,9 +171,10 @@ class LoggerThread:
                 self._logger.close(self._succeeded)
             self._done = True
             return
+        self._served.set()
         self._wake.wait()
         self._wake.clear()
-        if not self._closing:
+        if not (self._closing or (self._is_wanted and not self._served.is_set())):
             time.sleep(BATCH_INTERVAL_S)
 
     def _lock_and_load(self) -> None:

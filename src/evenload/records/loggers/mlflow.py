@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenload.errors import ConfigError
 from evenload.records.loggers.logger import LoggerContext, RefusedError, StepScalars
@@ -16,6 +16,13 @@ MAX_METRICS, MAX_PARAMS = 1000, 100
 MAX_VALUE_LENGTH = 500
 PERMANENT_ERRORS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 """Error codes for which a retry fails again."""
+
+
+class MLflowRun(NamedTuple):
+    """MLflow's client, and the id of this run, which its methods take."""
+
+    client: Any
+    run_id: str
 
 
 class MLflow:
@@ -53,6 +60,10 @@ class MLflow:
         self.run_id: str = run.info.run_id
         self.newest_step: int | None = int(run.data.metrics.get(STEP, -1))
         self._log_settings(context.settings, run.data.params)
+
+    @property
+    def raw(self) -> MLflowRun:
+        return MLflowRun(self._client, self.run_id)
 
     def write(self, batch: Sequence[StepScalars]) -> None:
         metrics = [

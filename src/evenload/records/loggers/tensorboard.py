@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ class TensorBoard:
         path = target / f"events.out.tfevents.{int(now):010d}.evenload.{num_earlier:04d}"
         self._file = path.open("wb", buffering=0)
         self._size = 0
+        self._lock = threading.Lock()
+        self.folder = target
         self._append(first)
 
     def write(self, batch: Sequence[StepScalars]) -> None:
@@ -57,7 +60,15 @@ class TensorBoard:
         """Close the event file; the next one continues."""
         self._file.close()
 
+    def add_event(self, event: Any) -> None:
+        """Append an event of the script's own, from any thread."""
+        self._append([event])
+
     def _append(self, events: Sequence[Any]) -> None:
+        with self._lock:
+            self._append_whole(events)
+
+    def _append_whole(self, events: Sequence[Any]) -> None:
         buffer = io.BytesIO()
         writer = self._record_writer.RecordWriter(buffer)
         for event in events:

@@ -49,6 +49,11 @@ class WeightsAndBiases:
             offline = bool(self._run.offline)
             self.newest_step = newest_step_in(self._earlier_files()) if offline else self._run.step - 1
 
+    @property
+    def raw(self) -> Any:
+        """The W&B run: what ``wandb.init`` returns."""
+        return self._run
+
     def write(self, batch: Sequence[StepScalars]) -> None:
         for row in batch:
             self._run.log(dict(row.scalars), step=row.step)

@@ -145,6 +145,10 @@ class StepRecorder:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._write(lambda recorder: recorder.log(metrics, step))
 
+    def tracker(self, name: str) -> Any | None:
+        """Return the own object of a logger's library on the rank that writes; None on the others."""
+        return None if self._recorder is None else self._recorder.tracker(name)
+
     def close(self, ended_well: bool) -> None:
         if self._recorder is not None:
             self._recorder.close(ended_well)
