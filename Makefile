@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 # Two files at a time: ranks and loader workers are processes of their own, so more rarely helps on a small machine.
-PARALLEL := -n 2 --dist loadfile
+# In the order of tests/conftest.py: the longest files first.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start a thousand processes; where PYTHONDONTWRITEBYTECODE is set, each would compile what it imports.
 COMPILE := $(BIN)/python -m compileall -q -j 2 src tests benchmarks
 

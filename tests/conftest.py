@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.paths import ROOT
 from tests.system.scheduler.backends.ray_box import ray_address, ray_box
 from tests.system.scheduler.backends.slurm_cluster import slurm, slurm_session, srun_here
 
@@ -26,6 +27,25 @@ __all__ = ["ray_address", "ray_box", "slurm", "slurm_session", "srun_here"]
 _SET_BY_LIBRARIES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_MODULE_LOADING", "TORCH_NCCL_", "TF_")
 _SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "warm_server.py")
 _GRACE_S = 2.0
+
+_LONG_FILES = (
+    "tests/ranks/adaptive_batch/test_growing.py",
+    "tests/ranks/exact/test_hierarchical.py",
+    "tests/ranks/exact/test_methods.py",
+    "tests/ranks/exact/test_splits.py",
+    "tests/ranks/exact/test_third_strategy.py",
+    "tests/ranks/launch/test_supervisor.py",
+    "tests/ranks/wrong_uses/test_gradient_uses.py",
+    "tests/system/launch/test_preemption.py",
+    "tests/system/scheduler/backends/test_ray.py",
+    "tests/system/scheduler/backends/test_slurm.py",
+    "tests/system/starts/test_ways.py",
+)
+"""Files of many seconds of CPU time, beside those that hold a test marked slow."""
+
+# Modules whose assertions pytest has rewritten are kept for the next run, also where PYTHONDONTWRITEBYTECODE is set: rewriting
+# them takes each worker ten seconds.
+sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.basetemp is None and not hasattr(config, "workerinput"):
         config.option.basetemp = tempfile.mkdtemp(prefix="et-")
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first and the unit tests last, so that workers that take whole files end at the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")} | {ROOT / name for name in _LONG_FILES}
+    items.sort(key=lambda item: (item.path not in slow, "unit" in item.path.parts))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
