@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from evenload.training.compute import checksums
 from evenload.training.compute.checksums import QueuedScalars, QueuedSketches, checksum, fold, queue_checksums, sketch
+from evenload.training.compute.replicated_state import ReplicatedState, replicated_state
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -170,3 +172,41 @@ def test_on_a_gpu_it_is_the_same_arithmetic() -> None:
     assert sketch(small.cuda()) == pytest.approx(sketch(small), rel=1e-9)
     both = folded([small, small.cuda()])  # a model on two devices
     assert both == folded([small.clone(), small.cuda()]) != folded([small, -small.cuda()])
+
+
+def test_small_tensors_are_read_in_one_piece_as_one_by_one() -> None:
+    torch.manual_seed(3)
+    mixed = [
+        *(values(dtype, 7, seed) for dtype in DTYPES for seed in range(2)),
+        *(torch.randn(10, 10) for _ in range(1100)),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(6, 6).t(),
+        torch.tensor([True, False, True]),
+        torch.tensor([False]),
+        torch.arange(5),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(2, dtype=torch.complex64),
+        torch.randn(5000),
+        torch.empty(0),
+        torch.tensor(1.0),
+    ]
+    joined = torch.cat(list(checksums._joined(mixed)))
+    assert torch.equal(joined, torch.cat([checksums._bytes_of(tensor) for tensor in mixed]))
+    assert len(list(checksums._joined(mixed))) < 12 + len(DTYPES)
+
+
+def test_the_state_follows_what_is_added_replaced_and_removed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    state = ReplicatedState([model])
+    assert state.read() is state.read()
+    assert list(state.read()) == list(replicated_state([model]))
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert state.read()["0.weight"] is model[0].weight
+    model.register_buffer("mean", torch.zeros(2))
+    assert "mean" in state.read()
+    model.mean = torch.ones(2)
+    assert state.read()["mean"] is model.mean
+    model.append(nn.Linear(2, 1))
+    assert "2.bias" in state.read()
+    del model[0]
+    assert list(state.read()) == list(replicated_state([model]))

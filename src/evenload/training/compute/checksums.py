@@ -33,6 +33,8 @@ _CPU_BLOCK_BYTES = 128 * _ROW_BYTES
 """About 1 MiB: the copy that is summed stays in the cache."""
 _DEVICE_BLOCK_BYTES = 8192 * _ROW_BYTES
 """About 64 MiB of memory on a GPU, for a moment."""
+_SMALL_VALUES, _MOST_JOINED = 1 << 12, 1 << 10
+"""So many tensors of so many values are joined: six small calls for each would take longer than the sum."""
 _SKETCH_VALUES = 1 << 20
 
 
@@ -138,8 +140,7 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     # The bytes of all tensors in order, in blocks of limited size, each of one device.
     block: list[torch.Tensor] = []
     free = 0
-    for tensor in tensors:
-        data = _bytes_of(tensor)
+    for data in _joined(tensors):
         limit = _CPU_BLOCK_BYTES if data.device.type == "cpu" else _DEVICE_BLOCK_BYTES
         if block and block[0].device != data.device:
             yield block
@@ -154,6 +155,20 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         free -= data.numel()
     if block:
         yield block
+
+
+def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Return the bytes of all tensors in order, those of small neighbours of one kind in one piece, made by one call."""
+    for (_, _, is_small), group in itertools.groupby(tensors, key=_kind_of):
+        if not is_small:
+            yield from map(_bytes_of, group)
+            continue
+        while run := list(itertools.islice(group, _MOST_JOINED)):
+            yield _bytes_of(torch._C._nn.flatten_dense_tensors(run) if len(run) > 1 else run[0])
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, bool]:
+    return tensor.dtype, tensor.device, tensor.numel() <= _SMALL_VALUES and not tensor.is_quantized
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from evenload.training.compute.label_watch import LabelWatch
 from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext
 from evenload.training.compute.model_parameters import ModelParameters
 from evenload.training.compute.precision import Precision
-from evenload.training.compute.replicated_state import replicated_state
+from evenload.training.compute.replicated_state import ReplicatedState
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.arrivals import Arrivals
@@ -77,6 +77,7 @@ class ReplicaStrategy:
         )
         self._segments = BucketSegments()
         self._models: list[nn.Module] = []
+        self._state = ReplicatedState(())
         self._parameters = ModelParameters(())
         self._frozen: list[nn.Parameter] = []
         """Parameters without a slot: they have not been trained so far."""
@@ -97,6 +98,7 @@ class ReplicaStrategy:
         for model in models:
             _broadcast((*model.parameters(), *model.buffers()), groups)
         self._models = list(models)
+        self._state = ReplicatedState(models)
         self._parameters = ModelParameters(models)
         others = randomness.other_gpus(models, self._context.device)
         self._context = replace(self._context, other_gpus=others, models=self._models)
@@ -206,7 +208,7 @@ class ReplicaStrategy:
         self._arrivals.expected = dict(state)
 
     def fingerprint(self) -> Mapping[str, torch.Tensor]:
-        return replicated_state(self._models)
+        return self._state.read()
 
     def _shares_gpu_queue(self) -> bool:
         """Return whether gradients are summed over NCCL while ranks wait for each other's statistics.

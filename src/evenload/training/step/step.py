@@ -173,9 +173,6 @@ class StepListener:
         return iter(())
 
 
-_CALLBACKS = tuple(name for name in vars(StepListener) if name.startswith(("on_", "is_")))
-
-
 class StepLoop:
     """State of the user's loop: the running step, and what has happened to it. One for all loaders of a job."""
 
@@ -199,7 +196,7 @@ class StepLoop:
         """True if the script is being ended on request, with its state saved, on all ranks."""
         self.unsound = ""
         """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
-        self._listeners: dict[str, list[StepListener]] = {name: [] for name in _CALLBACKS}
+        self._listeners: dict[str, list[StepListener]] = {n: [] for n in vars(StepListener) if n[:3] in ("on_", "is_")}
         """By callback, those that override it."""
         self._optimizer_stepped = False
         self._session_steps = 0
