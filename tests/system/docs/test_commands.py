@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
+from tests.unit.project.test_reference import undocumented
 from tests.warm import run
 
 PAGES = (ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -103,5 +104,6 @@ def test_the_commands_run(tmp_path: Path) -> None:
             assert "equal: the split gives the gradients of one process" in done.stdout
         if command in HERE[-3:]:
             assert "finished" in told, f"{command}\n{told}"
+    assert undocumented(tmp_path / "runs" / "first") == set(), "docs/run-folder.md"
     assert len(accuracies) == 3, accuracies
     assert max(accuracies.values()) - min(accuracies.values()) < 0.02 and min(accuracies.values()) > 0.85, accuracies

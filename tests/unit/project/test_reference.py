@@ -29,6 +29,11 @@ _DIRECTIVE = re.compile(r"^\.\. (?:auto\w+|currentmodule):: ([\w.]+)", flags=re.
 _CLEAN_UP = {"1": "worker.py", "127": "start.py"}
 """Codes that never reach a user: a worker whose supervisor is gone, a program that the queue can't start."""
 
+_TEMPORARY = {"failure-7.json", "throttle-request.json", "throttle.json", "worker-7.json"}
+"""Files of the launcher's temporary folder."""
+_OF_LOGGERS = {"7.json", "mlflow.json"}
+"""``loggers/NAME.json``."""
+
 
 def documented(module: str) -> set[str]:
     """The names of a module that docs/api.md has a directive for."""
@@ -119,6 +124,25 @@ def test_the_files_of_a_run_are_documented(tmp_path: Path) -> None:
     assert undocumented(tmp_path / "run") == {"unheard.txt"}
     for name in (EVENTS_FILE, STEPS_FILE, recorder.CONFIG_FILE, f"{CHECKPOINT_FOLDER}/", f"{LOGGERS}/"):
         assert f"`{name}" in RUN_FOLDER, name
+
+
+def test_every_file_name_in_the_code_is_documented() -> None:
+    """Names of files that records, training and views use; those of the launcher's own temporary folder apart."""
+    name = re.compile(r"[\w./-]*\w\.(?:jsonl?|toml|pt|txt|html|distcp)")
+    listed = [pattern.rpartition("/")[2] for pattern in files_of_a_run() if not pattern.startswith("loggers/")]
+    listed = [pattern for pattern in listed if pattern != "*"]
+    found = {}
+    for package in ("records", "training", "views"):
+        for path in sorted((SOURCE / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                parts = (
+                    node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+                )
+                texts = [getattr(part, "value", "") if isinstance(part, ast.Constant) else "7" for part in parts]
+                text = "".join(part for part in texts if isinstance(part, str))
+                if name.fullmatch(text) and not any(fnmatch(text.rpartition("/")[2], pattern) for pattern in listed):
+                    found[text] = path.relative_to(SOURCE).as_posix()
+    assert {text: where for text, where in found.items() if text not in _TEMPORARY | _OF_LOGGERS} == {}
 
 
 def test_the_ports_page_is_generated() -> None:
