@@ -194,6 +194,12 @@ def test_values_come_back(job: Callable[..., Job], tmp_path: Path) -> None:
     _fails(again, lambda job: 1 / 0)  # type: ignore[arg-type,return-value]
     third = job()
     assert third.saved["step"] == 3
+    changed = {"step": 4}
+    third.run.checkpoint(every="1h", values=changed)
+    changed["step"] = 5  # no step since the newest checkpoint: it is brought up to date
+    third.run.close()
+    third = job()
+    assert dict(third.saved) == {"step": 5}
     third.run.checkpoint(every="1h", values={})
     third.run.close()
     empty = job().saved
