@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and the best by a metric. Rank 0 alone decides: it holds the files."""
+"""Keep the newest checkpoints and the best by a metric. Rank 0 alone decides: it holds the files."""
 
 from __future__ import annotations
 
