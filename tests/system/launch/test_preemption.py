@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from evenload.training.launch.devices import HostDevices, parse_devices, plan_wo
 from tests.ranks.launch.scripts import Started, assert_gone
 from tests.system.job.programs import terms
 from tests.system.starts import ways
+from tests.warm import Command
 
 TRAIN = """
 import os, sys, time
@@ -266,7 +266,7 @@ def test_spawn(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    evenload.spawn(train.main, devices='cpu:2', args=(0.03, True))\n"
     )
-    process = ways.start(tmp_path, [sys.executable, "spawned.py"])
+    process = Command(["spawned.py"], tmp_path, ways.environment())
     _until_steps(tmp_path, process)
     process.send_signal(signal.SIGINT)
     ended = ways.end(process)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.paths import ROOT
+from tests.warm import Command
 
 PAGE = ROOT / "docs" / "ways-to-start.md"
 LIMIT_S = 100.0
@@ -88,7 +89,7 @@ def start(folder: Path, command: list[str], **variables: str) -> subprocess.Pope
     )
 
 
-def end(process: subprocess.Popen[str]) -> Ended:
+def end(process: subprocess.Popen[str] | Command) -> Ended:
     try:
         stdout, stderr = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
