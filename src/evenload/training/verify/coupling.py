@@ -1,18 +1,19 @@
 """`CouplingWatch`: names a loss that couples the samples of its batch, in the first steps of a run.
 
-After a backward, rank 0 computes a few samples of its share once more, whole and in two halves, and compares the gradients of
-some parameters (parts.py). That costs two small forwards and backwards, once; dropout is off, BatchNorm as in evaluation, and
-random numbers are those of each sample. Nothing of the run changes: gradients are not accumulated, generators and buffers are
+At the end of a loop body, rank 0 computes a few samples of its share once more, whole and in two halves, and compares the
+gradients of some parameters (parts.py). That costs two small forwards and backwards, once; dropout is off, BatchNorm as in
+evaluation, and random numbers are those of each sample. Nothing of the run changes: gradients, generators and buffers are
 restored, and the time counts for no step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.weighting import read_result
 from evenload.training.data import checks
 from evenload.training.data.rows import cut_rows
+from evenload.training.parallel.threaded.strategy import ThreadedStrategy
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 from evenload.training.verify.causes import COUPLED_FIX, NUM_SEEDS
@@ -53,36 +55,47 @@ class CouplingWatch(StepListener):
         self._context = context
         self._models = models
         self._tries = [0] * _MAX_CALLS
-        self._loss_fn: LossFn | None = None
+        self._loss_fns: dict[int, LossFn] = {}
+        """Of this step, by index of the call."""
         self._num_collectives = 0
 
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
-        call, self._loss_fn = step.stats.calls, None
+        call = step.stats.calls
+        if call == 0:
+            self._loss_fns = {}
         if self._context.groups.rank != 0 or step.arm or isinstance(loss_fn, CoupledLoss):
             return
         if call < _MAX_CALLS and self._tries[call] < len(_NUM_SAMPLES):
-            self._loss_fn = loss_fn
+            self._loss_fns[call] = loss_fn
             self._num_collectives = user_collectives(self._context.groups.own_groups)
 
     def on_gradients(self, step: Step) -> None:
-        loss_fn, self._loss_fn = self._loss_fn, None
-        if loss_fn is None:
-            return
-        call, context = step.stats.calls - 1, self._context
-        num_samples = _NUM_SAMPLES[self._tries[call]]
-        self._tries[call] += 1
-        if user_collectives(context.groups.own_groups) != self._num_collectives:
-            self._tries[call] = len(_NUM_SAMPLES)  # they would wait for the other ranks
-            return
-        found = None
-        # The user's code may raise anything in a batch of another size, or in a graph of its own: then this shows nothing.
-        with contextlib.suppress(Exception), context.clock.segment("other"), self._set_aside():
-            found = self._look(step, loss_fn, call, num_samples)
-        if found is None:
-            return
-        self._tries[call] = len(_NUM_SAMPLES)
-        if found.kind == "coupled":
-            self._report(step, found)
+        call = step.stats.calls - 1
+        if call in self._loss_fns and user_collectives(self._context.groups.own_groups) != self._num_collectives:
+            # Collectives of its own would wait for the other ranks.
+            del self._loss_fns[call]
+            self._tries[call] = len(_NUM_SAMPLES)
+
+    def on_end(self, step: Step) -> None:
+        # Not earlier: a later call of the step may use what loss_fn has kept.
+        loss_fns, self._loss_fns = self._loss_fns, {}
+        for call, loss_fn in loss_fns.items():
+            num_samples = _NUM_SAMPLES[self._tries[call]]
+            self._tries[call] += 1
+            found = None
+            # The user's code may raise anything in a batch of another size, or in a graph of its own: this shows nothing then.
+            with contextlib.suppress(Exception), self._set_aside():
+                found = self._in_replica(functools.partial(self._look, step, loss_fn, call, num_samples))
+            if found is None:
+                continue
+            self._tries[call] = len(_NUM_SAMPLES)
+            if found.kind == "coupled":
+                self._report(step, found)
+
+    def _in_replica(self, work: Callable[[], PartsFit | None]) -> PartsFit | None:
+        """Run `work` where loss_fn runs: under dp in the first replica's thread."""
+        strategy = self._context.engine.strategy
+        return strategy.threads.run({0: work})[0] if isinstance(strategy, ThreadedStrategy) else work()
 
     def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> PartsFit | None:
         """Return how the parts make up the whole; None if that shows nothing."""
@@ -163,6 +176,7 @@ class CouplingWatch(StepListener):
             stack.enter_context(no_dropout(models))
             stack.enter_context(switched_off([module for _, module in batch_norms(models)]))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(_gradients_set_aside(models))  # loss_fn may call zero_grad
             if "torch._dynamo" in sys.modules:  # graphs of other sizes would be compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
@@ -182,6 +196,18 @@ class CouplingWatch(StepListener):
             f"exact, {COUPLED_FIX}",
             step=step.index,
         )
+
+
+@contextlib.contextmanager
+def _gradients_set_aside(models: Sequence[nn.Module]) -> Iterator[None]:
+    held = [(param, param.grad) for model in models for param in model.parameters()]
+    for param, _ in held:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in held:
+            param.grad = grad
 
 
 def _probe(device: torch.device) -> tuple[float, ...]:
