@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.cli.main import main
-from evenload.errors import CheckpointError, ConfigError
+from evenload.errors import CheckpointError, ConfigError, NonFiniteError
 from evenload.records.checkpoints import list_checkpoints, read_best
 from evenload.training import run as run_module
 from evenload.training.checkpoint import files
@@ -166,6 +166,22 @@ def test_half_updated_weights_are_not_saved(
     _fails(job(), train)
     assert _newest(tmp_path)[0] == 2
     assert "are not saved, the weights may be wrong: an optimizer had not finished" in capsys.readouterr().out
+
+
+def test_losses_that_stay_nan_end_the_script_with_its_steps_saved(job: Callable[..., Job], tmp_path: Path) -> None:
+    now = job()
+    now.epoch()
+    expected = now.state()
+    with pytest.raises(NonFiniteError):
+        try:
+            while True:
+                for step in now.loader:
+                    step.backward(lambda batch: now.loss(batch) * math.nan)
+                    now.update()
+        finally:
+            now.run.close()
+    step, state = _newest(tmp_path)
+    assert step >= 4 and torch.equal(state["model"]["0.weight"], expected["0.weight"])
 
 
 def test_an_early_end_saves_without_run_checkpoint(job: Callable[..., Job], tmp_path: Path) -> None:

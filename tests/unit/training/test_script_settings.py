@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.errors import DataError
+from evenload.records.reader import read_events
 from evenload.training import run as run_module
 
 Make = Callable[[Optimizer], LRScheduler | None]
@@ -117,7 +118,9 @@ def test_the_schedule_is_that_of_the_new_script(job: Callable[..., Job], before:
         expected.step()
 
 
-def test_new_values_are_taken_and_reported(job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_values_are_taken_and_reported(
+    job: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job(lambda parameters: AdamW(parameters, 0.1, weight_decay=0.1)).train(4)
     capsys.readouterr()
     now = job(lambda parameters: AdamW(parameters, 0.02, weight_decay=0.3), seed=3, samples=12, batch_size=3)
@@ -134,6 +137,8 @@ def test_new_values_are_taken_and_reported(job: Callable[..., Job], capsys: pyte
         "samples": ["8", "12", "taken"],
         "seed": ["0", "3", "taken"],
     }
+    kept = [event.fields["settings"] for event in read_events(tmp_path) if event.kind == "script_settings"]
+    assert [values["optimizer.lr"] for values in kept] == [0.1, 0.02]
     assert "learning rate of optimizer at this step: 0.1 -> 0.02" in shown and "--fresh starts over" in shown
     now.train(4)
     assert now.run._context.loop.steps_done == 8

@@ -40,7 +40,7 @@ class Saver:
         self._settings: Mapping[str, Any] = {}
         self._skips_rest = self._data_changed = False
         self.decisions: list[str] = []
-        """What a resume did, for a dry run."""
+        """Messages of the resume, for a dry run."""
         self._retention = Retention(context.folder)
         self.adaptive_batch: AdaptiveBatch | None = None
         self.took_s = 0.0
@@ -111,6 +111,7 @@ class Saver:
         self.resumed = True
         settings = ScriptSettings(named, self._loaders, context.config.seed)
         self._settings = settings.values
+        context.recorder.event("script_settings", "", settings=self._settings)
         found = None if context.config.fresh else files.newest(context.folder)
         rows = context.control.exchange(Operation.RESUME, broadcast.checkpoint_key(found))
         # Rank 0 writes them, so its newest one counts, not one in a folder of the same name on another machine.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evenload.errors import DivergenceError, NonFiniteError, StepError
+from evenload.errors import DivergenceError, StepError
 from evenload.foreign_names import LOADER_ELSEWHERE, STEP_ELSEWHERE
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.device_state import slow_down
@@ -239,7 +239,7 @@ class StepLoop:
         self.failed = self.in_backward = True
         try:
             loss = self.engine.backward(step.batch, step.planner, step.stats, loss_fn, stepped=self._optimizer_stepped)
-        except (DivergenceError, NonFiniteError) as error:
+        except DivergenceError as error:
             self.unsound = type(error).__name__
             raise
         finally:
