@@ -11,11 +11,16 @@ from evenload.balance.decision import Observation
 from evenload.balance.drift import SpeedChange, SpeedTracker
 from evenload.balance.values import Cost
 
+MANY_RANKS = 128
+_FITS_IN_A_STEP = 16
+"""Of more ranks, so many are fitted in one step, in turns: a fit takes about 0.1 ms. A changed speed is fitted at once."""
+
 
 class RankCosts:
     def __init__(self, world_size: int) -> None:
         self._tracks = [SpeedTracker() for _ in range(world_size)]
         self.has_fits = False
+        self._next_fit = 0
 
     def __len__(self) -> int:
         return len(self._tracks)
@@ -25,6 +30,8 @@ class RankCosts:
 
         Times are numbers of blocks, also in the changes. Ranks without seconds are passed over, and the one `skipped`.
         """
+        if self.has_fits and len(self) > MANY_RANKS:
+            self._fit_some()
         changes = {}
         for rank, (track, share, time_s) in enumerate(zip(self._tracks, block.shares, block.seconds, strict=True)):
             if time_s is not None and rank != skipped:
@@ -43,12 +50,23 @@ class RankCosts:
         self._tracks[rank].begin_anew()
 
     def refit(self) -> None:
-        """Fit all ranks with steps."""
-        present = [track for track in self._tracks if track.has_steps]
-        noises = sorted(track.refit().noise for track in present)
-        for track in present:
-            track.refit(noises[len(noises) // 2])
+        """Fit all ranks with steps; of many ranks only for the first time, because then `add` fits some in each step."""
+        if not self.has_fits or len(self) <= MANY_RANKS:
+            self._fit([track for track in self._tracks if track.has_steps])
         self.has_fits = True
+
+    def _fit(self, tracks: Sequence[SpeedTracker]) -> None:
+        noises = sorted(track.refit().noise for track in tracks)
+        usual = noises[len(noises) // 2]
+        for track in tracks:
+            if track.fit.noise < usual:
+                track.refit(usual)
+
+    def _fit_some(self) -> None:
+        first = self._next_fit % len(self)
+        self._next_fit = first + _FITS_IN_A_STEP
+        if tracks := [track for track in self._tracks[first : self._next_fit] if track.has_steps]:
+            self._fit(tracks)
 
     def costs(self) -> list[Cost]:
         """Return the cost of each rank at the last fit."""
@@ -59,13 +77,14 @@ class RankCosts:
 
     def seen_s(self, shares: Sequence[int], num_micro: int, may_leave: Sequence[bool]) -> float | None:
         """Return the seconds measured for the slowest rank under exactly these shares; None where one of them wasn't."""
-        seen = [
-            track.seen_s(max(share, num_micro), num_micro)
-            for track, share, leaves in zip(self._tracks, shares, may_leave, strict=True)
-            if share or not leaves
-        ]
-        known = [time_s for time_s in seen if time_s is not None]
-        return max(known) if len(known) == len(seen) else None
+        slowest_s = -math.inf
+        for track, share, leaves in zip(self._tracks, shares, may_leave, strict=True):
+            if share or not leaves:
+                time_s = track.seen_s(max(share, num_micro), num_micro)
+                if time_s is None:
+                    return None
+                slowest_s = max(slowest_s, time_s)
+        return slowest_s
 
     def gain_error(self, shares: Sequence[int], num_micro: int, may_leave: Sequence[bool]) -> float:
         """Return the standard error of a gain: the slowest rank's time against the mean of all, weighted by their shares."""

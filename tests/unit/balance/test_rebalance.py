@@ -213,3 +213,15 @@ def test_moves_to_and_fro_become_smaller_where_the_cost_is_no_line(seed: int) ->
                 moves.append(decision.shares)
     sizes = [abs(before[1] - after[1]) for before, after in itertools.pairwise(moves[1:])]
     assert len(sizes) <= 20 and max(sizes, default=0) <= 30, moves  # without damping 60 moves of 60
+
+
+def test_many_ranks_are_split_by_speed_and_a_change_is_found() -> None:
+    """Of more than 128 ranks some are fitted in each step, and each step tries one candidate near the present shares."""
+    rng = random.Random(0)
+    costs = [Cost(0.02, 0.01 * rng.choice((1.0, 1.5, 2.0))) for _ in range(150)]
+    trace = run_trace(
+        costs, 32 * 150, 60, 0, disturb=scatter(0.02), slow=lambda step, rank: 2.0 if rank == 7 and step >= 30 else 1.0
+    )
+    assert trace.excess(29) <= 0.08
+    assert any(decision.rank == 7 and decision.kind == "slower" for _, decision in trace.decisions)
+    assert trace.excess(59) <= 0.08

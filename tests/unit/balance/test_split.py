@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenload.balance import split
 from evenload.balance.split import (
     Caps,
     even_shares,
@@ -231,3 +233,15 @@ def test_scaled_shares_keep_the_proportions(shares: list[int], num_samples: int)
 def test_wrong_use_is_told(call: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         call()  # type: ignore[operator]
+
+
+def test_many_ranks_get_the_shares_that_lists_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        costs = [Cost(rng.choice((0.0, 0.01, 0.5)), rng.choice((0.0, 0.001, 0.003)) * rng.random()) for _ in range(200)]
+        caps = [rng.choice((None, 4, 40)) for _ in costs]
+        found = []
+        for most in (128, 1000):
+            monkeypatch.setattr(split, "_MANY_RANKS", most)
+            found.append(split_batch(800, costs, caps, None if seed % 2 else 2))
+        assert found[0] == found[1]
