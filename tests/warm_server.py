@@ -100,7 +100,7 @@ def _send(reply: socket.socket, number: int) -> None:
 
 
 class _ForkedWorker:
-    """What `subprocess.Popen` is for a worker of Evenload, forked from the process that starts it."""
+    """A worker of Evenload, forked from the process that starts it, with the parts of `subprocess.Popen` that it needs."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ def _close_others(keep: Sequence[int]) -> None:
 
 
 def _reset_modules(arguments: Sequence[str]) -> None:
-    """What modules keep of the process that was forked, or found when they were imported."""
+    """Replace all that modules keep of the process that was forked, or found when they were imported."""
     sys.orig_argv[:] = [sys.executable, *arguments]
     extra = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.path[:] = [_PATH[0], *extra, *_PATH]  # the first is replaced by the script's folder
