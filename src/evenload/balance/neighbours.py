@@ -109,7 +109,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a move did to the mean seconds of a step."""
+    """Effect of a move on the mean seconds of a step."""
 
     before_s: float
     now_s: float
@@ -125,7 +125,7 @@ class NeighbourSearch:
         self._judged: Key | None = None
         """The split from which the present one was moved to, until the verdict."""
         self._least_saved_s: float | None = None
-        """What the move must save; None if it stays unless steps become longer."""
+        """Seconds that the move must save; None if it stays unless steps become longer."""
         self._rejected: list[tuple[int, ...]] = []
         self._num_rejected = 0
         self._not_before = 0

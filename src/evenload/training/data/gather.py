@@ -75,7 +75,7 @@ class _TensorPart:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What one rank sends."""
+    """The values that one rank sends."""
 
     outline: str
     leaves: list[Any]
