@@ -151,7 +151,7 @@ def _finite_norms(grads: Sequence[torch.Tensor]) -> bool:
     """Return whether the sum of all norms is finite; that of large but finite gradients may not be."""
     if not grads:
         return True
-    norms = torch._foreach_norm([real(grad) for grad in grads])
+    norms = torch._foreach_norm([real(grad) if grad.is_complex() else grad for grad in grads])
     if norms[0].device.type == "cpu":
         return math.isfinite(sum(map(float, norms)))  # takes a quarter of the time for a few
     return math.isfinite(float(sum_scalars(norms)))
