@@ -92,9 +92,7 @@ def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[Worke
     resolve({}, request.settings, SPAWN if request.call else COMMAND_LINE)
     host = host or read_host()
     # One share for each rank of all machines: counted at the rendezvous.
-    own_settings = {
-        key: value for key, value in request.settings.items() if request.rendezvous is None or key != "balance"
-    }
+    own_settings = {k: v for k, v in request.settings.items() if request.rendezvous is None or k != "balance"}
     workers = plan_workers(
         parse_devices(request.devices, host), host, own_settings, mode=request.mode, options=request.options
     )
