@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
+from evenload.balance.rebalance import Decision
 from evenload.errors import PeerLostError, StepError
 from evenload.testing import run_ranks
+from evenload.training.compute import randomness
 
 BATCH = 12
 STEPS = 4
@@ -193,3 +196,48 @@ def test_mixed_precision(tmp_path: Any, precision: str) -> None:
         exact.append(float(model.scale.grad))
         model.zero_grad()
     assert split == pytest.approx(exact, rel=0.1, abs=0.02) and split != exact
+
+
+def _with_dropout(folder: str) -> tuple[list[str], float]:
+    """Steps with dropout, on ranks of which the last leaves; the distance to one process that draws the same numbers."""
+    torch.set_num_threads(1)
+    run = evenload.init(project_dir=folder, seed=7, micro_batch=4)
+    model = Net().double()
+    model.body.insert(2, nn.Dropout(0.5))
+    model, loader = run.prepare(model, DataLoader(TensorDataset(_samples()), batch_size=BATCH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.resume(model=model, optimizer=optimizer)
+    worst = 0.0
+    loader.planner._balancer = None
+    for step in itertools.chain(loader, loader):
+        plan = step.batch.plan
+        if step.index == 1 and run.rank == 0:
+            loader.planner._pending = Decision((8, 4, 0), 2, "left_out", 1, None, "the test decides", 1.0, 0.5)
+        step.backward(
+            lambda batch: (model(batch[0]), model(batch[0].flip(1))), batch_loss=lambda a, b: _loss(model, a, b)
+        )
+        grads = [p.grad for p in model.parameters()]
+        if run.rank == 0:
+            parts = []
+            for m, row in enumerate(plan.micro):
+                for rank, share in enumerate(row):
+                    if share:
+                        randomness.seed_all(run.device, 7, step.index, 0, m, rank)
+                        low, high = plan.slice_of(m, rank)
+                        x = _samples()[low:high]
+                        parts.append((model(x), model(x.flip(1))))
+            _, *exact = torch.autograd.grad(
+                _loss(model, *map(torch.cat, zip(*parts, strict=True))), [model.scale, *model.body.parameters()]
+            )
+            gaps = [float((a - b).norm() / b.norm()) for a, b in zip(grads[1:], exact, strict=True)]
+            worst = max(worst, *gaps)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return ["computes" if grads[0] is not None else "left"], worst
+
+
+def test_dropout_is_the_same_in_both_passes_and_a_rank_without_samples_leaves(tmp_path: Any) -> None:
+    ranks = run_ranks(_with_dropout, 3, str(tmp_path))
+    assert [who for (who,), _ in ranks] == ["computes", "computes", "left"]
+    assert ranks[0][1] < 1e-12
