@@ -22,7 +22,7 @@ _LEAST_GAP = 0.03
 
 @dataclass(frozen=True)
 class PartsFit:
-    """How the parts make up the whole."""
+    """The fit of the parts to the whole."""
 
     kind: str
     """``sum``, ``weights``, ``coupled``; empty for a mean with the returned weights."""
