@@ -130,7 +130,7 @@ class CouplingWatch(StepListener):
             drew = _probe(device)
             randomness.seed_all(device, self._context.config.seed, step.index, call)
             if drew != _probe(device):
-                # Its random numbers are not those of each sample (mixup): then only the mean over many tells.
+                # Its random numbers are not those of each sample (mixup): then only the mean over many shows it.
                 wholes = [compute(0, num, shift, gradients=False) for shift in range(NUM_SEEDS)]
                 in_parts = [
                     [compute(low, high, shift, gradients=False) for low, high in spans] for shift in range(NUM_SEEDS)
