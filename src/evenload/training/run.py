@@ -85,6 +85,7 @@ def init(
 class Run:
     """One training job on this rank, returned by `init`."""
 
+    @shows_usage("run = evenload.init()")
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._models: list[nn.Module] = []
@@ -250,6 +251,7 @@ class Run:
         """
         return self._session.gather(value)
 
+    @shows_usage("run.barrier()")
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
         with self._context.clock.segment("wait"):

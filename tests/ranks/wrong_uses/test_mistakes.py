@@ -107,6 +107,14 @@ def _checkpoint_path(job: Job) -> None:
     job.run.checkpoint("model.pt")
 
 
+def _unpack_prepare(job: Job) -> None:
+    _model, _optimizer, _loader = job.run.prepare(nn.Linear(4, 1), DataLoader(job.data, batch_size=16))
+
+
+def _second_process_group(job: Job) -> None:
+    raise ValueError("trying to initialize the default process group twice!")
+
+
 JOBS: dict[str, tuple[Callable[[Job], object], str]] = {
     "for x, y in loader": (_unpack, "for step in loader:"),
     "for i, (x, y) in enumerate(loader)": (_enumerate_unpack, "for step in loader:"),
@@ -144,6 +152,13 @@ JOBS: dict[str, tuple[Callable[[Job], object], str]] = {
     "loader.num_workers": (lambda job: job.loader.num_workers, "from the DataLoader that run.prepare was given"),
     "run.batches(prepared loader)": (_validate_by_prepared, "pass a plain DataLoader"),
     "a step of before": (_keep_a_step, "call step.backward inside the loop body"),
+    "model, opt, loader = prepare(model, loader)": (_unpack_prepare, "model, loader = run.prepare(model, loader)"),
+    "init_process_group after init": (_second_process_group, "leave dist.init_process_group out"),
+    "Run()": (lambda job: evenload.Run(), "run = evenload.init()"),
+    "tracker()": (lambda job: job.run.tracker(), "run.tracker('wandb')"),
+    "tracker(unknown)": (lambda job: job.run.tracker("wandb"), "init(loggers='wandb')"),
+    "gather(lambda)": (lambda job: job.run.gather(lambda: 1), "pass tensors, arrays, numbers"),
+    "barrier(name)": (lambda job: job.run.barrier("here"), "run.barrier()"),
     "prepare(optimizer)": (lambda job: job.run.prepare(job.optimizer), "optimizers and schedulers stay your own"),
     "resume(model, opt)": (lambda job: job.run.resume(job.model, job.optimizer), "run.resume(model=model, optimizer="),
     "resume({...})": (lambda job: job.run.resume({"model": job.model}), "run.resume(model=model, optimizer="),
@@ -210,7 +225,7 @@ JOBS: dict[str, tuple[Callable[[Job], object], str]] = {
 def test_a_mistake_in_the_script(init: Any, name: str) -> None:
     mistake, fix = JOBS[name]
     job = Job(init())
-    with pytest.raises((EvenloadError, AttributeError, RuntimeError)) as raised:
+    with pytest.raises((EvenloadError, AttributeError, RuntimeError, ValueError)) as raised:
         mistake(job)
     assert fix in answer_to(raised.value), answer_to(raised.value)
 
@@ -294,6 +309,15 @@ def test_a_mean_over_other_units_than_samples(init: Any, kwargs: dict[str, Any],
             model.zero_grad()
     messages = [str(warning.message) for warning in caught if "loss_fn returned no weight" in str(warning.message)]
     assert len(messages) == 1 and re.search(told, messages[0])
+
+
+def test_gradients_removed_before_the_optimizer(init: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(init())
+    for step in job.loader:
+        step.backward(job.loss)
+        job.optimizer.zero_grad()
+        job.optimizer.step()
+    assert capsys.readouterr().out.count("NOTHING IS TRAINED") == 1
 
 
 def test_a_mean_over_all_samples_is_fine(init: Any) -> None:

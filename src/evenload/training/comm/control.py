@@ -67,6 +67,13 @@ _DOING = {
 }
 
 
+_CALLED_BY_ALL = (
+    *(Operation.CHECKPOINT, Operation.GATHER, Operation.REDUCE, Operation.ANY, Operation.BARRIER, Operation.GROUP),
+    *(Operation.RESUME, Operation.PREPARE),
+)
+"""Operations that a script may call on one rank by mistake."""
+
+
 class Control:
     """Exchanges of small vectors of float64 (exact for integers below 2^53) between all ranks."""
 
@@ -187,6 +194,7 @@ class Control:
 
 def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
     places: dict[str, list[int]] = {}
+    operations = {Operation(int(head[0])) for head in heads}
     for rank, (operation, epoch, step, length) in zip(all_ranks, heads, strict=True):
         doing = _DOING[Operation(int(operation))]
         where = f" at epoch {int(epoch)}, step {int(step)}" if step >= 0 else ""
@@ -196,7 +204,9 @@ def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} {doing}"
         for doing, ranks in places.items()
     )
+    called = [_DOING[operation].removeprefix("calls ") for operation in _CALLED_BY_ALL if operation in operations]
+    every = f" All ranks must call {called[0]}: not under `if run.is_main:`." if called else ""
     return (
-        f"the ranks do different things: {who}. All ranks must leave a loop together: "
+        f"the ranks do different things: {who}.{every} All ranks must leave a loop together: "
         "make one rank's decision everybody's with `if run.any(flag): break`"
     )

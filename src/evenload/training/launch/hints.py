@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 from evenload.errors import EvenloadError
 
 _UNPREPARED = (
@@ -21,9 +23,22 @@ _MESSAGES = (
         "Default process group has not been initialized",
         "one rank alone has no process group; use run.barrier, run.reduce or run.gather, or run.group([0])",
     ),
+    (
+        "initialize the default process group twice",
+        "evenload.init has made the process groups; leave dist.init_process_group out, or call it before evenload.init",
+    ),
     ("element 0 of tensors does not require grad", _NO_GRADIENT),
 )
+_PREPARE = (
+    "run.prepare returns what it was given, in the same order: model, loader = run.prepare(model, loader). Optimizers and "
+    "schedulers stay your own and are not passed to it"
+)
 _NOT_STEPS = (list, tuple, dict)
+
+
+def _last_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""
 
 
 def hint_for(error: BaseException) -> str:
@@ -33,4 +48,6 @@ def hint_for(error: BaseException) -> str:
     if isinstance(error, AttributeError) and error.name == "backward" and isinstance(error.obj, _NOT_STEPS):
         return _UNPREPARED
     text = str(error)
+    if "values to unpack" in text and ".prepare(" in _last_line(error):
+        return _PREPARE
     return next((hint for sign, hint in _MESSAGES if sign in text), "")

@@ -46,6 +46,7 @@ class Session(StepListener):
         self._evaluation_parts = follow_evaluation(context.groups, context.control)
         self._attached = 0
         self._has_begun = False
+        self._reported_removed = False
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
@@ -186,10 +187,28 @@ class Session(StepListener):
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._contract.before_optimizer(optimizer)
+        self._check_gradients_remain(optimizer)
         self._ranks.optimizer_begins(optimizer)
         self._saver.in_optimizer = True
         if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
             adaptive_batch.rates.before(optimizer)
+
+    def _check_gradients_remain(self, optimizer: Optimizer) -> None:
+        """Report once that the step's gradients were removed before an optimizer could use them."""
+        step, loop = self._context.loop.step, self._context.loop
+        if self._reported_removed or step is None or loop.in_backward or not step.stats.calls or step.stats.skipped:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = self._context.engine.parameters
+        if loop.optimizer_stepped or any(p.grad is not None for p in parameters) or own.with_gradients(1):
+            return
+        self._reported_removed = True
+        self._context.recorder.event(
+            "no_gradients",
+            "NOTHING IS TRAINED: the gradients were removed between step.backward and optimizer.step(); call them in this order: "
+            "step.backward(loss_fn), optimizer.step(), optimizer.zero_grad()",
+            step=step.index,
+        )
 
     def _after_optimizer(self, *_: Any) -> None:
         if (adaptive_batch := self._saver.adaptive_batch) is not None:

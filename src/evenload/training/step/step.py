@@ -198,7 +198,7 @@ class StepLoop:
         """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
         self._listeners: dict[str, list[StepListener]] = {n: [] for n in vars(StepListener) if n[:3] in ("on_", "is_")}
         """By callback, those that override it."""
-        self._optimizer_stepped = False
+        self.optimizer_stepped = False
         self._session_steps = 0
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._dropped: Step | None = None
@@ -219,7 +219,7 @@ class StepLoop:
 
     def begin(self, step: Step) -> None:
         self.step = step
-        self._optimizer_stepped = False
+        self.optimizer_stepped = False
         self._dropped = None
         self.engine.control.set_position(step.epoch, step.batch.epoch_step)
         for listener in self._listeners["on_begin"]:
@@ -238,13 +238,13 @@ class StepLoop:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
         try:
-            loss = self.engine.backward(step.batch, step.planner, step.stats, loss_fn, stepped=self._optimizer_stepped)
+            loss = self.engine.backward(step.batch, step.planner, step.stats, loss_fn, stepped=self.optimizer_stepped)
         except DivergenceError as error:
             self.unsound = type(error).__name__
             raise
         finally:
             self.in_backward = False
-        self.failed = self._optimizer_stepped = False
+        self.failed = self.optimizer_stepped = False
         self.unsound = ""
         self._watched = [(p, p._version) for p in self.engine.parameters.with_gradients(_NUM_WATCHED)]
         for listener in self._listeners["on_gradients"]:
@@ -260,7 +260,7 @@ class StepLoop:
         """Note that an optimizer of torch has stepped, in a loop body or after a loop that was left before it did."""
         if self.in_backward:
             return  # an inner loop of loss_fn over parameters of its own
-        self._optimizer_stepped = True
+        self.optimizer_stepped = True
         if self._dropped is not None:
             self._dropped.commit()
             self._dropped = None
@@ -328,7 +328,7 @@ class StepLoop:
         the gradients it removed; one through ``.data`` that leaves its gradients can't be recognised.
         """
         step = self.step
-        if step is None or not step.stats.calls or step.stats.skipped or self._optimizer_stepped:
+        if step is None or not step.stats.calls or step.stats.skipped or self.optimizer_stepped:
             return False
         if any(parameter._version != version for parameter, version in self._watched):
             return False
