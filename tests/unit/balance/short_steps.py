@@ -98,7 +98,7 @@ def _wandering(sigma: float, every_s: float) -> Noise:
 
 
 def _shared_core(width: float) -> Noise:
-    """What one rank gets, the other lacks."""
+    """One rank gets as much more as the other lacks."""
 
     def noise(rng: random.Random, at: Moment) -> float:
         part = random.Random(at.step).uniform(-width, width)
