@@ -53,7 +53,7 @@ def test_a_wrong_value_is_told_with_what_is_expected(init, settings, told):
 
 
 def test_an_unknown_setting_is_an_error(init):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sed'"):
+    with pytest.raises(ConfigError, match="there is no setting 'sed'; did you mean 'seed'"):
         init(sed=1)
 
 
