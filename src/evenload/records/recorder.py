@@ -107,7 +107,7 @@ class Recorder:
                 raise _not_a_number(name, value)
         if self._closed:
             return
-        numbers = {str(name): _as_float(name, value) for name, value in metrics.items()}
+        numbers = {str(name): as_float(name, value) for name, value in metrics.items()}
         with self._lock:
             if step > self._last_step:
                 self._pending.setdefault(step, {}).update(numbers)
@@ -198,7 +198,10 @@ def _print(texts: list[str]) -> None:
         sys.stdout.flush()
 
 
-def _as_float(name: object, value: Any) -> float:
+def as_float(name: object, value: Any) -> float:
+    """Return a logged value as a number; raise `StepError` if it is none."""
+    if isinstance(value, str | bytes):
+        raise _not_a_number(name, value)
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

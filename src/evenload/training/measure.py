@@ -260,6 +260,7 @@ class _SavedRun:
     """The state of a run between two steps, to be restored any number of times."""
 
     def __init__(self, context: TrainingContext, loader: StepLoader) -> None:
+        context.loop.settle()
         self._context = context
         self._loader = loader
         self._cursor: Cursor = loader.loader.cursor()
@@ -280,6 +281,7 @@ class _SavedRun:
 
     def restore(self) -> None:
         context = self._context
+        context.loop.settle()  # the last step of a block
         with context.clock.segment("other"):
             for _, saved in self._objects:
                 saved.restore()

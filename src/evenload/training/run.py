@@ -190,6 +190,7 @@ class Run:
             ConfigError: several models are prepared and `model` is None, or a package is missing.
         """
         chosen = pick_model(model, self._models)
+        self._context.engine.totals.read()
         if self.is_main and self._context.spec.mode != "verify":
             write_weights(path, chosen)
 
@@ -203,7 +204,10 @@ class Run:
 
     @shows_usage("run.log({'loss': loss, 'lr': lr}); the step is known")
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Write numbers to the run's records and loggers, at the current step. Every rank may call it."""
+        """Write numbers to the run's records and loggers, at the current step. Every rank may call it.
+
+        A number that lies on a GPU is not waited for: it is copied as it is now, and written with the record of its step.
+        """
         self._session.log(metrics)
 
     def print(self, *values: Any, **options: Any) -> None:

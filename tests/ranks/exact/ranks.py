@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,19 @@ class Setting:
     precision: str = "no"
     strategy: str = "ddp"
     optimizer_first: bool = False
+    fused: bool = False
+    """Optimizers of torch are fused, where they can be: they skip a step by `found_inf`."""
     bucket_bytes: int | None = 400
     """Buckets so small that even these models have several; None: as they are."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         shares = "changing" if self.changing else ":".join(map(str, self.balance)) if self.balance != "even" else "even"
-        return f"{shares} micro={self.micro_batch}" + (f" {self.precision}" if self.precision != "no" else "")
+        return (
+            f"{shares} micro={self.micro_batch}"
+            + " fused" * self.fused
+            + (f" {self.precision}" if self.precision != "no" else "")
+        )
 
 
 class ChangingShares(PlanSource):
@@ -85,6 +91,15 @@ class ChangingShares(PlanSource):
         if num_samples == sum(shares):
             return shares
         return tuple(num_samples if rank == global_step % 3 else 0 for rank in range(3))
+
+
+def _fuse(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if "fused" in optimizer.defaults and not any(param.is_complex() for param in params):
+            optimizer._step_supports_amp_scaling = True
+            for group in optimizer.param_groups:
+                group["fused"] = True
 
 
 def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], None] | None = None) -> Recorder:
@@ -121,6 +136,8 @@ def train(task: Task, setting: Setting, folder: str, *, wrong: Callable[[Any], N
     task.place(models)
     if not setting.optimizer_first:
         task.make_optimizers()
+    if setting.fused:
+        _fuse(task.optimizers)
     if setting.changing:
         loader.planner.use(ChangingShares())
     if wrong is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
+from evenload.records.reader import read_events, read_steps
 from evenload.testing import run_ranks
 from evenload.training.comm.groups import Groups
 from evenload.training.parallel import buckets
@@ -134,35 +135,68 @@ def test_out_of_memory_shrinks_the_micro_batch_and_keeps_the_result(tmp_path: Pa
     assert _difference(free[0]["weights"], tight[0]["weights"]) <= 1e-12
 
 
-def _count_transfers(project_dir: str) -> list[int]:
+def _count_waits(project_dir: str, fused: bool) -> dict[str, list[int]]:
     run = evenload.init(project_dir=project_dir, seed=0)
     data = TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,)))
-    model, loader = run.prepare(nn.Linear(8, 4), DataLoader(data, batch_size=32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, loader = run.prepare(nn.Linear(8, 4), DataLoader(data, batch_size=16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
 
     def loss_fn(batch: Any) -> Any:
         x, y = batch
         loss = F.cross_entropy(model(x), y)
         return {"loss": loss, "weight": (y >= 0).sum(), "nll": loss.detach(), "squared": loss.detach() ** 2}
 
-    counts = []
+    waits, unread = [], []
     for step in loader:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 loss = step.backward(loss_fn)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+                run.log({"loss": loss, **step.metrics})
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchronizing" in str(warning.message) for warning in found))
-        assert not loss.is_cuda
+        waits.append(sum("synchronizing" in str(warning.message) for warning in found))
+        unread.append(int(step.stats.unread is not None))
+        assert loss.device == run.device
     run.close()
-    return counts
+    return {"waits": waits, "unread": unread}
 
 
-def test_a_step_waits_for_one_transfer(tmp_path: Path) -> None:
-    """Weights, loss and two metrics of a GPU come together; the first steps prepare."""
-    (counts,) = run_ranks(_count_transfers, 1, str(tmp_path), device="cuda:0")
-    assert set(counts[3:]) == {1}
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_with_a_fused_optimizer_is_read_late(tmp_path: Path, fused: bool) -> None:
+    """No call of torch waits (events are waited for by their own calls); the first steps prepare."""
+    (found,) = run_ranks(_count_waits, 1, str(tmp_path), fused, device="cuda:0")
+    assert set(found["waits"][3:]) == {0}
+    assert set(found["unread"][1:]) == {int(fused)}
+    steps = read_steps(tmp_path)
+    assert len(steps) == 16
+    assert all(step.metrics["loss"] == pytest.approx(step.loss, rel=1e-6) for step in steps)
+
+
+def _skip(project_dir: str, bad_steps: tuple[int, ...]) -> list[torch.Tensor]:
+    run = evenload.init(project_dir=project_dir, seed=0)
+    data = TensorDataset(torch.randn(96, 8, generator=torch.Generator().manual_seed(0)), torch.arange(96))
+    torch.manual_seed(0)
+    model, loader = run.prepare(nn.Linear(8, 4), DataLoader(data, batch_size=8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    weights = []
+    for step in loader:
+        factor = float("nan") if step.index in bad_steps else 1.0
+        step.backward(lambda batch, factor=factor: F.cross_entropy(model(batch[0]), batch[1] % 4) * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(model.weight.detach().cpu().clone())
+    run.close()
+    return weights
+
+
+def test_a_step_that_is_not_finite_changes_nothing_on_a_gpu(tmp_path: Path) -> None:
+    (weights,) = run_ranks(_skip, 1, str(tmp_path), (5, 8), device="cuda:0")
+    same = [index for index in range(1, len(weights)) if torch.equal(weights[index - 1], weights[index])]
+    assert same == [5, 8]
+    assert all(bool(weight.isfinite().all()) for weight in weights)
+    assert [event.step for event in read_events(tmp_path) if event.kind == "skipped"] == [5, 8]

@@ -30,6 +30,7 @@ def report(rng: random.Random, metrics: tuple[str, ...] = ("a", "b"), **fields: 
         reading=0.0,
         stop_requested=bool(fields.get("stop_requested", 0)),
         may_leave=rng.random() < 0.5,
+        has_zero=rng.random() < 0.5,
         seconds={name: rng.random() for name in SEGMENTS},
         metrics={name: rng.gauss(0, 1) for name in metrics},
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.compute import batchnorm, randomness
+from evenload.training.compute.device_read import DeviceRead
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
 from evenload.training.compute.weighting import LossResult, nominal_units, read_result
@@ -64,6 +65,10 @@ class LossSums:
     """Weights on the device that are negative or not finite."""
     num_zero: torch.Tensor | float = 0.0
     """Weights on the device that are 0: their micro-batches were not kept out of the backward."""
+    looks_for_zero: bool = False
+    """True if the host must know before the gradients are used whether there are such weights."""
+    zero_read: DeviceRead | None = None
+    """`num_zero` after the last forward, on its way to the host: the device has a backward to do when it arrives."""
 
 
 def run_micro_steps(
@@ -100,6 +105,8 @@ def run_micro_steps(
                 raise StepError("loss_fn returned a weight for some micro-batches only; return one always or never")
             sums.nominal = nominal_units(plan.num_samples, result.weight is not None, last_units)
             add_result(sums, result, weight)
+            if sums.looks_for_zero and m == own[-1] and isinstance(sums.num_zero, torch.Tensor):
+                sums.zero_read = DeviceRead(sums.num_zero.reshape(1))
             factor = weight * context.precision.scale / sums.nominal
             # A weight of 0 (an idle rank, or labels that are all ignored) may come with a NaN loss: it must not count. But
             # samples that are in BatchNorm's statistics have a gradient through them, whatever their own weight.

@@ -76,6 +76,7 @@ class ComputingRanks(StepListener):
         computing = tuple(rank for rank in groups.ranks if rank not in out)
         if computing == before or groups.world_size == 1:
             return False
+        self._context.loop.settle()  # the state that is sent holds what it reads
         returning = [rank for rank in computing if rank not in before]
         self._send_state(returning)
         self._context.registry.wait_until_sent()  # a return's price contains it

@@ -124,6 +124,16 @@ class CallGradients:
         """Return a checksum of `touched` and, above 32 bits, of the trainable parameters; exact in a float64."""
         return self._follow_touched()[2] + self._trained_key
 
+    @property
+    def has_summed_hooks(self) -> bool:
+        """True if hooks of the user run on the sums, where they may make values that aren't finite."""
+        return self._summed_hooks.in_use
+
+    def touches(self, touched: Sequence[int], param: torch.Tensor) -> bool:
+        """Return whether `touched` counts this parameter."""
+        slot = self._slot_of.get(id(param))
+        return slot is not None and bool(touched[slot.index])
+
     def release(self) -> None:
         """Remove all gradients after `flush`, when another reducer keeps the sums."""
         self._remove_all()

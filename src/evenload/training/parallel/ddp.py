@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,8 @@ class ReplicaStrategy:
         self._is_ordered = False
         self._reads_weights = False
         """True once a loss was not finite where its weight is 0: the host must know such weights before a backward."""
+        self._zero_is_harmless = False
+        """True once a loss was finite where its weight is 0: the host need not look for such weights."""
         self._built_for = -1
         """Number of the generation in which the buckets were built."""
 
@@ -120,7 +123,7 @@ class ReplicaStrategy:
             self._shares_gpu_queue() and has_idle_rank(plan, self._groups.generation.computing)
         )
         reducer.begin(self._arrivals.expected.get(call.index) if may_expect else None)
-        sums = LossSums(on_device=reducer.on_device)
+        sums = LossSums(on_device=reducer.on_device, looks_for_zero=call.reads_late and not self._zero_is_harmless)
         started_s = time.perf_counter()
         try:
             with batchnorm.active(self._statistics):
@@ -142,42 +145,60 @@ class ReplicaStrategy:
             call.index, reducer, self._groups, same=totals.same_touched, was_late=not call.may_expect
         )
         if reducer.on_device:
-            return self._finish_on_device(reducer, touched, sums, batch.global_step)
+            late = call.reads_late and not totals.has_zero and not reducer.has_summed_hooks
+            return self._finish_on_device(reducer, touched, sums, batch.global_step, reads_late=late)
         finite = reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale))
         if not (finite and math.isfinite(totals.loss)):
             reducer.clear(touched)
         loss = torch.scalar_tensor(totals.loss, dtype=sums.dtype)
-        return StepResult(totals.units, loss, finite, sums.nominal)
+        return StepResult(totals.units, loss, finite, sums.nominal, discard=partial(reducer.clear, touched))
 
     def _finish_on_device(
-        self, reducer: BucketReducer | LocalReducer, touched: Sequence[int], sums: LossSums, step: int
+        self,
+        reducer: BucketReducer | LocalReducer,
+        touched: Sequence[int],
+        sums: LossSums,
+        step: int,
+        *,
+        reads_late: bool,
     ) -> StepResult:
         """End a call whose loss the host has not read; see Note [One transfer]."""
-        device = self._context.device
         reducer.flush(touched)  # all ranks sum the vector behind the last bucket
-        own = DeviceSums(sums, device)
+        own = DeviceSums(sums, self._context.device)
         self._groups.sum_async(own.vector).wait()
         correction: torch.Tensor | float = 1.0 / self._precision.scale
         if sums.weighted:
             correction = sums.nominal / (own.units * self._precision.scale)
+        unread = own.totals(reducer.finite_on_device(), step)
+        discard = partial(reducer.clear, touched)
+        result = StepResult(
+            math.nan,
+            unread.loss,
+            True,
+            sums.nominal,
+            discard=discard,
+            touches=partial(reducer.touches, touched),
+        )
+        if reads_late:
+            reducer.finish(touched, correction)
+            return replace(result, unread=unread)
         try:
-            totals = own.read(reducer.finite_on_device(), step)
+            totals = unread.read()
         except StepError:
             reducer.finish(touched, 1.0)
-            reducer.clear(touched)
+            discard()
             raise
         finite = totals.finite and math.isfinite(totals.loss)
-        if not finite and totals.has_zero:
+        if totals.has_zero and not finite:
             # It may divide by its weight. Then a micro-batch without weight must be kept out of the backward.
             self._reads_weights = True
             # All ranks have read the same totals, so all repeat the attempt.
             raise AttemptFailedError([OK] * self._groups.world_size)
+        self._zero_is_harmless = self._zero_is_harmless or totals.has_zero
         finite = reducer.finish(touched, correction) and finite
         if not finite:
-            reducer.clear(touched)
-        # The host knows the loss by now: on the CPU, `run.log` and `.item()` don't wait for the optimizer's step.
-        loss = torch.scalar_tensor(totals.loss, dtype=sums.dtype)
-        return StepResult(totals.units, loss, finite, sums.nominal, totals)
+            discard()
+        return replace(result, units=totals.units, finite=finite, totals=totals)
 
     def _sums_on_device(self) -> bool:
         now = self._groups.generation
@@ -237,6 +258,7 @@ class ReplicaStrategy:
             metrics={name: math.nan if on_device else float(value) for name, value in sums.metrics.items()},
             # Ranks that added parameters have built new buckets, and can't wait for those of ranks that did not.
             touched_key=float(int(self._of().touched_key()) ^ (_key_of(self._added) % 2**20 << 32)),
+            has_zero=sums.zero_read is not None and sums.zero_read.read()[0] > 0,
             squared_norm=grad_norms.own() if grad_norms is not None and measures else None,
         )
 
@@ -247,7 +269,7 @@ class ReplicaStrategy:
         if self._built_for != self._groups.generation.number:
             # A rank that was away did not see what was frozen meanwhile: all ranks begin with the same buckets.
             self._built_for, keep = self._groups.generation.number, set()
-            self._reads_weights = False
+            self._reads_weights = self._zero_is_harmless = False
         if len(self._groups.generation.computing) == 1:  # alone, or the others have left
             self._reducer = LocalReducer(self._models, self._grad_norms, keep)
         else:

@@ -100,6 +100,11 @@ class SummedHooks:
                     self._taken[index] = hooks, dict(hooks)
                     hooks.clear()
 
+    @property
+    def in_use(self) -> bool:
+        """True if `take` found hooks."""
+        return bool(self._taken)
+
     def put_back(self) -> None:
         if self._away:
             self._away = False

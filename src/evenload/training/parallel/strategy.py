@@ -18,7 +18,7 @@ from torch import nn
 from evenload.balance.values import StepPlan
 from evenload.training.comm.clock import Segment
 from evenload.training.comm.groups import Groups
-from evenload.training.compute.device_sums import DeviceTotals
+from evenload.training.compute.device_sums import DeviceTotals, UnreadTotals
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 
@@ -42,6 +42,8 @@ class LocalResult:
     """Name -> sum of weight x value."""
     touched_key: float = 0.0
     """Checksum of the parameters that received a gradient; 0 where it need not be equal on all ranks."""
+    has_zero: bool = False
+    """True if a weight on the device is 0, in a call that looks for it (`LossSums.looks_for_zero`)."""
     squared_norm: float | None = None
     """Squared norm of the own gradient, in a call that measures it."""
     seconds: Mapping[Segment, float] | None = None
@@ -60,6 +62,8 @@ class GlobalTotals:
     """Weighted mean over the global batch; NaN if it is on devices."""
     same_touched: bool
     """True if all ranks gave the same `touched_key`."""
+    has_zero: bool = False
+    """True if some rank found a weight of 0."""
 
 
 ReplicaTimes = tuple[Sequence[float], Sequence[float], float, bool]
@@ -81,6 +85,8 @@ class BackwardCall:
     """False where the observations of earlier steps must not be used: they made the last attempt fail."""
     begins_update: bool = True
     """True if an optimizer stepped since the last call, so calls that were skipped before no longer count."""
+    reads_late: bool = False
+    """True if the totals may stay on the device: an optimizer that takes `found_inf` follows. Equal on all ranks."""
     in_turns: bool = False
     """True if replica threads compute one after the other, to be measured."""
     add_replica_times: Callable[[Sequence[float], Sequence[float], float, bool], None] = lambda *_: None
@@ -99,7 +105,13 @@ class StepResult:
     nominal: float = 1.0
     """Divisor of the backwards (weighting.py)."""
     totals: DeviceTotals | None = None
-    """Loss and metrics, if they did not travel in the exchange."""
+    """Loss and metrics, if they did not travel in the exchange and the host has read them."""
+    unread: UnreadTotals | None = None
+    """The same where the host has not read them. Then `units` is NaN, `finite` is True, and `.grad` may not be finite."""
+    discard: Callable[[], None] = lambda: None
+    """Removes the gradients, if no optimizer has used them, so that an optimizer's step changes nothing."""
+    touches: Callable[[torch.Tensor], bool] = lambda _: True
+    """Returns whether a parameter received a gradient on some rank."""
     norm: float | None = None
     """2-norm of the gradient, if the strategy knows it without further work."""
 

@@ -95,7 +95,9 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     control.barrier(Operation.INIT)
     check_loggers(config.loggers, config.logger_options)
     old = _contents(folder) if config.fresh and writes else {}
-    recorder = StepRecorder(None if old else _open_records(spec, config, folder, writes), writes)
+    recorder = StepRecorder(
+        None if old else _open_records(spec, config, folder, writes), writes, on_device=device.type == "cuda"
+    )
 
     def open_folder() -> None:
         if old:

@@ -136,6 +136,7 @@ class Session(StepListener):
         )
 
     def _evaluate(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+        self._context.loop.settle()
         prepare.check_same_loader(self._context, loader, Operation.EVALUATE)
         with self._context.clock.segment("other"):
             yield from batches
@@ -160,6 +161,11 @@ class Session(StepListener):
         # A rank that left a step by an error does not reach the exchange where the others would wait.
         well = _ended_well(context.loop.stopped) and not (context.loop.failed and context.groups.world_size > 1)
         try:
+            if well:
+                context.loop.settle()
+            else:
+                with contextlib.suppress(EvenloadError):
+                    context.engine.totals.read(waits=False)
             self._saver.close(well)
             if well and context.config.dry_run and not self._has_begun:
                 self._print_dry_run(None)
@@ -188,6 +194,7 @@ class Session(StepListener):
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._contract.before_optimizer(optimizer)
         self._check_gradients_remain(optimizer)
+        self._context.engine.totals.before_optimizer(optimizer)
         self._ranks.optimizer_begins(optimizer)
         self._saver.in_optimizer = True
         if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
@@ -215,6 +222,7 @@ class Session(StepListener):
             adaptive_batch.rates.after()
         self._ranks.optimizer_ends()
         self._saver.in_optimizer = False
+        self._context.engine.totals.after_optimizer()
         self._context.loop.optimizer_done()
 
     def on_begin(self, step: Step) -> None:

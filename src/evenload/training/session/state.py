@@ -288,6 +288,7 @@ class Saver:
 
     def _write(self, step: int) -> None:
         context = self._context
+        context.loop.settle()
         began_s = time.monotonic()
         self._last_s, self._last_step = context.engine.elapsed_s, step
         if context.loop.step is not None and context.loop.step.stats.calls:

@@ -10,7 +10,6 @@ ranks give the attempt up together, so a script that catches it can continue wit
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenload.errors import DesyncError, NonFiniteError, PeerLostError, StepError
+from evenload.errors import DesyncError, EvenloadError, PeerLostError, StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import CollectiveAbortedError
@@ -54,9 +53,8 @@ from evenload.training.step.exchange import ReportExchange, check_trained, total
 from evenload.training.step.planner import Planner
 from evenload.training.step.report import NO_REPORTS, Reports
 from evenload.training.step.stats import StepRecorder, StepStats
+from evenload.training.step.totals_reader import TotalsReader
 
-MAX_SKIPPED_STEPS = 3
-"""Steps in a row that may be skipped for a non-finite gradient that no loss scale explains."""
 MAX_ATTEMPTS = 40
 _OUT = (OUT_OF_MEMORY, FRAGMENTED)
 _RAISED_WAIT_S = 10.0
@@ -77,6 +75,7 @@ class Attempt:
     loss_fn: LossFn
     begins_update: bool
     may_expect: bool = True
+    reads_late: bool = False
     reports: Reports = NO_REPORTS
     """Of all ranks, once they are exchanged."""
     error: Exception | None = None
@@ -128,8 +127,7 @@ class Engine:
         """The reason why this rank must compute in every step, even without samples; empty if it may leave (elastic/)."""
         self._reported_late = False
         self._longest_s = 0.0
-        self._units: dict[int, float] = {}
-        self._skipped: dict[int, int] = {}
+        self.totals = TotalsReader(precision, recorder)
 
     def attach(self, models: Sequence[nn.Module]) -> None:
         """Take the models of the job, which the strategy has attached."""
@@ -149,18 +147,19 @@ class Engine:
         return any(param is own for model in self.models for own in model.parameters())
 
     def leftovers(self) -> list[str]:
-        """Return the names of parameters that hold a nonzero gradient."""
+        """Return the names of parameters that hold a nonzero gradient; those of a step that is skipped are removed first."""
+        self.totals.read()
         if self.parameters.has_changed:
             self.parameters.read()
         return self.parameters.nonzero_gradients()
 
     def state_dict(self) -> tuple[Mapping[int, float], Mapping[Any, Any]]:
         """Return what earlier steps left for the next, equal on all ranks: N of each call, and the strategy's state."""
-        return dict(self._units), self.strategy.state_dict()
+        return dict(self.totals.units), self.strategy.state_dict()
 
     def load_state_dict(self, state: tuple[Mapping[int, float], Mapping[Any, Any]]) -> None:
         """Restore what `state_dict` returned, after steps of each rank alone."""
-        self._units = dict(state[0])
+        self.totals.units = dict(state[0])
         self.strategy.load_state_dict(state[1])
 
     def backward(
@@ -203,9 +202,11 @@ class Engine:
             attempt.begin()
             self._buffers.save()
             self._exchange.begin()
+            attempt.reads_late = self.totals.may_be_late(stats.calls, self._groups.generation)
             if grad_norms is not None:
                 # Only the first of several backwards is measured.
                 grad_norms.begin(stats.calls == 0 and attempt.batch.global_step % MEASURE_EVERY == 0)
+                attempt.reads_late = attempt.reads_late and not grad_norms.on
             outcome = self._run(attempt)
             if isinstance(outcome, StepResult):
                 self._buffers.forget()
@@ -229,10 +230,11 @@ class Engine:
         num_collectives = self._user_collectives()
         call = BackwardCall(
             index=stats.calls,
-            last_units=self._units.get(stats.calls),
+            last_units=self.totals.units.get(stats.calls),
             exchange=exchange,
             may_expect=attempt.may_expect,
             begins_update=attempt.begins_update,
+            reads_late=attempt.reads_late,
             in_turns=planner.takes_turns,
             add_replica_times=planner.add_replica_times,
         )
@@ -368,38 +370,17 @@ class Engine:
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
-        self._units[stats.calls] = result.units
-        if result.totals is not None:
-            stats.loss = result.totals.loss
-            stats.metrics |= result.totals.metrics
-        else:
-            stats.loss = float(result.loss)
-            for name in reports.names:
-                stats.metrics[name] = total(reports.metric(name)) / result.units
-        self.precision.update(result.finite)
-        if result.finite and math.isfinite(stats.loss):
-            self._skipped[stats.calls] = 0
-        else:
-            self._skip(batch, stats, _blamed(stats.loss, reports.column("loss_sum") if result.totals is None else ()))
-        return result.loss
-
-    def _skip(self, batch: GlobalBatch, stats: StepStats, what: str) -> None:
-        # No gradient is left, so a plain optimizer.step() changes nothing, on all ranks.
-        stats.skipped = True
-        if not self.precision.scaled or self.precision.exhausted:
-            self._skipped[stats.calls] = self._skipped.get(stats.calls, 0) + 1
-        in_a_row = self._skipped.get(stats.calls, 0)
-        scale = f"; the loss scale is now {self.precision.scale:g}" if self.precision.scaled else ""
-        self.recorder.event(
-            "skipped",
-            f"step {batch.global_step} is skipped on all ranks: {what} is not finite{scale}",
-            step=batch.global_step,
-        )
-        if in_a_row >= MAX_SKIPPED_STEPS:
-            raise NonFiniteError(
-                f"{what} was NaN or infinite in {in_a_row} steps in a row, the last at step {batch.global_step}; look "
-                "at the learning rate, at the data of these steps, and at log, sqrt or division in the loss"
-            )
+        travelled = result.totals is None and result.unread is None
+        metrics = {name: total(reports.metric(name)) / result.units for name in reports.names if travelled}
+        try:
+            self.totals.take(stats, batch.global_step, result, metrics, reports.column("loss_sum") if travelled else ())
+        except EvenloadError:
+            result.discard()  # the totals of the backward before were wrong
+            raise
+        if result.loss.device.type == self.device.type:
+            return result.loss
+        # A fill does not wait for the device, as a copy would.
+        return torch.full((), stats.loss, dtype=result.loss.dtype, device=self.device)
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
@@ -410,11 +391,3 @@ class Engine:
                 f"{names[0]}). Call optimizer.step() and optimizer.zero_grad() in each loop body; to accumulate over several "
                 "batches, use a larger batch_size in the DataLoader instead, without `if i % n` and `loss / n`"
             )
-
-
-def _blamed(loss: float, sums: Sequence[float]) -> str:
-    """Return what is not finite, given the ranks' sums of the loss where the host knows them."""
-    not_finite = [not math.isfinite(value) for value in sums]
-    if any(not_finite):
-        return f"the loss of rank {where(not_finite)}"
-    return "the gradient" if math.isfinite(loss) else "the loss"

@@ -99,6 +99,7 @@ class ReportExchange:
             reading=batch.reading.code(),
             stop_requested=stop_requested(),
             may_leave=may_leave,
+            has_zero=result.has_zero,
             seconds=seconds,
             metrics=result.metrics,
             squared_norm=result.squared_norm,
@@ -132,7 +133,7 @@ def totals_of(reports: Reports, step: int) -> GlobalTotals:
     if units <= 0:
         raise StepError(ALL_ZERO.format(step=step))
     loss = total(reports.column("loss_sum")) / units
-    return GlobalTotals(units, loss, reports.is_same("touched_key"))
+    return GlobalTotals(units, loss, reports.is_same("touched_key"), reports.any("has_zero"))
 
 
 def total(terms: Sequence[float]) -> float:

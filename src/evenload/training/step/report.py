@@ -30,6 +30,7 @@ _SCALARS: dict[str, Callable[[float], float]] = {
     "reading": float,
     "stop_requested": bool,
     "may_leave": bool,
+    "has_zero": bool,
 }
 """Fields of a row and their types; a checksum of the names of the metrics follows."""
 _SCALARS_OF = attrgetter(*_SCALARS)
@@ -62,6 +63,8 @@ class RankReport:
     stop_requested: bool
     may_leave: bool
     """The rank could compute nothing for a while, and return (elastic/)."""
+    has_zero: bool
+    """A weight on the rank's device is 0, in a step that looks for it."""
     seconds: Mapping[Segment, float]
     """Of each segment since the last report."""
     metrics: Mapping[str, float]

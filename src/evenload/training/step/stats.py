@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from evenload.balance.noise import Norms
 from evenload.balance.values import StepPlan
 from evenload.records.recorder import Recorder
 from evenload.records.values import RankTimes, StepRecord
 from evenload.training.comm.clock import SEGMENTS
+from evenload.training.compute.device_sums import UnreadTotals
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
 from evenload.training.step.bottleneck import LoadingMonitor
 from evenload.training.step.report import Reports
+from evenload.training.step.unread_log import UnreadLog
 
 _DATA, _COMPUTE, _OPTIMIZER, _COMPILE = map(SEGMENTS.index, ("data", "compute", "optimizer", "compile"))
 
@@ -28,6 +32,8 @@ class StepStats:
         self.calls = 0
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
+        self.unread: UnreadTotals | None = None
+        """Totals of the last backward, until the host has read them (totals_reader.py)."""
         self.skipped = False
         self.norms: Norms | None = None
         """Norms of the first backward's gradients, in a step that is measured for `batch_max`."""
@@ -41,6 +47,11 @@ class StepStats:
         self._reports: Reports | None = None
         self._times = np.empty((0, len(SEGMENTS)))
         """Seconds of each rank in each segment."""
+
+    @property
+    def metrics_now(self) -> Mapping[str, float | torch.Tensor]:
+        """The metrics, on the device as long as the host has not read them."""
+        return self.metrics if self.unread is None else {**self.metrics, **self.unread.metrics}
 
     def add(self, reports: Reports) -> None:
         # A process whose replicas failed reported one row for all.
@@ -99,11 +110,15 @@ class StepRecorder:
     Without a recorder it holds them until `open`.
     """
 
-    def __init__(self, recorder: Recorder | None, writes: bool) -> None:
+    def __init__(self, recorder: Recorder | None, writes: bool, *, on_device: bool = False) -> None:
+        """`on_device`: what is logged may lie on a device, which the host does not wait for."""
         self._recorder = recorder
         self._writes = writes
         self._held: list[Callable[[Recorder], None]] = []
+        self._unread_log = UnreadLog(self._write_log) if writes and on_device else None
         self._last_s: float | None = None
+        self._waiting: tuple[int, StepPlan, StepStats, str, float] | None = None
+        """The last step until it is written: index, plan, stats, arm, seconds."""
         self._bottleneck = LoadingMonitor()
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
@@ -118,11 +133,24 @@ class StepRecorder:
         self._held.clear()
 
     def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
+        """Record a step whose loop body has ended; one that a device holds a part of waits for the next."""
         now = time.perf_counter()
         since = stats.begun_s if self._last_s is None else self._last_s
         self._last_s = now
         if not self._writes or not stats.calls:
             return
+        if self._waiting is not None:
+            self._write_step()
+        self._waiting = index, plan, stats, arm, now - since
+        if stats.unread is None and (self._unread_log is None or not self._unread_log.is_waiting):
+            self._write_step()
+
+    def _write_step(self) -> None:
+        if self._waiting is None:
+            return
+        (index, plan, stats, arm, whole_s), self._waiting = self._waiting, None
+        if self._unread_log is not None:
+            self._unread_log.write(index)
         ranks = stats.rank_times()
         record = StepRecord(
             step=index,
@@ -133,7 +161,7 @@ class StepRecorder:
             # A rank alone (measure.py) has the times of no other.
             shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),
             num_micro=plan.num_micro,
-            seconds=max(0.0, now - since - ranks[0].other_s),
+            seconds=max(0.0, whole_s - ranks[0].other_s),
             ranks=ranks,
             metrics=dict(stats.metrics),
             arm=arm,
@@ -142,14 +170,25 @@ class StepRecorder:
         for event in () if arm else self._bottleneck.take(record, stats.readings()):
             self.event(event.kind, event.message, step=index, **event.fields)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._write(lambda recorder: recorder.log(metrics, step))
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        if self._unread_log is not None:
+            self._unread_log.add(metrics, step)
+        else:
+            self._write_log(metrics, step)
+
+    def write_waiting(self, *, waits: bool = True) -> None:
+        """Write what waits for a device: the last step, and what was logged; without `waits` only what the host has."""
+        if self._unread_log is not None:
+            self._unread_log.write(waits=waits)
+        self._write_step()
 
     def tracker(self, name: str) -> Any | None:
         """Return the own object of a logger's library on the rank that writes; None on the others."""
         return None if self._recorder is None else self._recorder.tracker(name)
 
     def close(self, ended_well: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # a device that failed gives nothing back
+            self.write_waiting(waits=ended_well)
         if self._recorder is not None:
             self._recorder.close(ended_well)
 
@@ -160,3 +199,6 @@ class StepRecorder:
             self._held.append(write)
         else:
             write(self._recorder)
+
+    def _write_log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self._write(lambda recorder: recorder.log(metrics, step))

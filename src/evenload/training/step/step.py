@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,8 @@ from evenload.training.data.loader import GlobalLoader
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
+from evenload.training.step.update_watch import UpdateWatch
 from evenload.wrong_calls import shows_usage, unknown_attribute
-
-_NUM_WATCHED = 16
-"""Parameters of each model whose versions are compared: an update by hand changes all of them, or nearly all."""
 
 
 class Step:
@@ -72,12 +70,12 @@ class Step:
                 micro-batches `loss_fn` runs twice for each sample; see docs/contrastive.md.
 
         Returns:
-            The weighted mean loss over the global batch: a scalar CPU tensor, the same on all ranks. `.grad` of the
-            parameters is final: clip it, step the optimizer.
+            The weighted mean loss over the global batch: a scalar on `run.device`, the same on all ranks. `.item()` waits for
+            the device, `run.log` does not. `.grad` of the parameters is final: clip it, step the optimizer.
 
         Raises:
             StepError: wrong use, with the line to write instead.
-            NonFiniteError: the loss or gradient was NaN or infinite in several steps in a row.
+            NonFiniteError: the loss or gradient was NaN or infinite in several steps in a row (on a GPU: a step later).
         """
         for fn in (loss_fn, *(() if batch_loss is None else (batch_loss,))):
             if not callable(fn):
@@ -101,9 +99,9 @@ class Step:
         raise unknown_attribute(self, name, STEP_ELSEWHERE)
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """Averages over the global batch of the further scalars that loss_fn returned."""
-        return self.stats.metrics
+    def metrics(self) -> Mapping[str, float | torch.Tensor]:
+        """Averages over the global batch of the further scalars that loss_fn returned; on a GPU scalars on `run.device`."""
+        return self.stats.metrics_now
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -200,7 +198,7 @@ class StepLoop:
         """By callback, those that override it."""
         self.optimizer_stepped = False
         self._session_steps = 0
-        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._watch = UpdateWatch(engine)
         self._dropped: Step | None = None
 
     def add_listener(self, listener: StepListener) -> None:
@@ -219,8 +217,7 @@ class StepLoop:
 
     def begin(self, step: Step) -> None:
         self.step = step
-        self.optimizer_stepped = False
-        self._dropped = None
+        self.optimizer_stepped, self._dropped = False, None
         self.engine.control.set_position(step.epoch, step.batch.epoch_step)
         for listener in self._listeners["on_begin"]:
             listener.on_begin(step)
@@ -246,7 +243,7 @@ class StepLoop:
             self.in_backward = False
         self.failed = self.optimizer_stepped = False
         self.unsound = ""
-        self._watched = [(p, p._version) for p in self.engine.parameters.with_gradients(_NUM_WATCHED)]
+        self._watch.begin()
         for listener in self._listeners["on_gradients"]:
             listener.on_gradients(step)
         return loss
@@ -267,11 +264,12 @@ class StepLoop:
 
     def end(self, step: Step, *, finished: bool = True) -> None:
         """End the loop body of `step`: record it and commit it, unless it was left (not `finished`) with unused gradients."""
+        engine = self.engine
+        engine.totals.end_body(finished=finished)
         dropped = not finished and not step.committed and self.is_half_done
         self.stop_requested = self.stop_requested or step.stats.stop_requested
         at_boundary = finished and not step.arm and not (self.stop_requested and self.is_half_done)
         self.left_early = not finished
-        engine = self.engine
         if step.stats.calls:
             slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
@@ -288,6 +286,11 @@ class StepLoop:
         if at_boundary:
             for listener in self._listeners["on_boundary"]:
                 listener.on_boundary(step)
+
+    def settle(self) -> None:
+        """Wait for what devices hold of the steps so far, and record it. All ranks call it together; raises as `backward`."""
+        self.engine.totals.agree_units()
+        self.engine.recorder.write_waiting()
 
     def _record(self, step: Step) -> None:
         usual = self._session_steps > 0 and not step.stats.unusual
@@ -307,6 +310,7 @@ class StepLoop:
         self.engine.recorder.step(step.record_index, step.batch.plan, step.stats, step.arm)
 
     def end_epoch(self) -> None:
+        self.settle()
         self.engine.clock.switch("other")
         self.left_early, self.ran_out = False, True
         for listener in self._listeners["on_loop_end"]:
@@ -322,17 +326,11 @@ class StepLoop:
 
     @property
     def is_half_done(self) -> bool:
-        """True if the running step has gradients that nobody has used yet.
-
-        An optimizer of torch calls `optimizer_done`. An update by hand is recognised by the parameters it changed, or by
-        the gradients it removed; one through ``.data`` that leaves its gradients can't be recognised.
-        """
+        """True if the running step has gradients that nobody has used yet, as far as `UpdateWatch` can know."""
         step = self.step
         if step is None or not step.stats.calls or step.stats.skipped or self.optimizer_stepped:
             return False
-        if any(parameter._version != version for parameter, version in self._watched):
-            return False
-        return bool(self.engine.leftovers())
+        return self._watch.are_unused
 
     def check_alone(self, loader: GlobalLoader) -> None:
         """Raise StepError if a step is open: a step can't be of two loaders, and a loader has one loop at a time."""
