@@ -24,8 +24,9 @@ RUN = {
     "device", "rank", "world_size", "is_main",
 }  # fmt: skip
 MAX_FILE_LINES = 420
-MAX_SOURCE_LINES = 54_000
-# 48,500 held while nothing was added (the rework of names and packages); the engine's features have come since.
+MAX_SOURCE_LINES = 58_500
+# 48,500 held while nothing was added (the rework of names and packages). The engine's features have come since (54,000), and
+# then losses over the whole batch, checkpoints that stay, resume that notices edits, answers to wrong calls, late reading.
 MAX_FLAT_TRAINING_FILES = 4
 MAX_ARCHITECTURE_BYTES = 14_000
 
