@@ -144,6 +144,7 @@ def report(squared_norm: float | None) -> RankReport:
         reading=0.0,
         stop_requested=False,
         may_leave=False,
+        has_zero=False,
         seconds=dict.fromkeys(SEGMENTS, 0.0),
         metrics={"m": 2.0},
         squared_norm=squared_norm,
