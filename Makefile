@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
-# Two files at a time: ranks and loader workers are processes of their own, so more rarely helps on a small machine.
+# Three files at a time, also on two cores: many tests wait for processes of their own (with two, `make test-all` took a tenth
+# longer).
 # In the order of tests/conftest.py: the longest files first.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # Tests start a thousand processes; where PYTHONDONTWRITEBYTECODE is set, each would compile what it imports.
 COMPILE := $(BIN)/python -m compileall -q -j 2 src tests benchmarks
 
