@@ -1,4 +1,4 @@
-"""The measure of exactness : relative differences in the 2-norm, over all parameters."""
+"""The measure of exactness: relative differences in the 2-norm, over all parameters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def difference(got: Recorder, expected: Recorder) -> Difference:
         losses=relative(losses[0][finite], losses[1][finite]),
         metrics=max(
             [
-                abs(a[name] - value) / max(1.0, abs(value))
+                float(abs(a[name] - value) / max(1.0, abs(value)))  # tensors, where totals were summed on a device
                 for a, b in zip(got.metrics, expected.metrics, strict=True)
                 for name, value in b.items()
             ],
