@@ -1,4 +1,4 @@
-"""Replicas of one process: what loss_fn may do with the prepared model, and what is told where it can't be led to one."""
+"""Replicas of one process: what loss_fn may do with the prepared model, and the messages where it can't be led to one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import evenload
@@ -22,179 +20,23 @@ from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.testing import run_ranks
 from evenload.training.parallel.threaded.replica_threads import current_replica
 from evenload.training.step.planner import FixedProportions
-
-REPLICAS = tuple({"device": "cpu", "name": f"replica {index}", "num_threads": 1} for index in range(3))
-SHARES = (12, 7, 5)
-
-
-def _data(num: int = 24, steps: int = 2) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(num * steps, 6, 8, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(0, 3, (num * steps,), generator=generator))
-
-
-class Case:
-    """A model and a loss function that uses it in some way."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Callable[[Any], Any]]) -> None:
-        self.model = model.double()
-        self.loss = loss(self.model)
-
-
-class Remembering(nn.Module):
-    """Sets attributes and replaces a buffer in forward, calls itself by a bound method and a list of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(48, 16), nn.Linear(16, 3)
-        self.layers = [self.first, self.last]
-        self.act = self.squash
-        self.register_buffer("calls", torch.zeros(()))
-        self.penalty: Any = 0.0
-        self.scale = 1.0
-
-    def squash(self, x: torch.Tensor) -> torch.Tensor:
-        self.penalty = (self.first.weight**2).sum() + (x**2).mean()
-        return torch.tanh(x) * self.scale
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls = self.calls + 1
-        return self.layers[1](self.act(self.layers[0](x.flatten(1))))
-
-
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def _kept_parameters(model: nn.Module) -> Callable[[Any], Any]:
-    kept, last, weight = list(model.parameters()), model[3], model[1].weight
-
-    def loss(batch: Any) -> Any:
-        x, y = batch
-        by_hand = F.linear(torch.tanh(F.linear(x.flatten(1), weight, model[1].bias)), last.weight, last.bias)
-        return F.cross_entropy(by_hand, y) + 1e-3 * sum((p**2).sum() for p in kept)
-
-    return loss
-
-
-def _asks_the_model(model: nn.Module) -> Callable[[Any], Any]:
-    def loss(batch: Any) -> Any:
-        x, y = batch
-        names = [name for name, _ in model.named_parameters()]
-        assert isinstance(model, nn.Sequential) and len(model) == 4 and names[0] == "1.weight" and model.training
-        own = dict(model.named_parameters())
-        hidden = model[:3](x)
-        return F.cross_entropy(model[-1](hidden), y) + 1e-3 * own["1.weight"].abs().sum()
-
-    return loss
-
-
-def _remembered(model: nn.Module) -> Callable[[Any], Any]:
-    def loss(batch: Any) -> Any:
-        out = model(batch[0])
-        return F.cross_entropy(out, batch[1]) + 1e-3 * model.penalty
-
-    return loss
-
-
-def _plain(model: nn.Module) -> Callable[[Any], Any]:
-    return lambda batch: F.cross_entropy(model(batch[0]), batch[1])
-
-
-class Registered(nn.Module):
-    """A class that keeps a list of those derived from it, and looks up what it hasn't in its body."""
-
-    known: ClassVar[list[str]] = []
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Registered.known.append(cls.__name__)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("body"), name)
-
-
-class Wrapping(Registered):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = _mlp()
-
-    @property
-    def head(self) -> nn.Module:
-        return self.body[3]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.body[:3](x)
-        assert not hasattr(self, "nothing")
-        return self.head(hidden)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.last = nn.LSTM(8, 10, 2, batch_first=True), nn.Linear(10, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out, _ = self.lstm(x)
-        return self.last(out[:, -1])
-
-
-class Checkpointed(nn.Module):
-    """Dropout that is computed again in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(48, 16), nn.Linear(16, 3)
-        self.middle = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.4), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(checkpoint(self.middle, torch.tanh(self.first(x.flatten(1))), use_reentrant=False))
-
-
-def _shared() -> nn.Module:
-    block = nn.Linear(16, 16)
-    return nn.Sequential(nn.Flatten(), nn.Linear(48, 16), block, nn.Tanh(), block, nn.Linear(16, 3))
-
-
-def _parametrized() -> nn.Module:
-    model = _mlp()
-    parametrizations.weight_norm(model[1])
-    return model
-
-
-def _masked() -> nn.Module:
-    model = _mlp()
-    mask = torch.rand(16, 48, generator=torch.Generator().manual_seed(2)) < 0.5
-    model[1].weight.register_hook(lambda grad: grad * mask)
-    return model
-
-
-CASES: dict[str, Callable[[], Case]] = {
-    "a hook on a parameter": lambda: Case(_masked(), _plain),
-    "kept parameters": lambda: Case(_mlp(), _kept_parameters),
-    "asks the model": lambda: Case(_mlp(), _asks_the_model),
-    "a registry": lambda: Case(Wrapping(), _plain),
-    "attributes": lambda: Case(Remembering(), _remembered),
-    "lstm": lambda: Case(Recurrent(), _plain),
-    "shared module": lambda: Case(_shared(), _plain),
-    "parametrized": lambda: Case(_parametrized(), _plain),
-    "attention": lambda: Case(
-        nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Flatten(), nn.Linear(48, 3)),
-        _plain,
-    ),
-}
-DRAWING: dict[str, Callable[[], Case]] = {
-    "dropout": lambda: Case(nn.Sequential(_mlp()[0:3], nn.Dropout(0.3), nn.Linear(16, 3)), _plain),
-    "checkpointed dropout": lambda: Case(Checkpointed(), _plain),
-}
+from tests.ranks.training.replica_cases import (
+    CASES,
+    DRAWING,
+    REPLICAS,
+    SHARES,
+    Case,
+    Registered,
+    Remembering,
+    mlp,
+    plain,
+    random_data,
+)
 
 
 def _train(case: Case, folder: str, strategy: str, shares: Any, each: Callable[[Any, int], None] | None = None) -> Any:
     run = evenload.init(project_dir=folder, seed=3, strategy=strategy, balance=shares)
-    model, loader = run.prepare(case.model, DataLoader(_data(), batch_size=24))
+    model, loader = run.prepare(case.model, DataLoader(random_data(), batch_size=24))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     grads = []
     try:
@@ -218,7 +60,7 @@ def _alone(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2)
     grads = []
     for index in range(4):
-        x, y = _data()[24 * (index % 2) : 24 * (index % 2) + 24]
+        x, y = random_data()[24 * (index % 2) : 24 * (index % 2) + 24]
         if isinstance(case.model, Remembering):
             case.model.scale = 1.0 + index
         case.loss((x, y)).backward()
@@ -276,13 +118,13 @@ def test_replicas_draw_what_ranks_draw_also_in_a_recomputed_forward(tmp_path: Pa
 
 
 def _told(folder: str) -> dict[str, str]:
-    """What is told where loss_fn can't be led to its replica, and that training goes on after it."""
+    """Return the messages where loss_fn can't be led to its replica, and that training goes on after it."""
     torch.set_num_threads(1)
     torch.manual_seed(7)
-    model = _mlp().double()
+    model = mlp().double()
     features: dict[str, torch.Tensor] = {}
     run = evenload.init(project_dir=folder, seed=3, strategy="dp", balance=SHARES)
-    model, loader = run.prepare(model, DataLoader(_data(steps=8), batch_size=24))
+    model, loader = run.prepare(model, DataLoader(random_data(steps=8), batch_size=24))
     together = threading.Barrier(3)
 
     def by_a_hook(batch: Any) -> Any:
@@ -359,7 +201,7 @@ def _told(folder: str) -> dict[str, str]:
     model.zero_grad()
     steps.close()
     with torch.no_grad():
-        x = _data()[:9][0]
+        x = random_data()[:9][0]
         told["forward"] = str(torch.allclose(evenload.data_parallel(model, x, ["cpu", "cpu"]), model(x), atol=1e-14))
     told["good"] = f"{bool(torch.isfinite(loss))} {sorted(seen)} {run.rank} {run.world_size}"
     run.close()
@@ -502,7 +344,7 @@ def test_one_device_is_one_replica_and_said_to_be(tmp_path: Path) -> None:
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        x, y = _data(steps=3)[: 24 * 3 - 5]
+        x, y = random_data(steps=3)[: 24 * 3 - 5]
         return iter(list(zip(x, y, strict=True)))
 
 
@@ -510,11 +352,11 @@ def _streaming(folder: str, strategy: str) -> torch.Tensor:
     torch.set_num_threads(1)
     torch.manual_seed(7)
     run = evenload.init(project_dir=folder, seed=3, strategy=strategy, balance=SHARES, micro_batch=6)
-    model, loader = run.prepare(_mlp().double(), DataLoader(Stream(), batch_size=24))
+    model, loader = run.prepare(mlp().double(), DataLoader(Stream(), batch_size=24))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
         for step in loader:
-            step.backward(_plain(model))
+            step.backward(plain(model))
             optimizer.step()
             optimizer.zero_grad()
     run.close()

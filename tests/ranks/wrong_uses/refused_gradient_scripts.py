@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from tests.ranks.wrong_uses import gradient_scripts
+from tests.ranks.wrong_uses import loss_fn_scripts
 from tests.ranks.wrong_uses.gradient_jobs import BATCH, Job, dataset
 
 
@@ -155,7 +155,7 @@ def backward_in_loss_fn(job: Job) -> Any:
 
 def zero_grad_to_zeros_between_micro_batches(job: Job) -> Any:
     """loss_fn runs once for each micro-batch: it would erase what the one before gave."""
-    return gradient_scripts.zero_grad_to_zeros_in_loss_fn(job)
+    return loss_fn_scripts.zero_grad_to_zeros_in_loss_fn(job)
 
 
 def backward_of_the_returned_loss(job: Job) -> Any:
@@ -299,7 +299,7 @@ def wrapped_in_ddp_after_prepare(job: Job) -> Any:
 
 def graph_of_an_earlier_call(job: Job) -> Any:
     """With several micro-batches only the last one's output is kept, and used for all."""
-    return gradient_scripts.output_of_an_earlier_call(job)
+    return loss_fn_scripts.output_of_an_earlier_call(job)
 
 
 def clipped_in_loss_fn(job: Job) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evenload.testing import run_ranks
-from tests.ranks.wrong_uses import gradient_scripts as right
+from tests.ranks.wrong_uses import gradient_scripts, loss_fn_scripts
 from tests.ranks.wrong_uses import refused_gradient_scripts as wrong
 from tests.ranks.wrong_uses.gradient_jobs import SHARES, Script, in_one_process, on_ranks
 
@@ -21,10 +21,12 @@ THREE = {"micro_batch": 5}
 
 RIGHT: dict[str, tuple[Script, dict[str, Any]]] = {
     name: (script, {})
+    for right in (gradient_scripts, loss_fn_scripts)
     for name, script in vars(right).items()
     if callable(script) and getattr(script, "__module__", "") == right.__name__ and not name.startswith("_")
 } | {
-    f"{script.__name__} in three": (script, THREE) for script in (right.zero_grad_in_loss_fn, right.raised_in_backward)
+    f"{script.__name__} in three": (script, THREE)
+    for script in (loss_fn_scripts.zero_grad_in_loss_fn, gradient_scripts.raised_in_backward)
 }
 
 REFUSED: dict[str, tuple[Script, str]] = {
@@ -85,7 +87,7 @@ Outcome = list[torch.Tensor | str]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """What each rank got from each script."""
+    """Return the result of each script on each rank."""
     scripts = [(name, script, settings) for name, (script, settings) in RIGHT.items()]
     for name, (script, _) in REFUSED.items():
         limit = {"timeout_s": 3.0} if script in AFTER_THE_LIMIT else {}

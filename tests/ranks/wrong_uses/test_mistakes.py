@@ -293,13 +293,13 @@ def test_a_name_that_the_package_does_not_have(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "told"),
+    ("kwargs", "expected"),
     [
         ({"ignore_index": 2}, r"mean over \d+ of 16 labels \(ignore_index=2, .*\(labels != 2\).sum\(\)"),
         ({"weight": torch.tensor([1.0, 2.0, 3.0])}, r"class_weights\[labels\].sum\(\)"),
     ],
 )
-def test_a_mean_over_other_units_than_samples(init: Any, kwargs: dict[str, Any], told: str) -> None:
+def test_a_mean_over_other_units_than_samples(init: Any, kwargs: dict[str, Any], expected: str) -> None:
     run = init()
     model, loader = run.prepare(nn.Linear(4, 3), _labels())
     with warnings.catch_warnings(record=True) as caught:
@@ -308,7 +308,7 @@ def test_a_mean_over_other_units_than_samples(init: Any, kwargs: dict[str, Any],
             step.backward(lambda batch: functional.cross_entropy(model(batch[0]), batch[1], **kwargs))
             model.zero_grad()
     messages = [str(warning.message) for warning in caught if "loss_fn returned no weight" in str(warning.message)]
-    assert len(messages) == 1 and re.search(told, messages[0])
+    assert len(messages) == 1 and re.search(expected, messages[0])
 
 
 def test_gradients_removed_before_the_optimizer(init: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,9 +380,9 @@ def test_a_mistake_on_the_command_line(
     (tmp_path / "wrong.toml").write_text("precison = 'bf16'\n")
     with pytest.raises(SystemExit) as ended:
         main(words.split())
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and "Traceback" not in told
-    assert COMMANDS[words] in "\n".join(told.splitlines()[:HEAD_LINES]), told
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in printed
+    assert COMMANDS[words] in "\n".join(printed.splitlines()[:HEAD_LINES]), printed
 
 
 CHAINED = """

@@ -19,7 +19,7 @@ SAME_ORDER = "sampler=torch.utils.data.RandomSampler(data[:500], generator=torch
 
 
 def run_script(script: str, folder: str) -> tuple[str, list[float]]:
-    """What a script prints, and the weights that it leaves."""
+    """Return the output of a script, and the weights that it leaves."""
     os.chdir(folder)
     torch.set_default_dtype(torch.float64)
     printed = io.StringIO()

@@ -44,7 +44,7 @@ def recipes() -> dict[str, str]:
 
 
 def run_recipes(folder: str) -> dict[str, dict[str, Any]]:
-    """What each recipe leaves: its last losses and numbers, in one process after the other recipe."""
+    """Run each recipe after the other in one process; return the last losses and numbers of each."""
     blocks = recipes()
     beginning, after_training = blocks.pop("beginning"), blocks.pop("after training")
     found = {}

@@ -178,7 +178,7 @@ def _ghost(made: Box, work: Path, number: int) -> float:
 
 
 def _judged(made: Box, work: Path, starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each start found, and what the look before it could have seen.
+    """Return what each start found, and what the look before it could have seen.
 
     The last look before a start may still have been under way when the queue decided. The one before it had ended, because
     looks follow one another in one thread: what it saw was known.

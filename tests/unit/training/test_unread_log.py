@@ -1,4 +1,4 @@
-"""What `run.log` receives on a device: written in order, with the values of the time of the call."""
+"""Values of a device that `run.log` receives are written in order, as they were when it was called."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,11 @@ def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
     Raises:
         ConfigError: The package safetensors is not installed.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
-    if target.suffix == ".safetensors":
-        _safetensors(str(path)).save_model(model, str(partial))
-    else:
-        torch.save(model.state_dict(), partial)
-    partial.replace(target)
+    with _replacing(Path(path)) as partial:
+        if Path(path).suffix == ".safetensors":
+            _safetensors(str(path)).save_model(model, str(partial))
+        else:
+            torch.save(model.state_dict(), partial)
 
 
 def export_checkpoint(run: Path, path: Path, which: str | int = "last", name: str | None = None) -> str:
@@ -41,22 +39,29 @@ def export_checkpoint(run: Path, path: Path, which: str | int = "last", name: st
     chosen = name or ("model" if "model" in state else _only_model(state))
     if chosen not in state:
         raise CheckpointError(f"--name {chosen}: the checkpoint holds {', '.join(sorted(state))}")
+    weights = state[chosen]
+    with _replacing(path) as partial:
+        if path.suffix == ".safetensors":
+            others = [key for key, value in weights.items() if not isinstance(value, torch.Tensor)]
+            if others:
+                raise ConfigError(
+                    f"{chosen} holds {', '.join(map(str, others))}, which is no tensor: safetensors stores tensors alone; "
+                    "export to .pt instead"
+                )
+            tensors = {key: value.contiguous() for key, value in weights.items()}
+            _safetensors(str(path)).save_file(tensors, str(partial))
+        else:
+            torch.save(weights, partial)
+    return chosen
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write, which takes the place of `path` once it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    if path.suffix == ".safetensors":
-        others = [key for key, value in state[chosen].items() if not isinstance(value, torch.Tensor)]
-        if others:
-            raise ConfigError(
-                f"{chosen} holds {', '.join(map(str, others))}, which is no tensor: safetensors stores tensors alone; export to "
-                ".pt instead"
-            )
-        _safetensors(str(path)).save_file(
-            {key: value.contiguous() for key, value in state[chosen].items()}, str(partial)
-        )
-    else:
-        torch.save(state[chosen], partial)
+    yield partial
     partial.replace(path)
-    return chosen
 
 
 def _only_model(state: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ class Retention:
         self._logged: dict[str, tuple[Any, int]] = {}
         self._judged: tuple[int, float] | None = None
 
-    def ask(self, keep: float, best: tuple[str, str] | None) -> None:
+    def set_options(self, keep: float, best: tuple[str, str] | None) -> None:
         """Take the options of a call of `run.checkpoint`; of several calls the one that keeps most counts."""
         self._keep = max(self._keep, keep)
         self.best = best or self.best

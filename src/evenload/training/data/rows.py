@@ -10,13 +10,13 @@ from evenload.training.data.batches import open_container
 
 
 class NoRowsError(Exception):
-    """A part of a batch has no dimension of samples, or it can't be told."""
+    """A part of a batch has no dimension of samples, or it can't be recognised."""
 
 
 def cut_rows(batch: Any, low: int, high: int, num_samples: int) -> Any:
     """Return samples ``[low, high)`` of a batch of `num_samples`, in new containers.
 
-    Tensors and lists have the samples first; numbers and text stay. Raises NoRowsError where that can't be told.
+    Tensors and lists have the samples first; numbers and text stay. Raises NoRowsError where it can't be recognised.
     """
     tensors: list[torch.Tensor] = []
     cut = _cut(batch, low, high, num_samples, tensors)

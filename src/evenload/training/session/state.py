@@ -165,7 +165,7 @@ class Saver:
                 "before the loop; it also loads the newest checkpoint"
             )
         interval = None if every is None else parse_every(every)
-        self._retention.ask(check_keep(keep), None if best is None else check_best(best))
+        self._retention.set_options(check_keep(keep), None if best is None else check_best(best))
         if values is not None:
             check_values(values, convert=False)  # an error now, not at the first checkpoint
             self._values, self._has_new_values = values, True
