@@ -26,7 +26,7 @@ from evenload.scheduler.daemon.peaks import MemoryPeaks
 from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt
 from evenload.scheduler.daemon.server import ClientConnection
 from evenload.scheduler.daemon.state import DaemonState
-from evenload.scheduler.runner.files import RunnerRequest
+from evenload.scheduler.runner.files import RunnerRequest, is_full_disk
 from evenload.scheduler.store.ledger import AttemptRecord, Fence, RunnerStarted
 
 _REPORT_EVERY_S = 60.0
@@ -100,6 +100,9 @@ class Attempts:
                 self._start_runner(attempt)
             except (EvenloadError, OSError) as error:
                 self._log.write(f"job {name} can't be started: {error}")
+                if is_full_disk(error):
+                    self._state.problems["disk"] = str(error)  # no fault of the job: the next turn tries again
+                    return
                 self._failed[name] = str(error)
 
     def _start_runner(self, attempt: AttemptRecord) -> None:
@@ -237,8 +240,9 @@ class Attempts:
         queue_state = self._state.store.queue_state
         for name in to_kill & self._state.runners.live.keys():
             reason = queue_state.jobs[name].reason if name in queue_state.jobs else "it ended"
-            self._state.runners.request(name, RunnerRequest("kill", reason))
-        to_kill.clear()
+            if self._request(name, RunnerRequest("kill", reason)):
+                to_kill.discard(name)
+        to_kill &= self._state.runners.live.keys()
         self.next_request_s = None
         for name, live in self._state.runners.live.items():
             job = queue_state.jobs.get(name)
@@ -248,7 +252,16 @@ class Attempts:
                 next_request_s = live.began_s + _LEAST_RUN_S  # without its handler the signal would end it unsaved
                 self.next_request_s = min(next_request_s, self.next_request_s or next_request_s)
                 continue
-            self._state.runners.request(name, RunnerRequest("stop", job.reason or "requested by the queue"))
+            self._request(name, RunnerRequest("stop", job.reason or "requested by the queue"))
+
+    def _request(self, name: str, request: RunnerRequest) -> bool:
+        """Pass a request to a runner; return False where the disk has no room for it, so that the next turn tries again."""
+        try:
+            self._state.runners.request(name, request)
+        except OSError as error:
+            self._state.problems["disk"] = str(error)
+            return False
+        return True
 
     def note_reports(self, record: Record) -> None:
         """Read the programs' reports, and their memory on devices that they may share.

@@ -204,15 +204,15 @@ class Runners:
         return tuple(live.identity.pid for live in self.live.values() if live.identity is not None)
 
     def _why(self, live: LiveAttempt) -> str:
-        if live.identity is not None:
-            if live.identity.boot_id != boot_id():
-                return "the machine was rebooted"
-            return "its runner was killed"
+        last = ""
         with contextlib.suppress(OSError):
             lines = (live.folder / _RUNNER_LOG).read_text(errors="replace").split("\n")
-            if last := next((line for line in reversed(lines) if line.strip()), ""):
-                return f"its runner ended before the program began: {last[:200]}"
-        return "its runner ended before it began"
+            last = next((line[:200] for line in reversed(lines) if line.strip()), "")
+        if live.identity is None:
+            return f"its runner ended before {f'the program began: {last}' if last else 'it began'}"
+        if live.identity.boot_id != boot_id():
+            return "the machine was rebooted"
+        return f"its runner was killed; its last line: {last}" if last else "its runner was killed"
 
     def _watch(self, live: LiveAttempt, pid: int) -> bool:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ from evenload.scheduler.runner.start import open_log, start
 from evenload.scheduler.runner.watch import ProgramSupervisor
 
 _WAIT_FOR_DAEMON_S = 120.0
+_RETRY_S = 0.5
+"""Time between two attempts to write to a full disk."""
 
 
 def main(arguments: list[str]) -> int:
@@ -37,13 +40,30 @@ def main(arguments: list[str]) -> int:
     try:
         if not _is_admitted(spec):
             return 0
+        result = _run(folder, spec, wakeup)
     except QueueError as error:
-        files.write_result(
-            folder, RunnerResult(spec.fence, None, requested="stop", problem=str(error), time_s=time.time())
-        )
-        return 0
-    files.write_result(folder, _run(folder, spec, wakeup))
+        result = RunnerResult(spec.fence, None, requested="stop", problem=str(error), time_s=time.time())
+    _write_result(folder, result)
     return 0
+
+
+def _write_result(folder: Path, result: RunnerResult) -> None:
+    """Write the result however long that takes: a runner that ends without one has its job run again."""
+    while True:
+        try:
+            files.write_result(folder, result)
+            return
+        except OSError as error:
+            print(f"the result can't be written: {error}", file=sys.stderr, flush=True)
+            time.sleep(_RETRY_S)
+
+
+def _wait_for_disk(folder: Path, error: OSError) -> None:
+    """Wait a moment for room on the disk; raise a `QueueError` once the daemon asks the attempt to end."""
+    request = files.read_request(folder)
+    if request is not None:
+        raise QueueError(f"the disk is full, so it has not begun ({error})")
+    time.sleep(_RETRY_S)
 
 
 def _is_admitted(spec: AttemptSpec) -> bool:
@@ -63,16 +83,21 @@ def _is_admitted(spec: AttemptSpec) -> bool:
 
 
 def _run(folder: Path, spec: AttemptSpec, wakeup: int) -> RunnerResult:
+    """Run the program to its end. It starts once the disk has room for its result; until then this waits."""
     log = -1
-    try:
-        log = open_log(spec)
-        if spec.note:
-            os.write(log, f"evenload: {spec.note}\n".encode())
-        started = start(folder, spec, log)
-    except (EvenloadError, OSError) as error:
-        if log >= 0:
-            os.write(log, f"evenload: {error}\n".encode())
-        return RunnerResult(spec.fence, None, problem=str(error), time_s=time.time())
+    while True:
+        try:
+            files.reserve_result(folder)
+            log = open_log(spec) if log < 0 else log
+            _note(log, spec.note)
+            started = start(folder, spec, log)
+            break
+        except (EvenloadError, OSError) as error:
+            if isinstance(error, OSError) and files.is_full_disk(error):
+                _wait_for_disk(folder, error)
+                continue
+            _note(log, str(error))
+            return RunnerResult(spec.fence, None, problem=str(error), time_s=time.time())
     supervisor = ProgramSupervisor(folder, spec, started, log, wakeup)
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -80,6 +105,13 @@ def _run(folder: Path, spec: AttemptSpec, wakeup: int) -> RunnerResult:
 
     signal.signal(signal.SIGTERM, terminate)
     return supervisor.run()
+
+
+def _note(log: int, text: str) -> None:
+    """Write a line to the job's log, if there is one, it has room, and there is something to write."""
+    if text and log >= 0:
+        with contextlib.suppress(OSError):
+            os.write(log, f"evenload: {text}\n".encode())
 
 
 def _wake(number: int, frame: FrameType | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -19,6 +20,10 @@ from evenload.stored_names import MARKERS_FILE, REPORT_FOLDER, REQUEST_FILE, RES
 __all__ = ["REPORT_FOLDER"]  # the program's own folder, which belongs to the job's owner; all else here is the daemon's
 
 RESULT = "result.json"
+RESERVE = ".result.reserve"
+"""Bytes of the disk that become the result: allocated before the program starts, so that a full disk can't lose its end."""
+_RESERVE_BYTES = 16 * 1024
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 PEAK = "peak.json"
 TERMS = "terms.json"
 
@@ -116,10 +121,38 @@ def read_markers(folder: Path) -> ProcessMarkers:
     return ProcessMarkers(terms=str(folder / TERMS)) if row is None else ProcessMarkers(**row)
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Return True for an error of a disk, or of a user's quota, that has no room left."""
+    return isinstance(error, OSError) and error.errno in _FULL_DISK
+
+
+def reserve_result(folder: Path) -> None:
+    """Allocate the bytes of the attempt's result; OSError where the disk has no room for them."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / RESERVE, flags, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _RESERVE_BYTES)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_result(folder: Path, result: RunnerResult) -> None:
-    """Write how the attempt ended; it is on disk when this returns."""
-    row = dataclasses.asdict(result)
-    _write(folder / RESULT, {RESULT_FIELDS.get(name, name): value for name, value in row.items()})
+    """Write how the attempt ended into the reserved bytes; it is on disk when this returns.
+
+    Blanks fill the rest of the reserve: a file that shrinks and grows again could lose its place on the disk.
+    """
+    row = {RESULT_FIELDS.get(name, name): value for name, value in dataclasses.asdict(result).items()}
+    text = json.dumps({**row, "problem": result.problem[:2000]}).encode().ljust(_RESERVE_BYTES)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / RESERVE, flags, 0o600)
+    try:
+        if os.pwrite(descriptor, text, 0) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / RESERVE))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    (folder / RESERVE).replace(folder / RESULT)
 
 
 def read_result(folder: Path, fence: int) -> RunnerResult | None:

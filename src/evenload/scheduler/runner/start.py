@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -15,6 +16,9 @@ from evenload.scheduler import snapshots
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec
 from evenload.scheduler.runner.processes import ProcessMarkers
+
+_FULL_DISK_EXIT = 125
+"""Exit code of the forked child that found a full disk before it became the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ def open_log(spec: AttemptSpec) -> int:
 def start(folder: Path, spec: AttemptSpec, log: int) -> StartedProgram:
     """Start the program and return once it is executed; raise a `QueueError` with the reason where it can't be.
 
-    Its markers are on disk before its first instruction: whoever finds this runner dead knows which processes to end.
+    A full disk is an `OSError`: nothing has begun, and the caller may try again. The program's markers are on disk before
+    its first instruction: whoever finds this runner dead knows which processes to end.
     """
     reports = folder / files.REPORT_FOLDER
     reports.mkdir(mode=0o700, exist_ok=True)
@@ -70,14 +75,18 @@ def start(folder: Path, spec: AttemptSpec, log: int) -> StartedProgram:
             _become(folder, spec, log, runner)
         except BaseException as error:
             os.write(child_problem, f"{error}".encode(errors="replace")[:2000] or b"unknown")
+            if files.is_full_disk(error):
+                os._exit(_FULL_DISK_EXIT)
         os._exit(127)
     os.close(child_problem)
     with os.fdopen(problem, "rb") as pipe:
         text = pipe.read()
     markers = files.read_markers(folder)
     if text or markers.program != pid:
-        os.waitpid(pid, 0)
+        _, status = os.waitpid(pid, 0)
         processes.remove_cgroup(cgroup)
+        if os.waitstatus_to_exitcode(status) == _FULL_DISK_EXIT:
+            raise OSError(errno.ENOSPC, text.decode(errors="replace"))
         raise QueueError(text.decode(errors="replace") or "it was killed before it began")
     if markers.cgroup != cgroup:
         processes.remove_cgroup(cgroup)
