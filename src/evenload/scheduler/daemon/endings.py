@@ -27,7 +27,8 @@ def ending(
             return events.Yielded(now_s, job, result.problem)
         return events.Ended(now_s, job, is_success=False, reason=result.problem or "it could not be started")
     if result.requested:
-        return _requested_ending(job, now_s, result, has_saved)
+        has_finished = report is not None and report.state == "finished"
+        return _requested_ending(job, now_s, result, has_saved=has_saved, has_finished=has_finished)
     if result.code == EXIT_CODE:
         if has_saved and report is not None and report.step > done_before:
             return events.Yielded(now_s, job, f"it saved at step {report.step} and ended by itself")
@@ -36,12 +37,19 @@ def ending(
     return events.Ended(now_s, job, is_success=result.code == 0, reason=describe_code(result.code))
 
 
-def _requested_ending(job: str, now_s: float, result: RunnerResult, has_saved: bool) -> events.QueueEvent:
+def _requested_ending(
+    job: str, now_s: float, result: RunnerResult, *, has_saved: bool, has_finished: bool
+) -> events.QueueEvent:
+    """After a request only the program's own report says that it is done: many a handler of SIGTERM exits with 0."""
     code = result.code
     if code == EXIT_CODE or has_saved:
         return events.Yielded(now_s, job)
+    if code == 0 and has_finished:
+        return events.Ended(now_s, job, is_success=True)
     if code == 0:
-        return events.Ended(now_s, job, is_success=True, reason=describe_code(0))
+        return events.Yielded(
+            now_s, job, "it ended at the request with exit code 0, without a report that it had finished"
+        )
     if result.was_killed:
         return events.Yielded(
             now_s, job, "it didn't end within its grace and was killed; it goes on from its last save"
