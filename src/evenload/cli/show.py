@@ -131,10 +131,10 @@ def _send(folder: Path, logger: str, texts: list[str]) -> None:
     """Send a logger the missing steps, by default with its options of the run."""
     import tomllib
 
-    from evenload.config import parse_logger_options
     from evenload.records.loggers.catalogue import check_loggers
     from evenload.records.loggers.logger_thread import send
     from evenload.records.recorder import CONFIG_FILE
+    from evenload.setting_kinds import parse_logger_options
 
     path = folder / CONFIG_FILE
     settings = tomllib.loads(path.read_text()) if path.exists() else {}
