@@ -27,6 +27,7 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.rpc import offer_store
 from evenload.training.compute import randomness
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
@@ -83,6 +84,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         gpu=_gpu(device),
         inner_backend=spec.inner_backend,
     )
+    offer_store()
     control = Control(groups)
     _check_same_settings(config, control)
     if spec.world_size > 1 and not spec.device_names:
