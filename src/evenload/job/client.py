@@ -35,6 +35,7 @@ from types import FrameType
 from typing import Any
 
 from evenload.errors import ConfigError
+from evenload.job.processes import boottime_s
 from evenload.job.protocol import (
     VARIABLE,
     ProgressReport,
@@ -313,6 +314,7 @@ class _RunnerConnection:
             samples_per_s,
             state,
             time_s=time.time(),
+            since_boot_s=boottime_s(),
         )
         try:
             write_report(contract, progress)

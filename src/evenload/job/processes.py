@@ -127,6 +127,11 @@ def boot_id() -> str:
         return ""
 
 
+def boottime_s() -> float:
+    """Return the seconds since the machine was booted: a clock that all processes share, and that nobody can set."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 def identity_of(pid: int) -> ProcessIdentity | None:
     """Return the identity of a running process; None where there is none."""
     found = stat_of(pid)

@@ -152,7 +152,7 @@ class Attempts:
                 continue
             if job.state is not JobState.STARTING:
                 replies.append((at.connection, _REFUSED))
-                record(events.Yielded(time.time(), job.id, job.reason))
+                record(events.Yielded(self._state.clock.now_s(), job.id, job.reason))
                 continue
             problem = self._problem(attempt, at.since_s)
             if problem is None:
@@ -162,13 +162,13 @@ class Attempts:
             if problem:
                 device, reason = problem
                 if device not in self._state.store.queue_state.closed:
-                    record(events.DeviceClosed(time.time(), device, reason))
-                record(events.Yielded(time.time(), job.id, f"{self._label(device)} is {reason}"))
+                    record(events.DeviceClosed(self._state.clock.now_s(), device, reason))
+                record(events.Yielded(self._state.clock.now_s(), job.id, f"{self._label(device)} is {reason}"))
                 self._log.write(f"job {job.id} doesn't start: {self._label(device)}: {reason}")
             else:
                 facts = asdict(at.identity)
-                record(RunnerStarted(time.time(), job.id, at.fence.attempt, facts), fence=at.fence)
-                record(events.JobStarted(time.time(), job.id), fence=at.fence)
+                record(RunnerStarted(self._state.clock.now_s(), job.id, at.fence.attempt, facts), fence=at.fence)
+                record(events.JobStarted(self._state.clock.now_s(), job.id), fence=at.fence)
                 if (live := self._state.runners.live.get(job.id)) is not None:
                     live.began_s = time.monotonic()
         self._pending = waiting
@@ -284,7 +284,7 @@ class Attempts:
         (job,) = record(reported)
         if live.learns and not job.spec.preemptible:
             live.learns = False
-            (job,) = record(events.SpecChanged(time.time(), job.id, replace(job.spec, preemptible=True)))
+            (job,) = record(events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, preemptible=True)))
         if live.first is not None and live.measures and (measured := self._learning.began(live, job)) is not None:
             record(measured)
         live.measures = live.measures and live.first is None
@@ -302,24 +302,34 @@ class Attempts:
             if attempt is None or attempt.fence != live.fence:
                 continue
             self._record_report(live, record)
-            event: events.QueueEvent = events.Lost(time.time(), live.fence.job, gone.reason)
+            ended_s = self._ended_s(gone)
+            event: events.QueueEvent = events.Lost(self._state.clock.now_s(), live.fence.job, gone.reason)
             if gone.result is not None:
-                event = ending(live.fence.job, time.time(), gone.result, live.report, live.done_before)
+                event = ending(live.fence.job, self._state.clock.now_s(), gone.result, live.report, live.done_before)
                 if isinstance(event, events.Yielded):
-                    self._learning.stopped(live, gone.result)
+                    self._learning.stopped(live, gone.result, ended_s)
+                    job_now = self._state.store.queue_state.jobs[live.fence.job]
+                    if job_now.ending is not None:  # why it was to end says more than how it did
+                        event = replace(event, reason="")
             is_success = isinstance(event, events.Ended) and event.is_success
             self._peaks.ended(live, gone.result, is_success, record)
             for job in record(event):
                 if job.id == live.fence.job and job.state in ENDED:
                     jobs = self._state.store.queue_state.jobs
-                    for change in self._state.memory_history.learn(job, jobs, time.time()):
+                    for change in self._state.memory_history.learn(job, jobs, self._state.clock.now_s()):
                         record(change)
             self._note_release(attempt)
         for name, reason in list(self._failed.items()):
             if self._state.store.attempt(name) is not None and name not in self._state.runners.live:
-                record(events.Lost(time.time(), name, reason))
+                record(events.Lost(self._state.clock.now_s(), name, reason))
             del self._failed[name]
         return recorded
+
+    def _ended_s(self, gone: EndedAttempt) -> float:
+        """Return when an attempt's program ended, by the queue's clock."""
+        clock, result = self._state.clock, gone.result
+        ended_s = None if result is None else clock.at(result.boot, result.ended_since_boot_s)
+        return clock.now_s() if ended_s is None else min(ended_s, clock.now_s())
 
     def _note_release(self, attempt: AttemptRecord) -> None:
         for device in self._gpus(attempt.devices):

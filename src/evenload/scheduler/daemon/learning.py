@@ -7,7 +7,6 @@ first stop of a job only its start counts. A restarted daemon has forgotten a st
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 
 from evenload.scheduler.core import events
@@ -55,10 +54,10 @@ class Learning:
             most = max(len(job.devices), min(job.spec.needs.max_devices, len(self._state.store.queue_state.devices)))
             rates = rates_from(known.speeds, most, job.spec.rates)
         total = None if report.total is None else float(report.total)
-        return events.Reported(time.time(), job.id, float(report.step), total, report.steps_per_s, rates)
+        return events.Reported(self._state.clock.now_s(), job.id, float(report.step), total, report.steps_per_s, rates)
 
-    def stopped(self, live: LiveAttempt, result: RunnerResult | None) -> None:
-        """Measure the stop of an attempt that ended after a request and will go on later."""
+    def stopped(self, live: LiveAttempt, result: RunnerResult | None, ended_s: float) -> None:
+        """Measure the stop of an attempt that ended after a request and will go on later; `ended_s` is when its program ended."""
         report = live.report
         if (
             result is None
@@ -69,7 +68,7 @@ class Learning:
             return
         steps, rate = (0.0, 0.0) if report is None else (report.step - live.requested_step, report.steps_per_s)
         known = self._of(self._state.store.queue_state.jobs[live.fence.job])
-        known.stop_lost_s = lost_s(result.time_s - live.requested_s, max(0.0, steps), rate)
+        known.stop_lost_s = lost_s(ended_s - live.requested_s, max(0.0, steps), rate)
 
     def began(self, live: LiveAttempt, job: Job) -> events.SpecChanged | None:
         """Measure a restart by the attempt's first progress; return the event that records it, None where nothing changed."""
@@ -78,7 +77,7 @@ class Learning:
             return None
         known = self._of(job)
         rate = job.rates[min(len(job.devices), len(job.rates)) - 1] if job.rates and job.devices else job.rate_per_s
-        start_s = lost_s(first.time_s - job.attempt_began_s, first.step - live.done_before, rate)
+        start_s = lost_s(live.first_s - job.attempt_began_s, first.step - live.done_before, rate)
         before = job.spec.restart_s
         if known.stop_lost_s is None:
             measured_s = start_s
@@ -92,7 +91,7 @@ class Learning:
             known.stop_lost_s = None
         if before is not None and abs(measured_s - before) <= _MIN_CHANGE * before:
             return None
-        return events.SpecChanged(time.time(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
+        return events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
 
     def forget(self, name: str) -> None:
         self._known.pop(name, None)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +19,15 @@ from evenload.job.processes import ProcessIdentity, all_stats, boot_id, is_alive
 from evenload.job.protocol import ProgressReport, RunnerContract, read_report
 from evenload.scheduler import paths
 from evenload.scheduler.client import daemon_environment
+from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec, RunnerRequest, RunnerResult
 from evenload.scheduler.store.ledger import AttemptRecord, Fence
 
 _COMMAND = (sys.executable, "-P", "-m", "evenload.scheduler.runner")
 _RUNNER_LOG = "runner.log"
+_OLDEST_REPORT_S = 3600.0
+"""A report that claims to be older when it is first read has another clock."""
 
 
 @dataclass(eq=False)
@@ -43,12 +45,16 @@ class LiveAttempt:
     """The cost of a restart is measured."""
     requested: str = ""
     requested_s: float | None = None
-    """When it was requested to stop, seconds since 1970."""
+    """When it was requested to stop, by the queue's clock."""
     requested_step: float = 0.0
     """Its step then."""
     first: ProgressReport | None = None
     """The first report with more progress than before the attempt."""
+    first_s: float = 0.0
+    """When that was written, by the queue's clock."""
     report: ProgressReport | None = None
+    reported_s: float = 0.0
+    """When the last report was written, by the queue's clock."""
     recorded_s: float = 0.0
     """When a report of it was last recorded, by the monotonic clock; 0 for never."""
     has_speed: bool = False
@@ -71,9 +77,9 @@ class EndedAttempt:
 
 
 class Runners:
-    def __init__(self, folder: Path, wake: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, wake: Callable[[], None], clock: QueueClock) -> None:
         """`wake` is called when a runner has ended; the event loop of this thread watches for it."""
-        self._folder, self._wake = folder, wake
+        self._folder, self._wake, self._clock = folder, wake, clock
         self._loop = asyncio.get_running_loop()
         self.live: dict[str, LiveAttempt] = {}
 
@@ -151,9 +157,9 @@ class Runners:
         files.write_request(live.folder, request)
         live.requested = request.kind
         if live.requested_s is None:
-            live.requested_s = now_s = time.time()
+            live.requested_s = now_s = self._clock.now_s()
             if live.report is not None:
-                live.requested_step = live.report.step + live.report.steps_per_s * max(0.0, now_s - live.report.time_s)
+                live.requested_step = live.report.step + live.report.steps_per_s * max(0.0, now_s - live.reported_s)
         send_signal(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
 
     def collect(self) -> list[EndedAttempt]:
@@ -194,11 +200,17 @@ class Runners:
             with contextlib.suppress(QueueError):  # the program's own file: it may hold anything
                 report = read_report(live.terms)
                 if report is not None and report != live.report:
-                    live.report = report
+                    live.report, live.reported_s = report, self._written_s(report)
                     if live.first is None and report.step > live.done_before and report.state == "running":
-                        live.first = report
+                        live.first, live.first_s = report, live.reported_s
                     changed.append(live)
         return changed
+
+    def _written_s(self, report: ProgressReport) -> float:
+        """Return when a report was written: by its own word unless that can't be, or comes from another machine's clock."""
+        now_s = self._clock.now_s()
+        written_s = self._clock.at(boot_id(), report.since_boot_s) if report.since_boot_s else None
+        return written_s if written_s is not None and now_s - _OLDEST_REPORT_S <= written_s <= now_s else now_s
 
     def pids(self) -> tuple[int, ...]:
         return tuple(live.identity.pid for live in self.live.values() if live.identity is not None)

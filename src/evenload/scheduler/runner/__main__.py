@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
             return 0
         result = _run(folder, spec, wakeup)
     except QueueError as error:
-        result = RunnerResult(spec.fence, None, requested="stop", problem=str(error), time_s=time.time())
+        result = RunnerResult(spec.fence, None, requested="stop", problem=str(error), **files.ended_now())
     _write_result(folder, result)
     return 0
 
@@ -97,7 +97,7 @@ def _run(folder: Path, spec: AttemptSpec, wakeup: int) -> RunnerResult:
                 _wait_for_disk(folder, error)
                 continue
             _note(log, str(error))
-            return RunnerResult(spec.fence, None, problem=str(error), time_s=time.time())
+            return RunnerResult(spec.fence, None, problem=str(error), **files.ended_now())
     supervisor = ProgramSupervisor(folder, spec, started, log, wakeup)
 
     def terminate(number: int, frame: FrameType | None) -> None:

@@ -10,9 +10,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from evenload.errors import QueueError
+from evenload.job.processes import boot_id, boottime_s
 from evenload.job.protocol import RunnerContract
 from evenload.scheduler.runner.processes import ProcessMarkers
 from evenload.stored_names import MARKERS_FILE, REPORT_FOLDER, REQUEST_FILE, RESULT_FIELDS, SPEC_FILE
@@ -75,9 +76,22 @@ class RunnerResult:
     """By the runner: its grace was over, or it was to end at once."""
     problem: str = ""
     """Reason why the program never began."""
-    time_s: float = 0.0
+    boot: str = ""
+    """Id of the boot in which it ended, and the seconds since then: nobody can set that clock."""
+    ended_since_boot_s: float = 0.0
     peak_bytes: int = 0
     """Peak of the machine's memory over all of its processes; 0 where that wasn't measured."""
+
+
+class EndTime(TypedDict):
+    """Fields of `RunnerResult` that say when an attempt ended."""
+
+    boot: str
+    ended_since_boot_s: float
+
+
+def ended_now() -> EndTime:
+    return {"boot": boot_id(), "ended_since_boot_s": boottime_s()}
 
 
 def terms_of(folder: Path, spec: AttemptSpec) -> RunnerContract:
@@ -163,7 +177,9 @@ def read_result(folder: Path, fence: int) -> RunnerResult | None:
     if row is None or row.get("fence") != fence:
         return None
     names = {stored: name for name, stored in RESULT_FIELDS.items()}
-    return RunnerResult(**{names.get(name, name): value for name, value in row.items()})
+    known = {field.name for field in dataclasses.fields(RunnerResult)}
+    named = {names.get(name, name): value for name, value in row.items()}
+    return RunnerResult(**{name: value for name, value in named.items() if name in known})
 
 
 def write_peak(folder: Path, fence: int, peak_bytes: int) -> None:

@@ -32,6 +32,7 @@ class ProgramSupervisor:
         self._folder, self._spec, self._program = folder, spec, program
         self._log, self._wakeup = log, wakeup
         self._code: int | None = None
+        self._ended = files.ended_now()
         self._requested = ""
         self._deadline_s: float | None = None
         self._has_signalled_rest = False
@@ -53,8 +54,8 @@ class ProgramSupervisor:
             self._code,
             self._requested,
             self._was_killed,
-            time_s=time.time(),
             peak_bytes=self._peak_bytes,
+            **self._ended,
         )
 
     def _reap(self) -> bool:
@@ -67,7 +68,7 @@ class ProgramSupervisor:
             if pid == 0:
                 return True
             if pid == self._program.pid:
-                self._code = os.waitstatus_to_exitcode(status)
+                self._code, self._ended = os.waitstatus_to_exitcode(status), files.ended_now()
                 if self._spec.measures:  # it may have ended between two measurements
                     self._peak_bytes = max(self._peak_bytes, usage.ru_maxrss * 1024)
 

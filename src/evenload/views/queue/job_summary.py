@@ -260,7 +260,8 @@ def _stored(folder: Path, job: str) -> dict[str, Any]:
 
     found = stored_job(folder, job)
     with Reader(folder) as reader:
-        attempts = [row_of_attempt(attempt) for attempt in reader.attempts(job)]
+        clock = reader.clock()
+        attempts = [row_of_attempt(attempt, clock.ahead_s) for attempt in reader.attempts(job)]
         program = reader.program(job) or {}
     spec = events.as_row(events.Submitted(0.0, "", found.spec))["spec"]
-    return {"job": row_of_job(folder, found), "spec": spec, "program": program, "attempts": attempts}
+    return {"job": row_of_job(folder, found, clock), "spec": spec, "program": program, "attempts": attempts}

@@ -113,12 +113,15 @@ def _view_of_file(folder: Path, wanted: JobFilter) -> QueueView:
     from evenload.scheduler.store.reader import Reader
 
     with Reader(folder) as reader:
+        ahead_s = reader.clock().ahead_s
         counts = {str(state): num for state, num in reader.counts(wanted.user).items()}
         lines = reader.jobs(states=wanted.states or ACTIVE, user=wanted.user, limit=PAGE)
         if not wanted.states:
             last = reader.jobs(states=tuple(ENDED), user=wanted.user, limit=NUM_ENDED, newest_first=True)
             lines = [*reversed(last), *lines]
-    return QueueView(folder, time.time(), is_live=False, jobs=list(map(row_of_line, lines)), counts=counts)
+    return QueueView(
+        folder, time.time(), is_live=False, jobs=[row_of_line(line, ahead_s) for line in lines], counts=counts
+    )
 
 
 def parse_states(text: str) -> tuple[JobState, ...]:
