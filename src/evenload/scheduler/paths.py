@@ -18,6 +18,7 @@ SYSTEM_FOLDER = Path("/var/lib/evenload/queue")
 SOCKET = "queue.sock"
 DAEMON_LOG = "daemon.log"
 START_LOCK = "start.lock"
+ALIVE = "daemon.alive"
 SETTINGS_FILE = "queue.toml"
 LOGS = "logs"
 ATTEMPTS = "attempts"

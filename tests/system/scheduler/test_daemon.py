@@ -163,7 +163,7 @@ def test_a_new_daemon_takes_over_what_runs_and_hears_what_ended(queue: Box, tmp_
 
 def test_a_killed_runner_costs_the_attempt_alone(queue: Box) -> None:
     """What it leaves is ended before the devices are given away; a later attempt runs."""
-    job = queue.submit("sh", "-c", "setsid sleep 1000 & sleep 0.2; echo up; sleep 1000")
+    job = queue.submit("sh", "-c", "setsid sleep 1000 & sleep 0.2; echo up; sleep 1000", requeue=True)
     until(lambda: "up" in queue.output(job), queue.log)
     left = set(queue.programs())
     assert len(left) >= 3

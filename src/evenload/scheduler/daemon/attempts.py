@@ -18,7 +18,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.attempt_specs import attempt_spec
-from evenload.scheduler.daemon.endings import ending
+from evenload.scheduler.daemon.endings import ending, final
 from evenload.scheduler.daemon.external_processes import closed_reason, join_refusal
 from evenload.scheduler.daemon.learning import Learning
 from evenload.scheduler.daemon.log import DaemonLog
@@ -26,7 +26,7 @@ from evenload.scheduler.daemon.peaks import MemoryPeaks
 from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt
 from evenload.scheduler.daemon.server import ClientConnection
 from evenload.scheduler.daemon.state import DaemonState
-from evenload.scheduler.runner.files import RunnerRequest, is_full_disk
+from evenload.scheduler.runner.files import RunnerRequest, is_full_disk, may_report
 from evenload.scheduler.store.ledger import AttemptRecord, Fence, RunnerStarted
 
 _REPORT_EVERY_S = 60.0
@@ -308,9 +308,13 @@ class Attempts:
                 event = ending(live.fence.job, self._state.clock.now_s(), gone.result, live.report, live.done_before)
                 if isinstance(event, events.Yielded):
                     self._learning.stopped(live, gone.result, ended_s)
-                    job_now = self._state.store.queue_state.jobs[live.fence.job]
-                    if job_now.ending is not None:  # why it was to end says more than how it did
-                        event = replace(event, reason="")
+            job_now = self._state.store.queue_state.jobs[live.fence.job]
+            if isinstance(event, events.Yielded) and job_now.ending is not None:  # why it was to end says more than how
+                event = replace(event, reason="")
+            if isinstance(event, events.Yielded | events.Ended | events.Lost):
+                event = replace(event, ended_s=ended_s)
+            if not may_report(live.folder) and (gone.result is None or gone.result.code is not None):
+                event = final(event, job_now)
             is_success = isinstance(event, events.Ended) and event.is_success
             self._peaks.ended(live, gone.result, is_success, record)
             for job in record(event):
@@ -328,6 +332,8 @@ class Attempts:
     def _ended_s(self, gone: EndedAttempt) -> float:
         """Return when an attempt's program ended, by the queue's clock."""
         clock, result = self._state.clock, gone.result
+        if result is None and gone.live.was_gone:  # no more is known than that it still ran then
+            return max(self._state.alive_s, gone.live.reported_s)
         ended_s = None if result is None else clock.at(result.boot, result.ended_since_boot_s)
         return clock.now_s() if ended_s is None else min(ended_s, clock.now_s())
 

@@ -18,6 +18,7 @@ from evenload.scheduler import messages, paths, validation
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
+from evenload.scheduler.daemon.alive_file import AliveFile
 from evenload.scheduler.daemon.attempts import Attempts
 from evenload.scheduler.daemon.devices import LocalDevice, find_devices
 from evenload.scheduler.daemon.external_processes import GpuMonitor
@@ -47,6 +48,7 @@ class Daemon:
         settings = read_queue_file(folder)
         _make_folders(folder, settings)
         self._store = _open_store(folder)
+        self._alive = AliveFile(folder)
         reader = Reader(folder)
         clock = QueueClock(self._store.anchor, self._store.queue_state.time_s)
         self._state = DaemonState(
@@ -58,6 +60,7 @@ class Daemon:
             devices={},
             next_number=_next_number(reader),
             clock=clock,
+            alive_s=max(self._alive.last_s, self._store.queue_state.time_s),
         )
         self._handlers = RequestHandlers(self._state)
         self._notifier = Notifier(log.write)
@@ -126,6 +129,7 @@ class Daemon:
             self._tick_at_s = time.monotonic() + TICK_S
             self._server.check_times()
             self._follow_clock()
+            self._alive.write(self._state.clock.now_s())
             self._attempts.note_reports(self._state.record)
         replies: list[tuple[ClientConnection, dict[str, Any] | DelayedReply]] = []
         for connection, message in self._server.requests():
@@ -299,6 +303,7 @@ class Daemon:
             self._gpu_monitor.close()
         self._server.close()
         self._state.runners.close()
+        self._alive.close()
         self._state.reader.close()
         self._store.close()
 

@@ -54,7 +54,9 @@ class Learning:
             most = max(len(job.devices), min(job.spec.needs.max_devices, len(self._state.store.queue_state.devices)))
             rates = rates_from(known.speeds, most, job.spec.rates)
         total = None if report.total is None else float(report.total)
-        return events.Reported(self._state.clock.now_s(), job.id, float(report.step), total, report.steps_per_s, rates)
+        resumed_at = None if live.recorded_s or report.resumed_at is None else float(report.resumed_at)
+        now_s = self._state.clock.now_s()
+        return events.Reported(now_s, job.id, float(report.step), total, report.steps_per_s, rates, resumed_at)
 
     def stopped(self, live: LiveAttempt, result: RunnerResult | None, ended_s: float) -> None:
         """Measure the stop of an attempt that ended after a request and will go on later; `ended_s` is when its program ended."""

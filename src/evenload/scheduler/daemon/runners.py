@@ -62,6 +62,8 @@ class LiveAttempt:
     peak_bytes: int = 0
     """Measured peak of its memory on a device that it may share."""
     is_gone: bool = False
+    was_gone: bool = False
+    """It had ended before this daemon looked for it."""
     swept: bool = False
     """Nothing of an attempt whose runner was killed still runs."""
     _spawned: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -122,12 +124,12 @@ class Runners:
         identity = ProcessIdentity(int(facts["pid"]), int(facts["start_ticks"]), str(facts["boot_id"]))
         live.identity = identity
         if identity.boot_id != boot_id():
-            live.is_gone = live.swept = True  # the machine was rebooted: none of its processes is left
+            live.is_gone = live.was_gone = live.swept = True  # the machine was rebooted: none of its processes is left
             return False
         if self._watch(live, identity.pid) and is_alive(identity):
             return True
         self._unwatch(live)
-        live.is_gone = True
+        live.is_gone = live.was_gone = True
         return False
 
     def _take(self, attempt: AttemptRecord, grace_s: float, learns: bool, measures: bool, done: float) -> LiveAttempt:
@@ -200,17 +202,20 @@ class Runners:
             with contextlib.suppress(QueueError):  # the program's own file: it may hold anything
                 report = read_report(live.terms)
                 if report is not None and report != live.report:
-                    live.report, live.reported_s = report, self._written_s(report)
+                    live.report, live.reported_s = report, self._written_s(live, report)
                     if live.first is None and report.step > live.done_before and report.state == "running":
                         live.first, live.first_s = report, live.reported_s
                     changed.append(live)
         return changed
 
-    def _written_s(self, report: ProgressReport) -> float:
+    def _written_s(self, live: LiveAttempt, report: ProgressReport) -> float:
         """Return when a report was written: by its own word unless that can't be, or comes from another machine's clock."""
         now_s = self._clock.now_s()
-        written_s = self._clock.at(boot_id(), report.since_boot_s) if report.since_boot_s else None
-        return written_s if written_s is not None and now_s - _OLDEST_REPORT_S <= written_s <= now_s else now_s
+        boot = boot_id() if live.identity is None else live.identity.boot_id
+        written_s = self._clock.at(boot, report.since_boot_s) if report.since_boot_s else None
+        if written_s is None or written_s > now_s or (written_s < now_s - _OLDEST_REPORT_S and not live.was_gone):
+            return now_s
+        return written_s
 
     def pids(self) -> tuple[int, ...]:
         return tuple(live.identity.pid for live in self.live.values() if live.identity is not None)

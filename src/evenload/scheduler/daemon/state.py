@@ -48,6 +48,8 @@ class DaemonState:
     clock: QueueClock
     """The queue's time: of all events, and of everything that is measured by them."""
     since_s: float = field(default_factory=time.time)
+    alive_s: float = 0.0
+    """When the daemon before this one was last known to run, by the queue's clock."""
     scan: GpuScan | None = None
     """The last scan of the GPUs; None before the first, and without GPUs."""
     problems: dict[str, str] = field(default_factory=dict)

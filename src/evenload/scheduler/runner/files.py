@@ -27,6 +27,8 @@ _RESERVE_BYTES = 16 * 1024
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 PEAK = "peak.json"
 TERMS = "terms.json"
+PROTOCOL = "protocol"
+"""One byte: 1 where the program's files name Evenload, so that it can be expected to report although it hasn't yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,26 @@ def read_result(folder: Path, fence: int) -> RunnerResult | None:
     known = {field.name for field in dataclasses.fields(RunnerResult)}
     named = {names.get(name, name): value for name, value in row.items()}
     return RunnerResult(**{name: value for name, value in named.items() if name in known})
+
+
+def open_protocol(folder: Path) -> int:
+    """Return a descriptor for `note_protocol`, which the program's user may then call."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / PROTOCOL, flags, 0o600)
+    os.write(descriptor, b"0")
+    return descriptor
+
+
+def note_protocol(descriptor: int) -> None:
+    os.pwrite(descriptor, b"1", 0)
+
+
+def may_report(folder: Path) -> bool:
+    """Return True where no program of the attempt has begun, or one that can be expected to report."""
+    try:
+        return (folder / PROTOCOL).read_bytes() == b"1"
+    except OSError:
+        return True
 
 
 def write_peak(folder: Path, fence: int, peak_bytes: int) -> None:

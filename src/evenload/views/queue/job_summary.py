@@ -239,18 +239,23 @@ def _lost(folder: Path, job: str) -> dict[int, float]:
     from evenload.scheduler.store.reader import Reader
 
     lost: dict[int, float] = {}
-    attempt, done, is_first = 0, 0.0, True
+    attempt, done, has_ended, is_first = 0, 0.0, True, True
+    last = 0  # the attempt that reported last: one in between may have ended before it could
     with Reader(folder) as reader:
         for logged in reader.log(job=job):
             entry = logged.entry
             if isinstance(entry, events.Placed):
-                attempt, is_first = entry.attempt, True
-            elif isinstance(entry, events.Yielded) and attempt:
+                attempt, has_ended, is_first = entry.attempt, False, True
+            elif isinstance(entry, events.JobStarted) and has_ended:  # resized: it goes on without a new place in line
+                attempt, has_ended, is_first = attempt + 1, False, True
+            elif isinstance(entry, events.Yielded | events.Lost) and attempt:
                 lost.setdefault(attempt, 0.0)
+                has_ended = True
             elif isinstance(entry, events.Reported):
-                if is_first and attempt > 1:
-                    lost[attempt - 1] = max(0.0, done - entry.done)
-                done, is_first = entry.done, False
+                if is_first and last:
+                    resumed_at = entry.done if entry.resumed_at is None else entry.resumed_at
+                    lost[last] = lost.get(last, 0.0) + max(0.0, done - resumed_at)
+                done, last, is_first = entry.done, attempt, False
     return lost
 
 
