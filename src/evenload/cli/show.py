@@ -21,7 +21,7 @@ def show(
     ],
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="Page that --html writes; by default page.html in the run folder."),
+        typer.Argument(metavar="[FILE]", help="Page that --html writes; by default page.html in the run folder."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     html: Annotated[bool, typer.Option("--html", help="Write one self-contained page for a browser.")] = False,

@@ -75,7 +75,8 @@ class Recorder:
         """Write one event; print its message, unless empty, if this recorder prints.
 
         The views use the fields ``shares`` (the event is their reason), ``speeds_per_s`` (of kind ``solo_speeds``),
-        ``total_steps``, ``epoch_steps`` and ``devices`` (a name for each rank).
+        ``total_steps``, ``epoch_steps`` and ``devices`` (a name for each rank). The page of a run also shows ``reason``,
+        ``rank`` or ``ranks``, ``device`` and ``host``, and ``seconds``: what the event cost.
         """
         if self._closed:
             return

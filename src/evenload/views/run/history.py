@@ -1,4 +1,4 @@
-"""`RunHistory`: a run summed up while its records are read, in memory that does not grow with its length."""
+"""`RunHistory`: a run summed up while its records are read, in 32 bytes a step and tables of bounded size."""
 
 from __future__ import annotations
 
