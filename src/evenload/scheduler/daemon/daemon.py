@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
-from evenload.scheduler import messages, paths, validation
+from evenload.scheduler import messages, paths, presence, validation
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
@@ -49,6 +49,7 @@ class Daemon:
         _make_folders(folder, settings)
         self._store = _open_store(folder)
         self._alive = AliveFile(folder)
+        presence.note_stopped(folder, False)
         reader = Reader(folder)
         clock = QueueClock(self._store.anchor, self._store.queue_state.time_s)
         self._state = DaemonState(
@@ -304,6 +305,8 @@ class Daemon:
         self._server.close()
         self._state.runners.close()
         self._alive.close()
+        with contextlib.suppress(OSError):
+            presence.note_stopped(self._state.folder, self._handlers.is_over)
         self._state.reader.close()
         self._store.close()
 

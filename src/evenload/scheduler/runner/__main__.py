@@ -14,6 +14,7 @@ from evenload.errors import EvenloadError, QueueError, StaleError
 from evenload.job.processes import become_reaper
 from evenload.scheduler import client
 from evenload.scheduler.runner import files
+from evenload.scheduler.runner.daemon_watch import DaemonWatch
 from evenload.scheduler.runner.files import AttemptSpec, RunnerResult
 from evenload.scheduler.runner.start import open_log, start
 from evenload.scheduler.runner.watch import ProgramSupervisor
@@ -37,13 +38,15 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     become_reaper()
     spec = files.read_spec(folder)
+    watch = DaemonWatch(Path(spec.queue))
     try:
-        if not _is_admitted(spec):
+        if not _is_admitted(spec, watch):
             return 0
-        result = _run(folder, spec, wakeup)
+        result = _run(folder, spec, wakeup, watch)
     except QueueError as error:
         result = RunnerResult(spec.fence, None, requested="stop", problem=str(error), **files.ended_now())
     _write_result(folder, result)
+    watch.look(is_last=True)
     return 0
 
 
@@ -66,7 +69,7 @@ def _wait_for_disk(folder: Path, error: OSError) -> None:
     time.sleep(_RETRY_S)
 
 
-def _is_admitted(spec: AttemptSpec) -> bool:
+def _is_admitted(spec: AttemptSpec, watch: DaemonWatch) -> bool:
     """Register with the daemon; wait until that is on disk and the devices are free. Raise if the daemon stays down."""
     deadline_s = time.monotonic() + _WAIT_FOR_DAEMON_S
     while True:
@@ -77,12 +80,13 @@ def _is_admitted(spec: AttemptSpec) -> bool:
         except StaleError:
             return False
         except EvenloadError as error:
+            watch.look()
             if time.monotonic() > deadline_s:
                 raise QueueError(f"no daemon ran for {_WAIT_FOR_DAEMON_S:g} s: {error}") from error
             time.sleep(0.1)
 
 
-def _run(folder: Path, spec: AttemptSpec, wakeup: int) -> RunnerResult:
+def _run(folder: Path, spec: AttemptSpec, wakeup: int, watch: DaemonWatch) -> RunnerResult:
     """Run the program to its end. It starts once the disk has room for its result; until then this waits."""
     log = -1
     while True:
@@ -98,7 +102,7 @@ def _run(folder: Path, spec: AttemptSpec, wakeup: int) -> RunnerResult:
                 continue
             _note(log, str(error))
             return RunnerResult(spec.fence, None, problem=str(error), **files.ended_now())
-    supervisor = ProgramSupervisor(folder, spec, started, log, wakeup)
+    supervisor = ProgramSupervisor(folder, spec, started, log, wakeup, watch)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         supervisor.is_terminated = True

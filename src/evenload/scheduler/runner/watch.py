@@ -13,6 +13,7 @@ from evenload.errors import QueueError
 from evenload.job.processes import all_stats, descendants, send_signal, signal_all
 from evenload.job.protocol import request_stop
 from evenload.scheduler.runner import files, processes
+from evenload.scheduler.runner.daemon_watch import DaemonWatch
 from evenload.scheduler.runner.files import AttemptSpec, RunnerRequest, RunnerResult
 from evenload.scheduler.runner.memory import resident_bytes
 from evenload.scheduler.runner.start import StartedProgram
@@ -28,9 +29,11 @@ _LEFTOVER_GRACE_S = 3.0
 class ProgramSupervisor:
     """One program, from its start to the end of its last process."""
 
-    def __init__(self, folder: Path, spec: AttemptSpec, program: StartedProgram, log: int, wakeup: int) -> None:
+    def __init__(
+        self, folder: Path, spec: AttemptSpec, program: StartedProgram, log: int, wakeup: int, daemon: DaemonWatch
+    ) -> None:
         self._folder, self._spec, self._program = folder, spec, program
-        self._log, self._wakeup = log, wakeup
+        self._log, self._wakeup, self._daemon = log, wakeup, daemon
         self._code: int | None = None
         self._ended = files.ended_now()
         self._requested = ""
@@ -85,6 +88,7 @@ class ProgramSupervisor:
                 self._write_log(f"it didn't end within {self._spec.grace_s:g} s of the request: killed")
             self._kill()
         self._trim_log()
+        self._daemon.look()
         if self._spec.measures:
             self._measure(now_s)
 

@@ -13,6 +13,7 @@ from evenload.errors import ConfigError, QueueError, StaleError
 from evenload.scheduler.clock import ClockAnchor
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.paths import WRITER_LOCK
 from evenload.scheduler.store import rows, tables
 from evenload.scheduler.store.filesystem import refuse_network
 from evenload.scheduler.store.ledger import AttemptRecord, Changes, Entry, Fence
@@ -20,7 +21,7 @@ from evenload.scheduler.store.lock import WriterLock
 from evenload.scheduler.store.schema import CLOCK, MIGRATIONS, Migration, migrate, version_of
 from evenload.scheduler.store.schema import DATABASE as DATABASE
 
-LOCK = "writer.lock"
+LOCK = WRITER_LOCK
 
 _BUSY_S = 10.0
 
