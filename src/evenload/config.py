@@ -99,6 +99,12 @@ class Config:
         "Where replicas of the model live. ddp: one process per device; dp: one process for all devices.",
         commands=_BOTH,
     )
+    wire: str = _setting(
+        "fp32",
+        _one_of("fp32", "bf16", "fp16", "int8", "powersgd", "auto"),
+        "Format of gradients between machines. fp32: as they are, exact; auto: a smaller one where the loss can't show it.",
+        commands=_BOTH,
+    )
     micro_batch: int | str = _setting(
         "auto",
         integer("auto or a number of samples, at least 1", "SAMPLES", least=1, word="auto"),

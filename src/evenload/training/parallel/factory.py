@@ -19,6 +19,7 @@ from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.parallel.threaded.strategy import open_threaded_strategy
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class StrategyParts:
     grad_norms: GradNorms | None = None
     replicas: Sequence[ReplicaDevice] = ()
     """Devices of this process, for a strategy that uses several."""
+    wire: GradientWire | None = None
+    """Sums gradients in another format than their own."""
     on_device: bool | None = None
     """See `ReplicaStrategy`; tests set it."""
 
@@ -49,6 +52,7 @@ def _open_ddp(parts: StrategyParts) -> Strategy:
         groups=parts.groups,
         grad_norms=parts.grad_norms,
         on_device=parts.on_device,
+        wire=parts.wire,
     )
 
 

@@ -47,6 +47,7 @@ from evenload.training.parallel.call_gradients import (
     sparse_error,
 )
 from evenload.training.parallel.model_split.buckets import BucketSegments
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 
 MAX_PLANS = 32
 _GRAD = operator.attrgetter("grad")
@@ -77,9 +78,10 @@ class BucketReducer(CallGradients):
         strategy: str = "ddp",
         grad_norms: GradNorms | None = None,
         keep: Collection[int] = (),
+        wire: GradientWire | None = None,
     ) -> None:
         """Args:
-        groups: sums the buckets.
+        groups: sums the buckets, unless `wire` does.
         segments: which parameters may share a bucket.
         check: called at each gradient, in the thread that computed it.
         hooked: the parameters whose hooks run on the sums, if they are not the models' own.
@@ -94,6 +96,7 @@ class BucketReducer(CallGradients):
         self._pins = pins
         self._strategy = strategy
         self._grad_norms = grad_norms
+        self._wire = wire
         if grad_norms is not None:
             grad_norms.follow(self._held)
         self._lock = threading.Lock()  # a model cut over GPUs has a backward thread for each
@@ -233,6 +236,8 @@ class BucketReducer(CallGradients):
         self._bucket_of = [places[slot.index][0] for slot in self.slots]
         self._number_in_bucket = [places[slot.index][1] for slot in self.slots]
         self._plans: dict[Expectation, LaunchPlan] = {}
+        if self._wire is not None:
+            self._wire.attach(self.buckets)
 
     def _plan_of(self, expected: Expectation) -> LaunchPlan:
         if expected not in self._plans:
@@ -374,7 +379,7 @@ class BucketReducer(CallGradients):
         bucket.write_norm(math.inf if self.on_device else 2)
         if self._grad_norms is not None:
             self._grad_norms.leaves(bucket.memory.gradients)
-        bucket.pending = self._groups.sum_async(bucket.flat)
+        bucket.pending = self._groups.sum_async(bucket.flat) if self._wire is None else self._wire.sum_async(bucket)
 
     def _is_finite(self, reduced: Sequence[Bucket]) -> bool:
         if not reduced or math.isfinite(float(sum_scalars([bucket.memory.norm for bucket in reduced]))):

@@ -37,6 +37,7 @@ from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_d
 from evenload.training.launch.supervisor import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.factory import StrategyParts, open_strategy
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.stats import StepRecorder
@@ -64,6 +65,11 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             f"{config.sources['batch_lr']} has no effect: it sets how the learning rate follows a growing batch; set "
             "batch_max too, or leave it out"
         )
+    if config.wire != "fp32" and config.strategy != "ddp":
+        raise ConfigError(
+            f"{config.sources['wire']} has no effect with strategy={config.strategy!r}: it is the format in which the ranks of "
+            "strategy='ddp' sum gradients; leave one of them out"
+        )
     replicas: tuple[ReplicaDevice, ...] = ()
     if config.strategy == STRATEGY:
         replicas = replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
@@ -83,6 +89,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         timeout_s=config.timeout_s,
         gpu=_gpu(device),
         inner_backend=spec.inner_backend,
+        has_wire=config.wire != "fp32",
     )
     offer_store()
     control = Control(groups)
@@ -117,7 +124,8 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     if why := groups.why_not_shared:
         recorder.event("exchange", f"ranks of one host exchange through gloo, which takes about 1 ms each time: {why}")
     throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
-    parts = StrategyParts(spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas)
+    wire = GradientWire(config.wire, groups, config.seed) if config.wire != "fp32" else None
+    parts = StrategyParts(spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas, wire)
     engine = Engine(
         device=device,
         groups=groups,
@@ -135,7 +143,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     worker.progress.initialised = True
     worker.progress.folder = folder
     return TrainingContext(
-        spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry, open_folder
+        spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry, open_folder, wire
     )
 
 

@@ -15,6 +15,7 @@ from evenload.training.comm.control import Control
 from evenload.training.comm.groups import Groups
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.step.engine import Engine
 from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
@@ -37,6 +38,8 @@ class TrainingContext:
     registry: Registry
     open_folder: Callable[[], None]
     """Makes the run folder ready at the end of all checks: with ``--fresh`` it moves the old contents away first."""
+    wire: GradientWire | None = None
+    """Sums gradients in another format than their own."""
 
     @property
     def num_sharing(self) -> int:

@@ -1,0 +1,1 @@
+"""What gradients look like on the link between machines: one file per format; see docs/wire.md."""
