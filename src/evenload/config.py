@@ -101,7 +101,7 @@ class Config:
     )
     wire: str = _setting(
         "fp32",
-        _one_of("fp32", "bf16", "fp16", "int8", "powersgd", "auto"),
+        one_of("fp32", "bf16", "fp16", "int8", "powersgd", "auto"),
         "Format of gradients between machines. fp32: as they are, exact; auto: a smaller one where the loss can't show it.",
         commands=_BOTH,
     )

@@ -79,6 +79,8 @@ class Generation:
     """Shared memory where all computing ranks are on one host and on CPUs."""
     wire: WireGroups | None = None
     """Of a job whose gradients travel in another format; see parallel/wire/."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each machine."""
     rows: HostExchange | None = None
     """The exchange of rows where ranks share a host; otherwise rows travel in `control`."""
 

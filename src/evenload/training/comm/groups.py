@@ -291,9 +291,7 @@ class Groups:
         for shared in (now.rows, *self._groups_of.values()):
             if shared is not None:
                 shared.close()
-        self.generation = replace(
-            now, control=None, gradients=None, hierarchy=None, statistics=None, wire=None, rows=None
-        )
+        self.generation = replace(now, control=None, gradients=None, hierarchy=None, statistics=None, rows=None)
         self._row_groups.clear()
         self._gather_rows = None
         self._subsets.clear()
@@ -344,7 +342,7 @@ class Groups:
             made = self._groups_of[everyone] = self._make_groups(now, everyone)
         except (RuntimeError, PeerLostError) as error:
             raise LaunchError(f"rank {rank} could not agree with the others on how to exchange: {error}") from error
-        return replace(now, rows=rows, **vars(made))
+        return replace(now, rows=rows, hosts=self._hosts.hosts, **vars(made))
 
     def _gather_in(self, group: dist.ProcessGroup) -> Gather:
         def gather(own: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evenload.balance.exchange_times import BucketSizes, bucket_sizes
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.link import LinkMeter
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.coupled_steps import run_steps
 from evenload.training.compute.device_state import slow_down
@@ -43,7 +45,7 @@ from evenload.training.parallel.strategy import (
     LocalResult,
     StepResult,
 )
-from evenload.training.parallel.wire.gradient_wire import GradientWire
+from evenload.training.parallel.wire.gradient_wire import GradientWire, gradient_size
 
 _NATIVE_DTYPES = frozenset(
     (
@@ -66,10 +68,12 @@ class ReplicaStrategy:
         grad_norms: GradNorms | None = None,
         on_device: bool | None = None,
         wire: GradientWire | None = None,
+        link: LinkMeter | None = None,
     ) -> None:
         """`on_device`: sums of losses are made on the device (device_sums.py); None: where each rank that computes has a GPU."""
         self._groups = groups
         self._wire = wire
+        self._link = link
         self._on_device = on_device
         self._clock = clock
         self._throttle = throttle
@@ -125,7 +129,7 @@ class ReplicaStrategy:
         if call.begins_update:
             reducer.clear_skip()
         if self._wire is not None:
-            self._wire.begin(self._precision.scale)
+            self._wire.begin(self._precision.scale, plan.shares, plan.num_micro)
         may_expect = call.may_expect and not (
             self._shares_gpu_queue() and has_idle_rank(plan, self._groups.generation.computing)
         )
@@ -293,10 +297,19 @@ class ReplicaStrategy:
                 grad_norms=self._grad_norms,
                 keep=keep,
                 wire=self._wire,
+                sizes=self._bucket_sizes(),
             )
         slotted = {id(slot.param) for slot in self._reducer.slots}
         self._frozen = [p for p in self._parameters.named.values() if id(p) not in slotted]
         self._arrivals, self._is_ordered = Arrivals(), False
+
+    def _bucket_sizes(self) -> BucketSizes | None:
+        link = self._link.measure(self._context.device) if self._link is not None else None
+        if self._link is None or link is None:
+            return None
+        # Equal on all ranks, also on one that does not know yet what `auto` has chosen.
+        wire = self._wire.name if self._wire is not None and self._wire.name != "auto" else "fp32"
+        return bucket_sizes(gradient_size(self._models), link, self._link.num_senders, wire)
 
     def _follow_parameters(self, call: BackwardCall) -> None:
         # Parameters may be frozen, unfrozen, converted, added or replaced between steps, on all ranks.

@@ -11,6 +11,7 @@ from evenload.config import STRATEGY_NAMES
 from evenload.errors import ConfigError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.link import LinkMeter
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
 from evenload.training.launch.environment import WorkerSpec
@@ -38,6 +39,7 @@ class StrategyParts:
     """Devices of this process, for a strategy that uses several."""
     wire: GradientWire | None = None
     """Sums gradients in another format than their own."""
+    link: LinkMeter | None = None
     on_device: bool | None = None
     """See `ReplicaStrategy`; tests set it."""
 
@@ -53,6 +55,7 @@ def _open_ddp(parts: StrategyParts) -> Strategy:
         grad_norms=parts.grad_norms,
         on_device=parts.on_device,
         wire=parts.wire,
+        link=parts.link,
     )
 
 

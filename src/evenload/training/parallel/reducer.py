@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from evenload.balance.exchange_times import BucketSizes
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.model_parameters import sum_scalars
@@ -79,6 +80,7 @@ class BucketReducer(CallGradients):
         grad_norms: GradNorms | None = None,
         keep: Collection[int] = (),
         wire: GradientWire | None = None,
+        sizes: BucketSizes | None = None,
     ) -> None:
         """Args:
         groups: sums the buckets, unless `wire` does.
@@ -89,11 +91,12 @@ class BucketReducer(CallGradients):
         strategy: its name in messages.
         grad_norms: receives what leaves and what returns, if norms are measured.
         keep: ids of frozen parameters that keep their slot, because they are trained at times.
+        sizes: of buckets, as measured.
         """
         super().__init__(number_slots(models, keep), check, hooked)
         self._groups = groups
         self._segments = segments or BucketSegments()
-        self._pins = pins
+        self._pins, self._sizes = pins, sizes
         self._strategy = strategy
         self._grad_norms = grad_norms
         self._wire = wire
@@ -134,8 +137,7 @@ class BucketReducer(CallGradients):
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
         self._filled.clear()
-        self._versions = []
-        self._next = 0
+        self._versions, self._next = [], 0
         for bucket in self.buckets:
             bucket.pending, bucket.is_claimed, bucket.was_zero = None, False, False
         self._set_aside()
@@ -204,10 +206,8 @@ class BucketReducer(CallGradients):
         """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
         self._close()
         self._launch_queue()
-        for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                bucket.pending = None
+        for bucket in self._summed():
+            bucket.pending = None
         self._restore()
 
     def abort(self) -> None:
@@ -231,7 +231,8 @@ class BucketReducer(CallGradients):
 
     def _build(self, order: Sequence[int]) -> None:
         self._order = list(order)
-        self.buckets = build_buckets((self.slots[index] for index in order), self._segments, pins=self._pins)
+        slots = (self.slots[index] for index in order)
+        self.buckets = build_buckets(slots, self._segments, pins=self._pins, sizes=self._sizes)
         places = {slot.index: (bucket, n) for bucket in self.buckets for n, slot in enumerate(bucket.laid_out)}
         self._bucket_of = [places[slot.index][0] for slot in self.slots]
         self._number_in_bucket = [places[slot.index][1] for slot in self.slots]

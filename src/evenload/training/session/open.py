@@ -28,6 +28,7 @@ from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.rpc import offer_store
+from evenload.training.comm.link import LinkMeter
 from evenload.training.compute import randomness
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
@@ -124,8 +125,11 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     if why := groups.why_not_shared:
         recorder.event("exchange", f"ranks of one host exchange through gloo, which takes about 1 ms each time: {why}")
     throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
-    wire = GradientWire(config.wire, groups, config.seed) if config.wire != "fp32" else None
-    parts = StrategyParts(spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas, wire)
+    link = LinkMeter(groups, always=config.wire == "auto")
+    wire = GradientWire(config.wire, groups, config.seed, recorder.event, link) if config.wire != "fp32" else None
+    parts = StrategyParts(
+        spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas, wire, link
+    )
     engine = Engine(
         device=device,
         groups=groups,
@@ -143,7 +147,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     worker.progress.initialised = True
     worker.progress.folder = folder
     return TrainingContext(
-        spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry, open_folder, wire
+        spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry, open_folder, wire, link
     )
 
 

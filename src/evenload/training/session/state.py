@@ -66,6 +66,7 @@ class Saver:
             "values": check_values(self._values),
             "settings": dict(self._settings),
             **({} if self.adaptive_batch is None else {"batch": self.adaptive_batch.growth.state_dict()}),
+            **({} if self._context.wire is None else {"wire": self._context.wire.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -85,6 +86,8 @@ class Saver:
             self._load_batch(state.get("batch"), in_epoch=cursor.position > 0)
             loader.planner.load_state_dict(saved["planner"], cursor.global_step)
         self._context.engine.precision.load_state_dict(state["precision"])
+        if self._context.wire is not None and "wire" in state:
+            self._context.wire.load_state_dict(state["wire"])
         generators = dict(state["generators"])
         if generators["numpy"] is not None:
             generators["numpy"] = tuple(generators["numpy"])
@@ -294,6 +297,8 @@ class Saver:
         if context.loop.step is not None and context.loop.step.stats.calls:
             context.loop.step.commit()
         failure: CheckpointError | None = None
+        if context.wire is not None:
+            context.wire.gather()
         with context.clock.segment("other"):
             if context.groups.rank == 0 and not context.config.dry_run:
                 try:

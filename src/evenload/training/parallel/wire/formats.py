@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from evenload.training.parallel.buckets import Bucket, real
 from evenload.training.parallel.wire.bf16 import BFloat16
 from evenload.training.parallel.wire.bucket_sum import WireFormat
 from evenload.training.parallel.wire.codec import Codec
@@ -18,3 +21,8 @@ def open_format(name: str, seed: int) -> WireFormat | None:
     if name == PowerSGD.name:
         return PowerSGD(seed)
     return next((QuantisedSum(codec) for codec in CODECS if codec.name == name), None)
+
+
+def wide_dtype(bucket: Bucket) -> torch.dtype:
+    """Return the dtype in which a bucket is encoded and its errors are kept."""
+    return torch.float64 if real(bucket.flat).dtype == torch.float64 else torch.float32

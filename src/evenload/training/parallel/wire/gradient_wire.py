@@ -22,26 +22,50 @@ Note [Only steps that count]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from evenload.balance.wire_bytes import GradientSize, sent_bytes
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.link import LinkMeter
 from evenload.training.comm.pending import Pending
 from evenload.training.comm.wire_groups import WireGroups
 from evenload.training.parallel.buckets import Bucket, PendingSum, Slot, real
 from evenload.training.parallel.wire.bucket_sum import BucketSum, Matrix, Steps, WireFormat
-from evenload.training.parallel.wire.formats import open_format
+from evenload.training.parallel.wire.formats import open_format, wide_dtype
+from evenload.training.parallel.wire.observation import CHOICES, NUM_CALLS, Observation
 from evenload.training.parallel.wire.pipeline import Pipeline
 from evenload.training.parallel.wire.powersgd import PowerSGD
 
 
 class GradientWire:
-    def __init__(self, name: str, groups: Groups, seed: int) -> None:
-        """`name`: a value of the setting ``wire`` other than ``fp32``."""
+    def __init__(
+        self,
+        name: str,
+        groups: Groups,
+        seed: int,
+        announce: Callable[..., None] = lambda *_, **__: None,
+        link: LinkMeter | None = None,
+    ) -> None:
+        """Args:
+        name: a value of the setting ``wire`` other than ``fp32``.
+        groups: with `Generation.wire`.
+        seed: of what ``powersgd`` starts with.
+        announce: records an event: kind, sentence, fields.
+        link: what ``auto`` predicts times from.
+        """
+        self.name = name
         self.format: WireFormat | None = open_format(name, seed)
+        self._announce = announce
+        self._link, self._seed = link, seed
+        self._observation: Observation | None = None
+        """While ``auto`` has not chosen."""
+        self._measures = False
+        """True until the first commit of a generation, on all ranks alike."""
         self._groups = groups
         self._pipeline: Pipeline | None = None
         self._built_for = -1
@@ -49,10 +73,11 @@ class GradientWire:
         self._errors: dict[Bucket, torch.Tensor] = {}
         """Of the final gradient, like the values of a `BucketSum`."""
         self._started: list[SumInProgress] = []
-        """Of this call."""
+        self._observed: list[Bucket] = []
+        """Both of this call."""
         self._scale = 1.0
-        self.is_lossy_step = False
-        """True after a `commit` of a call whose gradients travelled in `format`."""
+        self.difference: float | None = None
+        """About ‖Δg‖/‖g‖ of the first call."""
 
     def attach(self, buckets: Sequence[Bucket]) -> None:
         """Take the buckets in place of earlier ones; the errors follow their parameters."""
@@ -68,19 +93,28 @@ class GradientWire:
                 if part is not None and len(part) == high - low:
                     self._error(bucket)[low:high] = part
 
-    def begin(self, scale: float) -> None:
-        """Begin a call; `scale` is the loss scale."""
-        self._started, self._scale = [], scale
+    def begin(self, scale: float, shares: Sequence[int] = (), num_micro: int = 1) -> None:
+        """Begin a call; `scale` is the loss scale, `shares` are the samples of each rank."""
+        self._started, self._observed, self._scale = [], [], scale
         number = self._groups.generation.number
         if self._built_for != number:
             if self._pipeline is not None:
                 self._pipeline.close()
             self._pipeline, self._built_for = Pipeline(self._groups.begin), number
+            self._measures = True
+            if self.name == "auto" and self._groups.gradients is not None:
+                self._agree_on_format(None if self.format is None else self.format.name)
+                self._observation = Observation() if self.format is None else None
             self._agree_on_starts()
+        if self._observation is not None:
+            self._observation.begin(shares, num_micro)
 
     def sum_async(self, bucket: Bucket) -> PendingSum:
         """Begin the sum of a bucket, in place. All ranks begin sums, and wait for them, in the same order."""
         wire = self._groups.generation.wire
+        if self._observation is not None:
+            self._observation.look_at(bucket)
+            self._observed.append(bucket)
         if self.format is None or wire is None or self._pipeline is None:
             return self._groups.sum_async(bucket.flat)
         found = SumInProgress(bucket, wire, self._groups.begin)
@@ -98,7 +132,9 @@ class GradientWire:
         """End a call whose gradients count; arguments as in `BucketReducer.finish`."""
         factor = correction if isinstance(correction, float) else float(correction)
         left = 1.0 - self._scale * factor
-        self.is_lossy_step = bool(self._started)
+        if self._measures and self._started:
+            self._measures = False
+            self._report(self._difference(factor))
         with torch.no_grad():
             for found in self._started:
                 bucket, lost = found.bucket, found.job.lost
@@ -117,20 +153,8 @@ class GradientWire:
                 if isinstance(self.format, PowerSGD):
                     self.format.starts.update(found.job.next_starts)
         self._started = []
-
-    def relative_loss(self) -> float:
-        """Return about ‖Δg‖/‖g‖ of the call that ends now, before `commit`. All ranks of the gradients call it.
-
-        The errors of the ranks are taken as independent: ‖Δg‖² = Σ_r ‖lost_r‖².
-        """
-        squares = torch.zeros(1, dtype=torch.float64)
-        total = 0.0
-        for found in self._started:
-            if found.job.lost is not None:
-                squares += found.job.lost.cpu().double().square().sum()
-            total += float(found.bucket.memory.gradients.double().square().sum())
-        self._groups.sum_async(squares).wait()
-        return math.sqrt(float(squares) / total) if total else 0.0
+        if self._observation is not None:
+            self._observe(self._observation, factor)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -156,6 +180,8 @@ class GradientWire:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what rank 0's `state_dict` returned; the other ranks begin without errors. Another format keeps the errors."""
         self._errors, self._started = {}, []
+        if self.name == "auto" and state["format"]:
+            self.format, self._observation = open_format(state["format"], self._seed), None
         errors = state["errors"] if self._groups.rank == 0 and self.format is not None else {}
         for bucket in self._buckets:
             for slot, (low, high) in zip(bucket.laid_out, spans(bucket), strict=True):
@@ -171,6 +197,65 @@ class GradientWire:
         if bucket not in self._errors:
             self._errors[bucket] = torch.zeros_like(bucket.memory.gradients, dtype=wide_dtype(bucket))
         return self._errors[bucket]
+
+    def _difference(self, factor: float) -> float:
+        """Return about ‖Δg‖/‖g‖ of this call. All ranks that compute call it.
+
+        The errors of the ranks are taken as independent: ‖Δg‖² = Σ_r ‖lost_r‖².
+        """
+        squares, total = torch.zeros(1, dtype=torch.float64), 0.0
+        for found in self._started:
+            if found.job.lost is not None:
+                squares += _square(found.job.lost) * factor**2
+            total += _square(found.bucket.memory.gradients)
+        return math.sqrt(float(self._sum(squares)) / total) if total else 0.0
+
+    def _report(self, difference: float) -> None:
+        wire = self._started[0].wire
+        if self.difference is None and self.format is not None:
+            self.difference = difference
+            params = [slot.param for bucket in self._buckets for slot in bucket.slots]
+            sent, exact = (sent_bytes(name, size_of(params), len(wire.leaders)) for name in (self.format.name, "fp32"))
+            where = "machine" if len(wire.leaders) < len(self._groups.generation.computing) else "rank"
+            self._announce(
+                "wire",
+                f"wire={self.format.name}: each {where} sends {sent / 1e6:.3g} MB a step instead of {exact / 1e6:.3g} MB. Not "
+                f"exact: the gradient of this step differs from the exact one by {difference:.1e} (‖Δg‖/‖g‖); what it lacks is "
+                "added to the next one",
+                format=self.format.name,
+                sent_bytes=sent,
+                exact_bytes=exact,
+                difference=difference,
+            )
+
+    def _observe(self, observation: Observation, factor: float) -> None:
+        """Add a call that counts to what ``auto`` knows, and choose when it knows enough."""
+        square = sum(_square(bucket.memory.gradients) for bucket in self._observed) / factor**2
+        sums = self._sum(observation.own)
+        observation.add(sums, square)
+        link = self._link.link if self._link is not None else None
+        if observation.num_calls < NUM_CALLS or self._link is None or link is None:
+            return
+        params = {slot.param: None for bucket in self._buckets for slot in bucket.slots}
+        chosen, why = observation.choose(size_of(params), link, self._link.num_senders)
+        self._agree_on_format(chosen)
+        self._observation = None
+        taken = "fp32" if self.format is None else self.format.name
+        self._announce("wire", f"wire=auto: {taken}: {why}", format=taken)
+
+    def _agree_on_format(self, own: str | None) -> None:
+        """Take the format of the first rank that computes: sums of floating-point numbers may differ between processors."""
+        now = self._groups.generation
+        number = CHOICES.index(own or "fp32") if now.rank == now.computing[0] else 0
+        chosen = CHOICES[int(self._sum(torch.tensor([number], dtype=torch.float64)))]
+        if chosen != (self.format.name if self.format is not None else "fp32"):
+            self.format = open_format(chosen, self._seed)
+
+    def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        device = self._buckets[0].flat.device if self._buckets else numbers.device
+        summed = numbers.to(device)
+        self._groups.sum_async(summed).wait()
+        return summed.cpu()
 
     def _agree_on_starts(self) -> None:
         """Take the first machine's starts: one that was away, or is new, has others."""
@@ -233,18 +318,27 @@ def _steps(found: SumInProgress, how: WireFormat) -> Steps:
         yield from how.sum(found.job, wire)
 
 
-def wide_dtype(bucket: Bucket) -> torch.dtype:
-    """Return the dtype in which a bucket is encoded and its errors are kept."""
-    return torch.float64 if real(bucket.flat).dtype == torch.float64 else torch.float32
-
-
 def spans(bucket: Bucket) -> list[tuple[int, int]]:
     """Return the part ``[low, high)`` of each slot among the real values of a bucket."""
     per_value = 2 if bucket.flat.is_complex() else 1
-    return [
-        (per_value * view.storage_offset(), per_value * (view.storage_offset() + view.numel()))
-        for view in bucket.memory.views
-    ]
+    starts = [per_value * int(view.storage_offset()) for view in bucket.memory.views]
+    return [(start, start + per_value * view.numel()) for start, view in zip(starts, bucket.memory.views, strict=True)]
+
+
+def gradient_size(models: Sequence[nn.Module]) -> GradientSize:
+    """Return the size of the gradients of all trainable parameters."""
+    return size_of({p: None for model in models for p in model.parameters() if p.requires_grad})
+
+
+def size_of(params: Collection[nn.Parameter]) -> GradientSize:
+    matrices = tuple((p.shape[0], p.numel() // p.shape[0]) for p in params if p.dim() > 1 and p.numel())
+    num_values = sum(p.numel() for p in params)
+    num_bytes = sum(p.numel() * p.element_size() for p in params)
+    return GradientSize(num_values, num_bytes // max(1, num_values), matrices)
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(real(tensor), dtype=torch.float64)) ** 2
 
 
 def _matrices(bucket: Bucket) -> tuple[Matrix, ...]:

@@ -40,7 +40,7 @@ class PowerSGD:
         products = [matrix @ start for matrix, start in zip(matrices, starts, strict=True)]
         first = torch.cat([*map(torch.flatten, products), *rest, job.norm.view(1)])
         yield _all_reduce(first, groups.stages[0])
-        *summed, norm = first.split([*(p.numel() for p in products), *map(len, rest), 1])
+        *summed, norm = torch.split_with_sizes(first, [*(p.numel() for p in products), *map(len, rest), 1])
         bases = [orthonormal(s.view_as(p)) for s, p in zip(summed, products, strict=False)]
         own = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         second = torch.cat([torch.empty(0, dtype=values.dtype, device=values.device), *map(torch.flatten, own)])
@@ -49,7 +49,9 @@ class PowerSGD:
             lost = job.lost[one.start : one.stop].view_as(matrix)
             torch.addmm(matrix, basis, factor.T, alpha=-1, out=lost)
         yield _all_reduce(second, groups.stages[1])
-        factors = [s.view_as(f) for s, f in zip(second.split([f.numel() for f in own]), own, strict=False)]
+        factors = [
+            s.view_as(f) for s, f in zip(torch.split_with_sizes(second, [f.numel() for f in own]), own, strict=False)
+        ]
         for one, matrix, basis, factor in zip(chosen, matrices, bases, factors, strict=True):
             _multiply(basis, factor, out=matrix)
             job.next_starts[one.name] = factor / factor.abs().amax(0).clamp_min(torch.finfo(factor.dtype).tiny)
@@ -105,7 +107,5 @@ def _between(chosen: Sequence[Matrix], num_values: int) -> list[tuple[int, int]]
 
 
 def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    if work is None:
-        raise RuntimeError("this rank is not in the group")
+    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
     return work

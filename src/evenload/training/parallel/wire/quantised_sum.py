@@ -45,7 +45,7 @@ class QuantisedSum:
         spans = split_chunks(len(values), len(groups.leaders))
         sizes = [message_bytes(codec, high - low) for low, high in spans]
         sent = _bytes(sum(sizes), values)
-        messages = sent.split(sizes)
+        messages = torch.split_with_sizes(sent, sizes)
         for (low, high), message in zip(spans, messages, strict=True):
             pack(codec, values[low:high], job.norm, message)
         table = sent.new_empty(len(spans), sizes[index])
@@ -89,7 +89,5 @@ def _bytes(num_bytes: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(table: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.all_gather(list(table.unbind()), own, group=group, async_op=True)
-    if work is None:
-        raise RuntimeError("this rank is not in the group")
+    work: dist.Work = dist.all_gather(list(table.unbind()), own, group=group, async_op=True)
     return work
