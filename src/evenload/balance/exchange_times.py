@@ -46,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does in a step besides exchanging."""
+    """Computation of a rank in a step."""
 
     compute_s: float
     """Without waiting for others."""
@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to exchange, and what it is predicted to cost."""
+    """A way to exchange, and its predicted cost."""
 
     setting: str
     """As the user writes it, such as ``wire="int8"``."""

@@ -12,7 +12,7 @@ EXACT_FORMATS = ("fp32",)
 
 @dataclass(frozen=True)
 class GradientSize:
-    """What is summed in a step."""
+    """Size of the gradients of a step."""
 
     num_values: int
     value_bytes: int = 4

@@ -29,7 +29,7 @@ class ObservedGradients:
     """Σ_r |g_r|² over the ranks' own gradients."""
     noise_square: float
     """Of the summed gradient; see `noise_square`."""
-    lost_squares: Mapping[str, float]
+    lost_square: Mapping[str, float]
     """By format, Σ_r |g_r - Q(g_r)|²."""
 
 
@@ -44,7 +44,7 @@ def choose_wire(observed: ObservedGradients, options: Mapping[str, Option]) -> t
     exact = options["fp32"]
     added = {
         name: lost / observed.noise_square if observed.noise_square > 0 else float("inf")
-        for name, lost in observed.lost_squares.items()
+        for name, lost in observed.lost_square.items()
     }
     allowed = [name for name in added if added[name] <= _ADDED_VARIANCE and name in options]
     best = min(allowed, key=lambda name: options[name].step_s, default="fp32")

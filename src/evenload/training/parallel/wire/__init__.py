@@ -1,1 +1,1 @@
-"""What gradients look like on the link between machines: one file per format; see docs/wire.md."""
+"""Formats of gradients on the link between machines, one file each; see docs/wire.md."""

@@ -41,9 +41,9 @@ class BucketSum:
     """Scalar of the same dtype: the sum of the ranks' norms, which bounds every value of the exact sum."""
     matrices: tuple[Matrix, ...] = ()
     lost: torch.Tensor | None = None
-    """What this rank's contribution lost, like `values`; None if nothing."""
+    """The part of this rank's contribution that was lost, like `values`; None if nothing."""
     next_starts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What the next sum of these matrices may start with, equal on all ranks."""
+    """Start values of the next sum of these matrices, equal on all ranks."""
 
 
 class WireFormat(Protocol):

@@ -37,7 +37,7 @@ from evenload.training.comm.wire_groups import WireGroups
 from evenload.training.parallel.buckets import Bucket, PendingSum, Slot, real
 from evenload.training.parallel.wire.bucket_sum import BucketSum, Matrix, Steps, WireFormat
 from evenload.training.parallel.wire.formats import open_format, wide_dtype
-from evenload.training.parallel.wire.observation import CHOICES, NUM_CALLS, Observation
+from evenload.training.parallel.wire.observation import CHOICES, NUM_CALLS, GradientObservation
 from evenload.training.parallel.wire.pipeline import Pipeline
 from evenload.training.parallel.wire.powersgd import PowerSGD
 
@@ -62,7 +62,7 @@ class GradientWire:
         self.format: WireFormat | None = open_format(name, seed)
         self._announce = announce
         self._link, self._seed = link, seed
-        self._observation: Observation | None = None
+        self._observation: GradientObservation | None = None
         """While ``auto`` has not chosen."""
         self._measures = False
         """True until the first commit of a generation, on all ranks alike."""
@@ -104,7 +104,7 @@ class GradientWire:
             self._measures = True
             if self.name == "auto" and self._groups.gradients is not None:
                 self._agree_on_format(None if self.format is None else self.format.name)
-                self._observation = Observation() if self.format is None else None
+                self._observation = GradientObservation() if self.format is None else None
             self._agree_on_starts()
         if self._observation is not None:
             self._observation.begin(shares, num_micro)
@@ -203,12 +203,12 @@ class GradientWire:
 
         The errors of the ranks are taken as independent: ‖Δg‖² = Σ_r ‖lost_r‖².
         """
-        squares, total = torch.zeros(1, dtype=torch.float64), 0.0
+        square, total = torch.zeros(1, dtype=torch.float64), 0.0
         for found in self._started:
             if found.job.lost is not None:
-                squares += _square(found.job.lost) * factor**2
+                square += _square(found.job.lost) * factor**2
             total += _square(found.bucket.memory.gradients)
-        return math.sqrt(float(self._sum(squares)) / total) if total else 0.0
+        return math.sqrt(float(self._sum(square)) / total) if total else 0.0
 
     def _report(self, difference: float) -> None:
         wire = self._started[0].wire
@@ -228,7 +228,7 @@ class GradientWire:
                 difference=difference,
             )
 
-    def _observe(self, observation: Observation, factor: float) -> None:
+    def _observe(self, observation: GradientObservation, factor: float) -> None:
         """Add a call that counts to what ``auto`` knows, and choose when it knows enough."""
         square = sum(_square(bucket.memory.gradients) for bucket in self._observed) / factor**2
         sums = self._sum(observation.own)

@@ -1,4 +1,4 @@
-"""`Observation`: what ``wire="auto"`` must know about the gradients of the first steps, which travel as they are."""
+"""`GradientObservation`: for ``wire="auto"``, the gradients of the first steps, which travel as they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_CALLS = 8
 CHOICES = ("fp32", *(codec.name for codec in CODECS))
 
 
-class Observation:
+class GradientObservation:
     """Of the calls of one generation; its sums are equal on all ranks once `add` has returned."""
 
     def __init__(self) -> None:
