@@ -27,8 +27,8 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
-from evenload.training.comm.rpc import offer_store
 from evenload.training.comm.link import LinkMeter
+from evenload.training.comm.rpc import offer_store
 from evenload.training.compute import randomness
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
