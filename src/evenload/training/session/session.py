@@ -256,7 +256,8 @@ class Session(StepListener):
             )
 
     def on_boundary(self, step: Step) -> None:
-        """Write the best checkpoint if its metric was logged in the loop body."""
+        """Report a checkpoint that is complete; write the best one if its metric was logged in the loop body."""
+        self._saver.collect()
         self._saver.save_best()
 
     def _print_dry_run(self, step: Step | None) -> None:

@@ -161,6 +161,8 @@ def _checkpoints(checkpoints: Sequence[CheckpointInfo]) -> str:
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.time))
         value = [] if not has_metric else ["-" if info.value is None else format_number(info.value)]
         marks = ", ".join(word for word, holds in (("best", info.is_best), ("last", info.is_last)) if holds)
+        if info.damage:
+            marks = f"DAMAGED: {info.damage}"
         epoch = "-" if info.epoch is None else str(info.epoch)
         rows.append([str(info.step), epoch, written, format_bytes(info.size_bytes), *value, marks])
     return "Checkpoints\n" + _aligned(rows, left=0, last=True)
