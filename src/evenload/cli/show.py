@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -98,10 +99,10 @@ def show(
         raise typer.Exit(2) from None
 
 
-def _show_run(folder: Path, as_json: bool) -> None:
+def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | None = None) -> None:
     from evenload.views.run.summary import summarize_run, summary_to_json
 
-    summary = summarize_run(folder)
+    summary = summarize_run(folder, is_wanted)
     if as_json:
         import json
 
@@ -170,7 +171,7 @@ def _show_queue_job(name: str, queue: Path | None, as_json: bool) -> bool:
         run = job_summary.run_folder(summary)
         if run is not None:
             print()
-            _show_run(run, as_json=False)
+            _show_run(run, as_json=False, is_wanted=job_summary.run_records(summary, run))
     return True
 
 

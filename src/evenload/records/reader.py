@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from evenload.errors import ConfigError
@@ -41,14 +41,16 @@ def read_events(folder: Path) -> list[RunEvent]:
     return [record for record in _read(folder / EVENTS_FILE) if isinstance(record, RunEvent)]
 
 
-def read_steps(folder: Path) -> list[StepRecord]:
-    """Read the steps of a run, each once, with all metrics logged for them.
+def read_steps(folder: Path, is_wanted: Callable[[float], bool] | None = None) -> list[StepRecord]:
+    """Read the steps of a run, each once, with all metrics logged for them; only those that `is_wanted` by their time.
 
     A resume from an older checkpoint repeats steps; the repeated ones replace those that the resume discarded.
     """
     steps: dict[tuple[str, int], StepRecord] = {}
     newest: dict[str, int] = {}
     for record in _read(folder / STEPS_FILE):
+        if is_wanted is not None and not is_wanted(record.time):
+            continue
         if isinstance(record, StepRecord):
             for lost in range(record.step, newest.get(record.arm, -1) + 1):
                 steps.pop((record.arm, lost), None)

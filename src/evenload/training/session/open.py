@@ -159,6 +159,7 @@ def _open_records(spec: WorkerSpec, config: Config, folder: Path, writes: bool) 
         hyperparameters=as_table(config),
         console=spec.origin != "evenload",
         log_every_s=config.log_every_s,
+        job=None if (now := attempt()) is None else now[0],
     )
     if writes:
         records.settings(as_table(config))

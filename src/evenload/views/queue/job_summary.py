@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_lookup import has_readable_file, row_of_attempt, row_of_job, stored_job
 from evenload.scheduler.job_syntax import bytes_text, duration_text
+from evenload.views.queue.job_run import folder_of_run, of_job
 from evenload.views.queue.text import aligned, clean, gigabytes, moment, progress, short_list, span
 
 _ENDED = {str(state) for state in ENDED}
 _ENDINGS = {"Yielded": "saved and stopped", "Ended": "ended", "Lost": "lost"}
-_RECORDS_DELAY_S = 60.0
-"""Time after a job's end during which the records of its run may still change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +95,13 @@ def job_text(summary: JobSummary) -> str:
 
 
 def run_folder(summary: JobSummary) -> Path | None:
-    """Return the folder of the job's run: the one its command names, else the only run below `runs` written meanwhile."""
-    from evenload.records.reader import is_run
+    """Return the folder of the job's run; None where there is none, or several may be."""
+    return folder_of_run(summary.job["id"], summary.program, summary.attempts, summary.now_s)
 
-    program = summary.program
-    command, folder = list(program.get("command", ())), str(program.get("snapshot") or program.get("folder") or "")
-    if not folder:
-        return None
-    for index, word in enumerate(command[:-1]):
-        if word == "--project-dir":
-            named = Path(folder) / command[index + 1]
-            return named if is_run(named) else None
-    began_s = summary.job.get("first_began_s")
-    runs = Path(folder) / "runs"
-    if began_s is None or not runs.is_dir():
-        return None
-    until_s = summary.job["since_s"] + _RECORDS_DELAY_S if summary.job["state"] in _ENDED else summary.now_s + 1
-    found = [(run.stat().st_mtime, run) for run in runs.iterdir() if is_run(run) and run.stat().st_mtime >= began_s]
-    found = [(changed_s, run) for changed_s, run in found if changed_s <= until_s]
-    return max(found)[1] if len(found) == 1 else None
+
+def run_records(summary: JobSummary, run: Path) -> Callable[[float], bool]:
+    """Return whether a record of the run, written at a time, belongs to this job."""
+    return of_job(run, summary.job["id"], summary.attempts, summary.now_s)
 
 
 def _head(summary: JobSummary) -> str:
