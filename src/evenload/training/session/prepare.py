@@ -281,7 +281,11 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     if loader.loader.is_joint and batch_size < context.num_sharing:
         few = " (fewer units than ranks: choose batch sizes with a larger common divisor)"
     context.recorder.event(
-        "loader", f"global batch {batch}, {epoch}{few}\n  " + "\n  ".join(lines), epoch_steps=epoch_steps, devices=names
+        "loader",
+        f"global batch {batch}, {epoch}{few}\n  " + "\n  ".join(lines),
+        epoch_steps=epoch_steps,
+        devices=names,
+        workers=list(context.groups.membership.workers),
     )
     for one in loader.loader.user_loaders:
         if order.is_computed(one):
