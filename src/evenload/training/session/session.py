@@ -26,6 +26,7 @@ from evenload.training.elastic.leaving import ComputingRanks
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
 from evenload.training.session import prepare
+from evenload.training.session.advice import LinkAdvice
 from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
@@ -51,6 +52,7 @@ class Session(StepListener):
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
+        self._advice = LinkAdvice(context, models)
         coupling = CouplingWatch(context, models) if context.spec.mode == "train" else None
         listeners: list[StepListener | None] = [
             self._ranks,
@@ -58,6 +60,7 @@ class Session(StepListener):
             self,
             self._contract,
             coupling,
+            self._advice,
             self._stopper,
         ]
         if context.spec.mode == "measure":
@@ -92,6 +95,7 @@ class Session(StepListener):
         if len(self._models) != self._attached:
             prepare.attach_models(self._context, self._models)
             self._contract.attach()
+            self._advice.announce()
             self._attached = len(self._models)
 
     def resume(self, state: Mapping[str, Any]) -> SavedValues:
@@ -281,7 +285,7 @@ class Session(StepListener):
             count = sum(p.numel() for p in model.parameters() if p.requires_grad)
             held = sum(p.numel() * p.element_size() for p in model.parameters())
             lines.append(f"model {type(model).__name__}: {count:,} trainable parameters, {held / 2**20:,.1f} MiB")
-        print("\n".join(lines), flush=True)
+        print("\n".join([*lines, *self._advice.opening()]), flush=True)
 
 
 def _ended_well(stopped: bool) -> bool:
