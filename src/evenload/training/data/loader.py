@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
@@ -39,6 +40,15 @@ class StepPlanner(Protocol):
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         """Broadcast rank 0's integers to all ranks."""
+
+    def steps(self, todo: Sequence[int]) -> Iterator[int]:
+        """Yield the steps of an epoch that this rank executes, of those left; all of them, in order, except under ``async``."""
+
+    def following(self, step: int, todo: Sequence[int]) -> Iterator[int]:
+        """Yield the steps that this rank will execute after `step`, as far as it is known."""
+
+    def global_step(self, step: int, committed: int) -> int:
+        """Return the global index of a step of the epoch; `committed` steps of all epochs are committed."""
 
 
 class GlobalLoader:
@@ -182,17 +192,34 @@ class GlobalLoader:
             raise StepError(f"step {batch.epoch_step} of epoch {batch.epoch} was committed twice")
         self._committed = weakref.ref(batch)
         self._begun = True
-        now = self._cursor
-        self._move(
-            step=batch.epoch_step + 1,
-            position=batch.plan.start + batch.num_samples,
-            global_step=now.global_step + 1,
-            samples_total=now.samples_total + batch.num_samples,
+        self._cursor = self._cursor.after(batch.epoch_step, batch.plan.start, batch.plan.start + batch.num_samples)
+
+    def follow(self, values: Sequence[int]) -> None:
+        """Take the position of rank 0, as its `follow_values`: this rank executed other steps than it (``async``)."""
+        begun, *moved, epoch_samples, order_key, num_ahead = values[:9]
+        flat = values[9 : 9 + 2 * num_ahead]
+        self._begun = bool(begun)
+        epoch, step, position, global_step, samples_total = moved
+        self._cursor = dataclasses.replace(
+            self._cursor,
+            epoch=epoch,
+            step=step,
+            position=position,
+            global_step=global_step,
+            samples_total=samples_total,
+            epoch_samples=epoch_samples,
+            order_key=order_key,
+            ahead=tuple(zip(flat[::2], flat[1::2], strict=True)),
         )
+
+    def follow_values(self) -> list[int]:
+        now = self._cursor
+        moved = [now.epoch, now.step, now.position, now.global_step, now.samples_total]
+        return [int(self._begun), *moved, now.epoch_samples, now.order_key, len(now.ahead), *sum(now.ahead, ())]
 
     def load(self, cursor: Cursor) -> None:
         """Continue at a cursor, in mid-epoch if need be; DataError if it does not fit this loader."""
-        if cursor.position > 0 and cursor.seed != self._seed:
+        if cursor.in_epoch and cursor.seed != self._seed:
             raise DataError(
                 f"the checkpoint is in the middle of an epoch whose order was drawn with seed {cursor.seed}, now the seed is "
                 f"{self._seed}: samples would be used twice; set seed={cursor.seed}, leave the rest of the epoch out with "
@@ -225,12 +252,16 @@ class GlobalLoader:
 
     def _map_steps(self, reader: MapReader) -> Generator[GlobalBatch, None, None]:
         planner, cursor = self._planner, self._cursor
-        drawn = reader.begin(cursor.epoch, cursor.samples_total - cursor.position, planner.agree, self._resized)
+        in_epoch = cursor.position + sum(count for _, count in cursor.ahead)
+        drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, planner.agree, self._resized)
         self._check_resumed(drawn)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
 
         ahead: CopiedAhead | None = None
+        todo: Sequence[int] = range(drawn.step_at(cursor.position), drawn.num_steps)
+        if cursor.ahead:
+            todo = [step for step in todo if step not in dict(cursor.ahead)]
 
         def read(low: int, high: int) -> Any:
             before = self._clock.switch("data")
@@ -241,7 +272,7 @@ class GlobalLoader:
 
         def wanted(now: GlobalBatch) -> Iterator[Span]:
             yield from now.unread_spans()
-            for step in range(now.epoch_step + 1, drawn.num_steps):
+            for step in planner.following(now.epoch_step, todo):
                 plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], now)
                 yield from spans_of(plan, self._ranks)
 
@@ -253,9 +284,9 @@ class GlobalLoader:
 
         def copy_next() -> None:
             nonlocal ahead
-            step = batch.epoch_step + 1
+            step = next(iter(planner.following(batch.epoch_step, todo)), None)
             # Without workers the samples of a step are read in it, as the script expects: it may change the dataset before.
-            if ahead is not None or step == drawn.num_steps or not reader.reading.num_workers:
+            if ahead is not None or step is None or not reader.reading.num_workers:
                 return
             plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], batch)
             for span in spans_of(plan, self._ranks)[:1]:  # none where this rank is left out
@@ -267,7 +298,7 @@ class GlobalLoader:
         copies = self._device.type != "cpu" and len(self._ranks) == 1
         revision: int | None = None
         try:
-            for step in range(drawn.step_at(self._cursor.position), drawn.num_steps):
+            for step in planner.steps(todo):
                 changed = reader.apply_tuned_settings()
                 revised = planner.revision()
                 plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1])
@@ -306,7 +337,9 @@ class GlobalLoader:
             reader.pause()
 
     def _plan(self, step: int, low: int, high: int, now: GlobalBatch | None = None) -> StepPlan:
-        global_step = self._cursor.global_step if now is None else now.global_step + step - now.epoch_step
+        global_step = self._planner.global_step(step, self._cursor.global_step)
+        if now is not None:
+            global_step = now.global_step + step - now.epoch_step
         return self._planner.plan(self._cursor.epoch, step, global_step, low, high - low)
 
     def _batch(
@@ -320,7 +353,7 @@ class GlobalLoader:
         return GlobalBatch(
             plan,
             ranks=self._ranks,
-            global_step=self._cursor.global_step,
+            global_step=self._planner.global_step(plan.step, self._cursor.global_step),
             device=self._device,
             read=read,
             on_replan=on_replan,
@@ -331,18 +364,18 @@ class GlobalLoader:
 
     def _check_resumed(self, drawn: order.SampleOrder) -> None:
         now = self._cursor
-        if now.position > 0 and now.epoch_samples not in (-1, drawn.num_samples):
+        if now.in_epoch and now.epoch_samples not in (-1, drawn.num_samples):
             raise DataError(
                 f"the checkpoint is in the middle of an epoch of {now.epoch_samples} samples, now the epoch has "
                 f"{drawn.num_samples}: the dataset or the sampler changed; use the same data, leave the rest of the epoch out "
                 "with --override, or start anew with --fresh"
             )
-        if now.position > 0 and now.order_key == -1 and order.is_computed(self.user_loader):
+        if now.in_epoch and now.order_key == -1 and order.is_computed(self.user_loader):
             raise DataError(
                 f"the checkpoint is in the middle of an epoch of more than {order.MAX_DRAWN:,} samples that an earlier version "
                 "shuffled in another order: finish the epoch with that version, or start anew with --fresh"
             )
-        if now.position > 0 and now.order_key not in (-1, drawn.key):
+        if now.in_epoch and now.order_key not in (-1, drawn.key):
             if self.is_joint:
                 raise DataError(
                     "the checkpoint is in the middle of an epoch, and the loaders of the tuple now give other samples: a "

@@ -25,8 +25,10 @@ from evenload.training.data.gather import follow_evaluation, gather_values
 from evenload.training.elastic.leaving import ComputingRanks
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
+from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
 from evenload.training.session import prepare
 from evenload.training.session.advice import LinkAdvice
+from evenload.training.session.async_run import StalenessRates, is_asynchronous
 from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
@@ -45,6 +47,8 @@ class Session(StepListener):
         self._models = models
         self._loaders = loaders
         self._stopper = Stopper(context, saver)
+        if isinstance(context.engine.strategy, AsyncStrategy) and context.engine.strategy.server is not None:
+            context.engine.strategy.server.on_wait = self._stopper.poll
         self._evaluation_parts = follow_evaluation(context.groups, context.control)
         self._attached = 0
         self._has_begun = False
@@ -53,7 +57,12 @@ class Session(StepListener):
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
         self._advice = LinkAdvice(context, models)
-        coupling = CouplingWatch(context, models) if context.spec.mode == "train" else None
+        asynchronous = is_asynchronous(context.config, context.spec)
+        # Under async rank 0 computes nothing.
+        coupling = CouplingWatch(context, models) if context.spec.mode == "train" and not asynchronous else None
+        self._stale_rates = (
+            StalenessRates(context.engine.strategy) if context.config.staleness_lr == "inverse" else None
+        )
         listeners: list[StepListener | None] = [
             self._ranks,
             self._verifier,
@@ -179,7 +188,6 @@ class Session(StepListener):
                 if not context.groups.gone:
                     context.control.exchange(Operation.CLOSE)
         finally:
-            end_rpc(well=well and sys.exception() is None)
             for hook in self._hooks:
                 hook.remove()
             for loader in self._loaders:
@@ -188,6 +196,7 @@ class Session(StepListener):
             context.loop.close()
             self._contract.close()
             context.engine.strategy.detach()
+            end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
             for model in self._models:
                 batchnorm.restore(model)
             try:
@@ -202,6 +211,8 @@ class Session(StepListener):
         self._check_gradients_remain(optimizer)
         self._context.engine.totals.before_optimizer(optimizer)
         self._ranks.optimizer_begins(optimizer)
+        if self._stale_rates is not None:
+            self._stale_rates.before(optimizer)
         self._saver.in_optimizer = True
         if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
             adaptive_batch.rates.before(optimizer)
@@ -226,6 +237,8 @@ class Session(StepListener):
     def _after_optimizer(self, *_: Any) -> None:
         if (adaptive_batch := self._saver.adaptive_batch) is not None:
             adaptive_batch.rates.after()
+        if self._stale_rates is not None:
+            self._stale_rates.after()
         self._ranks.optimizer_ends()
         self._saver.in_optimizer = False
         self._context.engine.totals.after_optimizer()

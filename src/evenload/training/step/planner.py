@@ -6,6 +6,7 @@ them into plans with the same integer arithmetic, so the loader's prefetch can p
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from evenload.balance.split import Split, even_shares, micro_shares, num_micro, 
 from evenload.balance.values import Cost, StepPlan
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
+from evenload.training.data.loader import GlobalLoader
 from evenload.training.parallel.strategy import ReplicaTimes
+from evenload.training.step.plan_source import PlanSource, Shares
 
 LEAD_STEPS = 2
 """A decision received in step s holds from step s + 2: step s + 1 is loaded already, s + 2 gets a step's time to load."""
@@ -28,7 +31,6 @@ QUANTA_IN_A_BATCH = 64
 """A compiled model's shares are multiples of this part of the batch: each new size may cost a compilation, and the loss
 from the coarser split stays small."""
 
-Shares = tuple[int, ...]
 Caps = tuple[int | None, ...]
 
 
@@ -40,31 +42,6 @@ class ShareAssignment:
     caps: Caps
     out: tuple[int, ...] = ()
     """Ranks that leave the groups of gradients: their share is 0."""
-
-
-class PlanSource:
-    """Supplies parts of a loader's plans from outside the planner; see `Planner.use`. All ranks must supply the same."""
-
-    sets_shares = False
-    """True if `shares` replaces the planner's own assignments, which then learn nothing from the steps."""
-
-    def shares(self, global_step: int, num_samples: int) -> Shares:
-        """Return the shares of a step, where `sets_shares`."""
-        raise NotImplementedError
-
-    def next_batch_size(self) -> int | None:
-        """Return the global batch of the next epoch; None keeps it. All ranks call it between two epochs."""
-        return None
-
-
-class FixedProportions(PlanSource):
-    sets_shares = True
-
-    def __init__(self, proportions: Sequence[int]) -> None:
-        self._proportions = tuple(proportions)
-
-    def shares(self, global_step: int, num_samples: int) -> Shares:
-        return scale_shares(self._proportions, num_samples)
 
 
 class Planner:
@@ -156,6 +133,23 @@ class Planner:
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         return self._control.agree(values)
+
+    def steps(self, todo: Sequence[int]) -> Iterator[int]:
+        return iter(todo)
+
+    def following(self, step: int, todo: Sequence[int]) -> Iterator[int]:
+        return iter(todo[bisect.bisect_right(todo, step) :])
+
+    def global_step(self, step: int, committed: int) -> int:
+        return committed
+
+    def step_index(self, step: int, done: int) -> int:
+        """Return the index over all loaders of a step of the epoch, after `done` steps."""
+        return done
+
+    def end_loop(self, loader: GlobalLoader, steps_done: int, *, left: bool) -> int:
+        """End a loop over this loader, which was `left` early, on all ranks; return the number of steps done by then."""
+        return steps_done
 
     @property
     def assignments(self) -> tuple[ShareAssignment, ...]:

@@ -49,7 +49,7 @@ class Step:
         self.batch = batch
         self.planner = planner
         self.stats = StepStats()
-        self.index = loop.steps_done
+        self.index = planner.step_index(batch.epoch_step, loop.steps_done)
         self.record_index = self.index if record_index is None else record_index
         self.arm = arm
         self.epoch = batch.epoch
@@ -402,6 +402,7 @@ class StepLoader:
             try:
                 batch = next(batches)
             except StopIteration:
+                loop.steps_done = self.planner.end_loop(self.loader, loop.steps_done, left=False)
                 loop.end_epoch()
                 return None
             step = Step(loop, self.loader, self.planner, batch)
@@ -413,5 +414,7 @@ class StepLoader:
             finally:
                 # A `break` ends the generator here: samples count as used where their gradients were.
                 loop.end(step, finished=finished)
+                if not finished:
+                    loop.steps_done = self.planner.end_loop(self.loader, loop.steps_done, left=True)
             if (listener := loop.due_listener()) is not None:
                 return listener
