@@ -36,6 +36,8 @@ class Board:
 
 
 class Planner:
+    in_order = True
+
     def __init__(self, board: Board, rank: int) -> None:
         self.board = board
         self.rank = rank

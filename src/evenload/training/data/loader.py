@@ -28,6 +28,8 @@ from evenload.training.data.tuning import ReadSettings, StepCost
 class StepPlanner(Protocol):
     world_size: int
     rank: int
+    in_order: bool
+    """True if all ranks execute all steps, in order; `global_step` is called only where it is False."""
 
     def plan(self, epoch: int, epoch_step: int, global_step: int, start: int, num_samples: int) -> StepPlan:
         """Return the plan of a step under the decisions known now; equal on all ranks when the step is executed."""
@@ -89,7 +91,7 @@ class GlobalLoader:
         self._planner = planner
         self.is_tuned = most_workers is not None
         """True if the number of workers is chosen by measurement: `observe` wants the cost of each step."""
-        self._ranks = tuple(ranks) if ranks is not None else (planner.rank,)
+        self._replicas = None if ranks is None else tuple(ranks)
         self._seed = seed
         self._device = device
         self._clock = clock
@@ -337,10 +339,18 @@ class GlobalLoader:
             reader.pause()
 
     def _plan(self, step: int, low: int, high: int, now: GlobalBatch | None = None) -> StepPlan:
-        global_step = self._planner.global_step(step, self._cursor.global_step)
         if now is not None:
             global_step = now.global_step + step - now.epoch_step
+        else:
+            global_step = self._cursor.global_step if self._planner.in_order else self._global_step(step)
         return self._planner.plan(self._cursor.epoch, step, global_step, low, high - low)
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return (self._planner.rank,) if self._replicas is None else self._replicas
+
+    def _global_step(self, step: int) -> int:
+        return self._planner.global_step(step, self._cursor.global_step)
 
     def _batch(
         self,
@@ -353,7 +363,7 @@ class GlobalLoader:
         return GlobalBatch(
             plan,
             ranks=self._ranks,
-            global_step=self._planner.global_step(plan.step, self._cursor.global_step),
+            global_step=self._cursor.global_step if self._planner.in_order else self._global_step(plan.step),
             device=self._device,
             read=read,
             on_replan=on_replan,

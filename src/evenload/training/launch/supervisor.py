@@ -9,7 +9,6 @@ the rendezvous and stay connected; the coordinator decides the cause of a failur
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -35,9 +34,10 @@ from evenload.training.launch.failure import FailureReport, describe_end, read_f
 from evenload.training.launch.output import ProgressView, WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.replicas import as_one_worker, make_throttle, num_parts, throttle_of
+from evenload.training.launch.server_process import LostWorkers, with_server, with_servers_speed
 from evenload.training.launch.stop_status import StopStatus
 from evenload.training.launch.store_server import StoreServer, listen
-from evenload.training.launch.target import target_file
+from evenload.training.launch.target import resume_command, target_file
 from evenload.training.launch.throttle import ThrottleController, check_factors
 from evenload.training.launch.worker import end_process
 
@@ -107,6 +107,8 @@ def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[Worke
             replace(worker, throttle={"factors": factors} if worker.replicas else {"factor": factors[worker.rank]})
             for worker in workers
         )
+    if request.rendezvous is None:
+        workers = with_server(workers, request.settings)
     if request.port and len(workers) == 1:
         raise ConfigError(f"--port {request.port} has no effect: one rank alone opens no port; leave it out")
     return workers
@@ -142,16 +144,6 @@ def launch(
     return code
 
 
-def _command(request: LaunchRequest) -> str:
-    if request.call:
-        return shlex.join(sys.orig_argv)
-    own = sys.argv[1:]
-    options = own[: own.index(request.arguments[0])] if request.arguments[0] in own else own
-    return shlex.join(
-        ["evenload", *(word for word in options if word not in ("--fresh", "--override")), *own[len(options) :]]
-    )
-
-
 def _print(text: str) -> None:
     print(f"evenload: {text}", flush=True)
 
@@ -162,6 +154,7 @@ class _Supervisor:
         self._report = report
         self._folder = folder
         self._outputs = WorkerOutputs()
+        self._lost = LostWorkers(folder, self._outputs.print_line)
         self._workers: list[WorkerProcess] = []
         self._listener: socket.socket | None = None
         self._store: StoreServer | None = None
@@ -183,10 +176,12 @@ class _Supervisor:
         if self._stop_signals:
             return self._end_by_signal()
         if self._request.throttle:
-            self._throttle = make_throttle(self._folder, self._request.throttle, specs, num_cores)
+            factors = with_servers_speed(self._request.throttle, specs)
+            self._throttle = make_throttle(self._folder, factors, specs, num_cores)
+        command = resume_command(self._request.arguments, is_call=bool(self._request.call))
         for spec in specs:
             throttle = throttle_of(self._throttle, spec) if self._throttle is not None else {}
-            spec = replace(spec, launch_dir=str(self._folder), throttle=throttle, command=_command(self._request))
+            spec = replace(spec, launch_dir=str(self._folder), throttle=throttle, command=command)
             worker = WorkerProcess(spec, self._request.arguments, self._outputs)
             self._workers.append(worker)
             if self._throttle is not None:
@@ -332,6 +327,8 @@ class _Supervisor:
         for worker in self._workers:
             rank = worker.spec.rank
             if rank in self._own_causes or (failure := self._failure(worker)) is None:
+                continue
+            if self._lost.takes(worker, failure):
                 continue
             where = worker.spec.device + (f" on {self._machine}" if self._machine else "")
             cause = FailureCause(failure.text(where), failure.exit_code, failure.consequence, failure.time_s)

@@ -32,6 +32,8 @@ _SPEED_UNIT = 1e-3
 class PartPlanner(Planner):
     """Plans of one loader under strategy ``async``."""
 
+    in_order = False
+
     def __init__(
         self,
         control: Control,
@@ -62,8 +64,7 @@ class PartPlanner(Planner):
         self._clock = clock
         self._reads_ahead = reads_ahead
         self._is_dry = is_dry
-        self._ids = list(range(groups.world_size))
-        """By rank, its number in RPC, which stays when ranks that are gone are left out."""
+        self._ids = list(strategy.ids)
         self._todo: Sequence[int] = ()
         self._next_part: int | None = None
         self._end: Handout | None = None
@@ -93,6 +94,7 @@ class PartPlanner(Planner):
         return StepPlan(self.generation, epoch, epoch_step, 0, start, micro, out)
 
     def steps(self, todo: Sequence[int]) -> Iterator[int]:
+        self._follow_ranks()
         self._todo, self._committed, self._done, self._end = todo, None, None, None
         if self._is_dry:
             yield from todo
@@ -188,21 +190,29 @@ class PartPlanner(Planner):
 
     def _leave_out(self, alive: Sequence[int]) -> None:
         """Make the groups anew without the ranks that are gone."""
-        if list(alive) == self._ids:
+        strategy, groups = self._strategy, self._groups
+        if list(alive) == strategy.ids:
             return
-        groups = self._groups
         if groups.adopted:
-            gone = ", ".join(str(rank) for rank, number in enumerate(self._ids) if number not in alive)
+            gone = ", ".join(str(rank) for rank, number in enumerate(strategy.ids) if number not in alive)
             raise PeerLostError(
                 f"rank {gone} is gone, and the script's own process group can't be made anew without it"
             )
         before = groups.membership
-        kept = [rank for rank, number in enumerate(self._ids) if number in alive]
+        kept = [rank for rank, number in enumerate(strategy.ids) if number in alive]
         workers = tuple(before.workers[rank] for rank in kept)
-        groups.rebuild(replace(before, number=before.number + 1, workers=workers), kept.index(self.rank))
+        groups.rebuild(replace(before, number=before.number + 1, workers=workers), kept.index(groups.rank))
+        strategy.ids = list(alive)
+        self._follow_ranks()
+
+    def _follow_ranks(self) -> None:
+        """Count the ranks as the groups do now."""
+        if self._ids == self._strategy.ids:
+            return
+        kept = [self._ids.index(number) for number in self._strategy.ids]
         self._samples_of = [self._samples_of[rank] for rank in kept]
         self._seconds_of = [self._seconds_of[rank] for rank in kept]
-        self._ids, self.rank, self.world_size = list(alive), groups.rank, len(kept)
+        self._ids, self.rank, self.world_size = list(self._strategy.ids), self._groups.rank, len(kept)
         caps = self.assignments[-1].caps
         self._assignments = [replace(self.assignments[-1], shares=self.shares, caps=tuple(caps[rank] for rank in kept))]
         self.may_leave = [False] * self.world_size

@@ -47,6 +47,8 @@ class ShareAssignment:
 class Planner:
     """The plans of one loader; the same on all ranks, except that rank 0 also decides."""
 
+    in_order = True
+
     def __init__(
         self,
         control: Control,

@@ -49,7 +49,7 @@ class Step:
         self.batch = batch
         self.planner = planner
         self.stats = StepStats()
-        self.index = planner.step_index(batch.epoch_step, loop.steps_done)
+        self.index = loop.steps_done if planner.in_order else planner.step_index(batch.epoch_step, loop.steps_done)
         self.record_index = self.index if record_index is None else record_index
         self.arm = arm
         self.epoch = batch.epoch

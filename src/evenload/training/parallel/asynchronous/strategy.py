@@ -64,6 +64,8 @@ class AsyncStrategy:
         """The gradient that the server's next `run` applies."""
         self.job: PartJob | None = None
         """The part that this worker computes."""
+        self.ids = list(range(groups.world_size))
+        """By rank, its number in RPC, which stays when ranks are counted anew without those that are gone."""
         self._inner = inner
         self._groups = groups
         self._clock = clock
