@@ -91,7 +91,7 @@ class GlobalLoader:
         self._planner = planner
         self.is_tuned = most_workers is not None
         """True if the number of workers is chosen by measurement: `observe` wants the cost of each step."""
-        self._replicas = None if ranks is None else tuple(ranks)
+        self._ranks = tuple(ranks) if ranks is not None else (planner.rank,)
         self._seed = seed
         self._device = device
         self._clock = clock
@@ -301,6 +301,8 @@ class GlobalLoader:
         revision: int | None = None
         try:
             for step in planner.steps(todo):
+                if not planner.in_order:
+                    self._ranks = (planner.rank,)  # ranks may have been counted anew
                 changed = reader.apply_tuned_settings()
                 revised = planner.revision()
                 plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1])
@@ -344,10 +346,6 @@ class GlobalLoader:
         else:
             global_step = self._cursor.global_step if self._planner.in_order else self._global_step(step)
         return self._planner.plan(self._cursor.epoch, step, global_step, low, high - low)
-
-    @property
-    def _ranks(self) -> tuple[int, ...]:
-        return (self._planner.rank,) if self._replicas is None else self._replicas
 
     def _global_step(self, step: int) -> int:
         return self._planner.global_step(step, self._cursor.global_step)
