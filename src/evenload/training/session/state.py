@@ -393,8 +393,8 @@ class Saver:
             "checkpoint",
             f"checkpoint at step {written.step}" + (f" ({self._reason})" if self._reason else ""),
             step=written.step,
-            seconds=written.seconds,
-            held_s=written.held_s,
+            seconds=written.held_s,
+            write_s=written.seconds,
             size_bytes=written.num_bytes,
         )
 
