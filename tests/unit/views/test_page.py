@@ -47,6 +47,7 @@ def test_an_event_belongs_to_a_group_by_its_kind(kind: str, fields: dict[str, ob
 
 def test_only_finite_seconds_are_a_cost() -> None:
     assert cost_s({"took_s": 2}) == 2.0
+    assert cost_s({"seconds": 3.0, "held_s": 0.02}) == 0.02, "a save in the background costs what training waits for"
     assert [cost_s(fields) for fields in ({"seconds": True}, {"seconds": "NaN"}, {"lost_s": -1.0}, {})] == [None] * 4
 
 
