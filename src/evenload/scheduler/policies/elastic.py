@@ -23,7 +23,7 @@ from evenload.scheduler.core.values import Job, Settings
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
 _USUAL_RESTART_S = 30.0
-_PART_OF_MEAN = 0.25
+_PART_OF_MEAN = 0.1
 _ALL_SIZES = 8
 """Up to so many devices every size is looked at; beyond, multiples of four and the largest."""
 
