@@ -44,6 +44,7 @@ class Operation(enum.IntEnum):
     GATHER = 16
     GATHER_BATCH = 17
     """A gather inside a loop over `run.batches`; see `Control.join_gathers`."""
+    SYNCHRONISE = 18
 
 
 _DOING = {
@@ -64,6 +65,7 @@ _DOING = {
     Operation.MAIN_FIRST: "is in run.main_first",
     Operation.GATHER: "calls run.gather",
     Operation.GATHER_BATCH: "calls run.gather in a loop over run.batches",
+    Operation.SYNCHRONISE: "synchronises its island",
 }
 
 

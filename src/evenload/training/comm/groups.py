@@ -214,8 +214,7 @@ class Groups:
 
     def sum_statistics(self, tensor: torch.Tensor) -> None:
         """Sum a vector of statistics over all ranks, in place."""
-        group = self.generation.statistics
-        if group is None:
+        if (group := self.generation.statistics) is None:
             return
         try:
             if not isinstance(group, SharedChannel):
@@ -234,8 +233,7 @@ class Groups:
 
     def gather_statistics(self, own: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' vectors of statistics, shape ``(world_size, len(own))``."""
-        group = self.generation.statistics
-        if group is None:
+        if (group := self.generation.statistics) is None:
             return own.unsqueeze(0)
         try:
             if isinstance(group, SharedChannel):
@@ -330,7 +328,8 @@ class Groups:
                     f"rank {rank} could not join the other {world_size - 1} ranks at {membership.store}: {error}"
                     + (taken if "EADDRINUSE" in str(error) else "")
                 ) from error
-        control = dist.new_group(backend="gloo", timeout=self._timeout)
+        control = self._make_group(everyone, "gloo")
+        assert control is not None  # every rank is in it
         gather = self._gather_in(control)
         now = Generation(membership.number, membership, rank, everyone, everyone, control)
         try:

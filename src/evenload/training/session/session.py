@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -23,6 +25,7 @@ from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values
 from evenload.training.elastic.leaving import ComputingRanks
+from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
@@ -30,6 +33,7 @@ from evenload.training.session import prepare
 from evenload.training.session.advice import LinkAdvice
 from evenload.training.session.async_run import StalenessRates, is_asynchronous
 from evenload.training.session.gradient_contract import GradientContract
+from evenload.training.session.live_objects import live_objects
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
@@ -57,6 +61,11 @@ class Session(StepListener):
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
         self._advice = LinkAdvice(context, models)
+        self._islands: IslandSynchroniser | None = None
+        if context.islands is not None:
+            find = functools.partial(live_objects, LRScheduler)
+            self._islands = IslandSynchroniser(context, context.islands, models, loaders, find)
+            saver.islands = self._islands
         asynchronous = is_asynchronous(context.config, context.spec)
         # Under async rank 0 computes nothing.
         coupling = CouplingWatch(context, models) if context.spec.mode == "train" and not asynchronous else None
@@ -66,6 +75,7 @@ class Session(StepListener):
         listeners: list[StepListener | None] = [
             self._ranks,
             self._verifier,
+            self._islands,
             self,
             self._contract,
             coupling,
@@ -152,8 +162,14 @@ class Session(StepListener):
     def _evaluate(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
         self._context.loop.settle()
         prepare.check_same_loader(self._context, loader, Operation.EVALUATE)
-        with self._context.clock.segment("other"):
+        with self._context.clock.segment("other"), self.synchronised_weights(together=True):
             yield from batches
+
+    def synchronised_weights(self, *, together: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Let the models hold weights of all islands while the body runs; `together`: all ranks do it."""
+        return (
+            contextlib.nullcontext() if self._islands is None else self._islands.synchronised_weights(together=together)
+        )
 
     def gather(self, value: Any) -> Any:
         with self._context.clock.segment("other"):
@@ -177,6 +193,8 @@ class Session(StepListener):
         try:
             if well:
                 context.loop.settle()
+                if self._islands is not None:
+                    self._islands.finish()
             else:
                 with contextlib.suppress(EvenloadError):
                     context.engine.totals.read(waits=False)
@@ -204,6 +222,8 @@ class Session(StepListener):
             finally:
                 self._stopper.close(well)
                 with contextlib.suppress(EvenloadError):
+                    if context.step_groups is not context.groups:
+                        context.step_groups.close()
                     context.groups.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -273,8 +293,10 @@ class Session(StepListener):
             )
 
     def on_boundary(self, step: Step) -> None:
-        """Report a checkpoint that is complete; write the best one if its metric was logged in the loop body."""
+        """Report a checkpoint that is complete; write one that waited for a synchronisation, and a new best one."""
         self._saver.collect()
+        if self._islands is not None and self._islands.owes_checkpoint:
+            self._saver.save()
         self._saver.save_best()
 
     def _print_dry_run(self, step: Step | None) -> None:
