@@ -92,7 +92,7 @@ def test_nothing_is_queued(box: Box, words: str, told: str) -> None:
         ("change", "1 --time soon", "--time soon: expected SOFT"),
         ("show", "nobody", "no job 'nobody' in this queue"),
         ("show", "1 --live", "--live, --html, --web, --trace, --to and --logger-option are for runs"),
-        ("queue", "dance", "unknown action; actions: show, stop, start, service, set, limit, reserve, release"),
+        ("queue", "dance", "unknown action; actions: show, stop, start, service"),
         ("queue", "set policy=best", "there is no such policy"),
         ("queue", "set polic=fifo", "there is no such setting of the queue"),
         ("queue", "limit bob", "expected evenload queue limit USER NAME=VALUE"),
