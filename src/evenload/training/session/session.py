@@ -51,8 +51,8 @@ class Session(StepListener):
         self._models = models
         self._loaders = loaders
         self._stopper = Stopper(context, saver)
-        if isinstance(context.engine.strategy, AsyncStrategy) and context.engine.strategy.server is not None:
-            context.engine.strategy.server.on_wait = self._stopper.poll
+        if isinstance(context.engine.strategy, AsyncStrategy):
+            context.engine.strategy.set_on_wait(self._stopper.poll)
         self._evaluation_parts = follow_evaluation(context.groups, context.control)
         self._attached = 0
         self._has_begun = False
