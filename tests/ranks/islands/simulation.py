@@ -88,8 +88,13 @@ class Island:
         self.losses.append(float(loss.detach()))
 
 
-def simulate(case: Case, model: nn.Module | None = None, first_step: int = 0) -> list[Island]:
-    """Train all islands in one process, from `first_step` on; afterwards the models hold the islands' own weights."""
+def simulate(
+    case: Case, model: nn.Module | None = None, first_step: int = 0, velocity: dict[str, torch.Tensor] | None = None
+) -> list[Island]:
+    """Train all islands in one process, from `first_step` on; afterwards the models hold the islands' own weights.
+
+    `velocity` is changed, and holds that of the outer step.
+    """
     data = Points()
     start_model = model or build()
     islands = []
@@ -99,7 +104,9 @@ def simulate(case: Case, model: nn.Module | None = None, first_step: int = 0) ->
         islands.append(Island(own, case.optimizer(own)))
     fragments = _fragments(start_model, case.num_fragments)
     start = {name: tensor.detach().clone() for name, tensor in _tensors(start_model)}
-    velocity = {name: torch.zeros_like(p) for name, p in start_model.named_parameters()}
+    velocity = {} if velocity is None else velocity
+    for name, p in start_model.named_parameters():
+        velocity.setdefault(name, torch.zeros_like(p))
     pending: dict[int, dict[str, Any]] = {}
     for island in islands:
         island.before = [0.0] * case.num_fragments

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 import evenload
-from evenload.testing import run_ranks
 from tests.ranks.islands.simulation import BATCH, NUM_SAMPLES, Case, Points, adamw, build, loss_of, sgd, simulate
 
 ISLANDS = "0,1/2"
@@ -89,8 +88,8 @@ def train_all(folder: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(train_all, 3, str(tmp_path_factory.mktemp("local")), timeout_s=100.0)
+def trained(island_ranks: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    return [seen["train_all"] for seen in island_ranks]
 
 
 @functools.cache
