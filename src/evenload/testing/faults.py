@@ -95,7 +95,7 @@ class FaultInjector:
             register_optimizer_step_post_hook(lambda *_: self.at("applied")),
         ]
         self._write = files.write
-        files.write = self._write_checkpoint
+        files.write = self._write_checkpoint  # type: ignore[assignment]
         for model in run._models:
             self._hooks += [
                 model.register_forward_pre_hook(lambda *_: self.at("forward")),
@@ -138,7 +138,7 @@ class FaultInjector:
         tensors = output if isinstance(output, list | tuple) else (output,)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.at("backward"))
+                tensor.register_hook(lambda grad: self.at("backward"))  # type: ignore[no-untyped-call]
 
 
 def _happen(fault: Fault) -> None:

@@ -24,7 +24,7 @@ from evenload.training.checkpoint.retention import Retention
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """How the writing of one checkpoint ended."""
+    """The outcome of one write."""
 
     step: int
     held_s: float
