@@ -1,0 +1,94 @@
+"""How a batch is divided over islands, and schedules that follow the global step."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
+
+from evenload.errors import DataError, StepError
+from evenload.training.islands.schedulers import FollowedScheduler
+from evenload.training.islands.shares import NUM_BLOCKS, IslandShares, at_least_one, blocks_of
+
+
+def test_shares_come_near_the_measured_speeds() -> None:
+    parts = IslandShares(96, [1, 1], decides=True)
+    for step in range(12):
+        noise = [1 + 0.01 * ((7 * step + index) % 3 - 1) for index in range(NUM_BLOCKS)]
+        first, second = parts.shares
+        decision = parts.observe([[0.001 * first * n for n in noise], [0.002 * second * n for n in noise]])
+        if decision is not None:
+            parts.set(decision.shares)
+    assert parts.shares[0] == pytest.approx(64, abs=2)
+    assert sum(parts.shares) == 96
+
+
+def test_no_island_is_left_without_samples() -> None:
+    assert at_least_one((7, 0, 0, 1)) == (5, 1, 1, 1)
+    parts = IslandShares(30, [29, 1], decides=False)
+    assert parts.cut(30) == [0, 29, 30]
+    assert parts.cut(3) == [0, 2, 3]
+    with pytest.raises(DataError, match="drop_last=True"):
+        parts.cut(1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 20])
+def test_blocks_hold_every_step(count: int) -> None:
+    blocks = blocks_of([float(index + 1) for index in range(count)])
+    assert len(blocks) == NUM_BLOCKS
+    assert (min(blocks) > 0) == (count > 0)
+    if count >= NUM_BLOCKS:
+        assert all(low < high for low, high in itertools.pairwise(blocks))
+
+
+def make(kind: str) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.4, momentum=0.5)
+    if kind == "sequential":
+        return optimizer, SequentialLR(optimizer, [LinearLR(optimizer, 0.1, 1.0, 4), StepLR(optimizer, 3)], [5])
+    if kind == "chained":
+        return optimizer, ChainedScheduler([LinearLR(optimizer, 0.1, 1.0, 4), ExponentialLR(optimizer, 0.9)])
+    if kind == "cosine":
+        return optimizer, CosineAnnealingLR(optimizer, 30)
+    return optimizer, OneCycleLR(optimizer, 0.8, total_steps=60)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+@pytest.mark.parametrize("kind", ["cosine", "one_cycle", "sequential", "chained"])
+@pytest.mark.parametrize("num_batches", [2, 7])
+def test_a_schedule_stands_at_the_global_step(kind: str, num_batches: int) -> None:
+    (ours, followed), (theirs, plain) = make(kind), make(kind)
+    watch = FollowedScheduler(followed)
+    for _ in range(3):
+        watch.begin()
+        for _ in range(num_batches):
+            followed.step()
+        watch.end(num_batches, 4, left_early=False)
+        for _ in range(4):
+            plain.step()
+        for group, wanted in zip(ours.param_groups, theirs.param_groups, strict=True):
+            assert {k: v for k, v in group.items() if k != "params"} == {
+                k: v for k, v in wanted.items() if k != "params"
+            }
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+def test_a_schedule_between_loops_stays_and_a_partial_one_is_named() -> None:
+    optimizer, scheduler = make("cosine")
+    watch = FollowedScheduler(scheduler)
+    watch.end(3, 4, left_early=False)
+    assert optimizer.param_groups[0]["lr"] == 0.4
+    scheduler.step()
+    with pytest.raises(StepError, match="made 1 steps in the 3 steps of an island"):
+        watch.end(3, 4, left_early=False)
