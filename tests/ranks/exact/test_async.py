@@ -106,19 +106,24 @@ def run_cases(folder: str) -> dict[str, Any]:
     # The rest of an epoch that async left out of order, by ddp.
     found["begun"] = interrupted(f"{folder}/resumed")
     found["resumed"] = train(f"{folder}/resumed", {"balance": "even"}, epochs=1)
+    found["counted"] = count_updates(f"{folder}/counted", 1)
     found["refused"] = refusals(folder)
     return found
 
 
 def interrupted(folder: str) -> dict[str, Any]:
-    """Save in the middle of an epoch, and end there."""
+    """Save while a part that came first is still computed and later ones are applied, and end there."""
     run = evenload.init(project_dir=folder, micro_batch=4, strategy="async")
     model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
     optimizer, scheduler = optimizers(model)
     run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
+    taken, saved = Path(f"{folder}.taken"), Path(f"{folder}.saved")
 
     def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
-        time.sleep(0.03 if run.rank == 2 else 0.003)
+        if run.rank == 2:
+            taken.touch()
+        while not (saved if run.rank == 2 else taken).exists():
+            time.sleep(0.005)
         return loss_of(model, batch[0])
 
     cursor = Cursor()
@@ -127,18 +132,46 @@ def interrupted(folder: str) -> dict[str, Any]:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        if run.is_main:
+        if run.is_main and step.index == 3:
+            run.checkpoint()
             cursor = loader.loader.cursor()
-            if step.index >= 3:
-                run.checkpoint()
-                cursor = loader.loader.cursor()
-            if cursor.ahead and step.index >= 3:
-                break
+            saved.touch()
+            break
     run_module._open = None  # without close: the state of the checkpoint stays the newest
     run._closed = True
     run._session._saver.resumed = False
     run._session.close()
     return {"cursor": cursor}
+
+
+def count_updates(folder: str, epochs: int) -> int:
+    """Train without pauses, 300 updates an epoch; return the largest staleness that the server counted."""
+    run = evenload.init(project_dir=folder, strategy="async", staleness=2)
+    data = torch.randn(600, 4, generator=torch.Generator().manual_seed(3))
+    model, loader = run.prepare(nn.Linear(4, 1), DataLoader(TensorDataset(data), batch_size=2, shuffle=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(epochs):
+        for step in loader:
+            step.backward(lambda batch: loss_of(model, batch[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+    server = getattr(run._context.engine.strategy, "server", None)
+    run.close()
+    return server.max_staleness if server is not None else 0
+
+
+def check_updates(folder: Path, epochs: int, counted: int) -> None:
+    records = read_steps(folder)
+    assert [record.step for record in records] == list(range(300 * epochs))
+    assert max(record.metrics["staleness"] for record in records) == counted <= 2
+    for epoch in range(epochs):
+        assert sorted(r.epoch_step for r in records if r.epoch == epoch) == list(range(300))
+
+
+@pytest.mark.long
+def test_the_bound_holds_in_ten_thousand_updates(tmp_path: Path) -> None:
+    counted = run_ranks(count_updates, 4, str(tmp_path), 34, timeout_s=600.0)
+    check_updates(tmp_path, 34, counted[0])
 
 
 def refusals(folder: str) -> dict[str, str]:
@@ -222,6 +255,10 @@ def test_updates_equal_those_of_one_process_in_the_same_order(
     assert max(staleness) == found[0][name]["max_staleness"] <= bound
     assert {r.metrics["worker"] for r in records} == {1.0, 2.0} and max(staleness) > 0
     assert all(r.shares[int(r.metrics["worker"])] == BATCH for r in records)
+
+
+def test_the_bound_holds_in_three_hundred_updates(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    check_updates(ranks[0] / "counted", 1, ranks[1][0]["counted"])
 
 
 def test_a_bound_of_zero_is_ddp(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
