@@ -23,14 +23,14 @@ def wall_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClockAnchor:
-    """What a queue's time is counted from, as it is stored."""
+    """Origin of a queue's time, as it is stored."""
 
     boot: str
     """Id of the boot."""
     offset_s: float
     """Queue's time at the boot."""
     ahead_s: float = 0.0
-    """How far the wall clock was ahead of the queue's when this was stored."""
+    """Seconds by which the wall clock was ahead of the queue's when this was stored."""
 
 
 class QueueClock:
@@ -51,7 +51,7 @@ class QueueClock:
 
     @property
     def ahead_s(self) -> float:
-        """How far the wall clock is ahead of the queue's; 0 where nobody set it."""
+        """Seconds by which the wall clock is ahead of the queue's; 0 where nobody set it."""
         ahead_s = wall_s() - self.now_s()
         return ahead_s if abs(ahead_s) > _SAME_S else 0.0
 

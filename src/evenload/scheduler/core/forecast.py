@@ -228,7 +228,7 @@ class _Future:
         self._first_end = min(ends, default=None)
 
     def _details(self, job: Job) -> str:
-        """What a waiting job needs, what of it is free, and what comes next: no two jobs wait for quite the same."""
+        """Say what a waiting job needs, what of it is free, and what comes next: no two jobs wait for quite the same."""
         least = job.spec.needs.min_devices
         free = sum(self._free.get(pool, 0) for pool in self.choices.of(job).pools)
         parts = [

@@ -19,7 +19,7 @@ class HourlyBackups:
         self._last = -1
         self._thread: threading.Thread | None = None
         self.problem = ""
-        """Why the last backup failed; empty if it didn't."""
+        """Error of the last backup; empty if it succeeded."""
 
     def run_if_due(self, now_s: float, last: int) -> None:
         """Back the queue up if an hour has passed since the last time, and event number `last` isn't in that backup."""

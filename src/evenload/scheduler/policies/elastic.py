@@ -79,7 +79,7 @@ def single_s(inputs: PolicyInput, job: Job) -> float:
 
 
 class Churn(NamedTuple):
-    """How often the running elastic jobs were changed."""
+    """Frequency of changes of the running elastic jobs."""
 
     held_s: float
     """Time for which they have held devices, and the number of their changes in it."""

@@ -59,7 +59,7 @@ def backups(folder: Path) -> list[Path]:
 @dataclass(frozen=True, slots=True)
 class Repair:
     problems: tuple[str, ...]
-    """What was wrong; nothing was changed where this is empty."""
+    """The damage that was found; nothing was changed where this is empty."""
     num_events: int = 0
     """Events of the queue now, and how many of them are from a backup."""
     num_from_backup: int = 0

@@ -84,7 +84,7 @@ class QueueStore:
 
     @property
     def anchor(self) -> ClockAnchor | None:
-        """What the queue's time is counted from; None in a new queue. On disk after the next `commit`."""
+        """Origin of the queue's time; None in a new queue. On disk after the next `commit`."""
         return self._anchor
 
     @anchor.setter
