@@ -56,7 +56,7 @@ class _JobMeasurements:
     settled: float = 0.0
     """Its speed as last measured since it settled; 0 before."""
     before: _Speed | None = None
-    """What was known of its number of devices when it began."""
+    """The speed known for its number of devices when it began."""
     stop_lost_s: float | None = None
     """Time lost by the last stop, until the start of the next attempt is measured."""
     num_restarts: int = 0
