@@ -216,7 +216,7 @@ def _position(queue: Path, job: str) -> str:
     if found is None:
         return ", starting now"
     position, start_s = found
-    text = "" if position is None else f", position {position} in line"
+    text = "" if position is None else f", position {position} of the waiting jobs"
     return text if start_s is None or start_s <= 1 else f"{text}, expected to start in {span(start_s)}"
 
 
