@@ -16,6 +16,7 @@ NAMES = (
     "exact",
     "overhead",
     "exchange",
+    "asynchronous",
     "scale",
     "small_steps",
     "batch_norm",
