@@ -101,7 +101,7 @@ def test_a_waiting_job_keeps_what_it_was_submitted_with(box: Box, here: Path, fu
     waiting = box.job(number)
     assert waiting["state"] == "PENDING" and waiting["reason"]
     listed = box.run("ps").out
-    assert "waiting, in the order of submission" in listed and waiting["reason"][:20] in listed
+    assert "waiting, in the order of the line" in listed and waiting["reason"][:20] in listed
     assert "(holder)" in listed, "who holds the devices"
     full.touch()
     box.wait(number, *ENDED)

@@ -42,6 +42,11 @@ def _sessions(
     """Return for each session in a run's folder when it began and when the next one did; None for another job's."""
     opened = [event for event in read_events(run) if event.kind == "open"]
     ends = [*(event.time for event in opened[1:]), math.inf]
+    times = [event.time for event in opened]
+    if not any("job" in event.fields or _is_of(event.time, job, job, attempts, now_s) for event in opened):
+        # Records of an earlier version, copied here perhaps: the time at which they were written is all there is.
+        written_s = max((path.stat().st_mtime for path in run.glob("*.jsonl")), default=0.0)
+        return [(min(times, default=-math.inf), math.inf)] if _is_of(written_s, job, job, attempts, now_s) else []
     return [
         (event.time, end_s) if _is_of(event.time, event.fields.get("job", job), job, attempts, now_s) else None
         for event, end_s in zip(opened, ends, strict=True)

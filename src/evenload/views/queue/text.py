@@ -275,7 +275,9 @@ def _waiting_table(waiting: Sequence[Mapping[str, Any]], view: QueueView) -> Tex
         )  # fmt: skip
     more = view.counts.get(JobState.PENDING, 0) - len(shown)
     return TextTable(
-        "waiting, in line" if any(job.get("position") for job in shown) else "waiting, in the order of submission",
+        "waiting, in the order of the line"
+        if any(job.get("position") for job in shown)
+        else "waiting, in the order of submission",
         ("job", "name", "user", "priority", "position", "devices", "starts", "done", "progress", "why"),
         rows,
         f"... and {more:,} more (--all lists all jobs)" if more > 0 else "",
