@@ -59,6 +59,18 @@ class MembershipChange:
 
 
 @dataclass(frozen=True)
+class Capable:
+    """Worker to supervisor: from here on this worker can go on when others are lost, join or leave, or `why_not`.
+
+    Until all workers have sent it, a lost worker ends the run.
+    """
+
+    worker: str
+    why_not: str = ""
+    """Such as ``run.resume was not called``; empty: it can."""
+
+
+@dataclass(frozen=True)
 class Ready:
     """Worker to supervisor: a joiner stands at its first step and can be admitted."""
 
@@ -101,9 +113,9 @@ class Finished:
     worker: str
 
 
-Message = MembershipChange | Ready | Switched | Suspects | Leaving | Finished
+Message = MembershipChange | Capable | Ready | Switched | Suspects | Leaving | Finished
 _KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (MembershipChange, Ready, Switched, Suspects, Leaving, Finished)
+    kind.__name__: kind for kind in (MembershipChange, Capable, Ready, Switched, Suspects, Leaving, Finished)
 }
 _NAMES = ("workers", "joined", "left", "device_names")
 
