@@ -18,6 +18,9 @@ from evenload.training.launch.membership_messages import LostWorker, MembershipC
 _DELAYS_S = (0.0, 1.0, 5.0, 15.0)
 """Before the first, second, ... restart at one place: a device that fails again and again must not take time from the others."""
 
+NOT_BEGUN = "training has not begun"
+LOOP_ENDED = "the training loop has ended"
+
 
 @dataclass(frozen=True)
 class WorkerPlace:
@@ -87,7 +90,7 @@ class MembershipDecider:
         self._effective = self.members
         self._pending: MembershipChange | None = None
         self._switched: set[str] = set()
-        self._why_not: dict[str, str] = dict.fromkeys(self.members, "training has not begun")
+        self._why_not: dict[str, str] = dict.fromkeys(self.members, NOT_BEGUN)
         self._joiners: dict[str, bool] = {}
         """Workers that run their preamble (False) or stand at their first step (True)."""
         self._leaving: list[str] = []
@@ -103,6 +106,18 @@ class MembershipDecider:
     @property
     def joiners(self) -> tuple[str, ...]:
         return tuple(self._joiners)
+
+    @property
+    def pending(self) -> MembershipChange | None:
+        """The change that has not taken effect."""
+        return self._pending
+
+    @property
+    def staying(self) -> tuple[str, ...]:
+        """The workers that train or will: members and joiners that were not requested to leave."""
+        waiting = [start.worker for start in self._to_start]
+        known = dict.fromkeys((*self.members, *self._effective, *self._joiners, *waiting))
+        return tuple(worker for worker in known if worker not in self._lost and not self.leaves(worker))
 
     @property
     def changes(self) -> bool:
@@ -123,7 +138,7 @@ class MembershipDecider:
         if not survivors:
             return "no rank is left"
         if self._finished:
-            return "the training loop has ended"
+            return LOOP_ENDED
         return next((self._why_not[worker] for worker in survivors if self._why_not[worker]), "")
 
     # -- events -----------------------------------------------------------------------------------------------------------

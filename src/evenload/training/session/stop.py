@@ -66,7 +66,7 @@ class Stopper(StepListener):
             self._caught.enter_context(listening(numbers, stays=self._repeated(), is_end=self._end_if_ordered))
         self._saves = signal.SIGTERM in numbers
         if self._saves:
-            stop_status.write(context.spec.launch_dir, context.spec.rank, StopStatus.CAN_SAVE)
+            stop_status.write(context.spec.launch_dir, context.spec.worker, StopStatus.CAN_SAVE)
         rows = context.control.exchange(Operation.RESUME, [float(stop_requested())])
         if any(row[0] for row in rows):
             self._leave(f"stopped before step {context.loop.steps_done + 1} ({_reason()}); {go_on_text(self._go_on())}")
@@ -74,7 +74,7 @@ class Stopper(StepListener):
     def begin(self) -> None:
         """Report at the first step of this session whether a stop saves anything."""
         if self._acts and not self._saves:
-            stop_status.write(self._context.spec.launch_dir, self._context.spec.rank, StopStatus.CANNOT_SAVE)
+            stop_status.write(self._context.spec.launch_dir, self._context.spec.worker, StopStatus.CANNOT_SAVE)
 
     def close(self, well: bool) -> None:
         if not self._acts:
@@ -84,7 +84,7 @@ class Stopper(StepListener):
         is_leaving = worker.progress.exit_code == 0
         stop_status.write(
             self._context.spec.launch_dir,
-            self._context.spec.rank,
+            self._context.spec.worker,
             StopStatus.EXITING if is_leaving else StopStatus.CLOSED,
         )
         self._caught.close()
