@@ -123,7 +123,7 @@ def _exchange_bytes(own: bytes, lengths: Sequence[int], groups: Groups) -> list[
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     everyone = [torch.empty_like(padded) for _ in lengths]
     try:
-        dist.all_gather(everyone, padded, group=groups.control)
+        groups.wait(dist.all_gather(everyone, padded, group=groups.control, async_op=True))
     except RuntimeError as error:
         raise PeerLostError(f"run.gather failed: {error}") from error
     return [part[:length].numpy().tobytes() for part, length in zip(everyone, lengths, strict=True)]

@@ -210,6 +210,13 @@ class GlobalLoader:
         if cursor.generators:
             randomness.load_generators(self._generators, cursor.generators)
 
+    def follow(self, rank: int) -> None:
+        """Read as this rank from now on: the plans are those of another generation."""
+        if len(self._ranks) == 1:
+            self._ranks = (rank,)
+        if isinstance(self._reader, MapReader):
+            self._reader.follow(rank)
+
     @property
     def reading(self) -> ReadSettings:
         return self._reader.reading

@@ -184,6 +184,12 @@ class MapReader:
             drawn, bounds=order.RegularBounds(num_units, self.num_units), key=zlib.crc32(repr(found).encode())
         )
 
+    def follow(self, rank: int) -> None:
+        """Continue as another rank."""
+        self._rank = rank
+        if self._tuner is not None:
+            self._tuner.follow(rank)
+
     def get(self, span: Span) -> Any:
         """Return the collated samples at these positions; of several loaders a tuple."""
         parts = [source.prefetcher.get(source.task(span)) for source in self._sources]

@@ -103,6 +103,8 @@ class BucketReducer(CallGradients):
         self._next = 0
         self._seen: set[int] = set()
         self._num_seen = 0
+        self._is_published = True
+        """False until the call's sums are in `.grad`."""
         self._versions: list[int] = []
         """Of each bucket after the micro-batch before; empty before the first one."""
         self._hooks.watch(frozenset(id(slot.param) for slot in self.slots if not slot.is_small))
@@ -130,6 +132,7 @@ class BucketReducer(CallGradients):
 
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
+        self._is_published = False
         self._filled.clear()
         self._versions = []
         self._next = 0
@@ -193,6 +196,7 @@ class BucketReducer(CallGradients):
                     self._grad_norms.summed(bucket.memory.gradients)
             changed = {self._bucket_of[index] for index in self._summed_hooks.run(touched, self._view_of)}
             self._publish(touched)
+            self._is_published = True
         kept = [bucket for bucket in reduced if bucket not in changed]
         is_finite = self.on_device or self._is_finite(kept)
         return is_finite and all_finite(bucket.memory.gradients for bucket in changed)
@@ -205,13 +209,14 @@ class BucketReducer(CallGradients):
             if bucket.pending is not None:
                 bucket.pending.wait()
                 bucket.pending = None
+        self._is_published = True
         self._restore()
 
     def abort(self) -> None:
         """End an attempt that failed on this rank: restore earlier gradients without waiting for other ranks."""
-        was_live = self._live
+        is_open, self._is_published = not self._is_published, True
         self._close()
-        if was_live:
+        if is_open:
             for bucket in self.buckets:
                 if bucket.pending is not None:
                     bucket.forget()

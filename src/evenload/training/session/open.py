@@ -20,6 +20,7 @@ from evenload.config import COMMAND_LINE, SETTINGS, SPAWN, Config, as_table, res
 from evenload.errors import ConfigError
 from evenload.job import attempt
 from evenload.records.loggers.catalogue import check_loggers
+from evenload.records.reader import last_step_in
 from evenload.records.recorder import Recorder
 from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.adopted import adopt_group
@@ -105,6 +106,10 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             old.clear()
             recorder.open(_open_records(spec, config, folder, writes))
 
+    def take_records() -> None:
+        records = _open_records(spec, config, folder, writes=True)
+        recorder.take_over(records, last_step_in(folder))
+
     if config.fresh and writes and not old:
         _note_fresh(folder)
     clock = StepClock(device)
@@ -133,7 +138,19 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     worker.progress.initialised = True
     worker.progress.folder = folder
     return TrainingContext(
-        spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry, open_folder
+        spec,
+        config,
+        folder,
+        device,
+        groups,
+        control,
+        clock,
+        recorder,
+        engine,
+        loop,
+        registry,
+        take_records,
+        open_folder,
     )
 
 

@@ -21,7 +21,8 @@ from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values
-from evenload.training.elastic.leaving import ComputingRanks
+from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
+from evenload.training.elastic.members import Members
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
 from evenload.training.session import prepare
@@ -50,6 +51,11 @@ class Session(StepListener):
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
+        self._members: Members | None = None
+        if context.spec.channel >= 0 and context.spec.mode == "train" and not context.config.dry_run:
+            self._members = Members(
+                context, loaders, saver, lambda: why_not_restored(context, models, saver.unregistered)
+            )
         coupling = CouplingWatch(context, models) if context.spec.mode == "train" else None
         listeners: list[StepListener | None] = [
             self._ranks,
@@ -58,6 +64,7 @@ class Session(StepListener):
             self._contract,
             coupling,
             self._stopper,
+            self._members,
         ]
         if context.spec.mode == "measure":
             listeners.append(Measurement(context, read_options(context.spec.options), self._ranks))
@@ -160,8 +167,11 @@ class Session(StepListener):
         context = self._context
         # A rank that left a step by an error does not reach the exchange where the others would wait.
         well = _ended_well(context.loop.stopped) and not (context.loop.failed and context.groups.world_size > 1)
+        well = well and not context.loop.left
         try:
             if well:
+                if self._members is not None:
+                    self._members.finish()
                 context.loop.settle()
             else:
                 with contextlib.suppress(EvenloadError):
@@ -190,6 +200,8 @@ class Session(StepListener):
                 self._stopper.close(well)
                 with contextlib.suppress(EvenloadError):
                     context.groups.close()
+                if self._members is not None:
+                    self._members.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._contract.before_optimizer(optimizer)

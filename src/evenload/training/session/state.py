@@ -279,6 +279,14 @@ class Saver:
         step = self._context.loop.step
         return step.index + 1 if step is not None and step.stats.calls else self._context.loop.steps_done
 
+    def last_save(self) -> tuple[float, int]:
+        """Return the seconds of the run and the step of the last checkpoint that all ranks wrote together."""
+        return self._last_s, self._last_step
+
+    def set_last_save(self, saved: tuple[float, int]) -> None:
+        """Continue as a rank whose `last_save` is `saved`."""
+        self._last_s, self._last_step = saved
+
     def _is_time(self, interval: tuple[float, str], step: int) -> bool:
         amount, unit = interval
         if unit == STEPS:

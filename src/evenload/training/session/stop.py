@@ -47,7 +47,6 @@ class Stopper(StepListener):
         self._context = context
         self._saver = saver
         self._caught = contextlib.ExitStack()
-        self._is_main = context.groups.rank == 0
         self._saves = False
         self._reported_why_not = False
         self._num_samples = 0
@@ -55,6 +54,10 @@ class Stopper(StepListener):
         self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
         if self._acts:
             stop_requested()  # a wrong variable of the queue is an error at init, not in the first step
+
+    @property
+    def _is_main(self) -> bool:
+        return self._context.groups.rank == 0 and not self._context.loop.left
 
     def listen(self) -> None:
         """Catch signals from now on; exit with code 75 if a stop was requested before the first step."""

@@ -35,6 +35,8 @@ class TrainingContext:
     engine: Engine
     loop: StepLoop
     registry: Registry
+    take_records: Callable[[], None]
+    """Lets this rank write the records, whose writer is gone."""
     open_folder: Callable[[], None]
     """Makes the run folder ready at the end of all checks: with ``--fresh`` it moves the old contents away first."""
 

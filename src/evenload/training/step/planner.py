@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenload.balance.batch import best_split
 from evenload.balance.decision import Decision, Observation
@@ -106,7 +106,9 @@ class Planner:
         cap = None if micro_batch == "auto" else int(micro_batch)
         caps: Caps = (cap,) * world_size
         self._memory = MemoryCaps(caps)
-        self._adapts = balance == "auto" and world_size > 1
+        self._cap = cap
+        self._is_auto = balance == "auto"
+        self._adapts = self._is_auto and world_size > 1
         shares = even_shares(batch_size, world_size) if isinstance(balance, str) else tuple(balance)
         check_shares(shares, world_size)
         shares = scale_shares(shares, batch_size)  # as proportions, where they don't sum to the batch
@@ -156,6 +158,52 @@ class Planner:
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         return self._control.agree(values)
+
+    def plan_again(self, plan: StepPlan, global_step: int) -> StepPlan:
+        """Return the plan of the same step in the present generation."""
+        again = self.plan(plan.epoch, plan.step, global_step, plan.start, plan.num_samples)
+        return replace(again, attempt=plan.attempt + 1)
+
+    def shares_of(self, members: Sequence[int | None]) -> list[int]:
+        """Return what `follow` takes: the present assignment, for these ranks of the present generation; None joins.
+
+        A rank that joins gets the mean share until it is measured.
+        """
+        now = self._assignments[-1]
+        known = [None if rank is None else now.shares[rank] for rank in members]
+        given = [share for share in known if share]
+        mean = max(1, round(sum(given) / len(given))) if given else 1
+        weights = [mean if share is None else share for share in known]
+        if not any(weights):
+            weights = [1] * len(members)
+        shares = tuple(weights) if sum(weights) == self._batch_size else scale_shares(tuple(weights), self._batch_size)
+        caps = [self._cap if rank is None else now.caps[rank] for rank in members]
+        return [self._batch_size, now.min_num_micro, *shares, *(-1 if cap is None else cap for cap in caps)]
+
+    def follow(self, generation: int, rank: int, values: Sequence[int], out: Sequence[int], from_step: int) -> None:
+        """Plan for another generation; `values` are rank 0's `shares_of`, equal on all ranks.
+
+        The ranks `out` compute nothing in steps before `from_step`.
+        """
+        self._batch_size, least, *rest = values
+        self.world_size, self.rank, self.generation = len(rest) // 2, rank, generation
+        shares = tuple(rest[: self.world_size])
+        caps: Caps = tuple(None if cap < 0 else cap for cap in rest[self.world_size :])
+        self._adapts = self._is_auto and self.world_size > 1
+        self._memory = MemoryCaps((self._cap,) * self.world_size)
+        self.may_leave = [False] * self.world_size
+        self._assignments = [ShareAssignment(0, shares, least, caps)]
+        if out:
+            left = scale_shares(tuple(0 if r in out else max(s, 1) for r, s in enumerate(shares)), self._batch_size)
+            self._assignments = [
+                ShareAssignment(0, left, least, caps, tuple(out)),
+                ShareAssignment(from_step, shares, least, caps),
+            ]
+        self._pending = None
+        self._replica_times = []
+        self._revision += 1
+        self._cache.clear()
+        self._balancer = self._new_balancer(shares, self.num_micro)
 
     @property
     def assignments(self) -> tuple[ShareAssignment, ...]:

@@ -192,6 +192,12 @@ class StepLoop:
         """True if a rank received a request to stop; the same on all ranks."""
         self.stopped = False
         """True if the script is being ended on request, with its state saved, on all ranks."""
+        self.left = False
+        """True if this rank has left the run on request, while the others continue (elastic/)."""
+        self.last_loss = 0.0
+        """Loss of the last step whose body has ended."""
+        self.before_use: Callable[[], None] = _nothing
+        """Called before the position or the steps of a loader are used: a rank that joins waits there."""
         self.unsound = ""
         """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
         self._listeners: dict[str, list[StepListener]] = {n: [] for n in vars(StepListener) if n[:3] in ("on_", "is_")}
@@ -210,6 +216,10 @@ class StepLoop:
     def stop(self) -> None:
         """Note that the script ends here on request, with its state saved."""
         self.left_early = self.stopped = True
+
+    def leave(self) -> None:
+        """Note that this rank leaves the run here."""
+        self.left_early = self.left = True
 
     def close(self) -> None:
         """Forget the running step: an exception may hold a loop that ends after the run."""
@@ -271,6 +281,7 @@ class StepLoop:
         at_boundary = finished and not step.arm and not (self.stop_requested and self.is_half_done)
         self.left_early = not finished
         if step.stats.calls:
+            self.last_loss = step.stats.loss
             slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
         self.close()
@@ -355,6 +366,10 @@ class StepLoop:
             )
 
 
+def _nothing() -> None:
+    """Nobody waits."""
+
+
 class StepLoader:
     """Result of `run.prepare` for a DataLoader: iterating over it yields steps."""
 
@@ -370,6 +385,7 @@ class StepLoader:
     @property
     def epoch(self) -> int:
         """Epoch of the running iteration, or of the next one; after `run.resume` the one to continue with."""
+        self._loop.before_use()
         return self.loader.epoch
 
     @property
@@ -395,6 +411,7 @@ class StepLoader:
     def _train(self) -> Generator[Step, None, StepListener | None]:
         """Yield steps to the end of the epoch, or until a listener's extra steps are due; return that listener."""
         loop = self._loop
+        loop.before_use()
         batches = iter(self.loader)
         while True:
             loop.check_alone(self.loader)
