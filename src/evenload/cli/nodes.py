@@ -58,8 +58,8 @@ def read_rendezvous_config(
         )
     if given.max_restarts:
         raise ConfigError(
-            f"--max-restarts {given.max_restarts}: a run on several machines ends when a rank is lost; leave it out, and start the "
-            "same command again to resume from the newest checkpoint"
+            f"--max-restarts {given.max_restarts}: a run on several machines ends when a rank is lost; leave it out, and start "
+            "the same command again to resume from the newest checkpoint"
         )
     _check_node_rank(given.node_rank, most)
     if given.wait_s is not None and not 0 < given.wait_s < float("inf"):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from evenload.errors import ConfigError
+from evenload.job import EXIT_CODE
 from evenload.job.processes import stat_of
 from evenload.rendezvous.peer_monitor import FailureCause
 from evenload.training.launch.devices import RankDevice, parse_devices, plan_workers, read_host
@@ -284,7 +285,7 @@ class RunMembers:
                 continue
             report = report or read_failure(self._folder, name)
             self._forget(name)
-            if report is None and not code:
+            if report is None and code in (0, EXIT_CODE):
                 text, restart = f"{self.where(name)} ended before its first step", False
             else:
                 failure = report or describe_end(decider.rank_of(name), code or 1, process.ended_s)

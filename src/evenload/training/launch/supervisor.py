@@ -29,6 +29,7 @@ from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.replicas import make_throttle
 from evenload.training.launch.request import LaunchRequest, plan
+from evenload.training.launch.run_control import RunControl
 from evenload.training.launch.run_members import RunMembers
 from evenload.training.launch.stop_signals import collect_stop_signals
 from evenload.training.launch.stop_status import StopStatus
@@ -94,6 +95,8 @@ class _Supervisor:
         self._outputs = WorkerOutputs()
         self._members = RunMembers(request, folder, self._outputs, self._open_store)
         self._num_ranks = 0
+        self._control = RunControl(folder) if request.mode == "train" and request.rendezvous is None else None
+        self._run_folder: Path | None = None
         self._listener: socket.socket | None = None
         self._store: StoreServer | None = None
         self._store_address = ""
@@ -103,7 +106,6 @@ class _Supervisor:
         """By worker."""
         self._throttle: ThrottleController | None = None
         self._view = request.view
-        self._following = False
         self._outputs.view = request.view
         if request.view is not None:
             request.view.before_print = self._outputs.end_open_lines
@@ -149,6 +151,8 @@ class _Supervisor:
             worker.kill()
         self._close_output()
         self._members.close()
+        if self._control is not None:
+            self._control.close()
         self._peers.close()
         if self._store is not None:
             self._store.close()
@@ -226,12 +230,16 @@ class _Supervisor:
         self._members.poll()
         if self._throttle is not None:
             self._throttle.poll()
-        if self._view is None:
-            return
-        if not self._following and (self._folder / RUN_FOLDER_FILE).exists():
-            self._following = True
-            self._view.follow(Path((self._folder / RUN_FOLDER_FILE).read_text().strip()))
-        self._view.poll()
+        if self._run_folder is None and (self._folder / RUN_FOLDER_FILE).exists():
+            self._run_folder = Path((self._folder / RUN_FOLDER_FILE).read_text().strip())
+            if self._view is not None:
+                self._view.follow(self._run_folder)
+        if self._control is not None:
+            self._control.poll(self._members.change_devices, self._members.changes)
+            if self._run_folder is not None and not self.received_signals:
+                self._control.announce(self._run_folder, self._members.describe())
+        if self._view is not None:
+            self._view.poll()
 
     def _causes(self) -> list[FailureCause]:
         """Return the known causes of a failure on all machines, the most likely first."""

@@ -239,7 +239,7 @@ class Saver:
         """True on the rank that writes, if the script registered anything to save."""
         context = self._context
         names = context.registry.names
-        writes = context.groups.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
+        writes = context.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
         return writes and self.resumed and len(names) > 1
 
     @property
@@ -303,7 +303,7 @@ class Saver:
             context.loop.step.commit()
         failure: CheckpointError | None = None
         with context.clock.segment("other"):
-            if context.groups.rank == 0 and not context.config.dry_run:
+            if context.rank == 0 and not context.config.dry_run:
                 try:
                     self._store(step)
                 except CheckpointError as error:

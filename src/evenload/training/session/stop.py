@@ -57,7 +57,7 @@ class Stopper(StepListener):
 
     @property
     def _is_main(self) -> bool:
-        return self._context.groups.rank == 0 and not self._context.loop.left
+        return self._context.rank == 0 and not self._context.loop.left
 
     def listen(self) -> None:
         """Catch signals from now on; exit with code 75 if a stop was requested before the first step."""

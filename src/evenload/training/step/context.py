@@ -41,6 +41,16 @@ class TrainingContext:
     """Makes the run folder ready at the end of all checks: with ``--fresh`` it moves the old contents away first."""
 
     @property
+    def joins(self) -> bool:
+        """True while this worker is a world of one that waits to join a run in progress, which it must not disturb."""
+        return self.spec.joining and self.groups.membership.number == self.spec.generation
+
+    @property
+    def rank(self) -> int:
+        """Rank as the script sees it; before it joins that of a later member, so that nothing is printed or written twice."""
+        return self.spec.rank if self.joins else self.groups.rank
+
+    @property
     def num_sharing(self) -> int:
         """Number of ranks, or of replicas of this process, that share a step."""
         strategy = self.engine.strategy
