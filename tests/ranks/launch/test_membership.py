@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.training.launch.run_control import LAUNCH_FILE, change_devices_of
+from evenload.training.launch.run_control import LAUNCH_FILE, change_devices_of, members_of
 from tests.ranks.launch.scripts import Started, assert_gone
 
 LOOP = """
@@ -72,7 +72,7 @@ def pid_of(folder, worker):
 
 
 def members(folder):
-    return json.loads((folder / "run" / LAUNCH_FILE).read_text())["members"]
+    return members_of(folder / "run")
 
 
 def change(folder, devices):
@@ -126,7 +126,7 @@ def test_workers_are_lost_come_back_join_and_leave(tmp_path):
     assert "the joining cpu failed: ValueError: this device has no driver" in stderr
     assert "cpu has left: 2 ranks" in stderr
     assert_gone(pids)
-    assert not (tmp_path / "run" / LAUNCH_FILE).exists()
+    assert not (tmp_path / "run" / LAUNCH_FILE).exists() and members(tmp_path) == []
     with pytest.raises(ConfigError, match="is not in progress on this machine"):
         change(tmp_path, "cpu:2")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from evenload.atomic_file import write_atomically
 from evenload.errors import ConfigError, EvenloadError
-from evenload.job.processes import identity_of
+from evenload.job.processes import ProcessIdentity, identity_of, is_alive
 
 LAUNCH_FILE = "launch.json"
 """File in the run folder while the run is in progress: the socket, the supervisor's process, and the members."""
@@ -112,6 +112,16 @@ class RunControl:
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     with suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def members_of(run_folder: Path) -> list[str]:
+    """Return a line for each member of a run in progress on this machine; none of another run."""
+    try:
+        content = json.loads((run_folder / LAUNCH_FILE).read_text())
+        alive = content["process"] is not None and is_alive(ProcessIdentity(*content["process"]))
+        return [str(member) for member in content["members"]] if alive else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 @contextmanager
