@@ -192,7 +192,9 @@ class Members(StepListener):
         received_s = self._changes.received_s
         self._tried = change.number
         rank = change.workers.index(self._worker)
-        groups.rebuild(Membership(change.number, change.workers, change.store), rank, self._check_newest)
+        groups.rebuild(
+            Membership(change.number, change.workers, change.store, change.device_names), rank, self._check_newest
+        )
         standings = self._exchange_standings()
         whole = [one.num_backwards for one in standings if not (one.joins or one.is_behind)]
         if not whole:

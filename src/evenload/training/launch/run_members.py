@@ -71,6 +71,7 @@ class RunMembers:
         self._suspects: dict[str, Suspects] = {}
         """The newest suspicion of each worker."""
         self._suspected_s = 0.0
+        self._next_step = 0
         self.end_cause: FailureCause | None = None
         """Set when too few are left."""
 
@@ -233,8 +234,9 @@ class RunMembers:
         elif isinstance(message, Switched):
             before = decider.pending
             instructions = decider.switched(message.worker, message.number)
+            self._next_step = max(self._next_step, message.step)  # a rank that joins may not know it yet
             if before is not None and decider.pending is not before:
-                self._print_change(before, message)
+                self._print_change(before)
             self._act(instructions)
         elif isinstance(message, Suspects):
             if not self._suspects:
@@ -243,7 +245,7 @@ class RunMembers:
         elif isinstance(message, Finished):
             self._act(decider.finished())
 
-    def _print_change(self, change: MembershipChange, switched: Switched) -> None:
+    def _print_change(self, change: MembershipChange) -> None:
         num_ranks = len(change.workers)
         ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
         texts = [f"rank {change.workers.index(name)} ({self.where(name)}) has joined" for name in change.joined]
@@ -251,7 +253,7 @@ class RunMembers:
         if change.lost:
             took_s = time.time() - max(loss.time_s for loss in change.lost)
             texts.append(f"training goes on {took_s:.1f} s after the loss")
-        self._print(f"{'; '.join(texts)}: {ranks} from step {switched.step}")
+        self._print(f"{'; '.join(texts)}: {ranks} from step {self._next_step}")
 
     def _judge_suspects(self, decider: MembershipDecider) -> None:
         """Decide who does not respond: the one that most suspect, if it still runs."""

@@ -76,10 +76,9 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
     # A worker that joins a run is a world of one until the others admit it (elastic/).
+    alone = Membership(spec.generation, (spec.worker,), "", spec.device_names[spec.rank : spec.rank + 1])
     groups = Groups(
-        Membership(
-            spec.generation, (spec.worker,) if spec.joining else spec.workers, "" if spec.joining else spec.store
-        ),
+        alone if spec.joining else Membership(spec.generation, spec.workers, spec.store),
         0 if spec.joining else spec.rank,
         # `Groups` checks whether each rank has a GPU of its own.
         backend=spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",

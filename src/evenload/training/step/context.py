@@ -58,8 +58,8 @@ class TrainingContext:
 
 
 def device_names(context: TrainingContext) -> list[str]:
-    if context.spec.device_names:
-        return list(context.spec.device_names)
+    if names := context.groups.membership.device_names or context.spec.device_names:
+        return list(names)
     return [
         str(context.device) if context.groups.world_size == 1 else f"rank {r}" for r in range(context.groups.world_size)
     ]
