@@ -107,6 +107,7 @@ class GlobalLoader:
         self._resized: int | None = None
         self._generators_before: tuple[str, ...] | None = None
         self._begun = False
+        self._draws_alone = False
         self._running: weakref.ref[Generator[GlobalBatch, None, None]] | None = None
         self._committed: weakref.ref[GlobalBatch] | None = None
 
@@ -210,6 +211,10 @@ class GlobalLoader:
         if cursor.generators:
             randomness.load_generators(self._generators, cursor.generators)
 
+    def draw_alone(self) -> None:
+        """Draw the epoch in progress without the other ranks, who have drawn it: this rank has joined them."""
+        self._draws_alone = True
+
     def follow(self, rank: int) -> None:
         """Read as this rank from now on: the plans are those of another generation."""
         if len(self._ranks) == 1:
@@ -232,7 +237,8 @@ class GlobalLoader:
 
     def _map_steps(self, reader: MapReader) -> Generator[GlobalBatch, None, None]:
         planner, cursor = self._planner, self._cursor
-        drawn = reader.begin(cursor.epoch, cursor.samples_total - cursor.position, planner.agree, self._resized)
+        agree, self._draws_alone = (None if self._draws_alone else planner.agree), False
+        drawn = reader.begin(cursor.epoch, cursor.samples_total - cursor.position, agree, self._resized)
         self._check_resumed(drawn)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)

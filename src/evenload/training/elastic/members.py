@@ -185,6 +185,8 @@ class Members(StepListener):
                 self.catch_up()
             except (PeerLostError, LaunchError):
                 continue
+        for loader in self._loaders:
+            loader.loader.draw_alone()
 
     def _switch(self, change: MembershipChange) -> int:
         context, groups = self._context, self._context.groups
