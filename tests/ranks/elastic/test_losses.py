@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
+from evenload.errors import PeerLostError
 from evenload.training.comm.groups import Groups
 from evenload.training.parallel import buckets
+from evenload.training.parallel.reducer import BucketReducer
 from evenload.training.step.exchange import ReportExchange
 from tests.ranks.elastic.supervised import Supervised
 
@@ -25,8 +27,14 @@ Fault = tuple[str, str, int]
 """Worker, injection point, global step."""
 
 SETS: dict[str, list[Fault]] = {
-    "first ranks die": [("w0", "forward", 2), ("w1", "backward", 5), ("w2", "bucket", 8), ("w3", "applied", 11)],
-    "last ranks die": [("w4", "statistics", 1), ("w3", "reduced", 4), ("w2", "exchange", 7), ("w1", "body", 12)],
+    "first ranks die": [("w0", "forward", 2), ("w1", "backward", 5), ("w2", "bucket", 8), ("w3", "evaluation", 9)],
+    "between and in other collectives": [
+        ("w4", "missed by w1", 2),
+        ("w0", "missed by w2", 5),
+        ("w1", "any", 8),
+        ("w2", "checkpoint", 11),
+    ],
+    "last ranks die": [("w4", "statistics", 1), ("w3", "reduced", 4), ("w2", "exchange", 7), ("w1", "applied", 12)],
 }
 
 
@@ -53,6 +61,7 @@ class Faults:
 
     def __init__(self, worker: str, faults: list[Fault]) -> None:
         self._mine = {(point, step) for name, point, step in faults if name == worker}
+        self._missed = {step for _, point, step in faults if point == f"missed by {worker}"}
         self.step = -1
         self._num_sums = 0
 
@@ -63,6 +72,7 @@ class Faults:
     def inject(self) -> None:
         """Kill inside Evenload's collectives, too."""
         sum_async, sum_statistics, run = Groups.sum_async, Groups.sum_statistics, ReportExchange.run
+        finish = BucketReducer.finish
 
         def summed(groups: Groups, tensor: torch.Tensor) -> Any:
             pending = sum_async(groups, tensor)
@@ -80,6 +90,15 @@ class Faults:
             self.at("exchange")
             return reports
 
+        def finished(reducer: BucketReducer, *args: Any) -> bool:
+            if self.step in self._missed:  # as if the last rank had died before it sent its part to this one
+                self._missed.remove(self.step)
+                reducer.flush(args[0])
+                list(reducer._summed())
+                raise PeerLostError("the connection is closed")
+            return finish(reducer, *args)
+
+        BucketReducer.finish = finished  # type: ignore[method-assign, assignment]
         Groups.sum_async, Groups.sum_statistics = summed, statistics  # type: ignore[method-assign, assignment]
         ReportExchange.run = exchanged  # type: ignore[method-assign]
 
@@ -96,7 +115,7 @@ def train(folder: str, faults: list[Fault], num_workers: int = 0) -> dict[str, A
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
-    seen: dict[str, Any] = {"losses": {}, "sizes": {}}
+    seen: dict[str, Any] = {"losses": {}, "sizes": {}, "evaluated": []}
     for _ in range(loader.epoch, EPOCHS):
         for step in loader:
             fault.step = step.index
@@ -111,12 +130,26 @@ def train(folder: str, faults: list[Fault], num_workers: int = 0) -> dict[str, A
 
             seen["losses"][step.index] = float(step.backward(loss_fn))
             fault.at("reduced")
+            for other in range(5):
+                fault.at(f"missed by w{other}")
+            fault.at("any")
+            assert not run.any(False)
             nn.utils.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
             scheduler.step()
             fault.at("applied")
             optimizer.zero_grad()
+            fault.at("checkpoint")
+            run.checkpoint(every=4)
+            assert run.reduce(1) == run.world_size
             seen["sizes"][step.index] = run.world_size
+        total, found = 0.0, []
+        for number, (x, _) in enumerate(run.batches(DataLoader(data(), batch_size=BATCH))):
+            if number == 3:
+                fault.at("evaluation")
+            total += float(x.sum())
+            found += x[:, 0].tolist()
+        seen["evaluated"].append((run.reduce(total), run.gather(found)))
     seen["weights"] = torch.cat([v.detach().flatten().double() for v in model.state_dict().values()])
     seen["rank"], seen["lr"] = run.rank, scheduler.get_last_lr()[0]
     run.close()
@@ -158,6 +191,8 @@ def test_all_but_one_rank_may_die(tmp_path: Path, name: str) -> None:
     weights, losses = plain()
     assert float((seen["weights"] - weights).norm() / weights.norm()) <= 1e-12
     assert [seen["losses"][index] for index in range(STEPS * EPOCHS)] == pytest.approx(losses, rel=1e-12)
+    for total, found in seen["evaluated"]:
+        assert found == data().tensors[0][:, 0].tolist() and total == pytest.approx(float(data().tensors[0].sum()))
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     lost = [event for event in events if event.get("kind") == "lost"]
     assert [event["fields"]["worker"] for event in lost] == supervised.lost

@@ -46,7 +46,7 @@ class _Standing:
 
     joins: bool
     is_behind: bool
-    """The rank has missed a step, and not received the state yet."""
+    """The rank has missed steps, and not received the state yet."""
     num_backwards: int
     num_collectives: int
     is_inside: bool
@@ -85,6 +85,8 @@ class Members(StepListener):
         self._tried = context.groups.membership.number
         """Highest number of a membership that was built, or failed to be."""
         self._num_collectives = 0
+        self._is_away = False
+        """This rank computed nothing before the change (leaving.py), so its state is old."""
         self._transfer = StateTransfer(context, schedule)
         self._changes = MembershipChanges(
             MessageChannel.of_descriptor(context.spec.channel), self._worker, context.groups.abort
@@ -193,6 +195,7 @@ class Members(StepListener):
         before, was_main = groups.membership, groups.rank == 0 and not self._joins
         received_s = self._changes.received_s
         self._tried = change.number
+        self._is_away = self._is_away or not groups.generation.computes
         rank = change.workers.index(self._worker)
         groups.rebuild(
             Membership(change.number, change.workers, change.store, change.device_names), rank, self._check_newest
@@ -208,7 +211,8 @@ class Members(StepListener):
         source = next(r for r in range(len(standings)) if r not in late)
         is_inside = any(one.is_inside for r, one in enumerate(standings) if r not in late)
         self._follow_plans(before, change, late if is_inside else ())
-        missed = rank in late and not self._joins
+        own = standings[rank]
+        missed = self._transfer.missed_loss is not None or (own.num_backwards < max(whole) and not own.joins)
         self._transfer.plan(late, source, self._joins, standings[source].loss if missed else None)
         if self._joins:
             self._num_collectives = standings[source].num_collectives
@@ -216,7 +220,10 @@ class Members(StepListener):
         took_s = time.monotonic() - received_s
         self._changes.send(Switched(self._worker, change.number, took_s, context.loop.steps_done))
         self._record(before, change, took_s, takes_over=rank == 0 and not was_main)
-        if not (missed or self._joins or standings[rank].is_inside):
+        for behind in (r for r in late if not standings[r].joins):
+            text = f"rank {behind} has missed steps; it receives the state of rank {source}"
+            context.recorder.event("caught_up", text, step=context.loop.steps_done)
+        if not (missed or own.joins or own.is_inside):
             self.catch_up()
         return num_collectives
 
@@ -230,7 +237,7 @@ class Members(StepListener):
         loss = step.stats.loss if is_inside and step is not None else self._context.loop.last_loss
         own = _Standing(
             joins=self._joins,
-            is_behind=self._transfer.missed_loss is not None,
+            is_behind=self._is_away or self._transfer.missed_loss is not None,
             num_backwards=context.engine.num_backwards,
             num_collectives=self._num_collectives,
             is_inside=is_inside,
@@ -263,7 +270,7 @@ class Members(StepListener):
             except PeerLostError as error:
                 self._follow_changes(error)
             else:
-                self._joins = False
+                self._joins = self._is_away = False
                 groups.set_computing(tuple(groups.ranks))
 
     def _record(self, before: Membership, change: MembershipChange, took_s: float, *, takes_over: bool) -> None:

@@ -21,6 +21,7 @@ from evenload.training.comm.control import Operation
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values
+from evenload.training.elastic.evaluating import LiveEvaluationMembers
 from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
 from evenload.training.elastic.members import Members
 from evenload.training.launch import worker
@@ -139,6 +140,7 @@ class Session(StepListener):
                 device=context.device,
                 keyed_rng=context.config.dataset_rng == "keyed",
                 parts=self._evaluation_parts,
+                members=None if self._members is None else LiveEvaluationMembers(context),
             ),
         )
 

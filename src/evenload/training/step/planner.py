@@ -107,7 +107,7 @@ class Planner:
         caps: Caps = (cap,) * world_size
         self._memory = MemoryCaps(caps)
         self._cap = cap
-        self._is_auto = balance == "auto"
+        self._is_auto, self._is_even = balance == "auto", balance == "even"
         self._adapts = self._is_auto and world_size > 1
         shares = even_shares(batch_size, world_size) if isinstance(balance, str) else tuple(balance)
         check_shares(shares, world_size)
@@ -174,7 +174,7 @@ class Planner:
         given = [share for share in known if share]
         mean = max(1, round(sum(given) / len(given))) if given else 1
         weights = [mean if share is None else share for share in known]
-        if not any(weights):
+        if self._is_even or not any(weights):
             weights = [1] * len(members)
         shares = tuple(weights) if sum(weights) == self._batch_size else scale_shares(tuple(weights), self._batch_size)
         caps = [self._cap if rank is None else now.caps[rank] for rank in members]
