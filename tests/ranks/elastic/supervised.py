@@ -187,6 +187,7 @@ class Supervised:
         )
         for member in [*self.members, *to]:
             self.workers[member].channel.send(change)
+        (self._folder / f"change-{self._number}").touch()
 
 
 def _run(pipe: Connection, channel: socket.socket, call: bytes, spec: WorkerSpec, path: str) -> None:

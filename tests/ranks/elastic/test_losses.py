@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,11 @@ class Faults:
         ReportExchange.run = exchanged  # type: ignore[method-assign]
 
 
-def train(folder: str, faults: list[Fault], num_workers: int = 0) -> dict[str, Any]:
+def train(
+    folder: str, faults: list[Fault], num_workers: int = 0, waits: Mapping[int, str] | None = None
+) -> dict[str, Any]:
+    """Train; `waits` names files that exist before a step goes on."""
+    waits = waits or {}
     torch.set_default_dtype(torch.float64)
     buckets.FIRST_BUCKET_BYTES = buckets.BUCKET_BYTES = 256  # a bucket for each layer
     worker = Path(os.environ["EVENLOAD_WORKER"]).stem
@@ -120,6 +126,9 @@ def train(folder: str, faults: list[Fault], num_workers: int = 0) -> dict[str, A
         for step in loader:
             fault.step = step.index
             fault.at("body")
+            while step.index in waits and not Path(waits[step.index]).exists():
+                time.sleep(0.01)
+            time.sleep(0.1 if step.index in waits else 0.0)  # until the thread has read the change
 
             def loss_fn(batch: Any) -> torch.Tensor:
                 fault.at("forward")
@@ -196,5 +205,27 @@ def test_all_but_one_rank_may_die(tmp_path: Path, name: str) -> None:
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     lost = [event for event in events if event.get("kind") == "lost"]
     assert [event["fields"]["worker"] for event in lost] == supervised.lost
+    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if "step" in row] == list(range(STEPS * EPOCHS))
+
+
+def test_a_rank_joins_and_another_leaves(tmp_path: Path) -> None:
+    waits = {6: str(tmp_path / "change-2"), 12: str(tmp_path / "change-3")}
+    supervised = Supervised(tmp_path, train, str(tmp_path / "run"), [("w0", "backward", 2)], 1, waits)
+    supervised.leaves = {2: "w1"}
+    supervised.start(3)
+    results = supervised.run(120, joiners={1: "j0"})
+    assert results["w1"] == {"exit": 0} and supervised.lost == ["w0"]
+    weights, losses = plain()
+    for worker, rank in (("w2", 0), ("j0", 1)):
+        seen = results[worker]
+        assert float((seen["weights"] - weights).norm() / weights.norm()) <= 1e-12
+        assert all(loss == pytest.approx(losses[index], rel=1e-12) for index, loss in seen["losses"].items())
+        assert seen["rank"] == rank and seen["evaluated"][-1][1] == data().tensors[0][:, 0].tolist()
+    assert min(results["j0"]["losses"]) == 7
+    assert [results["w2"]["sizes"][index] for index in (1, 3, 8, 13)] == [3, 2, 3, 2]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [event["kind"] for event in events if event.get("kind") in ("lost", "joined", "left", "rebuilt")]
+    assert kinds == ["lost", "rebuilt", "joined", "rebuilt", "left", "rebuilt"]
     steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if "step" in row] == list(range(STEPS * EPOCHS))

@@ -137,7 +137,7 @@ class Saver:
             raise
         step_index, finished = context.loop.steps_done, self._finished
         self._last_step, self._finished, self.was_finished = step_index, False, finished
-        epochs = ", ".join(str(loader.epoch) for loader in self._loaders)
+        epochs = ", ".join(str(loader.loader.epoch) for loader in self._loaders)
         self._decide(
             "resumed",
             f"this run is finished at step {step_index} (epoch {epochs}); more epochs in the script continue it, --fresh starts "
@@ -319,7 +319,7 @@ class Saver:
     def _store(self, step: int) -> None:
         """Write the state to disk, on rank 0."""
         context = self._context
-        epoch = self._loaders[0].epoch if self._loaders else None
+        epoch = self._loaders[0].loader.epoch if self._loaders else None
         files.write(context.folder, step, context.registry.capture(), {"epoch": epoch})
         self._written_step = step
         self._retention.settle(step)
