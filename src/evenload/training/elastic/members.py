@@ -177,6 +177,8 @@ class Members(StepListener):
         self._is_capable = True
         if reason := self._why_not():
             raise LaunchError(f"this rank can't join the run: {reason}")
+        for loader in self._loaders:
+            loader.loader.draw_alone()
         self._changes.send(Ready(self._worker))
         while self._joins:
             change = self._changes.wait(self._tried, math.inf)
@@ -187,8 +189,6 @@ class Members(StepListener):
                 self.catch_up()
             except (PeerLostError, LaunchError):
                 continue
-        for loader in self._loaders:
-            loader.loader.draw_alone()
 
     def _switch(self, change: MembershipChange) -> int:
         context, groups = self._context, self._context.groups

@@ -215,8 +215,8 @@ class RunMembers:
             self._devices[index] = device
             self._act(decider.request_join(_place(index, self._specs[index], device)))
             lines.append(f"{device.device} starts, and joins at the end of a step")
+        lines += [f"rank {decider.rank_of(name)} ({self.where(name)}) leaves at the end of a step" for name in leaving]
         for name in leaving:
-            lines.append(f"rank {decider.rank_of(name)} ({self.where(name)}) leaves at the end of a step")
             self._act(decider.request_leave(name))
         return lines or ["these are the devices of the run already"]
 
