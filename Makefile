@@ -26,7 +26,7 @@ install-all: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/evenload demo
 
-# Tests without daemons, network namespaces, Slurm or Ray.
+# Tests without commands, daemons, network namespaces, Slurm or Ray.
 test: $(STAMP)
 	$(COMPILE)
 	$(PYTEST) $(PARALLEL) tests/unit tests/ranks $(PYTEST_ARGS)

@@ -85,7 +85,7 @@ def _measure(case: Case, num_rounds: int, num_steps: int, num_last: int) -> dict
         for arm in ("dp", "ddp")[:: 1 if index % 2 == 0 else -1]:
             speeds[arm], told[arm] = _run(case, arm, num_steps, num_last)
         rounds.append(speeds)
-    ratio = bootstrap(lambda drawn: median(one["dp"] / one["ddp"] for one in drawn), rounds)
+    ratio = bootstrap([one["dp"] / one["ddp"] for one in rounds])
     return {
         "case": case.name,
         "size": dataclasses.asdict(case.size),

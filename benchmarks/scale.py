@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from benchmarks import exchange as small_exchanges
 from benchmarks.report import rows
 from evenload.records.recorder import Recorder
-from evenload.training.comm.clock import StepClock
+from evenload.training.comm.clock import SEGMENTS, StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.grid_gather import num_hops
 from evenload.training.comm.host_exchange import ROW_VALUES
@@ -42,6 +42,7 @@ from evenload.training.parallel.strategy import LocalResult
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.exchange import ReportExchange, check_trained, totals_of
 from evenload.training.step.planner import Planner
+from evenload.training.step.report import COLUMNS, Reports
 from evenload.training.step.stats import StepRecorder, StepStats
 
 STEPS = {64: 300, 1_000: 120, 10_000: 16}
@@ -50,8 +51,7 @@ HOP_S = 50e-6
 BYTES_PER_S = 1.25e9
 _SAMPLES_PER_RANK = 32
 _HEAD = 4
-_SECONDS = 17
-"""First column of a row's seconds: after the head and the fields of a report."""
+"""Columns of a row before those of the report."""
 
 
 class SimulatedRanks:
@@ -72,10 +72,11 @@ class SimulatedRanks:
         """Every rank sends what this one does, but for the seconds."""
         table = np.repeat(np.array([row]), self.world_size, axis=0)
         if row[0] == Operation.BACKWARD:
-            table[:, _SECONDS : _SECONDS + 7] = 0.0
-            table[:, _SECONDS + 1] = self.compute_s
+            reports = Reports(table[:, _HEAD:])
+            reports.seconds[:] = 0.0
+            reports.seconds[:, SEGMENTS.index("compute")] = self.compute_s
             if self.rank:
-                table[0, _HEAD + 5] = 0.0  # nothing is decided
+                reports.table[0, COLUMNS["has_decision"]] = 0.0
         return table
 
 

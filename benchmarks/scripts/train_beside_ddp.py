@@ -127,15 +127,12 @@ began_s = time.monotonic()
 
 
 def ratio(above: str, below: str) -> Any:
-    return bootstrap(lambda drawn: median(found[above].per_s[0] / found[below].per_s[0] for found in drawn), rounds)
+    return bootstrap([found[above].per_s[0] / found[below].per_s[0] for found in rounds])
 
 
 def own_wall_s() -> Any:
     """Seconds that a step of Evenload takes longer."""
-    return bootstrap(
-        lambda drawn: median((found["evenload"].seconds[0] - found["ddp"].seconds[0]) / num_steps for found in drawn),
-        rounds,
-    )
+    return bootstrap([(found["evenload"].seconds[0] - found["ddp"].seconds[0]) / num_steps for found in rounds])
 
 
 while True:

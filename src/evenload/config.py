@@ -6,28 +6,32 @@ by ``-c``. Different values for one setting are an error that shows both. No env
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from os import PathLike
 from typing import Any
 
 from evenload.errors import ConfigError
-from evenload.foreign_names import SETTINGS_ELSEWHERE, VALUES_ELSEWHERE, describe_unknown
+from evenload.foreign_names import SETTINGS_ELSEWHERE, describe_unknown
+from evenload.setting_kinds import (
+    FLAG,
+    SECONDS,
+    Kind,
+    check_balance,
+    check_folder,
+    check_logger_options,
+    check_loggers,
+    check_num_workers,
+    integer,
+    one_in,
+    one_of,
+    parse_balance,
+    parse_logger_options,
+    parse_loggers,
+)
 
 COMMAND_LINE = "command line"
 SPAWN = "call of evenload.spawn"
 """Sources of settings other than the script."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    values: str
-    """The accepted values, for the documentation."""
-    check: Callable[[Any], Any]
-    """Returns the value in its normal form; raises ValueError with what was expected."""
-    parse: Callable[[Any], Any] = str
-    """Converts the text of a command-line option; leaves what it cannot read to `check`."""
-    metavar: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,124 +67,6 @@ STRATEGY_NAMES = ["ddp", "dp"]
 """Values of ``strategy``; `register_strategy` adds to them (training/parallel/factory.py)."""
 
 
-def _one_of(*choices: str) -> Kind:
-    return _one_in(choices)
-
-
-def _one_in(choices: Sequence[str]) -> Kind:
-    """One of the names in `choices`, which may grow."""
-
-    def check(value: Any) -> Any:
-        if value not in choices:
-            hint = describe_unknown(str(value), choices, VALUES_ELSEWHERE)
-            raise ValueError(f"expected one of {', '.join(choices)}" + (f"; {hint}" if hint else ""))
-        return value
-
-    return Kind(" ".join(f"`{choice}`" for choice in choices), check, metavar="|".join(choices))
-
-
-def _number_or_text(kind: type[int] | type[float]) -> Callable[[str], float | str]:
-    def parse(text: str) -> float | str:
-        try:
-            return kind(text)
-        except ValueError:
-            return text
-
-    return parse
-
-
-def _integer(expected: str, metavar: str, *, least: int, word: str = "") -> Kind:
-    """An integer of at least ``least``, or one word in its place."""
-
-    def check(value: Any) -> Any:
-        if word and value == word:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise ValueError(f"expected {expected}")
-        return value
-
-    return Kind(expected, check, _number_or_text(int), f"{word}|{metavar}" if word else metavar)
-
-
-def _check_seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError("expected seconds, more than 0")
-    return float(value)
-
-
-def _check_flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("expected true or false")
-    return value
-
-
-def _check_folder(value: Any) -> str:
-    if not isinstance(value, str | PathLike) or not str(value):
-        raise ValueError("expected a folder")
-    return str(value)
-
-
-def _check_balance(value: Any) -> Any:
-    if value in ("auto", "even"):
-        return value
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
-        raise ValueError("expected auto, even, or one integer share for each rank, such as 24,6,2")
-    shares = tuple(value)
-    if not shares or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shares) or not sum(shares):
-        raise ValueError("shares are integers of at least 0, and not all of them 0")
-    return shares
-
-
-def _parse_balance(text: str) -> str | tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        return text
-
-
-def _check_num_workers(value: Any) -> str:
-    if value in ("loader", "auto"):
-        return str(value)
-    hint = f"; set a number on the loader itself: DataLoader(num_workers={value})" if str(value).isdecimal() else ""
-    raise ValueError(f"expected auto (chosen by measurement) or loader (as set in each DataLoader){hint}")
-
-
-def _check_loggers(value: Any) -> tuple[str, ...]:
-    # records/loggers/catalogue.py knows which loggers exist: other packages bring some.
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
-    if not all(isinstance(name, str) and name for name in names) or (not names and value not in ((), [])):
-        raise ValueError("expected the names of loggers, such as tensorboard, wandb or mlflow")
-    return names
-
-
-def _parse_loggers(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
-
-
-def _check_logger_options(value: Any) -> dict[str, dict[str, Any]]:
-    if not isinstance(value, Mapping) or not all(isinstance(options, Mapping) for options in value.values()):
-        raise ValueError("expected options by logger, such as {'wandb': {'project': 'gpt'}}")
-    return {
-        str(name): {str(key): list(item) if isinstance(item, tuple) else item for key, item in options.items()}
-        for name, options in value.items()
-    }
-
-
-def parse_logger_options(texts: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Parse options of loggers such as ``wandb.project=gpt``, one per use of the command-line option."""
-    options: dict[str, dict[str, str]] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        logger, dot, key = name.partition(".")
-        if not (equals and dot and logger and key and value):
-            raise ConfigError(f"--logger-option {text}: expected LOGGER.OPTION=VALUE, such as wandb.project=gpt")
-        if options.setdefault(logger, {}).setdefault(key, value) != value:
-            raise ConfigError(f"--logger-option {text}: {name} is already {options[logger][key]!r}; give it once")
-    return options
-
-
-_FLAG = Kind("true or false", _check_flag)
-_SECONDS = Kind("seconds, more than 0", _check_seconds, _number_or_text(float), "SECONDS")
 _BOTH = ("run", "verify")
 
 
@@ -190,99 +76,105 @@ class Config:
 
     project_dir: str = _setting(
         "runs/default",
-        Kind("a folder", _check_folder, metavar="DIR"),
+        Kind("a folder", check_folder, metavar="DIR"),
         "Run folder for settings, events, steps and checkpoints; runs/SCRIPT unless set.",
         commands=_BOTH,
         rank_0_only=True,
     )
     seed: int = _setting(
         0,
-        _integer("an integer from 0 to 2^63 - 1", "INTEGER", least=0),
+        integer("an integer from 0 to 2^63 - 1", "INTEGER", least=0),
         "Seed of the sample order and of all randomness that Evenload controls.",
         commands=_BOTH,
     )
     precision: str = _setting(
         "no",
-        _one_of("no", "bf16", "fp16"),
+        one_of("no", "bf16", "fp16"),
         "Autocast precision. no: the model's own dtype; fp16: with dynamic loss scaling.",
         commands=_BOTH,
     )
     strategy: str = _setting(
         "ddp",
-        _one_in(STRATEGY_NAMES),
+        one_in(STRATEGY_NAMES),
         "Where replicas of the model live. ddp: one process per device; dp: one process for all devices.",
+        commands=_BOTH,
+    )
+    wire: str = _setting(
+        "fp32",
+        one_of("fp32", "bf16", "fp16", "int8", "powersgd", "auto"),
+        "Format of gradients between machines. fp32: as they are, exact; auto: a smaller one where the loss can't show it.",
         commands=_BOTH,
     )
     micro_batch: int | str = _setting(
         "auto",
-        _integer("auto or a number of samples, at least 1", "SAMPLES", least=1, word="auto"),
+        integer("auto or a number of samples, at least 1", "SAMPLES", least=1, word="auto"),
         "Largest number of samples a rank computes at once. auto: what fits in memory.",
         commands=_BOTH,
     )
     balance: str | tuple[int, ...] = _setting(
         "auto",
-        Kind("`auto` `even`, or one share per rank: `24,6,2`", _check_balance, _parse_balance, "auto|even|SHARES"),
+        Kind("`auto` `even`, or one share per rank: `24,6,2`", check_balance, parse_balance, "auto|even|SHARES"),
         "Split of the global batch. auto: by measured speed; even: equal shares; 24,6,2: fixed shares, or proportions.",
         commands=_BOTH,
     )
     batch_max: int | None = _setting(
         None,
-        _integer("a number of samples, more than the loader's batch_size", "SAMPLES", least=2),
+        integer("a number of samples, more than the loader's batch_size", "SAMPLES", least=2),
         "Let the global batch grow up to this size where the measured goodput is higher.",
     )
     batch_lr: str = _setting(
         "auto",
-        _one_of("auto", "adascale", "sqrt", "none"),
+        one_of("auto", "adascale", "sqrt", "none"),
         "Learning-rate rule for a grown batch. auto: adascale for SGD, sqrt for other optimizers.",
     )
     batch_norm: str = _setting(
         "global",
-        _one_of("global", "local"),
+        one_of("global", "local"),
         "BatchNorm statistics. global: over all ranks; local: the model's BatchNorm unchanged.",
         commands=(),
     )
     dataset_rng: str = _setting(
         "keyed",
-        _one_of("keyed", "off"),
+        one_of("keyed", "off"),
         "Randomness inside a dataset. keyed: seeded by (seed, epoch, position); off: unchanged.",
         commands=(),
     )
     num_workers: str = _setting(
         "loader",
-        Kind("`loader` `auto`", _check_num_workers, metavar="loader|auto"),
+        Kind("`loader` `auto`", check_num_workers, metavar="loader|auto"),
         "Loader workers. loader: as set in each DataLoader; auto: chosen by measurement while training.",
     )
     check_every: int | str = _setting(
         10,
-        _integer("off or a number of steps, at least 1, such as 10", "STEPS", least=1, word="off"),
+        integer("off or a number of steps, at least 1, such as 10", "STEPS", least=1, word="off"),
         "Steps between two comparisons of all ranks' parameters and buffers. off: never compare.",
     )
     loggers: tuple[str, ...] = _setting(
         (),
-        Kind("names of loggers", _check_loggers, _parse_loggers, "NAME,..."),
+        Kind("names of loggers", check_loggers, parse_loggers, "NAME,..."),
         "Further destinations of metrics: tensorboard, wandb, mlflow, and loggers of other packages.",
         rank_0_only=True,
     )
     logger_options: Mapping[str, Mapping[str, Any]] = _setting(
         {},
-        Kind("options by logger", _check_logger_options, parse_logger_options, "LOGGER.OPTION=VALUE"),
+        Kind("options by logger", check_logger_options, parse_logger_options, "LOGGER.OPTION=VALUE"),
         "Options of the loggers, such as wandb.project=gpt; the command-line option may be repeated.",
         option="--logger-option",
         rank_0_only=True,
     )
     log_every_s: float = _setting(
         10.0,
-        _SECONDS,
+        SECONDS,
         "Time between two progress lines when the output is not a terminal.",
         option="--log-every",
         rank_0_only=True,
     )
     timeout_s: float = _setting(
-        600.0, _SECONDS, "Time after which a collective that has not completed is an error.", commands=()
+        600.0, SECONDS, "Time after which a collective that has not completed is an error.", commands=()
     )
     fresh: bool = _setting(
         False,
-        _FLAG,
+        FLAG,
         "Start over instead of resuming; run moves the old contents of the run folder aside.",
         commands=_BOTH,
         in_script=False,
@@ -290,11 +182,11 @@ class Config:
     )
     override: bool = _setting(
         False,
-        _FLAG,
+        FLAG,
         "Resume with another seed, batch_size or data than the epoch began with: leave the rest of that epoch out.",
         in_script=False,
     )
-    dry_run: bool = _setting(False, _FLAG, "Print every decision and its reason; train nothing.", in_script=False)
+    dry_run: bool = _setting(False, FLAG, "Print every decision and its reason; train nothing.", in_script=False)
     sources: Mapping[str, str] = field(default_factory=dict)
     """For each setting that was set, where."""
 

@@ -7,6 +7,7 @@ EvenloadError
 ├── StepError            `step.backward` or the training loop is used in a way that would be wrong
 │   └── NonFiniteError   the loss or the gradient stayed NaN or infinite
 ├── CheckpointError      a checkpoint can't be written or read, or does not match
+│   └── DamagedError     a file of a checkpoint is missing, torn or changed
 ├── LaunchError          the ranks can't be started, or their rendezvous fails
 ├── DesyncError          the ranks of a run do different things (one has left the loop, another has not)
 │   └── DivergenceError  the ranks no longer hold the same parameters or buffers
@@ -47,6 +48,10 @@ class NonFiniteError(StepError):
 
 class CheckpointError(EvenloadError):
     """A checkpoint can't be written or read, or does not match the objects that the script registers."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is missing, torn or changed."""
 
 
 class LaunchError(EvenloadError):

@@ -12,11 +12,15 @@ from evenload.cli.jobs import Queue, folder_of
 from evenload.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from evenload.scheduler.client import Client
 
 _USAGE = {
     "show": "evenload queue [show]",
     "stop": "evenload queue stop",
+    "start": "evenload queue start",
+    "service": "evenload queue service",
     "set": "evenload queue set NAME=VALUE..., such as policy=fifo",
     "limit": "evenload queue limit USER NAME=VALUE..., such as max_devices=2",
     "reserve": "evenload queue reserve DEVICE[,DEVICE...] TIME [USER...], such as gpu0,gpu1 2h ann",
@@ -27,23 +31,31 @@ _USAGE = {
 def queue(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[show|stop|set|limit|reserve|release] ...", help="Action. Default: show."),
+        typer.Argument(
+            metavar="[show|stop|start|service|set|limit|reserve|release] ...", help="Action. Default: show."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     queue: Queue = None,
 ) -> None:
     """Show or change the queue's settings. Only its owner and its admins may change them.
 
-    stop: stop the daemon; jobs continue, and the next submit restarts it. set NAME=VALUE: change a setting. limit USER
+    stop: stop the daemon; jobs continue, and the next submit (or start) restarts it. service: have
+    systemd start the daemon at boot and whenever it dies. set NAME=VALUE: change a setting. limit USER
     NAME=VALUE: set max_devices, max_running, max_queued or share. reserve DEVICES TIME [USER...]: reserve devices from
     now on for these users, or for nobody. release RESERVATION: end a reservation.
     """
     action, *given = words or ["show"]
-    if action not in _ACTIONS:
-        raise ConfigError(f"evenload queue {action}: unknown action; actions: {', '.join(_ACTIONS)}")
+    if action not in _USAGE:
+        raise ConfigError(f"evenload queue {action}: unknown action; actions: {', '.join(_USAGE)}")
+    if action == "service":
+        if given:
+            raise ConfigError(f"expected {_USAGE[action]}")
+        _service(folder_of(queue))
+        return
     from evenload.scheduler.client import connect
 
-    with connect(folder_of(queue), start=False) as client:
+    with connect(folder_of(queue), start=action == "start") as client:
         try:
             answer, text = _ACTIONS[action](client, given)
         except (ValueError, IndexError) as error:
@@ -58,6 +70,18 @@ def queue(
         print(text)
 
 
+def _service(folder: Path) -> None:
+    from evenload.scheduler.presence import is_running
+    from evenload.scheduler.user_service import install
+
+    if (folder / "queue.sqlite").exists() and is_running(folder):
+        from evenload.scheduler.client import connect
+
+        with connect(folder, start=False) as client:
+            client.call("stop")  # systemd starts its own at once; jobs go on meanwhile
+    print(f"the queue's daemon starts at boot, and again if it dies: {install(folder)}")
+
+
 def _show(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     if given:
         raise ValueError
@@ -70,6 +94,13 @@ def _stop(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
         raise ValueError
     answer = client.call("stop")
     return answer, f"the daemon (pid {answer['pid']}) is stopping; jobs continue, and the next submit restarts it"
+
+
+def _start(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
+    if given:
+        raise ValueError
+    status = client.call("status")
+    return status, f"the daemon (pid {status['pid']}) runs for the queue {status['folder']}"
 
 
 def _set(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
@@ -116,6 +147,7 @@ def _release(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
 _ACTIONS: dict[str, Callable[[Client, list[str]], tuple[Mapping[str, Any], str]]] = {
     "show": _show,
     "stop": _stop,
+    "start": _start,
     "set": _set,
     "limit": _limit,
     "reserve": _reserve,

@@ -1,15 +1,18 @@
-"""``evenload show``: summarize or follow a run, or summarize a job of the queue."""
+"""``evenload show``: summarize, follow or draw a run, or summarize a job of the queue."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 POLL_S = 0.2
+WEB_POLL_S = 1.0
+PAGE_FILE = "page.html"
 
 
 def show(
@@ -17,7 +20,24 @@ def show(
         Path,
         typer.Argument(metavar="RUN|JOB", help="Run folder (project_dir), folder of runs, or number or name of a job."),
     ],
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="Page that --html writes; by default page.html in the run folder."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Write one self-contained page for a browser.")] = False,
+    web: Annotated[
+        bool,
+        typer.Option("--web", help="Serve the page to browsers of this machine, and follow the run, until Ctrl-C."),
+    ] = False,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port for --web; by default a free one.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace of steps for Perfetto or chrome://tracing.")
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Steps of --trace: from A up to, and without, B; by default the last 100."),
+    ] = None,
     live: Annotated[bool, typer.Option("--live", help="Follow the run until it ends or Ctrl-C.")] = False,
     to: Annotated[
         str | None, typer.Option(metavar="LOGGER", help="Send the missing steps to a logger (wandb, mlflow, ...).")
@@ -38,16 +58,27 @@ def show(
     if backend is not None and backend != "local":
         _show_backend_job(backend, str(run), json)
         return
+    of_runs = live or html or web or trace is not None or to is not None or bool(logger_option)
     if queue is not None or not run.exists():
-        if queue is not None and (live or to is not None or logger_option):
-            raise ConfigError("--live, --to and --logger-option are for runs; a job is shown without them")
+        if queue is not None and of_runs:
+            raise ConfigError("--live, --html, --web, --trace, --to and --logger-option are for runs, not for jobs")
         if _show_queue_job(str(run), queue, json):
             return
     try:
-        if json + live + (to is not None) > 1:
-            raise ConfigError("--json, --live and --to are three ways to show a run; give one of them")
+        if json + live + html + web + (trace is not None) + (to is not None) > 1:
+            raise ConfigError(
+                "--json, --live, --html, --web, --trace and --to are ways to show a run; give one of them"
+            )
         if logger_option and to is None:
             raise ConfigError("--logger-option needs a logger; name it with --to")
+        if file is not None and not html:
+            raise ConfigError(
+                f"{file}: only --html writes to a file named like this; a trace is written by --trace FILE"
+            )
+        if port is not None and not web:
+            raise ConfigError("--port needs --web")
+        if steps is not None and trace is None:
+            raise ConfigError("--steps needs --trace FILE")
         folder, num_runs = find_run(run)
         if num_runs > 1:
             print(f"evenload: {folder} is the newest of {num_runs} runs in {run}", file=sys.stderr)
@@ -55,6 +86,12 @@ def show(
             _send(folder, to, logger_option or [])
         elif live:
             _follow(folder)
+        elif html:
+            _write_page(folder, file or folder / PAGE_FILE)
+        elif web:
+            _serve_page(folder, port or 0)
+        elif trace is not None:
+            _write_trace(folder, trace, steps)
         else:
             _show_run(folder, json)
     except ConfigError as error:
@@ -62,10 +99,10 @@ def show(
         raise typer.Exit(2) from None
 
 
-def _show_run(folder: Path, as_json: bool) -> None:
+def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | None = None) -> None:
     from evenload.views.run.summary import summarize_run, summary_to_json
 
-    summary = summarize_run(folder)
+    summary = summarize_run(folder, is_wanted)
     if as_json:
         import json
 
@@ -78,6 +115,40 @@ def _show_run(folder: Path, as_json: bool) -> None:
 
     if members := members_of(folder):
         print(f"\nin progress on {'; '.join(members)}")
+
+
+def _write_page(folder: Path, path: Path) -> None:
+    from evenload.atomic_file import write_atomically
+    from evenload.errors import ConfigError
+    from evenload.views.run.page import RunPage
+
+    text = RunPage(folder).html()
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written ({error.strerror}); give another file: --html FILE") from error
+    print(f"evenload: wrote {path} ({len(text.encode()) / 1000:.0f} kB); open it in a browser")
+
+
+def _serve_page(folder: Path, port: int) -> None:
+    from evenload.views.run.page import RunPage
+    from evenload.views.server import PageServer
+
+    page = RunPage(folder)
+    with PageServer(page.title, port) as server:
+        print(f"evenload: {server.url} shows {folder} to browsers on this machine, until Ctrl-C", flush=True)
+        try:
+            server.follow(page.update, WEB_POLL_S)
+        except KeyboardInterrupt:
+            print()
+
+
+def _write_trace(folder: Path, path: Path, steps: str | None) -> None:
+    from evenload.views.run.trace import RESOLUTION, StepRange, parse_steps, write_trace
+
+    count = write_trace(folder, path, parse_steps(steps) if steps is not None else StepRange())
+    print(f"evenload: wrote {count} steps to {path}; open it at https://ui.perfetto.dev or chrome://tracing")
+    print(f"Resolution: {RESOLUTION}")
 
 
 def _show_queue_job(name: str, queue: Path | None, as_json: bool) -> bool:
@@ -104,7 +175,7 @@ def _show_queue_job(name: str, queue: Path | None, as_json: bool) -> bool:
         run = job_summary.run_folder(summary)
         if run is not None:
             print()
-            _show_run(run, as_json=False)
+            _show_run(run, as_json=False, is_wanted=job_summary.run_records(summary, run))
     return True
 
 
@@ -135,10 +206,10 @@ def _send(folder: Path, logger: str, texts: list[str]) -> None:
     """Send a logger the missing steps, by default with its options of the run."""
     import tomllib
 
-    from evenload.config import parse_logger_options
     from evenload.records.loggers.catalogue import check_loggers
     from evenload.records.loggers.logger_thread import send
     from evenload.records.recorder import CONFIG_FILE
+    from evenload.setting_kinds import parse_logger_options
 
     path = folder / CONFIG_FILE
     settings = tomllib.loads(path.read_text()) if path.exists() else {}

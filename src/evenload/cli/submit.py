@@ -140,13 +140,24 @@ def submit(
     if wait and job.backend != "local":
         raise ConfigError(f"--wait is for the local queue; use evenload show --backend {job.backend} JOB")
     queue_folder = folder_of(queue)
+    is_first = job.backend == "local" and not (queue_folder / "queue.sqlite").exists()
     submitted = submit_job(job, queue=queue_folder, here=Path.cwd(), variables=dict(os.environ), is_dry_run=dry_run)
     if dry_run:
         _print_dry_run(submitted, queue_folder, json)
         return
     _print_submitted(submitted, queue_folder, json)
+    if is_first and not json:
+        _offer_service(queue_folder)
     if wait:
         raise typer.Exit(_wait(submitted.ids, queue_folder))
+
+
+def _offer_service(queue: Path) -> None:
+    from evenload.scheduler.user_service import is_offered
+
+    if is_offered(queue):
+        option = "" if queue == folder_of(None) else f" --queue {shlex.quote(str(queue))}"
+        print(f"to have this queue go on after a reboot of the machine: evenload queue service{option}", flush=True)
 
 
 def _print_dry_run(submitted: SubmittedJob, queue: Path, as_json: bool) -> None:

@@ -35,6 +35,7 @@ from types import FrameType
 from typing import Any
 
 from evenload.errors import ConfigError
+from evenload.job.processes import boottime_s
 from evenload.job.protocol import (
     VARIABLE,
     ProgressReport,
@@ -91,6 +92,8 @@ def steps(
     def loop() -> Iterator[int]:
         connection = _connection()
         connection.rate = _StepRate()
+        if connection.resumed_at is None:
+            connection.resumed_at = start
 
         def report_main(num_done: int, state: str) -> None:
             if is_main:
@@ -251,6 +254,8 @@ class _RunnerConnection:
         self.contract = contract
         self.rate = _StepRate()
         self.requested_s: float | None = None
+        self.resumed_at: int | None = None
+        """Steps that were done when this program began; its first report follows one more."""
         self.reason = ""
         self.num_listening = 0
         self.stays: tuple[int, ...] = ()
@@ -295,6 +300,8 @@ class _RunnerConnection:
         if contract is None:
             return
         now_s = time.monotonic()
+        if self.resumed_at is None:
+            self.resumed_at = max(0, step - 1) if state == "running" else step
         if state == "running":
             self.rate.count(step, now_s)
             if now_s - self._reported_s < contract.report_every_s:
@@ -313,6 +320,8 @@ class _RunnerConnection:
             samples_per_s,
             state,
             time_s=time.time(),
+            since_boot_s=boottime_s(),
+            resumed_at=self.resumed_at,
         )
         try:
             write_report(contract, progress)

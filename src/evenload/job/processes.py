@@ -93,9 +93,9 @@ def end_with_parent() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def become_reaper() -> None:
-    """Have the kernel make this process the parent of every orphan among its descendants; OSError if it refuses."""
-    if _libc is not None and _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+def become_reaper(adopts: bool = True) -> None:
+    """Have the kernel make this process the parent of every orphan among its descendants, or no longer; OSError if it refuses."""
+    if _libc is not None and _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"can't adopt orphaned processes: {os.strerror(ctypes.get_errno())}")
 
 
@@ -125,6 +125,11 @@ def boot_id() -> str:
         return BOOT_ID.read_text().strip()
     except OSError:
         return ""
+
+
+def boottime_s() -> float:
+    """Return the seconds since the machine was booted: a clock that all processes share, and that nobody can set."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def identity_of(pid: int) -> ProcessIdentity | None:

@@ -76,10 +76,14 @@ class ProgressReport:
     """``running``, ``stopped`` (saved on request at `step`) or ``finished`` (the last step is done)."""
     time_s: float
     """Time of writing, seconds since the epoch."""
+    since_boot_s: float = 0.0
+    """The same in seconds since the machine was booted, which nobody can set; 0 if unknown."""
+    resumed_at: int | None = None
+    """Number of steps that were done when this attempt began; None if unknown."""
 
     def __post_init__(self) -> None:
-        counts = (self.attempt, self.pid, self.step, 0 if self.total is None else self.total)
-        speeds = (self.steps_per_s, self.samples_per_s, self.time_s)
+        counts = (self.attempt, self.pid, self.step, self.total or 0, self.resumed_at or 0)
+        speeds = (self.steps_per_s, self.samples_per_s, self.time_s, self.since_boot_s)
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= _LARGEST_COUNT for n in counts):
             raise QueueError("invalid report: counts must be integers >= 0")
         if not all(_is_number(speed) and 0 <= speed < math.inf for speed in speeds):

@@ -1,22 +1,22 @@
-"""The checkpoints of a run folder: their names, `info.json` beside each, and `best.json`; read without torch."""
+"""The checkpoints of a run folder: their names, and `best.json` beside them; read without torch."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from evenload.atomic_file import write_atomically
+from evenload.records.integrity import find_damage, read_info
 
 CHECKPOINT_FOLDER = "checkpoints"
-INFO_FILE = "info.json"
-"""In a checkpoint's folder: step, epoch, time, and the metric by which the best is chosen."""
 BEST_FILE = "best.json"
 """Beside the checkpoints: the step of the best one, and its metric."""
 _PREFIX = "step-"
+_CHECKED_BYTES = 1 << 30
+"""Contents of more are not compared for a list, which should take a second."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,14 @@ class CheckpointInfo:
     """When it was written, in seconds since 1970."""
     size_bytes: int
     is_last: bool
+    """The newest that is not damaged: a resume takes it."""
     is_best: bool
     metric: str
     """Name of the metric by which the best is chosen; empty if none was logged for these weights."""
     value: float | None
     folder: str
+    damage: str
+    """What is wrong with its files; empty if they are as they were written, or an earlier version wrote no checksums."""
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -78,27 +81,19 @@ def write_best(run: Path, best: BestCheckpoint) -> None:
     write_atomically(run / CHECKPOINT_FOLDER / BEST_FILE, json.dumps(vars(best)))
 
 
-def read_info(checkpoint: Path) -> dict[str, Any]:
-    """Return what `write_info` wrote; empty for a checkpoint without it."""
-    try:
-        row = json.loads((checkpoint / INFO_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
-def write_info(checkpoint: Path, info: Mapping[str, Any]) -> None:
-    write_atomically(checkpoint / INFO_FILE, json.dumps(dict(info)))
-
-
 def list_checkpoints(run: Path) -> tuple[CheckpointInfo, ...]:
-    """Return the checkpoints of a run folder, oldest first."""
-    folders, best = checkpoint_folders(run), read_best(run)
-    rows = []
-    for folder in folders:
+    """Return the checkpoints of a run folder, oldest first. The contents of the newest ones are compared with their checksums."""
+    best = read_best(run)
+    rows: list[CheckpointInfo] = []
+    checked_bytes = 0
+    for folder in reversed(checkpoint_folders(run)):
         try:
             info, written_s = read_info(folder), folder.stat().st_mtime
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            stats = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+            size = sum(stat.st_size for _, stat in stats)
+            checked_bytes += size
+            files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+            damage = _damage(folder, checked_bytes <= _CHECKED_BYTES, files)
         except OSError:  # removed meanwhile by the run, which keeps the newest
             continue
         value = info.get("value")
@@ -108,11 +103,18 @@ def list_checkpoints(run: Path) -> tuple[CheckpointInfo, ...]:
                 epoch=info.get("epoch"),
                 time=float(info.get("time", written_s)),
                 size_bytes=size,
-                is_last=folder == folders[-1],
+                is_last=not damage and not any(row.is_last for row in rows),
                 is_best=best is not None and best.step == step_of(folder),
                 metric=str(info.get("metric", "")),
                 value=float(value) if isinstance(value, int | float) and math.isfinite(value) else None,
                 folder=str(folder),
+                damage=damage,
             )
         )
-    return tuple(rows)
+    return tuple(reversed(rows))
+
+
+@functools.lru_cache(maxsize=64)
+def _damage(folder: Path, contents: bool, files: tuple[tuple[str, int, int], ...]) -> str:
+    """Return `find_damage`, which a live view need not repeat while names, sizes and times of the `files` stay."""
+    return find_damage(folder, contents=contents)

@@ -89,10 +89,10 @@ def parse_line(line: bytes) -> Record | None:
 
 def _parse_step(row: dict[str, Any]) -> StepRecord:
     columns = row["ranks"]
-    ranks = tuple(
-        RankTimes(**{name: float(columns[name][rank]) for name in SEGMENTS}, memory_bytes=memory_bytes)
-        for rank, memory_bytes in enumerate(columns["memory_bytes"])
-    )
+    seconds = zip(*(columns[name] for name in SEGMENTS), strict=True)
+    memory = columns["memory_bytes"]
+    rows: list[list[Any]] = [[*map(float, times), held] for times, held in zip(seconds, memory, strict=True)]
+    ranks = tuple([RankTimes(*row) for row in rows])
     return StepRecord(
         step=row["step"],
         epoch=row["epoch"],

@@ -75,15 +75,15 @@ class MeasurementResult:
         return self.of_sum.get(EVENLOAD)
 
 
-Rounds = Sequence[Mapping[str, TimedBlock]]
+Round = Mapping[str, TimedBlock]
+"""The blocks of one round by arm."""
 
 
-def bootstrap(statistic: Callable[[Rounds], float], rounds: Rounds, seed: int = 0) -> Estimate:
-    """Estimate a statistic with its percentile interval over rounds drawn with replacement."""
+def bootstrap(values: Sequence[float], seed: int = 0) -> Estimate:
+    """Estimate the median of the rounds' values, with its percentile interval over rounds drawn with replacement."""
     rng = random.Random(seed)
-    count = len(rounds)
-    drawn = sorted(statistic([rounds[rng.randrange(count)] for _ in range(count)]) for _ in range(_RESAMPLES))
-    return Estimate(statistic(rounds), drawn[round(0.025 * (_RESAMPLES - 1))], drawn[round(0.975 * (_RESAMPLES - 1))])
+    drawn = sorted(median(rng.choices(values, k=len(values))) for _ in range(_RESAMPLES))
+    return Estimate(median(values), drawn[round(0.025 * (_RESAMPLES - 1))], drawn[round(0.975 * (_RESAMPLES - 1))])
 
 
 def evaluate(blocks: Sequence[TimedBlock]) -> MeasurementResult:
@@ -94,16 +94,14 @@ def evaluate(blocks: Sequence[TimedBlock]) -> MeasurementResult:
     names = list(dict.fromkeys(block.arm for block in blocks))
     rounds = [found for _, found in sorted(by_round.items()) if len(found) == len(names)]
 
-    def ratio(
-        above: Callable[[Mapping[str, TimedBlock]], float], below: Callable[[Mapping[str, TimedBlock]], float]
-    ) -> Estimate:
-        return bootstrap(lambda drawn: median(above(found) / below(found) for found in drawn), rounds)
+    def ratio(above: Callable[[Round], float], below: Callable[[Round], float]) -> Estimate:
+        return bootstrap([above(found) / below(found) for found in rounds])
 
-    def speed(arm: str) -> Callable[[Mapping[str, TimedBlock]], float]:
+    def speed(arm: str) -> Callable[[Round], float]:
         return lambda found: sum(found[arm].per_s)
 
     def of(arm: str, rank: int) -> Estimate:
-        return bootstrap(lambda drawn: median(found[arm].per_s[rank] for found in drawn), rounds)
+        return bootstrap([found[arm].per_s[rank] for found in rounds])
 
     speeds = {arm: of(arm, 0) for arm in names if arm != SOLO}
     num_ranks = len(rounds[0][SOLO].num_samples) if SOLO in names else 0
@@ -116,7 +114,7 @@ def evaluate(blocks: Sequence[TimedBlock]) -> MeasurementResult:
         speeds=speeds,
         shares={arm: rounds[-1][arm].shares for arm in speeds},
         solo=solo,
-        solo_sum=bootstrap(lambda drawn: median(map(speed(SOLO), drawn)), rounds) if solo else None,
+        solo_sum=bootstrap([speed(SOLO)(found) for found in rounds]) if solo else None,
         of_sum={arm: ratio(speed(arm), speed(SOLO)) for arm in speeds} if solo else {},
         over_even=ratio(speed(EVENLOAD), speed(EVEN)) if has and EVEN in names else None,
         over_best_alone=(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from evenload.errors import ConfigError
@@ -56,14 +56,16 @@ def last_step_in(folder: Path) -> int:
         return -1
 
 
-def read_steps(folder: Path) -> list[StepRecord]:
-    """Read the steps of a run, each once, with all metrics logged for them.
+def read_steps(folder: Path, is_wanted: Callable[[float], bool] | None = None) -> list[StepRecord]:
+    """Read the steps of a run, each once, with all metrics logged for them; only those that `is_wanted` by their time.
 
     A resume from an older checkpoint repeats steps; the repeated ones replace those that the resume discarded.
     """
     steps: dict[tuple[str, int], StepRecord] = {}
     newest: dict[str, int] = {}
     for record in _read(folder / STEPS_FILE):
+        if is_wanted is not None and not is_wanted(record.time):
+            continue
         if isinstance(record, StepRecord):
             for lost in range(record.step, newest.get(record.arm, -1) + 1):
                 steps.pop((record.arm, lost), None)
@@ -90,7 +92,11 @@ class RecordTail:
 
     def poll(self) -> list[Record]:
         """Return the records since the last call in the order of their times."""
-        return list(heapq.merge(*(tail.poll() for tail in self._tails), key=lambda record: record.time))
+        return list(self.stream())
+
+    def stream(self) -> Iterator[Record]:
+        """Yield what `poll` returns, one line in memory at a time, for runs of any length."""
+        return heapq.merge(*(tail.stream() for tail in self._tails), key=lambda record: record.time)
 
 
 class _FileTail:
@@ -100,7 +106,7 @@ class _FileTail:
         self._offset = 0
         self._inode = -1
 
-    def poll(self) -> list[Record]:
+    def stream(self) -> Iterator[Record]:
         try:
             with self._path.open("rb") as file:
                 state = os.fstat(file.fileno())
@@ -108,15 +114,17 @@ class _FileTail:
                     self._inode = state.st_ino
                     self._offset = self._first_offset(file.fileno(), state.st_size)
                 if state.st_size == self._offset:
-                    return []
+                    return
                 file.seek(self._offset)
-                text = file.read()
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    record = parse_line(line)
+                    if record is not None and record.time >= self._since_s:
+                        yield record
         except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        records = (parse_line(line) for line in whole.splitlines())
-        return [record for record in records if record is not None and record.time >= self._since_s]
+            return
 
     def _first_offset(self, file: int, size: int) -> int:
         """Find the start of a line before which everything is older than ``since_s``, searching back from the end."""

@@ -45,6 +45,7 @@ class Recorder:
         total_steps: int | None = None,
         logger_options: Mapping[str, Mapping[str, Any]] | None = None,
         hyperparameters: Mapping[str, Any] | None = None,
+        job: str | None = None,
     ) -> None:
         check_loggers(loggers, logger_options)
         self._folder = folder
@@ -69,13 +70,15 @@ class Recorder:
             raise ConfigError(
                 f"the run folder {folder} is not writable ({error}); set project_dir to a writable folder"
             ) from error
-        self.event("open", "", total_steps=total_steps)
+        of_job: dict[str, Any] = {} if job is None else {"job": job}
+        self.event("open", "", total_steps=total_steps, **of_job)
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """Write one event; print its message, unless empty, if this recorder prints.
 
         The views use the fields ``shares`` (the event is their reason), ``speeds_per_s`` (of kind ``solo_speeds``),
-        ``total_steps``, ``epoch_steps`` and ``devices`` (a name for each rank).
+        ``total_steps``, ``epoch_steps`` and ``devices`` (a name for each rank). The page of a run also shows ``reason``,
+        ``rank`` or ``ranks``, ``device`` and ``host``, and ``seconds``: what the event cost.
         """
         if self._closed:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from evenload.scheduler.client import Client, connect
 from evenload.scheduler.paths import log_path
 
 if TYPE_CHECKING:
+    from evenload.scheduler.clock import QueueClock
     from evenload.scheduler.core.values import Job
     from evenload.scheduler.messages import AttemptRow, JobRow
     from evenload.scheduler.store.ledger import AttemptRecord
@@ -112,8 +112,9 @@ def stored_job(folder: Path, job: str) -> Job:
     return found
 
 
-def row_of_job(folder: Path, job: Job) -> JobRow:
-    """Return a stored job in the form of `messages.JobRow`, without what only the daemon knows."""
+def row_of_job(folder: Path, job: Job, clock: QueueClock) -> JobRow:
+    """Return a stored job in the form of `messages.JobRow`, without what only the daemon knows; times by the wall clock."""
+    ahead_s, first_s = clock.ahead_s, job.first_began_s
     return {
         "id": job.id,
         "number": int(job.id) if job.id.isdigit() else 0,
@@ -125,10 +126,10 @@ def row_of_job(folder: Path, job: Job) -> JobRow:
         "max_devices": job.spec.needs.max_devices,
         "kinds": list(job.spec.needs.kinds),
         "devices": list(job.devices),
-        "submitted_s": job.submitted_s,
-        "since_s": job.since_s,
-        "first_began_s": job.first_began_s,
-        "held_s": job.held_until(time.time()) if job.devices else job.held_s,
+        "submitted_s": job.submitted_s + ahead_s,
+        "since_s": job.since_s + ahead_s,
+        "first_began_s": None if first_s is None else first_s + ahead_s,
+        "held_s": job.held_until(clock.now_s()) if job.devices else job.held_s,
         "attempt": job.attempt,
         "done": job.done,
         "total": job.total,
@@ -144,21 +145,22 @@ def row_of_job(folder: Path, job: Job) -> JobRow:
     }
 
 
-def row_of_attempt(attempt: AttemptRecord) -> AttemptRow:
+def row_of_attempt(attempt: AttemptRecord, ahead_s: float) -> AttemptRow:
     return {
         "attempt": attempt.fence.attempt,
         "devices": list(attempt.devices),
-        "began_s": attempt.began_s,
-        "ended_s": attempt.ended_s,
+        "began_s": attempt.began_s + ahead_s,
+        "ended_s": None if attempt.ended_s is None else attempt.ended_s + ahead_s,
         "ending": attempt.ending,
         "reason": attempt.reason,
         "pid": None if attempt.runner is None else int(attempt.runner["pid"]),
     }
 
 
-def row_of_line(line: JobLine) -> dict[str, Any]:
-    """Return a stored line in the form of the daemon's `list`."""
-    return {**line._asdict(), "devices": json.loads(line.devices) if line.devices != "[]" else [], "array": ""}
+def row_of_line(line: JobLine, ahead_s: float = 0.0) -> dict[str, Any]:
+    """Return a stored line in the form of the daemon's `list`; the wall clock is so far ahead of the queue's."""
+    row = {**line._asdict(), "devices": json.loads(line.devices) if line.devices != "[]" else [], "array": ""}
+    return row | {"submitted_s": line.submitted_s + ahead_s, "since_s": line.since_s + ahead_s}
 
 
 def has_readable_file(folder: Path) -> bool:

@@ -44,6 +44,7 @@ def init(
     seed: int | None = None,
     precision: str | None = None,
     strategy: str | None = None,
+    wire: str | None = None,
     micro_batch: int | str | None = None,
     balance: str | Sequence[int] | None = None,
     batch_max: int | None = None,

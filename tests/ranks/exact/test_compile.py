@@ -15,8 +15,8 @@ from tests.ranks.exact.tasks import TASKS
 
 def test_before_and_after_prepare(strategy: str, tmp_path: Path) -> None:
     names = ["Compiled", "CompiledFirst"]
-    setting = Setting((31, 1, 0), 11, strategy=strategy)
-    ranks = run_ranks(train_all, 3, [(name, setting) for name in names], str(tmp_path), timeout_s=110)
+    setting = Setting((29, 3), 11, strategy=strategy)
+    ranks = run_ranks(train_all, 2, [(name, setting) for name in names], str(tmp_path), timeout_s=110)
     for index, name in enumerate(names):
         records = [results[index] for results in ranks]
         check(f"{name} {setting}", records, Reference(TASKS["Uncompiled"](), records[0].num_micro).train())
@@ -25,7 +25,7 @@ def test_before_and_after_prepare(strategy: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_inductor(strategy: str, tmp_path: Path) -> None:
-    setting = Setting((24, 6, 2), strategy=strategy)
-    ranks = run_ranks(train_all, 3, [("CompiledInductor", setting)], str(tmp_path), timeout_s=280)
+    setting = Setting((24, 8), strategy=strategy)
+    ranks = run_ranks(train_all, 2, [("CompiledInductor", setting)], str(tmp_path), timeout_s=280)
     records = [results[0] for results in ranks]
     check(f"CompiledInductor {setting}", records, Reference(TASKS["UncompiledShort"](), records[0].num_micro).train())

@@ -1,11 +1,12 @@
-"""However the processes came to be, the weights are the same: `python train.py`, torchrun's variables, a group of the user's."""
+"""However the processes came to be, the weights are the same: torchrun's variables, a group of the user's.
+
+`python train.py` is in tests/system/starts/test_python.py.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -13,20 +14,10 @@ import torch.distributed as dist
 
 from evenload.testing import run_ranks
 from evenload.training.launch.environment import WORKER_VARIABLE, detect
-from tests.paths import ROOT
 from tests.ranks.exact.measure import check
 from tests.ranks.exact.ranks import Setting, train
 from tests.ranks.exact.reference import Reference
 from tests.ranks.exact.tasks import TASKS, Recorder
-
-SCRIPT = """
-import sys, torch
-from tests.ranks.exact.ranks import Setting, train
-from tests.ranks.exact.tasks import TASKS
-torch.set_num_threads(1)
-record = train(TASKS["Clipped"](), Setting(micro_batch=11, strategy=sys.argv[1]), sys.argv[2])
-torch.save(record, sys.argv[3])
-"""
 
 
 def _free_port() -> int:
@@ -64,16 +55,3 @@ def test_torchrun_variables_and_an_existing_group(strategy: str, tmp_path: Path)
     expected = Reference(TASKS["Normed"](), ranks[0][0].num_micro).train()
     for index, how in enumerate(("torchrun's variables", "an existing group", "the same group again")):
         check(f"Normed by {how}", [records[index] for records in ranks], expected)
-
-
-def test_python_train_py(strategy: str, tmp_path: Path) -> None:
-    script, saved = tmp_path / "train.py", tmp_path / "record.pt"
-    script.write_text(SCRIPT)
-    root = ROOT
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
-    command = [sys.executable, str(script), strategy, str(tmp_path / "run"), str(saved)]
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    record = torch.load(saved, weights_only=False)
-    assert set(record.num_micro) == {3}
-    check("Clipped by python train.py", [record], Reference(TASKS["Clipped"](), record.num_micro).train())

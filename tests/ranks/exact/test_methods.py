@@ -1,6 +1,7 @@
 """Training methods that use gradients in other ways than one backward and one step: each as in one process.
 
-All of them run in one set of processes for each strategy and number of ranks, with one and with three micro-batches.
+All of them run in one set of processes for each strategy and number of ranks: with one micro-batch on two ranks, with three on
+three.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from evenload.training import run as run_module
 from tests.ranks.exact.measure import check
 from tests.ranks.exact.ranks import Setting, run_split, train
 from tests.ranks.exact.reference import Reference
-from tests.ranks.exact.tasks import TASKS, Recorder, Task
+from tests.ranks.exact.tasks import TASKS, Recorder
 
 METHODS = (
     *("Lbfgs", "Ema", "Swa", "Lookahead", "Sam", "SamInPlace", "ManyGroups", "ClippedByValue", "Momentum"),
@@ -24,20 +25,12 @@ METHODS = (
     *("TiedTokens", "Deepening", "Experts", "FrozenNorm"),
 )
 SHARES = {2: (27, 5), 3: (24, 6, 2)}
-NUM_MICRO = {"auto": 1, 9: 3}
-"""micro_batch -> K of full batches, for both shares."""
-
-MOST_STEPS = 10
-"""Enough for everything that a task does every few steps."""
+MICRO: dict[int, Any] = {2: "auto", 3: 9}
+NUM_MICRO = {2: 1, 3: 3}
+"""Number of ranks -> K of full batches."""
 
 Outcome = list[Recorder] | str
 """Records of the ranks, or why there are none."""
-
-
-def short(name: str) -> Task:
-    task = TASKS[name]()
-    task.num_steps = min(task.num_steps, MOST_STEPS)
-    return task
 
 
 def train_methods(jobs: list[tuple[str, Setting]], folder: str) -> list[Recorder | str]:
@@ -46,7 +39,7 @@ def train_methods(jobs: list[tuple[str, Setting]], folder: str) -> list[Recorder
     results: list[Recorder | str] = []
     for index, (name, setting) in enumerate(jobs):
         try:
-            results.append(train(short(name), setting, f"{folder}/{index}"))
+            results.append(train(TASKS[name](), setting, f"{folder}/{index}"))
         except Exception:
             results.append(traceback.format_exc())
             if run_module._open is not None:  # it failed before the loop
@@ -59,18 +52,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Calls the trainings of a strategy on a number of ranks, once for all tests."""
 
     @cache
-    def outcomes(strategy: str, num_ranks: int) -> dict[tuple[str, Any], Outcome]:
-        jobs = [
-            (name, Setting(SHARES[num_ranks], micro, strategy=strategy, options={"timeout_s": 20.0}))
-            for name in METHODS
-            for micro in NUM_MICRO
-        ]
+    def outcomes(strategy: str, num_ranks: int) -> dict[str, Outcome]:
+        setting = Setting(SHARES[num_ranks], MICRO[num_ranks], strategy=strategy, options={"timeout_s": 20.0})
+        jobs = [(name, setting) for name in METHODS]
         folder = str(tmp_path_factory.mktemp("methods"))
         ranks = run_split(train_methods, num_ranks, strategy, jobs, folder, timeout_s=100.0)
-        found: dict[tuple[str, Any], Outcome] = {}
-        for (name, setting), *results in zip(jobs, *ranks, strict=True):
+        found: dict[str, Outcome] = {}
+        for name, *results in zip(METHODS, *ranks, strict=True):
             errors = [result for result in results if isinstance(result, str)]
-            found[name, setting.micro_batch] = errors[0] if errors else results
+            found[name] = errors[0] if errors else results
         return found
 
     return outcomes
@@ -78,22 +68,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @cache
 def expected_of(name: str, num_micro: tuple[int, ...]) -> Recorder:
-    return Reference(short(name), list(num_micro)).train()
+    return Reference(TASKS[name](), list(num_micro)).train()
 
 
 @pytest.mark.every_strategy
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_as_in_one_process(name: str, num_ranks: int, strategy: str, trained: Any) -> None:
-    for micro, num_micro in NUM_MICRO.items():
-        records = trained(strategy, num_ranks)[name, micro]
-        assert not isinstance(records, str), records
-        assert max(records[0].num_micro) == num_micro
-        check(
-            f"{name} {strategy} {num_ranks} ranks K={num_micro}",
-            records,
-            expected_of(name, tuple(records[0].num_micro)),
-        )
+    records = trained(strategy, num_ranks)[name]
+    assert not isinstance(records, str), records
+    num_micro = tuple(records[0].num_micro)
+    assert max(num_micro) == NUM_MICRO[num_ranks]
+    check(f"{name} {strategy} {num_ranks} ranks K={max(num_micro)}", records, expected_of(name, num_micro))
 
 
 @pytest.mark.every_strategy
@@ -101,5 +87,5 @@ def test_only_steps_that_bring_something_new_are_done_again(strategy: str, train
     """A parameter whose gradient accumulates more often than before costs one repetition, not one in each later step."""
     for name, most in (("Deepening", 2), ("Experts", 3), ("Pix2Pix", 0)):
         for num_ranks in SHARES:
-            record = trained(strategy, num_ranks)[name, "auto"][0]
+            record = trained(strategy, num_ranks)[name][0]
             assert sum(record.redone) <= most, f"{name}: {record.redone}"

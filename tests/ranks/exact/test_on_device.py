@@ -18,13 +18,15 @@ from evenload.errors import StepError
 from evenload.testing import run_ranks
 from evenload.training.parallel.factory import STRATEGIES, StrategyParts, register_strategy
 from evenload.training.parallel.strategy import Strategy
+from tests.ranks.exact import test_splits
 from tests.ranks.exact import test_third_strategy as third
 from tests.ranks.exact.measure import check
 from tests.ranks.exact.ranks import Setting
 from tests.ranks.exact.tasks import Recorder
-from tests.ranks.exact.test_methods import train_methods
+from tests.ranks.exact.test_methods import METHODS, train_methods
 
 NAME = "ddp_on_device"
+NAMES = tuple(dict.fromkeys((*test_splits.ON_EVERY_SPLIT, *METHODS, *third.SCALED, *third.REPEATED)))
 
 
 def register() -> None:
@@ -49,11 +51,11 @@ def _trained(jobs: list[tuple[str, Setting]], num_ranks: int, folder: str) -> di
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    jobs = [(name, replace(setting, strategy=NAME, fused=True)) for name, setting in third._jobs()]
+    jobs = [(name, replace(setting, strategy=NAME, fused=True)) for name, setting in third._jobs() if name in NAMES]
     return _trained(jobs, 3, str(tmp_path_factory.mktemp("on_device")))
 
 
-@pytest.mark.parametrize("name", [*third.NAMES, *third.SCALED, *third.REPEATED])
+@pytest.mark.parametrize("name", NAMES)
 def test_as_in_one_process(name: str, trained: Any) -> None:
     for setting, records in trained[name]:
         for record in records:

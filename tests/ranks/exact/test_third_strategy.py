@@ -14,8 +14,8 @@ from tests.ranks.exact import gather_strategy, test_splits
 from tests.ranks.exact.measure import check
 from tests.ranks.exact.ranks import Setting
 from tests.ranks.exact.reference import Reference
-from tests.ranks.exact.tasks import Recorder
-from tests.ranks.exact.test_methods import METHODS, short, train_methods
+from tests.ranks.exact.tasks import TASKS, Recorder
+from tests.ranks.exact.test_methods import METHODS, train_methods
 
 SPLITS = (((24, 6, 2), 8, False), ((31, 1, 0), "auto", False), ("even", 8, True))
 SCALED = ("Inf", "InfInOneOfTwo", "InfInDiscriminator")
@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Se
 
 @cache
 def expected_of(name: str, num_micro: tuple[int, ...], scaled: bool) -> Recorder:
-    return Reference(short(name), list(num_micro), scaled=scaled).train()
+    return Reference(TASKS[name](), list(num_micro), scaled=scaled).train()
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SCALED, *REPEATED])

@@ -11,10 +11,8 @@ import torch
 
 import evenload
 from evenload.errors import ConfigError
-from evenload.records.loggers.wandb_files import rows_in
 from evenload.training.session.trackers import IgnoredCalls
-from tests.paths import ROOT
-from tests.ranks.wrong_uses.jobs import Job, command
+from tests.ranks.wrong_uses.jobs import Job
 
 
 def _train(tmp_path: Path, loggers: tuple[str, ...], body: Any, **options: Any) -> None:
@@ -47,33 +45,6 @@ def test_tensorboards_summary_writer(tmp_path: Path) -> None:
     assert tags["images"] == ["samples"] and tags["histograms"] == ["weights"]
     assert [point.step for point in accumulator.Images("samples")] == [2]
     assert [point.step for point in accumulator.Scalars("loss")] == [0, 1, 2, 3]
-
-
-WANDB = """
-import torch, evenload, wandb
-from tests.paths import ROOT
-from tests.ranks.wrong_uses.jobs import Job, command
-
-run = evenload.init(project_dir="run", loggers="wandb", logger_options={"wandb": {"project": "x", "mode": "offline"}})
-job = Job(run)
-for step in job.loader:
-    job.step(step)
-    if step.index == 2:
-        table = wandb.Table(columns=["text"], data=[["a"]])
-        run.tracker("wandb").log({"texts": table, "own": 1}, step=step.index)
-run.close()
-"""
-
-
-def test_wandbs_run(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    (tmp_path / "train.py").write_text(WANDB)
-    ended = command(tmp_path, "train.py", WANDB_DIR=str(tmp_path), WANDB_SILENT="true", PYTHONPATH=str(ROOT))
-    assert ended.code == 0, ended.stderr
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    rows = {row["_step"]: row for row in rows_in(file)}
-    assert sorted(rows) == [0, 1, 2, 3] and all("loss" in row for row in rows.values())
-    assert rows[2]["own"] == 1 and "texts" in " ".join(rows[2])
 
 
 def test_other_ranks_ignore_calls_and_unknown_names_are_errors(tmp_path: Path) -> None:

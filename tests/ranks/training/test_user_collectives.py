@@ -20,7 +20,7 @@ from evenload.training.launch.environment import detect
 
 def _own(run: Any) -> tuple[dist.ProcessGroup | None, ...]:
     groups = run._context.groups
-    return tuple(group for group in groups.process_groups if group not in groups._subsets.values())
+    return tuple(group for group in groups.own_groups)
 
 
 def _collectives(some: Any, every: Any, rank: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from evenload.cli.main import main
 from evenload.records.loggers.wandb_files import rows_in
-from tests.ranks.launch.scripts import run
+from tests.system.launch.scripts import run
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evenload.cli.main import COMMANDS, main
-from tests.ranks.launch.scripts import run
+from tests.system.launch.scripts import run
 
 
 @pytest.fixture

@@ -147,3 +147,9 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert alone.keys() == two.keys()
     for name, weight in alone.items():
         assert torch.allclose(two[name], weight, atol=1e-4), name
+
+
+@pytest.mark.slow
+def test_rpc_table(tmp_path: Path) -> None:
+    printed = run_both("rpc_table.py", tmp_path, "--epochs", "2", balance="24,8")
+    same(r"epoch 0: mean loss by class \[#", printed, rel=0.01)

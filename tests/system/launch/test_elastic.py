@@ -8,7 +8,7 @@ import torch
 
 from evenload.records.reader import read_steps
 from evenload.training.launch.run_control import change_devices_of, members_of
-from tests.ranks.launch.scripts import Started, assert_gone
+from tests.system.launch.scripts import Started, assert_gone
 
 SCRIPT = """
 import os, sys, time

@@ -12,8 +12,8 @@ import pytest
 from evenload.job.protocol import VARIABLE, read_report, request_stop, write_contract
 from evenload.training.checkpoint import files
 from evenload.training.launch.devices import HostDevices, parse_devices, plan_workers, read_host
-from tests.ranks.launch.scripts import Started, assert_gone
 from tests.system.job.programs import terms
+from tests.system.launch.scripts import Started, assert_gone
 from tests.system.starts import ways
 from tests.warm import Command
 

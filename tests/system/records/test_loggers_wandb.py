@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from evenload.records.loggers.wandb_files import newest_step_in, records_in, rows_in
+from tests.paths import ROOT
+from tests.ranks.wrong_uses.jobs import command
 from tests.system.records.logger_children import run_child
 
 pytest.importorskip("wandb", reason="the package wandb is missing")
@@ -34,6 +36,20 @@ record(recorder, range(10, 12))
 recorder.log({"val_loss": 0.5}, 11)
 recorder.close()
 print(json.dumps(told()))
+"""
+TRACKER = """
+import torch, evenload, wandb
+from tests.paths import ROOT
+from tests.ranks.wrong_uses.jobs import Job, command
+
+run = evenload.init(project_dir="run", loggers="wandb", logger_options={"wandb": {"project": "x", "mode": "offline"}})
+job = Job(run)
+for step in job.loader:
+    job.step(step)
+    if step.index == 2:
+        table = wandb.Table(columns=["text"], data=[["a"]])
+        run.tracker("wandb").log({"texts": table, "own": 1}, step=step.index)
+run.close()
 """
 HANGS = """
 import psutil
@@ -130,3 +146,13 @@ def test_a_file_that_is_torn_or_of_another_kind(tmp_path: Path) -> None:
     assert newest_step_in([path]) == -1
     path.write_bytes(b":W&B\0\0\0" + b"\1\2\3\4\5\0\1garbage!" * 9)
     assert newest_step_in([path, tmp_path / "missing"]) in (None, -1)
+
+
+def test_run_tracker_is_wandbs_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRACKER)
+    ended = command(tmp_path, "train.py", WANDB_DIR=str(tmp_path), WANDB_SILENT="true", PYTHONPATH=str(ROOT))
+    assert ended.code == 0, ended.stderr
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = {row["_step"]: row for row in rows_in(file)}
+    assert sorted(rows) == [0, 1, 2, 3] and all("loss" in row for row in rows.values())
+    assert rows[2]["own"] == 1 and "texts" in " ".join(rows[2])

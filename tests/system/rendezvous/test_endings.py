@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.ranks.launch.scripts import assert_gone
+from tests.system.launch.scripts import assert_gone
 from tests.system.rendezvous.side_by_side import SideBySide
 from tests.system.rendezvous.typed import FOREVER, on_both
 

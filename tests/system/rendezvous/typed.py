@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from tests.ranks.launch.scripts import INITIALISED
+from tests.system.launch.scripts import INITIALISED
 
 PORT = 29500
 FOREVER = "ready()\ntime.sleep(1000)\n"

@@ -29,6 +29,10 @@ from pathlib import Path
 from evenload.job import processes
 if sys.argv[2]:
     processes.BOOT_ID = Path(sys.argv[2])
+if sys.argv[3]:
+    import time
+    from evenload.scheduler import clock
+    clock.wall_s = lambda: time.time() + float(Path(sys.argv[3]).read_text())
 from evenload.scheduler.daemon.__main__ import main
 sys.exit(main(["--queue", sys.argv[1], "--foreground"]))
 """
@@ -45,6 +49,8 @@ class Box:
         self.daemon: subprocess.Popen[bytes] | None = None
         self._boot_id = boot_id
         self._variables = variables or {}
+        self.set_by: Path | None = None
+        """A file with the seconds by which somebody has set the machine's clock, as its daemon sees it."""
 
     def settings(self, text: str) -> None:
         """Writes queue.toml."""
@@ -56,7 +62,7 @@ class Box:
         paths.make_private(self.folder)
         with (self.folder / "test.log").open("ab") as log:
             self.daemon = subprocess.Popen(
-                [sys.executable, "-c", _START, str(self.folder), str(self._boot_id or "")],
+                [sys.executable, "-c", _START, str(self.folder), str(self._boot_id or ""), str(self.set_by or "")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -125,6 +125,25 @@ def test_a_higher_priority_takes_the_devices_and_gives_them_back(queue: Box) -> 
     assert "stopped at step" in queue.output(low)
 
 
+def test_exit_code_0_at_a_stop_request_is_no_success(queue: Box, tmp_path: Path) -> None:
+    """A handler that exits with 0 without a report: the job isn't done, and what waits for it doesn't start."""
+    whole = {"needs": {"min_devices": 2, "max_devices": 2}}
+    script = f"trap 'exit 0' TERM; echo up; while [ ! -e {tmp_path}/go ]; do sleep 0.05; done"
+    low = queue.submit("sh", "-c", script, spec={**whole, "priority": -1}, requeue=True)
+    after = queue.submit("true", spec={"after": [{"job": low}]})
+    until(lambda: "up" in queue.output(low), queue.log)
+    high = queue.submit("sh", "-c", "sleep 0.2", spec=whole)
+    assert queue.wait_for(high, "SUCCEEDED", "FAILED")["state"] == "SUCCEEDED"
+    until(lambda: queue.output(low).count("up") == 2, queue.log)
+    assert queue.state(after)["state"] == "PENDING"
+    (tmp_path / "go").touch()
+    assert queue.wait_for(after, "SUCCEEDED", "CANCELLED")["state"] == "SUCCEEDED"
+    cancelled = queue.submit("sh", "-c", "trap 'exit 0' TERM; echo up; while :; do sleep 0.05; done")
+    until(lambda: "up" in queue.output(cancelled), queue.log)
+    queue.call("cancel", jobs=[cancelled])
+    assert queue.wait_for(cancelled, "CANCELLED", "SUCCEEDED")["state"] == "CANCELLED"
+
+
 def test_a_new_daemon_takes_over_what_runs_and_hears_what_ended(queue: Box, tmp_path: Path) -> None:
     long = queue.submit("sh", "-c", f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done")
     short = queue.submit("sh", "-c", f"while [ ! -e {tmp_path}/first ]; do sleep 0.05; done; exit 4")
@@ -144,7 +163,7 @@ def test_a_new_daemon_takes_over_what_runs_and_hears_what_ended(queue: Box, tmp_
 
 def test_a_killed_runner_costs_the_attempt_alone(queue: Box) -> None:
     """What it leaves is ended before the devices are given away; a later attempt runs."""
-    job = queue.submit("sh", "-c", "setsid sleep 1000 & sleep 0.2; echo up; sleep 1000")
+    job = queue.submit("sh", "-c", "setsid sleep 1000 & sleep 0.2; echo up; sleep 1000", requeue=True)
     until(lambda: "up" in queue.output(job), queue.log)
     left = set(queue.programs())
     assert len(left) >= 3

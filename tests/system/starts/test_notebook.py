@@ -13,7 +13,7 @@ import torch
 
 from tests.paths import ROOT
 from tests.ranks.exact.measure import BOUND, relative
-from tests.ranks.launch.scripts import assert_gone
+from tests.system.launch.scripts import assert_gone
 from tests.system.starts.kernel import CellError, Kernel, open_kernel
 from tests.system.starts.ways import scripts
 

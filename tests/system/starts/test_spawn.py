@@ -18,7 +18,7 @@ import evenload
 from evenload.config import SPAWN, resolve
 from evenload.errors import ConfigError, LaunchError, RankFailedError
 from evenload.training.launch.environment import detect
-from tests.ranks.launch.scripts import assert_gone
+from tests.system.launch.scripts import assert_gone
 from tests.system.starts import ways
 
 # The functions of this file import no torch: a worker starts in a third of a second.

@@ -32,7 +32,7 @@ def test_a_threefold_change_is_answered_within_ten_steps() -> None:
 @pytest.mark.parametrize("kind", ["one-step spikes", "scatter of ten percent"])
 def test_noise_moves_hardly_anything(kind: str) -> None:
     too_many = []
-    for seed in range(100):
+    for seed in range(60):
         rng = random.Random(seed)
         world_size, num_samples = rng.choice((2, 3, 4)), rng.choice((32, 64, 256))
         speeds = [1.0] * world_size if seed % 2 else [rng.choice((1.0, 2.0, 4.0)) for _ in range(world_size)]
@@ -41,7 +41,7 @@ def test_noise_moves_hardly_anything(kind: str) -> None:
         trace = run_trace(costs, num_samples, 220, seed, disturb=disturb)
         if needless_moves(trace, costs) > 1:
             too_many.append(seed)
-    assert len(too_many) <= 4, too_many
+    assert len(too_many) <= 2, too_many
 
 
 def needless_moves(trace: Trace, costs: list[Cost]) -> int:

@@ -321,7 +321,7 @@ def test_a_place_that_never_works_is_given_up_at_the_end_and_filled_by_show(
     ("arguments", "told"),
     [
         (["--to", "nope"], "unknown logger 'nope'"),
-        (["--to", "tensorboard", "--live"], "three ways to show a run"),
+        (["--to", "tensorboard", "--live"], "are ways to show a run"),
         (["--logger-option", "wandb.name=a"], "name it with --to"),
         (["--to", "wandb", "--logger-option", "wandb.nam=a"], "wandb has no such option"),
         (["--to", "wandb", "--logger-option", "wandb"], "expected LOGGER.OPTION=VALUE"),

@@ -240,22 +240,25 @@ def test_wrong_arguments(job: Callable[..., Job], arguments: dict[str, Any], fou
     assert found in str(raised.value)
 
 
-def _steps(folder: Path) -> list[int]:
+def _steps(now: Job, folder: Path) -> list[int]:
+    """The steps on the disk, after the write beside the training."""
+    now.run._saver.collect(waits=True)
     return [info.step for info in list_checkpoints(folder)]
 
 
 def test_the_newest_three_are_kept(job: Callable[..., Job], tmp_path: Path) -> None:
     now = job()
     now.epoch(lambda job, step: job.run.checkpoint(every=1) and None)
-    assert _steps(tmp_path) == [2, 3, 4]
+    assert _steps(now, tmp_path) == [2, 3, 4]
     (files.newest(tmp_path) / "info.json").unlink()  # type: ignore[operator]  # as of an earlier version
     now.epoch(lambda job, step: job.run.checkpoint(every=1, keep=1) and None)
-    assert _steps(tmp_path) == [4, 6, 7, 8]
+    assert _steps(now, tmp_path) == [4, 6, 7, 8]
 
 
 def test_all_are_kept(job: Callable[..., Job], tmp_path: Path) -> None:
-    job().epoch(lambda job, step: job.run.checkpoint(every=1, keep="all") and None)
-    assert _steps(tmp_path) == [1, 2, 3, 4]
+    now = job()
+    now.epoch(lambda job, step: job.run.checkpoint(every=1, keep="all") and None)
+    assert _steps(now, tmp_path) == [1, 2, 3, 4]
 
 
 def test_the_best_is_written_before_weights_change(job: Callable[..., Job], tmp_path: Path) -> None:
@@ -266,6 +269,7 @@ def test_the_best_is_written_before_weights_change(job: Callable[..., Job], tmp_
         if loss == 0.3:
             expected = now.state()
         if loss == 0.4:
+            now.run._saver.collect(waits=True)
             best = read_best(tmp_path)
             assert best is not None and (best.step, round(best.value, 3)) == (8, 0.3)
             state = files.read(tmp_path / "checkpoints" / "step-00000008")

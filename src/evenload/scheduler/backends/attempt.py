@@ -44,14 +44,18 @@ class AttemptOutcome:
     reason: str = ""
 
 
-def outcome_of(code: int, stop_reason: str, can_go_on: bool) -> AttemptOutcome:
+def outcome_of(code: int, stop_reason: str, can_go_on: bool, has_finished: bool = False) -> AttemptOutcome:
     """Interpret an exit code, below 0 for a signal.
 
     `can_go_on`: the program goes on from its last save even if it ended after the request without exiting with `EXIT_CODE`
-    (it took the signal's default, or the grace was over).
+    (it took the signal's default, or the grace was over). `has_finished`: it reported so; after a request, exit code 0 alone
+    is no success, because many a handler of SIGTERM exits with 0.
     """
-    if code == 0:
+    if code == 0 and (has_finished or not stop_reason):
         return AttemptOutcome(Verb.SUCCEED, code)
+    if code == 0:
+        reason = f"ended with exit code 0 after the stop request ({stop_reason}), without a report that it had finished"
+        return AttemptOutcome(Verb.YIELD if can_go_on else Verb.FAIL, code, reason)
     if code == EXIT_CODE:
         return AttemptOutcome(Verb.YIELD, code, f"saved and stopped{f': {stop_reason}' if stop_reason else ''}")
     by = next((s for s in _STOP_SIGNALS if code in (-s, 128 + s)), None)
@@ -119,7 +123,9 @@ class BackendAttempt:
         """Return the outcome, None while the program runs; also signals and kills it when that is due after a request."""
         code = self._process.poll()
         if code is not None:
-            return outcome_of(code, self.stop_reason, self._goes_on or self.report() is not None)
+            report = self.report()
+            has_finished = report is not None and report.state == "finished"
+            return outcome_of(code, self.stop_reason, self._goes_on or report is not None, has_finished)
         if self.stop_reason and not self._is_killed:
             waited_s, grace_s = time.monotonic() - self._requested_s, self.terms.grace_s
             if waited_s > grace_s:
@@ -202,8 +208,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         attempt.close()
     if outcome.reason:
         _print(outcome.reason)
-    code = EXIT_CODE if outcome.verb is Verb.YIELD else outcome.code
-    return 128 - code if code < 0 else code
+    return exit_code_of(outcome)
+
+
+def exit_code_of(outcome: AttemptOutcome) -> int:
+    """Return the code with which a process that stands for the program ends: never 0 where it did not succeed."""
+    if outcome.verb is Verb.YIELD:
+        return EXIT_CODE
+    code = 128 - outcome.code if outcome.code < 0 else outcome.code
+    return code if outcome.verb is Verb.SUCCEED else code or 1
 
 
 if __name__ == "__main__":

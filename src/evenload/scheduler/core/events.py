@@ -55,6 +55,8 @@ class Reported(JobEvent):
     """Work a second with the devices it has; 0 where not yet measured."""
     rates: tuple[float, ...] | None = None
     """Work a second on 1, 2, … devices; None where nothing new is known (`core.speed` makes them of measurements)."""
+    resumed_at: float | None = None
+    """Work that was done when the attempt began, where its program reports that for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Yielded(JobEvent):
     """A job saved and its processes have ended; its devices are free (or it continues on its new ones)."""
 
     reason: str = ""
+    ended_s: float | None = None
+    """When the program ended, if that was noticed later: the job's use of its devices counts until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class Ended(JobEvent):
 
     is_success: bool
     reason: str = ""
+    ended_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class Lost(JobEvent):
     """A job's processes have ended through no fault of its own."""
 
     reason: str = ""
+    ended_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

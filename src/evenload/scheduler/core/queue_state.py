@@ -12,13 +12,12 @@ from typing import Any
 
 from evenload.errors import QueueError
 from evenload.scheduler.core import events, occupancy
+from evenload.scheduler.core.accounting import accounted, counted_preemptions, without_unused
 from evenload.scheduler.core.layout import Layout, layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import WITH_DEVICES, JobState, Verb, next_state
 from evenload.scheduler.core.values import Device, Job, JobSpec, Reservation, Settings, User
-
-_HOUR_S = 3600.0
 
 
 class QueueState:
@@ -169,7 +168,7 @@ class QueueState:
         state = next_state(job.state, Verb.RESIZE)
         self._check_devices(job, event.devices)
         occupancy.occupy(self.holder, self.jobs, job, event.devices)
-        counted = _counted(job, time_s) if event.is_forced else job.preempted_s
+        counted = counted_preemptions(job, time_s) if event.is_forced else job.preempted_s
         return [self._put(job, time_s, state=state, target=event.devices, preempted_s=counted, reason=event.reason)]
 
     def _stop_requested(self, event: events.StopRequested, time_s: float) -> list[Job]:
@@ -180,43 +179,47 @@ class QueueState:
         ending = job.ending if event.then is JobState.PENDING else event.then
         counted = job.preempted_s
         if event.then is JobState.PENDING and job.state is not JobState.PREEMPTING:
-            counted = _counted(job, time_s)
+            counted = counted_preemptions(job, time_s)
         occupancy.vacate(self.holder, job, set(job.target) - set(job.devices))
         return [self._put(job, time_s, state=state, target=(), ending=ending, preempted_s=counted, reason=event.reason)]
 
     def _yielded(self, event: events.Yielded, time_s: float) -> list[Job]:
         job = self._job(event.job)
         if job.ending is not None:
-            return self._end(job, time_s, _ending_verb(job), event.reason or job.reason)
+            return self._end(job, time_s, _ending_verb(job), event.reason or job.reason, event.ended_s)
         if job.state is JobState.RESIZING:
             if not any(device in self.closed for device in job.target):
                 state = next_state(job.state, Verb.YIELD)
                 target = job.target
                 return [self._hold(job, time_s, target, state=state, attempt=job.attempt + 1, reason=job.reason)]
-            return [self._release(job, time_s, next_state(job.state, Verb.LOSE), "its new devices can't be used now")]
-        return [self._release(job, time_s, next_state(job.state, Verb.YIELD), event.reason or job.reason)]
+            state, reason = next_state(job.state, Verb.LOSE), "its new devices can't be used now"
+            return [self._release(job, time_s, state, reason, event.ended_s)]
+        state = next_state(job.state, Verb.YIELD)
+        return [self._release(job, time_s, state, event.reason or job.reason, event.ended_s)]
 
     def _ended(self, event: events.Ended, time_s: float) -> list[Job]:
         job = self._job(event.job)
         if event.is_success:
-            return self._end(job, time_s, Verb.SUCCEED, event.reason)
+            return self._end(job, time_s, Verb.SUCCEED, event.reason, event.ended_s)
         if job.ending is not None:
-            return self._end(job, time_s, _ending_verb(job), job.reason or event.reason)
+            return self._end(job, time_s, _ending_verb(job), job.reason or event.reason, event.ended_s)
         if job.num_failures < job.spec.retries:
             state = next_state(job.state, Verb.RETRY)
             tried = replace(job, num_failures=job.num_failures + 1)
-            return [self._release(tried, time_s, state, f"{event.reason}; it is tried again".lstrip("; "))]
-        return self._end(job, time_s, Verb.FAIL, event.reason)
+            reason = f"{event.reason}; it is tried again".lstrip("; ")
+            return [self._release(tried, time_s, state, reason, event.ended_s)]
+        return self._end(job, time_s, Verb.FAIL, event.reason, event.ended_s)
 
     def _lost(self, event: events.Lost, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.LOSE)
         if job.ending is not None:
-            return self._end(job, time_s, _ending_verb(job), job.reason or event.reason)
+            return self._end(job, time_s, _ending_verb(job), job.reason or event.reason, event.ended_s)
         job = replace(job, num_lost=job.num_lost + 1)
         if job.num_lost >= self.settings.max_lost:
-            return self._end(job, time_s, Verb.FAIL, f"lost {job.num_lost} times, last: {event.reason}")
-        return [self._release(job, time_s, state, event.reason)]
+            reason = f"lost {job.num_lost} times, last: {event.reason}"
+            return self._end(job, time_s, Verb.FAIL, reason, event.ended_s)
+        return [self._release(job, time_s, state, event.reason, event.ended_s)]
 
     def _cancelled(self, event: events.Cancelled, time_s: float) -> list[Job]:
         job = self._job(event.job)
@@ -283,7 +286,7 @@ class QueueState:
 
     def _settings_set(self, event: events.SettingsSet, time_s: float) -> None:
         for name, user in self.users.items():  # what was used so far decayed at the old rate
-            self.users[name] = _accounted(user, time_s, self.settings.half_life_s)
+            self.users[name] = accounted(user, time_s, self.settings.half_life_s)
         self.settings = event.settings
 
     # The few ways in which a job changes.
@@ -342,14 +345,21 @@ class QueueState:
         occupancy.occupy(self.holder, self.jobs, new, devices)
         return new
 
-    def _release(self, job: Job, time_s: float, state: JobState, reason: str, **changes: Any) -> Job:
+    def _release(
+        self, job: Job, time_s: float, state: JobState, reason: str, ended_s: float | None, **changes: Any
+    ) -> Job:
+        """Free the job's devices; it used them until `ended_s` (None: until now)."""
         occupancy.vacate(self.holder, job, {*job.devices, *job.target})
         self._account(job, time_s, -len(job.devices))
-        return self._put(job, time_s, state=state, devices=(), target=(), reason=reason, **changes)
+        new = self._put(job, time_s, state=state, devices=(), target=(), reason=reason, **changes)
+        if ended_s is not None and job.devices and (unused_s := time_s - max(job.attempt_began_s, ended_s)) > 0:
+            new, self.users[job.spec.user] = without_unused(new, self.users[job.spec.user], len(job.devices), unused_s)
+            self.jobs[job.id] = new
+        return new
 
-    def _end(self, job: Job, time_s: float, verb: Verb, reason: str) -> list[Job]:
+    def _end(self, job: Job, time_s: float, verb: Verb, reason: str, ended_s: float | None = None) -> list[Job]:
         state = next_state(job.state, verb)
-        changed = [self._release(job, time_s, state, reason)]
+        changed = [self._release(job, time_s, state, reason, ended_s)]
         del self.jobs[job.id]
         self.num_sharing -= job.spec.share_device
         self.outcomes[job.id] = state
@@ -365,16 +375,8 @@ class QueueState:
         return changed
 
     def _account(self, job: Job, time_s: float, change: int) -> None:
-        user = _accounted(self._user(job.spec.user), time_s, self.settings.half_life_s)
+        user = accounted(self._user(job.spec.user), time_s, self.settings.half_life_s)
         self.users[user.name] = replace(user, num_devices=user.num_devices + change)
-
-
-def _accounted(user: User, time_s: float, half_life_s: float) -> User:
-    return replace(user, usage_device_s=user.usage_until(time_s, half_life_s), accounted_s=time_s)
-
-
-def _counted(job: Job, time_s: float) -> tuple[float, ...]:
-    return (*(t for t in job.preempted_s if t > time_s - _HOUR_S), time_s)
 
 
 def _ending_verb(job: Job) -> Verb:

@@ -14,16 +14,23 @@ _EXPONENT = 0.9
 """As `policies.elastic` takes a job whose speed was never measured."""
 
 
-def rates_from(measured: Mapping[int, float], most: int, given: Sequence[float] = ()) -> tuple[float, ...]:
+def rates_from(
+    measured: Mapping[int, float], most: int, given: Sequence[float] = (), trust: Mapping[int, float] | None = None
+) -> tuple[float, ...]:
     """Return the work a second on 1, 2, … `most` devices, from what was measured on some numbers of devices.
 
-    Of `given`, the owner's own curve, only the shape counts once something was measured.
+    Of `given`, the owner's own curve, only the shape counts once something was measured. `trust` (1 where left out) is the
+    part of a measurement's distance from the shape through the most trusted one that still counts: 0 for one too old.
     """
     known = sorted((num, rate) for num, rate in measured.items() if num > 0 and rate > 0)
     if not known:
         return tuple(given)
     # Logarithms of what was measured over the shape; between and beyond them lines in log k.
     corners = [(math.log(num), math.log(rate / _shape(num, given))) for num, rate in known]
+    if trust:
+        trusts = [trust.get(num, 1.0) for num, _ in known]
+        newest = corners[trusts.index(max(trusts))][1]
+        corners = [(x, newest + part * (y - newest)) for (x, y), part in zip(corners, trusts, strict=True)]
     return tuple(_shape(num, given) * math.exp(_at(math.log(num), corners)) for num in range(1, most + 1))
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
 from evenload.errors import EvenloadError
-from evenload.scheduler import paths
+from evenload.scheduler import paths, presence
 from evenload.scheduler.daemon.daemon import run_daemon
 from evenload.scheduler.daemon.log import DaemonLog
 
@@ -20,8 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evenload.scheduler.daemon", description=__doc__)
     parser.add_argument("--queue", type=Path, default=None, help="the queue's folder")
     parser.add_argument("--foreground", action="store_true", help="stay in the foreground and log to standard error")
+    parser.add_argument("--if-gone", type=float, metavar="SECONDS", help="start only if there is none after so long")
     options = parser.parse_args(arguments)
     folder = (options.queue or paths.default_folder()).absolute()
+    if options.if_gone is not None and not _is_still_gone(folder, options.if_gone):
+        return 0
     if options.foreground:
         try:
             run_daemon(folder, DaemonLog(), lambda: None)
@@ -30,6 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         return 0
     return _detach(folder)
+
+
+def _is_still_gone(folder: Path, wait_s: float) -> bool:
+    """Wait, and return True if the daemon is missing then and no other process is starting it."""
+    time.sleep(wait_s)
+    with contextlib.suppress(OSError), (folder / paths.START_LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return presence.is_missing(folder)
+    return False
 
 
 def _detach(folder: Path) -> int:

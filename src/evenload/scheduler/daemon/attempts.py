@@ -18,7 +18,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.attempt_specs import attempt_spec
-from evenload.scheduler.daemon.endings import ending
+from evenload.scheduler.daemon.endings import ending, final
 from evenload.scheduler.daemon.external_processes import closed_reason, join_refusal
 from evenload.scheduler.daemon.learning import Learning
 from evenload.scheduler.daemon.log import DaemonLog
@@ -26,7 +26,7 @@ from evenload.scheduler.daemon.peaks import MemoryPeaks
 from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt
 from evenload.scheduler.daemon.server import ClientConnection
 from evenload.scheduler.daemon.state import DaemonState
-from evenload.scheduler.runner.files import RunnerRequest
+from evenload.scheduler.runner.files import RunnerRequest, is_full_disk, may_report
 from evenload.scheduler.store.ledger import AttemptRecord, Fence, RunnerStarted
 
 _REPORT_EVERY_S = 60.0
@@ -100,6 +100,9 @@ class Attempts:
                 self._start_runner(attempt)
             except (EvenloadError, OSError) as error:
                 self._log.write(f"job {name} can't be started: {error}")
+                if is_full_disk(error):
+                    self._state.problems["disk"] = str(error)  # no fault of the job: the next turn tries again
+                    return
                 self._failed[name] = str(error)
 
     def _start_runner(self, attempt: AttemptRecord) -> None:
@@ -149,7 +152,7 @@ class Attempts:
                 continue
             if job.state is not JobState.STARTING:
                 replies.append((at.connection, _REFUSED))
-                record(events.Yielded(time.time(), job.id, job.reason))
+                record(events.Yielded(self._state.clock.now_s(), job.id, job.reason))
                 continue
             problem = self._problem(attempt, at.since_s)
             if problem is None:
@@ -159,13 +162,13 @@ class Attempts:
             if problem:
                 device, reason = problem
                 if device not in self._state.store.queue_state.closed:
-                    record(events.DeviceClosed(time.time(), device, reason))
-                record(events.Yielded(time.time(), job.id, f"{self._label(device)} is {reason}"))
+                    record(events.DeviceClosed(self._state.clock.now_s(), device, reason))
+                record(events.Yielded(self._state.clock.now_s(), job.id, f"{self._label(device)} is {reason}"))
                 self._log.write(f"job {job.id} doesn't start: {self._label(device)}: {reason}")
             else:
                 facts = asdict(at.identity)
-                record(RunnerStarted(time.time(), job.id, at.fence.attempt, facts), fence=at.fence)
-                record(events.JobStarted(time.time(), job.id), fence=at.fence)
+                record(RunnerStarted(self._state.clock.now_s(), job.id, at.fence.attempt, facts), fence=at.fence)
+                record(events.JobStarted(self._state.clock.now_s(), job.id), fence=at.fence)
                 if (live := self._state.runners.live.get(job.id)) is not None:
                     live.began_s = time.monotonic()
         self._pending = waiting
@@ -237,8 +240,9 @@ class Attempts:
         queue_state = self._state.store.queue_state
         for name in to_kill & self._state.runners.live.keys():
             reason = queue_state.jobs[name].reason if name in queue_state.jobs else "it ended"
-            self._state.runners.request(name, RunnerRequest("kill", reason))
-        to_kill.clear()
+            if self._request(name, RunnerRequest("kill", reason)):
+                to_kill.discard(name)
+        to_kill &= self._state.runners.live.keys()
         self.next_request_s = None
         for name, live in self._state.runners.live.items():
             job = queue_state.jobs.get(name)
@@ -248,7 +252,16 @@ class Attempts:
                 next_request_s = live.began_s + _LEAST_RUN_S  # without its handler the signal would end it unsaved
                 self.next_request_s = min(next_request_s, self.next_request_s or next_request_s)
                 continue
-            self._state.runners.request(name, RunnerRequest("stop", job.reason or "requested by the queue"))
+            self._request(name, RunnerRequest("stop", job.reason or "requested by the queue"))
+
+    def _request(self, name: str, request: RunnerRequest) -> bool:
+        """Pass a request to a runner; return False where the disk has no room for it, so that the next turn tries again."""
+        try:
+            self._state.runners.request(name, request)
+        except OSError as error:
+            self._state.problems["disk"] = str(error)
+            return False
+        return True
 
     def note_reports(self, record: Record) -> None:
         """Read the programs' reports, and their memory on devices that they may share.
@@ -271,7 +284,7 @@ class Attempts:
         (job,) = record(reported)
         if live.learns and not job.spec.preemptible:
             live.learns = False
-            (job,) = record(events.SpecChanged(time.time(), job.id, replace(job.spec, preemptible=True)))
+            (job,) = record(events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, preemptible=True)))
         if live.first is not None and live.measures and (measured := self._learning.began(live, job)) is not None:
             record(measured)
         live.measures = live.measures and live.first is None
@@ -289,24 +302,40 @@ class Attempts:
             if attempt is None or attempt.fence != live.fence:
                 continue
             self._record_report(live, record)
-            event: events.QueueEvent = events.Lost(time.time(), live.fence.job, gone.reason)
+            ended_s = self._ended_s(gone)
+            event: events.QueueEvent = events.Lost(self._state.clock.now_s(), live.fence.job, gone.reason)
             if gone.result is not None:
-                event = ending(live.fence.job, time.time(), gone.result, live.report, live.done_before)
+                event = ending(live.fence.job, self._state.clock.now_s(), gone.result, live.report, live.done_before)
                 if isinstance(event, events.Yielded):
-                    self._learning.stopped(live, gone.result)
+                    self._learning.stopped(live, gone.result, ended_s)
+            job_now = self._state.store.queue_state.jobs[live.fence.job]
+            if isinstance(event, events.Yielded) and job_now.ending is not None:  # why it was to end says more than how
+                event = replace(event, reason="")
+            if isinstance(event, events.Yielded | events.Ended | events.Lost):
+                event = replace(event, ended_s=ended_s)
+            if not may_report(live.folder) and (gone.result is None or gone.result.code is not None):
+                event = final(event, job_now)
             is_success = isinstance(event, events.Ended) and event.is_success
             self._peaks.ended(live, gone.result, is_success, record)
             for job in record(event):
                 if job.id == live.fence.job and job.state in ENDED:
                     jobs = self._state.store.queue_state.jobs
-                    for change in self._state.memory_history.learn(job, jobs, time.time()):
+                    for change in self._state.memory_history.learn(job, jobs, self._state.clock.now_s()):
                         record(change)
             self._note_release(attempt)
         for name, reason in list(self._failed.items()):
             if self._state.store.attempt(name) is not None and name not in self._state.runners.live:
-                record(events.Lost(time.time(), name, reason))
+                record(events.Lost(self._state.clock.now_s(), name, reason))
             del self._failed[name]
         return recorded
+
+    def _ended_s(self, gone: EndedAttempt) -> float:
+        """Return when an attempt's program ended, by the queue's clock."""
+        clock, result = self._state.clock, gone.result
+        if result is None and gone.live.was_gone:  # no more is known than that it still ran then
+            return max(self._state.alive_s, gone.live.reported_s)
+        ended_s = None if result is None else clock.at(result.boot, result.ended_since_boot_s)
+        return clock.now_s() if ended_s is None else min(ended_s, clock.now_s())
 
     def _note_release(self, attempt: AttemptRecord) -> None:
         for device in self._gpus(attempt.devices):

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError, EvenloadError, QueueError, StaleError
-from evenload.scheduler import messages, paths, validation
+from evenload.scheduler import messages, paths, presence, validation
+from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
+from evenload.scheduler.daemon.alive_file import AliveFile
 from evenload.scheduler.daemon.attempts import Attempts
 from evenload.scheduler.daemon.devices import LocalDevice, find_devices
 from evenload.scheduler.daemon.external_processes import GpuMonitor
 from evenload.scheduler.daemon.handlers import DelayedReply, RequestHandlers
 from evenload.scheduler.daemon.log import DaemonLog
-from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
+from evenload.scheduler.daemon.maintenance import clock_events, device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.daemon.requests import caller_of
 from evenload.scheduler.daemon.runners import EndedAttempt, Runners
@@ -46,15 +48,20 @@ class Daemon:
         settings = read_queue_file(folder)
         _make_folders(folder, settings)
         self._store = _open_store(folder)
+        self._alive = AliveFile(folder)
+        presence.note_stopped(folder, False)
         reader = Reader(folder)
+        clock = QueueClock(self._store.anchor, self._store.queue_state.time_s)
         self._state = DaemonState(
             folder=folder,
             store=self._store,
             reader=reader,
-            runners=Runners(folder, self._wake.set),
+            runners=Runners(folder, self._wake.set, clock),
             settings=settings,
             devices={},
             next_number=_next_number(reader),
+            clock=clock,
+            alive_s=max(self._alive.last_s, self._store.queue_state.time_s),
         )
         self._handlers = RequestHandlers(self._state)
         self._notifier = Notifier(log.write)
@@ -64,6 +71,7 @@ class Daemon:
         self._delayed: list[tuple[ClientConnection, DelayedReply]] = []
         self._decide_at_s = self._tick_at_s = 0.0
         self._stalled_until_s = 0.0
+        self._has_anchor = False
         self._must_reload = True
         self._attempts.adopt_running()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -121,6 +129,8 @@ class Daemon:
         if is_tick:
             self._tick_at_s = time.monotonic() + TICK_S
             self._server.check_times()
+            self._follow_clock()
+            self._alive.write(self._state.clock.now_s())
             self._attempts.note_reports(self._state.record)
         replies: list[tuple[ClientConnection, dict[str, Any] | DelayedReply]] = []
         for connection, message in self._server.requests():
@@ -149,6 +159,17 @@ class Daemon:
                 connection.reply(reply)
         self._send_delayed()
 
+    def _follow_clock(self) -> None:
+        """Note that the wall clock was set: durations go on, and what people gave as a time of day keeps that time."""
+        clock, store = self._state.clock, self._store
+        step_s = 0.0 if store.anchor is None else clock.step_s(store.anchor)
+        if step_s:
+            self._log.write(f"the machine's clock was set by {step_s:+.0f} s; the queue's durations don't follow it")
+            for event in clock_events(store.queue_state, step_s, clock.now_s()):
+                self._state.record(event)
+        if step_s or not self._has_anchor:
+            store.anchor, self._has_anchor = clock.anchor(), True
+
     def _roll_back(self, error: QueueError) -> None:
         """Nothing of this turn is on disk, so nothing of it has happened."""
         self._log.write(f"nothing can be recorded: {error}")
@@ -156,6 +177,7 @@ class Daemon:
         self._stalled_until_s = time.monotonic() + _FULL_DISK_S
         self._state.ended.clear()
         self._handlers.to_kill.clear()
+        self._has_anchor = False
         self._state.next_number = _next_number(self._state.reader)
         self._state.has_changed = self._must_reload = True
 
@@ -197,7 +219,7 @@ class Daemon:
             scan,
             self._state.settings.ghost_bytes,
             self._closed_recorded_s,
-            time.time(),
+            self._state.clock.now_s(),
             self._attempts.runner_pids(),
         ):
             self._state.record(event)
@@ -212,7 +234,7 @@ class Daemon:
         snapshot = self._store.queue_state.snapshot()
         if unseen := self._attempts.unseen():
             snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being scanned"), **snapshot.closed})
-        now_s = time.time()
+        now_s = self._state.clock.now_s()
         for command in decide(snapshot, now_s):
             self._state.record(command)
         self._state.has_changed = False
@@ -257,7 +279,7 @@ class Daemon:
         else:
             self._state.problems.pop("settings", None)
         self._state.settings, self._state.devices = settings, found
-        now_s, queue_state = time.time(), self._store.queue_state
+        now_s, queue_state = self._state.clock.now_s(), self._store.queue_state
         for event in (*file_events(queue_state, settings, now_s), *device_events(queue_state, found, now_s)):
             with contextlib.suppress(QueueError):
                 self._state.record(event)
@@ -282,6 +304,9 @@ class Daemon:
             self._gpu_monitor.close()
         self._server.close()
         self._state.runners.close()
+        self._alive.close()
+        with contextlib.suppress(OSError):
+            presence.note_stopped(self._state.folder, self._handlers.is_over)
         self._state.reader.close()
         self._store.close()
 

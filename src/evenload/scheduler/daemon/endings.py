@@ -7,6 +7,8 @@ import signal
 from evenload.job import EXIT_CODE
 from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
+from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.values import Job
 from evenload.scheduler.runner.files import RunnerResult
 
 _BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
@@ -27,7 +29,8 @@ def ending(
             return events.Yielded(now_s, job, result.problem)
         return events.Ended(now_s, job, is_success=False, reason=result.problem or "it could not be started")
     if result.requested:
-        return _requested_ending(job, now_s, result, has_saved)
+        has_finished = report is not None and report.state == "finished"
+        return _requested_ending(job, now_s, result, has_saved=has_saved, has_finished=has_finished)
     if result.code == EXIT_CODE:
         if has_saved and report is not None and report.step > done_before:
             return events.Yielded(now_s, job, f"it saved at step {report.step} and ended by itself")
@@ -36,12 +39,30 @@ def ending(
     return events.Ended(now_s, job, is_success=result.code == 0, reason=describe_code(result.code))
 
 
-def _requested_ending(job: str, now_s: float, result: RunnerResult, has_saved: bool) -> events.QueueEvent:
+def final(event: events.QueueEvent, job: Job) -> events.QueueEvent:
+    """Return a failure in place of an event that would start a job again which neither saves nor was submitted for that.
+
+    The caller leaves out jobs whose programs have not begun, or can be expected to save although they have not reported yet.
+    """
+    if not isinstance(event, events.Lost | events.Yielded) or job.spec.preemptible or job.state is not JobState.RUNNING:
+        return event
+    reason = f"{event.reason}; it can't save, and without --requeue it is not started again from the beginning"
+    return events.Ended(event.time_s, event.job, is_success=False, reason=reason, ended_s=event.ended_s)
+
+
+def _requested_ending(
+    job: str, now_s: float, result: RunnerResult, *, has_saved: bool, has_finished: bool
+) -> events.QueueEvent:
+    """After a request only the program's own report says that it is done: many a handler of SIGTERM exits with 0."""
     code = result.code
     if code == EXIT_CODE or has_saved:
         return events.Yielded(now_s, job)
+    if code == 0 and has_finished:
+        return events.Ended(now_s, job, is_success=True)
     if code == 0:
-        return events.Ended(now_s, job, is_success=True, reason=describe_code(0))
+        return events.Yielded(
+            now_s, job, "it ended at the request with exit code 0, without a report that it had finished"
+        )
     if result.was_killed:
         return events.Yielded(
             now_s, job, "it didn't end within its grace and was killed; it goes on from its last save"

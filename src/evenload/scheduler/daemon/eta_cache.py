@@ -40,16 +40,16 @@ class EtaCache:
         self._cached: _CachedForecast | None = None
         self._thread: threading.Thread | None = None
 
-    def forecasts(self, snapshot: QueueSnapshot, last: int) -> Mapping[str, Forecast]:
+    def forecasts(self, snapshot: QueueSnapshot, last: int, now_s: float) -> Mapping[str, Forecast]:
         """Return each job's forecast, as of now or a moment ago. Jobs that were submitted since may be missing."""
         if self._is_fresh(last):
             return self._jobs()
         if len(snapshot.jobs) <= _MAX_SYNCHRONOUS:
-            self._compute(snapshot, last)
+            self._compute(snapshot, last, now_s)
             return self._jobs()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=self._compute, args=(snapshot, last), name="evenload-forecast", daemon=True
+                target=self._compute, args=(snapshot, last, now_s), name="evenload-forecast", daemon=True
             )
             self._thread.start()
         if self._cached is None:
@@ -65,8 +65,8 @@ class EtaCache:
             return False
         return time.monotonic() - seen.done_s < (_FRESH_S if last == seen.last else 0.0) + _COST_FACTOR * seen.cost_s
 
-    def _compute(self, snapshot: QueueSnapshot, last: int) -> None:
+    def _compute(self, snapshot: QueueSnapshot, last: int, now_s: float) -> None:
         began_s = time.monotonic()
-        known = forecast(snapshot, time.time(), _MAX_FORECASTS)
+        known = forecast(snapshot, now_s, _MAX_FORECASTS)
         done_s = time.monotonic()
         self._cached = _CachedForecast(last, done_s, done_s - began_s, known)

@@ -18,7 +18,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import ENDED, JobState
-from evenload.scheduler.core.values import Job, Limits, Reservation, settings_from
+from evenload.scheduler.core.values import Job, JobSpec, Limits, Reservation, settings_from
 from evenload.scheduler.daemon import replies, requests
 from evenload.scheduler.daemon.requests import Caller, JobPart, check_name, job_names
 from evenload.scheduler.daemon.state import DaemonState
@@ -80,7 +80,7 @@ class RequestHandlers:
         parts = (JobPart(spec, program),) if jobs is None else jobs
         if not 1 <= len(parts) <= LARGEST_PAGE:
             raise ConfigError(f"{len(parts)} jobs in one message: expected 1 to {LARGEST_PAGE}")
-        now_s, first = time.time(), self.state.next_number
+        now_s, first = self.state.clock.now_s(), self.state.next_number
         array_id = f"{first}" if array else ""
         entries = [self._entry(caller, part, str(first + index), array_id, now_s) for index, part in enumerate(parts)]
         self._check_max_queued(caller, len(entries))
@@ -96,6 +96,7 @@ class RequestHandlers:
         """Return one job, checked so that recording it can't fail."""
         program = requests.program_from(part.program, caller)
         spec = requests.spec_from({**part.spec, "array": array} if array else part.spec, caller.name)
+        spec = self._in_queue_time(spec, part.spec)
         learns = "preemptible" not in part.spec
         if learns:
             spec = replace(spec, preemptible=program.requeue)
@@ -112,6 +113,12 @@ class RequestHandlers:
         rows.entry_row(event)
         rows.text_of(extra, "a job's program")
         return event, extra
+
+    def _in_queue_time(self, spec: JobSpec, given: Mapping[str, Any]) -> JobSpec:
+        """Return a spec whose time of day, if the request gave one by the wall clock, is by the queue's."""
+        if spec.not_before_s is None or given.get("not_before_s") is None:
+            return spec
+        return replace(spec, not_before_s=spec.not_before_s - self.state.clock.ahead_s)
 
     def _check_max_queued(self, caller: Caller, num: int) -> None:
         """`QueueState.refusal` checks one job; several together may be too many."""
@@ -163,11 +170,11 @@ class RequestHandlers:
         reason = f"cancelled by {caller.name}"
         for own in self._own_all(caller, job_names(job, jobs)):
             if own.state is JobState.PENDING:
-                changed.append(self.state.record(events.Cancelled(time.time(), own.id, reason))[0])
+                changed.append(self.state.record(events.Cancelled(self.state.clock.now_s(), own.id, reason))[0])
                 continue
             changed.append(own)
             if own.ending is None:
-                self.state.record(events.StopRequested(time.time(), own.id, JobState.CANCELLED, reason))
+                self.state.record(events.StopRequested(self.state.clock.now_s(), own.id, JobState.CANCELLED, reason))
             if now or own.ending is not None:  # a second request
                 self.to_kill.add(own.id)
         return self._job_rows(changed)
@@ -178,18 +185,18 @@ class RequestHandlers:
             if own.state is not JobState.PENDING:
                 raise QueueError(f"job {own.id} is {own.state}: only a pending job can be held back")
         for own in held:
-            self.state.record(events.JobHeld(time.time(), own.id))
+            self.state.record(events.JobHeld(self.state.clock.now_s(), own.id))
         return self._job_rows(held)
 
     def _release(self, caller: Caller, *, job: str = "", jobs: str | tuple[str, ...] = ()) -> dict[str, Any]:
         released = self._own_all(caller, job_names(job, jobs))
         for own in released:
-            self.state.record(events.Released(time.time(), own.id))
+            self.state.record(events.Released(self.state.clock.now_s(), own.id))
         return self._job_rows(released)
 
     def _change(self, caller: Caller, *, job: str, **changes: Any) -> dict[str, Any]:
         before = self._own_all(caller, (job,))[0].spec
-        spec = requests.changed_spec(before, changes)
+        spec = self._in_queue_time(requests.changed_spec(before, changes), changes)
         if spec.priority > before.priority:
             self._check_priority(caller, spec.priority)
         queue_state = self.state.store.queue_state
@@ -197,7 +204,7 @@ class RequestHandlers:
             replace(spec, after=()), {}, {}, queue_state.users, layout_of(queue_state.devices.values())
         ):
             raise QueueError(reason)
-        changed = self.state.record(events.SpecChanged(time.time(), job, spec))
+        changed = self.state.record(events.SpecChanged(self.state.clock.now_s(), job, spec))
         return {"job": replies.job_row(self.state, changed[0])}
 
     def _list(
@@ -251,9 +258,9 @@ class RequestHandlers:
         forecast = self.state.forecasts(queue_state.snapshot()).get(found.id) if live is not None else None
         return {
             "job": replies.job_row(self.state, found, forecast),
-            "spec": validation.plain(found.spec),
+            "spec": replies.spec_row(self.state, found.spec),
             "program": program,
-            "attempts": [row_of_attempt(attempt) for attempt in reader.attempts(found.id)],
+            "attempts": [row_of_attempt(attempt, self.state.clock.ahead_s) for attempt in reader.attempts(found.id)],
         }
 
     def _status(self, caller: Caller) -> dict[str, Any]:
@@ -270,7 +277,7 @@ class RequestHandlers:
         if twice := settings.keys() & self.state.settings.settings.keys():
             raise ConfigError(f"{', '.join(sorted(twice))}: set in the queue's own queue.toml; change it there")
         new = settings_from(settings, self.state.store.queue_state.settings)
-        self.state.record(events.SettingsSet(time.time(), new))
+        self.state.record(events.SettingsSet(self.state.clock.now_s(), new))
         return {"settings": asdict(new)}
 
     def _limits(self, caller: Caller, *, user: str, **changes: Any) -> dict[str, Any]:
@@ -281,7 +288,7 @@ class RequestHandlers:
         users = self.state.store.queue_state.users
         before = users[name].limits if name in users else Limits()
         limits = validation.build(Limits, {**validation.plain(before), **changes}, "limits")
-        self.state.record(events.LimitsSet(time.time(), name, limits))
+        self.state.record(events.LimitsSet(self.state.clock.now_s(), name, limits))
         return {"user": replies.user_row(self.state, name)}
 
     def _reserve(
@@ -291,13 +298,14 @@ class RequestHandlers:
         labels = {found.label: name for name, found in self.state.devices.items()}
         reserved = frozenset(labels.get(name, name) for name in devices)
         name = f"r{self.state.store.last + 1}"
-        made = Reservation(name, reserved, start_s, end_s, frozenset(users))
-        self.state.record(events.ReservationSet(time.time(), made))
+        ahead_s = self.state.clock.ahead_s
+        made = Reservation(name, reserved, start_s - ahead_s, end_s - ahead_s, frozenset(users))
+        self.state.record(events.ReservationSet(self.state.clock.now_s(), made))
         return {"reservation": replies.reservation_row(self.state, name)}
 
     def _unreserve(self, caller: Caller, *, reservation: str) -> dict[str, Any]:
         self._check_admin(caller, "unreserve")
-        self.state.record(events.ReservationEnded(time.time(), reservation))
+        self.state.record(events.ReservationEnded(self.state.clock.now_s(), reservation))
         return {}
 
     def _wait(self, caller: Caller, *, after: int | None = None, timeout_s: float = 30.0) -> DelayedReply:

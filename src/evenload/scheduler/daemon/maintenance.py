@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
-from evenload.scheduler.core.values import Limits, settings_from
+from evenload.scheduler.core.values import Limits, Reservation, settings_from
 from evenload.scheduler.daemon.devices import LocalDevice
 from evenload.scheduler.daemon.external_processes import GpuScan, closed_reason, join_refusal
 from evenload.scheduler.daemon.queue_file import QueueFile
@@ -42,6 +42,22 @@ def device_events(queue_state: QueueState, found: Mapping[str, LocalDevice], now
             happened.append(events.DeviceRemoved(now_s, name))
         elif name not in queue_state.closed:
             happened.append(events.DeviceClosed(now_s, name, _MISSING))
+    return happened
+
+
+def shifted(reservation: Reservation, by_s: float) -> Reservation:
+    return replace(reservation, start_s=reservation.start_s + by_s, end_s=reservation.end_s + by_s)
+
+
+def clock_events(queue_state: QueueState, step_s: float, now_s: float) -> list[events.QueueEvent]:
+    """Return the events that keep what people gave as a time of day, after the wall clock was set by `step_s`."""
+    happened: list[events.QueueEvent] = [
+        events.ReservationSet(now_s, shifted(reservation, -step_s)) for reservation in queue_state.reservations.values()
+    ]
+    for job in queue_state.jobs.values():
+        not_before_s = job.spec.not_before_s
+        if not_before_s is not None and not_before_s > now_s:
+            happened.append(events.SpecChanged(now_s, job.id, replace(job.spec, not_before_s=not_before_s - step_s)))
     return happened
 
 

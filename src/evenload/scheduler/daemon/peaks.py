@@ -6,7 +6,6 @@ where it is higher than expected.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from evenload.scheduler.core import events
@@ -37,7 +36,7 @@ class MemoryPeaks:
         queue_state = self._state.store.queue_state
         if not queue_state.num_sharing:
             return
-        now_s = time.time()
+        now_s = self._state.clock.now_s()
         for live in self._state.runners.live.values():
             job = queue_state.jobs.get(live.fence.job)
             if job is None or not job.spec.share_device or not job.devices:
@@ -55,7 +54,7 @@ class MemoryPeaks:
         if job is None or not job.spec.share_device or not job.devices:
             return
         live.peak_bytes = max(live.peak_bytes, 0 if result is None else result.peak_bytes)
-        now_s = time.time()
+        now_s = self._state.clock.now_s()
         if self._is_reliable(live, job, now_s) or (is_success and live.peak_bytes > job.peak_bytes * _MIN_GROWTH):
             record(events.MemoryMeasured(now_s, job.id, live.peak_bytes))
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from evenload.job.protocol import ProgressReport
+from evenload.scheduler import validation
 from evenload.scheduler.core import events
 from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.sharing import excess_bytes
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.values import Job, JobSpec
+from evenload.scheduler.daemon.maintenance import shifted
+from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.job_lookup import row_of_job
 from evenload.scheduler.messages import DeviceRow, ExternalProcessRow, JobRow, StatusRow
@@ -24,11 +26,12 @@ from evenload.version import __version__
 def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> JobRow:
     live = state.runners.live.get(job.id)
     report = live.report if live is not None else None
-    row = row_of_job(state.folder, job)
+    row = row_of_job(state.folder, job, state.clock)
     row["shares"] = _beside(state, job)
-    row["eta_s"] = _end_s(job, report, forecast)
+    ahead_s, end_s = state.clock.ahead_s, _end_s(job, live, forecast)
+    row["eta_s"] = None if end_s is None else end_s + ahead_s
     if forecast is not None:
-        row["start_s"] = forecast.start_s
+        row["start_s"] = None if forecast.start_s is None else forecast.start_s + ahead_s
         if job.state is JobState.PENDING or not job.reason:
             row["reason"] = forecast.reason or job.reason
     if report is not None:
@@ -39,15 +42,30 @@ def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> J
     return row
 
 
+def spec_row(state: DaemonState, spec: JobSpec) -> dict[str, Any]:
+    """Return a job's spec, with times of the wall clock."""
+    if spec.not_before_s is not None:
+        spec = replace(spec, not_before_s=spec.not_before_s + state.clock.ahead_s)
+    row: dict[str, Any] = validation.plain(spec)
+    return row
+
+
 def _beside(state: DaemonState, job: Job) -> list[str]:
     holder = state.store.queue_state.holder
     return [name for device in job.devices for name in holder.get(device, ()) if name != job.id]
 
 
-def _end_s(job: Job, report: ProgressReport | None, forecast: Forecast | None) -> float | None:
+def _end_s(job: Job, live: LiveAttempt | None, forecast: Forecast | None) -> float | None:
     """Return the end by the program's last report, which is newer than the store; else by the forecast."""
-    if job.state is JobState.RUNNING and report is not None and report.total is not None and report.steps_per_s > 0:
-        return report.time_s + max(0, report.total - report.step) / report.steps_per_s
+    report = None if live is None else live.report
+    if (
+        live is not None
+        and job.state is JobState.RUNNING
+        and report is not None
+        and report.total is not None
+        and report.steps_per_s > 0
+    ):
+        return live.reported_s + max(0, report.total - report.step) / report.steps_per_s
     return None if forecast is None else forecast.end_s
 
 
@@ -82,13 +100,14 @@ def user_row(state: DaemonState, name: str) -> dict[str, Any]:
     return {
         "user": name,
         "num_devices": user.num_devices,
-        "usage_device_s": user.usage_until(time.time(), queue_state.settings.half_life_s),
+        "usage_device_s": user.usage_until(state.clock.now_s(), queue_state.settings.half_life_s),
         **asdict(user.limits),
     }
 
 
 def reservation_row(state: DaemonState, name: str) -> dict[str, Any]:
-    row = events.as_row(events.ReservationSet(0.0, state.store.queue_state.reservations[name]))["reservation"]
+    ahead_s, reservation = state.clock.ahead_s, state.store.queue_state.reservations[name]
+    row = events.as_row(events.ReservationSet(0.0, shifted(reservation, ahead_s)))["reservation"]
     return {"users": [], **row}
 
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +19,15 @@ from evenload.job.processes import ProcessIdentity, all_stats, boot_id, is_alive
 from evenload.job.protocol import ProgressReport, RunnerContract, read_report
 from evenload.scheduler import paths
 from evenload.scheduler.client import daemon_environment
+from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec, RunnerRequest, RunnerResult
 from evenload.scheduler.store.ledger import AttemptRecord, Fence
 
 _COMMAND = (sys.executable, "-P", "-m", "evenload.scheduler.runner")
 _RUNNER_LOG = "runner.log"
+_OLDEST_REPORT_S = 3600.0
+"""A report that claims to be older when it is first read has another clock."""
 
 
 @dataclass(eq=False)
@@ -43,12 +45,16 @@ class LiveAttempt:
     """The cost of a restart is measured."""
     requested: str = ""
     requested_s: float | None = None
-    """When it was requested to stop, seconds since 1970."""
+    """When it was requested to stop, by the queue's clock."""
     requested_step: float = 0.0
     """Its step then."""
     first: ProgressReport | None = None
     """The first report with more progress than before the attempt."""
+    first_s: float = 0.0
+    """When that was written, by the queue's clock."""
     report: ProgressReport | None = None
+    reported_s: float = 0.0
+    """When the last report was written, by the queue's clock."""
     recorded_s: float = 0.0
     """When a report of it was last recorded, by the monotonic clock; 0 for never."""
     has_speed: bool = False
@@ -56,6 +62,8 @@ class LiveAttempt:
     peak_bytes: int = 0
     """Measured peak of its memory on a device that it may share."""
     is_gone: bool = False
+    was_gone: bool = False
+    """It had ended before this daemon looked for it."""
     swept: bool = False
     """Nothing of an attempt whose runner was killed still runs."""
     _spawned: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -71,9 +79,9 @@ class EndedAttempt:
 
 
 class Runners:
-    def __init__(self, folder: Path, wake: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, wake: Callable[[], None], clock: QueueClock) -> None:
         """`wake` is called when a runner has ended; the event loop of this thread watches for it."""
-        self._folder, self._wake = folder, wake
+        self._folder, self._wake, self._clock = folder, wake, clock
         self._loop = asyncio.get_running_loop()
         self.live: dict[str, LiveAttempt] = {}
 
@@ -116,12 +124,12 @@ class Runners:
         identity = ProcessIdentity(int(facts["pid"]), int(facts["start_ticks"]), str(facts["boot_id"]))
         live.identity = identity
         if identity.boot_id != boot_id():
-            live.is_gone = live.swept = True  # the machine was rebooted: none of its processes is left
+            live.is_gone = live.was_gone = live.swept = True  # the machine was rebooted: none of its processes is left
             return False
         if self._watch(live, identity.pid) and is_alive(identity):
             return True
         self._unwatch(live)
-        live.is_gone = True
+        live.is_gone = live.was_gone = True
         return False
 
     def _take(self, attempt: AttemptRecord, grace_s: float, learns: bool, measures: bool, done: float) -> LiveAttempt:
@@ -151,9 +159,9 @@ class Runners:
         files.write_request(live.folder, request)
         live.requested = request.kind
         if live.requested_s is None:
-            live.requested_s = now_s = time.time()
+            live.requested_s = now_s = self._clock.now_s()
             if live.report is not None:
-                live.requested_step = live.report.step + live.report.steps_per_s * max(0.0, now_s - live.report.time_s)
+                live.requested_step = live.report.step + live.report.steps_per_s * max(0.0, now_s - live.reported_s)
         send_signal(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
 
     def collect(self) -> list[EndedAttempt]:
@@ -194,25 +202,34 @@ class Runners:
             with contextlib.suppress(QueueError):  # the program's own file: it may hold anything
                 report = read_report(live.terms)
                 if report is not None and report != live.report:
-                    live.report = report
+                    live.report, live.reported_s = report, self._written_s(live, report)
                     if live.first is None and report.step > live.done_before and report.state == "running":
-                        live.first = report
+                        live.first, live.first_s = report, live.reported_s
                     changed.append(live)
         return changed
+
+    def _written_s(self, live: LiveAttempt, report: ProgressReport) -> float:
+        """Return when a report was written: by its own word unless that can't be, or comes from another machine's clock."""
+        now_s = self._clock.now_s()
+        boot = boot_id() if live.identity is None else live.identity.boot_id
+        written_s = self._clock.at(boot, report.since_boot_s) if report.since_boot_s else None
+        if written_s is None or written_s > now_s or (written_s < now_s - _OLDEST_REPORT_S and not live.was_gone):
+            return now_s
+        return written_s
 
     def pids(self) -> tuple[int, ...]:
         return tuple(live.identity.pid for live in self.live.values() if live.identity is not None)
 
     def _why(self, live: LiveAttempt) -> str:
-        if live.identity is not None:
-            if live.identity.boot_id != boot_id():
-                return "the machine was rebooted"
-            return "its runner was killed"
+        last = ""
         with contextlib.suppress(OSError):
             lines = (live.folder / _RUNNER_LOG).read_text(errors="replace").split("\n")
-            if last := next((line for line in reversed(lines) if line.strip()), ""):
-                return f"its runner ended before the program began: {last[:200]}"
-        return "its runner ended before it began"
+            last = next((line[:200] for line in reversed(lines) if line.strip()), "")
+        if live.identity is None:
+            return f"its runner ended before {f'the program began: {last}' if last else 'it began'}"
+        if live.identity.boot_id != boot_id():
+            return "the machine was rebooted"
+        return f"its runner was killed; its last line: {last}" if last else "its runner was killed"
 
     def _watch(self, live: LiveAttempt, pid: int) -> bool:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import ENDED
@@ -44,7 +45,11 @@ class DaemonState:
     settings: QueueFile
     devices: Mapping[str, LocalDevice]
     next_number: int
+    clock: QueueClock
+    """The queue's time: of all events, and of everything that is measured by them."""
     since_s: float = field(default_factory=time.time)
+    alive_s: float = 0.0
+    """When the daemon before this one was last known to run, by the queue's clock."""
     scan: GpuScan | None = None
     """The last scan of the GPUs; None before the first, and without GPUs."""
     problems: dict[str, str] = field(default_factory=dict)
@@ -81,4 +86,4 @@ class DaemonState:
         return None if self.scan is None else self.scan.held.get(device)
 
     def forecasts(self, snapshot: QueueSnapshot) -> Mapping[str, Forecast]:
-        return self._eta_cache.forecasts(snapshot, self.store.last)
+        return self._eta_cache.forecasts(snapshot, self.store.last, self.clock.now_s())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,11 +14,14 @@ from evenload.errors import EvenloadError, QueueError, StaleError
 from evenload.job.processes import become_reaper
 from evenload.scheduler import client
 from evenload.scheduler.runner import files
+from evenload.scheduler.runner.daemon_watch import DaemonWatch
 from evenload.scheduler.runner.files import AttemptSpec, RunnerResult
 from evenload.scheduler.runner.start import open_log, start
 from evenload.scheduler.runner.watch import ProgramSupervisor
 
 _WAIT_FOR_DAEMON_S = 120.0
+_RETRY_S = 0.5
+"""Time between two attempts to write to a full disk."""
 
 
 def main(arguments: list[str]) -> int:
@@ -34,19 +38,38 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     become_reaper()
     spec = files.read_spec(folder)
+    watch = DaemonWatch(Path(spec.queue))
     try:
-        if not _is_admitted(spec):
+        if not _is_admitted(spec, watch):
             return 0
+        result = _run(folder, spec, wakeup, watch)
     except QueueError as error:
-        files.write_result(
-            folder, RunnerResult(spec.fence, None, requested="stop", problem=str(error), time_s=time.time())
-        )
-        return 0
-    files.write_result(folder, _run(folder, spec, wakeup))
+        result = RunnerResult(spec.fence, None, requested="stop", problem=str(error), **files.ended_now())
+    _write_result(folder, result)
+    watch.look(is_last=True)
     return 0
 
 
-def _is_admitted(spec: AttemptSpec) -> bool:
+def _write_result(folder: Path, result: RunnerResult) -> None:
+    """Write the result however long that takes: a runner that ends without one has its job run again."""
+    while True:
+        try:
+            files.write_result(folder, result)
+            return
+        except OSError as error:
+            print(f"the result can't be written: {error}", file=sys.stderr, flush=True)
+            time.sleep(_RETRY_S)
+
+
+def _wait_for_disk(folder: Path, error: OSError) -> None:
+    """Wait a moment for room on the disk; raise a `QueueError` once the daemon asks the attempt to end."""
+    request = files.read_request(folder)
+    if request is not None:
+        raise QueueError(f"the disk is full, so it has not begun ({error})")
+    time.sleep(_RETRY_S)
+
+
+def _is_admitted(spec: AttemptSpec, watch: DaemonWatch) -> bool:
     """Register with the daemon; wait until that is on disk and the devices are free. Raise if the daemon stays down."""
     deadline_s = time.monotonic() + _WAIT_FOR_DAEMON_S
     while True:
@@ -57,29 +80,42 @@ def _is_admitted(spec: AttemptSpec) -> bool:
         except StaleError:
             return False
         except EvenloadError as error:
+            watch.look()
             if time.monotonic() > deadline_s:
                 raise QueueError(f"no daemon ran for {_WAIT_FOR_DAEMON_S:g} s: {error}") from error
             time.sleep(0.1)
 
 
-def _run(folder: Path, spec: AttemptSpec, wakeup: int) -> RunnerResult:
+def _run(folder: Path, spec: AttemptSpec, wakeup: int, watch: DaemonWatch) -> RunnerResult:
+    """Run the program to its end. It starts once the disk has room for its result; until then this waits."""
     log = -1
-    try:
-        log = open_log(spec)
-        if spec.note:
-            os.write(log, f"evenload: {spec.note}\n".encode())
-        started = start(folder, spec, log)
-    except (EvenloadError, OSError) as error:
-        if log >= 0:
-            os.write(log, f"evenload: {error}\n".encode())
-        return RunnerResult(spec.fence, None, problem=str(error), time_s=time.time())
-    supervisor = ProgramSupervisor(folder, spec, started, log, wakeup)
+    while True:
+        try:
+            files.reserve_result(folder)
+            log = open_log(spec) if log < 0 else log
+            _note(log, spec.note)
+            started = start(folder, spec, log)
+            break
+        except (EvenloadError, OSError) as error:
+            if isinstance(error, OSError) and files.is_full_disk(error):
+                _wait_for_disk(folder, error)
+                continue
+            _note(log, str(error))
+            return RunnerResult(spec.fence, None, problem=str(error), **files.ended_now())
+    supervisor = ProgramSupervisor(folder, spec, started, log, wakeup, watch)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         supervisor.is_terminated = True
 
     signal.signal(signal.SIGTERM, terminate)
     return supervisor.run()
+
+
+def _note(log: int, text: str) -> None:
+    """Write a line to the job's log, if there is one, it has room, and there is something to write."""
+    if text and log >= 0:
+        with contextlib.suppress(OSError):
+            os.write(log, f"evenload: {text}\n".encode())
 
 
 def _wake(number: int, frame: FrameType | None) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from evenload.errors import QueueError
+from evenload.job.processes import boot_id, boottime_s
 from evenload.job.protocol import RunnerContract
 from evenload.scheduler.runner.processes import ProcessMarkers
 from evenload.stored_names import MARKERS_FILE, REPORT_FOLDER, REQUEST_FILE, RESULT_FIELDS, SPEC_FILE
@@ -19,8 +21,14 @@ from evenload.stored_names import MARKERS_FILE, REPORT_FOLDER, REQUEST_FILE, RES
 __all__ = ["REPORT_FOLDER"]  # the program's own folder, which belongs to the job's owner; all else here is the daemon's
 
 RESULT = "result.json"
+RESERVE = ".result.reserve"
+"""Bytes of the disk that become the result: allocated before the program starts, so that a full disk can't lose its end."""
+_RESERVE_BYTES = 16 * 1024
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 PEAK = "peak.json"
 TERMS = "terms.json"
+PROTOCOL = "protocol"
+"""One byte: 1 where the program's files name Evenload, so that it can be expected to report although it hasn't yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +78,22 @@ class RunnerResult:
     """By the runner: its grace was over, or it was to end at once."""
     problem: str = ""
     """Reason why the program never began."""
-    time_s: float = 0.0
+    boot: str = ""
+    """Id of the boot in which it ended, and the seconds since then: nobody can set that clock."""
+    ended_since_boot_s: float = 0.0
     peak_bytes: int = 0
     """Peak of the machine's memory over all of its processes; 0 where that wasn't measured."""
+
+
+class EndTime(TypedDict):
+    """Fields of `RunnerResult` that say when an attempt ended."""
+
+    boot: str
+    ended_since_boot_s: float
+
+
+def ended_now() -> EndTime:
+    return {"boot": boot_id(), "ended_since_boot_s": boottime_s()}
 
 
 def terms_of(folder: Path, spec: AttemptSpec) -> RunnerContract:
@@ -116,10 +137,38 @@ def read_markers(folder: Path) -> ProcessMarkers:
     return ProcessMarkers(terms=str(folder / TERMS)) if row is None else ProcessMarkers(**row)
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Return True for an error of a disk, or of a user's quota, that has no room left."""
+    return isinstance(error, OSError) and error.errno in _FULL_DISK
+
+
+def reserve_result(folder: Path) -> None:
+    """Allocate the bytes of the attempt's result; OSError where the disk has no room for them."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / RESERVE, flags, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _RESERVE_BYTES)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_result(folder: Path, result: RunnerResult) -> None:
-    """Write how the attempt ended; it is on disk when this returns."""
-    row = dataclasses.asdict(result)
-    _write(folder / RESULT, {RESULT_FIELDS.get(name, name): value for name, value in row.items()})
+    """Write how the attempt ended into the reserved bytes; it is on disk when this returns.
+
+    Blanks fill the rest of the reserve: a file that shrinks and grows again could lose its place on the disk.
+    """
+    row = {RESULT_FIELDS.get(name, name): value for name, value in dataclasses.asdict(result).items()}
+    text = json.dumps({**row, "problem": result.problem[:2000]}).encode().ljust(_RESERVE_BYTES)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / RESERVE, flags, 0o600)
+    try:
+        if os.pwrite(descriptor, text, 0) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / RESERVE))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    (folder / RESERVE).replace(folder / RESULT)
 
 
 def read_result(folder: Path, fence: int) -> RunnerResult | None:
@@ -130,7 +179,29 @@ def read_result(folder: Path, fence: int) -> RunnerResult | None:
     if row is None or row.get("fence") != fence:
         return None
     names = {stored: name for name, stored in RESULT_FIELDS.items()}
-    return RunnerResult(**{names.get(name, name): value for name, value in row.items()})
+    known = {field.name for field in dataclasses.fields(RunnerResult)}
+    named = {names.get(name, name): value for name, value in row.items()}
+    return RunnerResult(**{name: value for name, value in named.items() if name in known})
+
+
+def open_protocol(folder: Path) -> int:
+    """Return a descriptor for `note_protocol`, which the program's user may then call."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / PROTOCOL, flags, 0o600)
+    os.write(descriptor, b"0")
+    return descriptor
+
+
+def note_protocol(descriptor: int) -> None:
+    os.pwrite(descriptor, b"1", 0)
+
+
+def may_report(folder: Path) -> bool:
+    """Return True where no program of the attempt has begun, or one that can be expected to report."""
+    try:
+        return (folder / PROTOCOL).read_bytes() == b"1"
+    except OSError:
+        return True
 
 
 def write_peak(folder: Path, fence: int, peak_bytes: int) -> None:

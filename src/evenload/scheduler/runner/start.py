@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import stat
@@ -15,6 +17,12 @@ from evenload.scheduler import snapshots
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec
 from evenload.scheduler.runner.processes import ProcessMarkers
+
+_NAME = "evenload"
+_SCRIPT_BYTES = 2**20
+"""Part of a script that is searched for the name."""
+_FULL_DISK_EXIT = 125
+"""Exit code of the forked child that found a full disk before it became the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,8 @@ def open_log(spec: AttemptSpec) -> int:
 def start(folder: Path, spec: AttemptSpec, log: int) -> StartedProgram:
     """Start the program and return once it is executed; raise a `QueueError` with the reason where it can't be.
 
-    Its markers are on disk before its first instruction: whoever finds this runner dead knows which processes to end.
+    A full disk is an `OSError`: nothing has begun, and the caller may try again. The program's markers are on disk before
+    its first instruction: whoever finds this runner dead knows which processes to end.
     """
     reports = folder / files.REPORT_FOLDER
     reports.mkdir(mode=0o700, exist_ok=True)
@@ -66,18 +75,23 @@ def start(folder: Path, spec: AttemptSpec, log: int) -> StartedProgram:
         try:
             os.close(problem)
             end_with_parent()
+            protocol = files.open_protocol(folder)
             _write_markers(folder, cgroup)
-            _become(folder, spec, log, runner)
+            _become(folder, spec, log, runner, protocol)
         except BaseException as error:
             os.write(child_problem, f"{error}".encode(errors="replace")[:2000] or b"unknown")
+            if files.is_full_disk(error):
+                os._exit(_FULL_DISK_EXIT)
         os._exit(127)
     os.close(child_problem)
     with os.fdopen(problem, "rb") as pipe:
         text = pipe.read()
     markers = files.read_markers(folder)
     if text or markers.program != pid:
-        os.waitpid(pid, 0)
+        _, status = os.waitpid(pid, 0)
         processes.remove_cgroup(cgroup)
+        if os.waitstatus_to_exitcode(status) == _FULL_DISK_EXIT:
+            raise OSError(errno.ENOSPC, text.decode(errors="replace"))
         raise QueueError(text.decode(errors="replace") or "it was killed before it began")
     if markers.cgroup != cgroup:
         processes.remove_cgroup(cgroup)
@@ -93,7 +107,20 @@ def _write_markers(folder: Path, cgroup: str) -> None:
     files.write_markers(folder, ProcessMarkers(pid, ticks, cgroup, str(folder / files.TERMS)))
 
 
-def _become(folder: Path, spec: AttemptSpec, log: int, runner: int) -> None:
+def _names_evenload(spec: AttemptSpec) -> bool:
+    """Return True where the command, or a script in it, names Evenload: it then reports, sooner or later."""
+    if any(_NAME in word for word in spec.command):
+        return True
+    for word in spec.command[1:]:
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = os.open(Path(spec.folder, word), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode) and _NAME.encode() in file.read(_SCRIPT_BYTES):
+                    return True
+    return False
+
+
+def _become(folder: Path, spec: AttemptSpec, log: int, runner: int, protocol: int) -> None:
     """Turn this forked child into the program; never returns."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -122,6 +149,8 @@ def _become(folder: Path, spec: AttemptSpec, log: int, runner: int) -> None:
         os.chdir(spec.folder)
     except OSError as error:
         raise QueueError(f"it was to run in {spec.folder}, which can't be entered: {error.strerror}") from None
+    if _names_evenload(spec):
+        files.note_protocol(protocol)
     environment = {**spec.environment, VARIABLE: str(folder / files.TERMS)}
     try:
         os.execvpe(spec.command[0], spec.command, environment)

@@ -13,6 +13,7 @@ from evenload.errors import QueueError
 from evenload.job.processes import all_stats, descendants, send_signal, signal_all
 from evenload.job.protocol import request_stop
 from evenload.scheduler.runner import files, processes
+from evenload.scheduler.runner.daemon_watch import DaemonWatch
 from evenload.scheduler.runner.files import AttemptSpec, RunnerRequest, RunnerResult
 from evenload.scheduler.runner.memory import resident_bytes
 from evenload.scheduler.runner.start import StartedProgram
@@ -28,10 +29,13 @@ _LEFTOVER_GRACE_S = 3.0
 class ProgramSupervisor:
     """One program, from its start to the end of its last process."""
 
-    def __init__(self, folder: Path, spec: AttemptSpec, program: StartedProgram, log: int, wakeup: int) -> None:
+    def __init__(
+        self, folder: Path, spec: AttemptSpec, program: StartedProgram, log: int, wakeup: int, daemon: DaemonWatch
+    ) -> None:
         self._folder, self._spec, self._program = folder, spec, program
-        self._log, self._wakeup = log, wakeup
+        self._log, self._wakeup, self._daemon = log, wakeup, daemon
         self._code: int | None = None
+        self._ended = files.ended_now()
         self._requested = ""
         self._deadline_s: float | None = None
         self._has_signalled_rest = False
@@ -53,8 +57,8 @@ class ProgramSupervisor:
             self._code,
             self._requested,
             self._was_killed,
-            time_s=time.time(),
             peak_bytes=self._peak_bytes,
+            **self._ended,
         )
 
     def _reap(self) -> bool:
@@ -67,7 +71,7 @@ class ProgramSupervisor:
             if pid == 0:
                 return True
             if pid == self._program.pid:
-                self._code = os.waitstatus_to_exitcode(status)
+                self._code, self._ended = os.waitstatus_to_exitcode(status), files.ended_now()
                 if self._spec.measures:  # it may have ended between two measurements
                     self._peak_bytes = max(self._peak_bytes, usage.ru_maxrss * 1024)
 
@@ -84,6 +88,7 @@ class ProgramSupervisor:
                 self._write_log(f"it didn't end within {self._spec.grace_s:g} s of the request: killed")
             self._kill()
         self._trim_log()
+        self._daemon.look()
         if self._spec.measures:
             self._measure(now_s)
 

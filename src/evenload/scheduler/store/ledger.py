@@ -139,7 +139,10 @@ class Ledger:
         number = job.attempt if job.devices else None
         if before is not None and before.fence.attempt != number:
             kind, reason = events.stored_kind(type(event)), getattr(event, "reason", "") or job.reason
-            self._put(replace(before, ended_s=self.queue_state.time_s, ending=kind, reason=reason), changes)
+            ended_s, told_s = self.queue_state.time_s, getattr(event, "ended_s", None)
+            if told_s is not None:
+                ended_s = min(ended_s, max(before.began_s, told_s))
+            self._put(replace(before, ended_s=ended_s, ending=kind, reason=reason), changes)
             before = None
         if before is None and number is not None:
             fence = Fence(job.id, number, self.last)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from evenload.errors import QueueError
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.store.schema import DATABASE, check_version
+from evenload.scheduler.store.schema import CLOCK, DATABASE, check_version
 
 if TYPE_CHECKING:  # a list needs none of these, and they cost more to import than it does
+    from evenload.scheduler.clock import QueueClock
     from evenload.scheduler.core.values import Job
     from evenload.scheduler.store.ledger import AttemptRecord, Entry
 
@@ -89,6 +90,15 @@ class Reader:
         columns = ", ".join(JobLine._fields)
         found = self._query(f"SELECT {columns} FROM jobs {where} ORDER BY number {order} LIMIT {most}", *values)
         return list(map(JobLine._make, found))
+
+    def clock(self) -> QueueClock:
+        """Return the queue's clock, as its daemon last stored it."""
+        from evenload.scheduler.clock import ClockAnchor, QueueClock
+        from evenload.scheduler.store.rows import value_from
+
+        facts = dict(self._query("SELECT name, value FROM facts WHERE name IN (?, 'time_s')", CLOCK))
+        anchor = value_from(ClockAnchor, facts[CLOCK]) if CLOCK in facts else None
+        return QueueClock(anchor, float(facts.get("time_s", 0.0)))
 
     def text(self, expression: str, *, states: Sequence[JobState] = (), user: str | None = None) -> str:
         """Return the value of an SQL expression that aggregates all jobs, as text.

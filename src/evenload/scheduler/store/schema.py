@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from evenload.errors import QueueError
 
 DATABASE = "queue.sqlite"
+CLOCK = "clock"
+"""Name of the fact that holds the `ClockAnchor`."""
 
 APPLICATION_ID = (
     0x45766C64  # "Evld": written into the file, so that another program's database is not taken for a queue

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from evenload.errors import ConfigError, QueueError, StaleError
+from evenload.scheduler.clock import ClockAnchor
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.store import tables
+from evenload.scheduler.paths import WRITER_LOCK
+from evenload.scheduler.store import rows, tables
 from evenload.scheduler.store.filesystem import refuse_network
 from evenload.scheduler.store.ledger import AttemptRecord, Changes, Entry, Fence
 from evenload.scheduler.store.lock import WriterLock
+from evenload.scheduler.store.schema import CLOCK, MIGRATIONS, Migration, migrate, version_of
 from evenload.scheduler.store.schema import DATABASE as DATABASE
-from evenload.scheduler.store.schema import MIGRATIONS, Migration, migrate, version_of
 
-LOCK = "writer.lock"
+LOCK = WRITER_LOCK
 
 _BUSY_S = 10.0
 
@@ -59,6 +61,7 @@ class QueueStore:
             self.epoch = _next_epoch(self._connection)
             """Number of times that a writer opened this queue; only the latest may write, whatever happened to its lock."""
             self._ledger = tables.read_ledger(self._connection)
+            self._anchor = _stored_anchor(self._connection)
         except sqlite3.Error as error:
             self.close()
             raise QueueError(f"the queue {folder / DATABASE} can't be opened: {error}") from error
@@ -75,6 +78,15 @@ class QueueStore:
     @property
     def last(self) -> int:
         return self._ledger.last
+
+    @property
+    def anchor(self) -> ClockAnchor | None:
+        """What the queue's time is counted from; None in a new queue. On disk after the next `commit`."""
+        return self._anchor
+
+    @anchor.setter
+    def anchor(self, anchor: ClockAnchor) -> None:
+        self._anchor, self._has_new_anchor = anchor, True
 
     def attempts(self) -> tuple[AttemptRecord, ...]:
         """Return the running attempts: a new daemon adopts them or declares them lost."""
@@ -131,7 +143,7 @@ class QueueStore:
             StaleError: another process writes this queue now; this store can't be used any more.
         """
         connection = self._open()
-        if not self._log:
+        if not self._log and not self._has_new_anchor:
             return
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -142,6 +154,8 @@ class QueueStore:
                     f"another has taken over, so this one has to end"
                 )
             tables.write(connection, self._ledger, self._changes, self._log)
+            if self._has_new_anchor and self._anchor is not None:
+                tables.put_fact(connection, CLOCK, rows.value_text(self._anchor))
             connection.execute("COMMIT")
         except StaleError:
             self.close()
@@ -176,15 +190,21 @@ class QueueStore:
     def _forget(self) -> None:
         self._changes = Changes()
         self._log: list[tables.LogRow] = []
+        self._has_new_anchor = False
 
     def _undo(self, connection: sqlite3.Connection) -> None:
         try:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            self._ledger = tables.read_ledger(connection)
+            self._ledger, self._anchor = tables.read_ledger(connection), _stored_anchor(connection)
         except sqlite3.Error:
             self.close()  # without a known state nothing can be done
         self._forget()
+
+
+def _stored_anchor(connection: sqlite3.Connection) -> ClockAnchor | None:
+    text = tables.get_fact(connection, CLOCK, None)
+    return None if text is None else rows.value_from(ClockAnchor, text)
 
 
 def _opened(path: Path) -> sqlite3.Connection:

@@ -17,10 +17,17 @@ _CHUNK_BYTES = 256 << 20
 """Each chunk has the groups' whole time limit."""
 
 
-def checkpoint_key(checkpoint: Path | None) -> list[float]:
-    """Return step, time of writing (μs) and size of the small file: equal for one checkpoint on all machines."""
+UNUSABLE = -2.0
+"""In place of a step: there are checkpoints, and none can be used."""
+
+
+def checkpoint_key(checkpoint: Path | None, unusable: bool = False) -> list[float]:
+    """Return step, time of writing (μs) and size of the small file: equal for one checkpoint on all machines.
+
+    `unusable` means that there are some, and none can be used.
+    """
     if checkpoint is None:
-        return [-1.0, 0.0, 0.0]
+        return [UNUSABLE if unusable else -1.0, 0.0, 0.0]
     try:
         stat = (checkpoint / files.SKELETON).stat()
     except OSError:  # reading the checkpoint reports the reason
@@ -32,9 +39,11 @@ def ranks_without(rows: Sequence[Sequence[float]], folder: Path) -> list[int]:
     """Return the ranks that don't see rank 0's newest checkpoint, from each rank's `checkpoint_key`.
 
     Raises:
-        CheckpointError: A rank has a newer checkpoint, whose steps would be lost.
+        CheckpointError: A rank has a newer checkpoint, whose steps would be lost, or rank 0 can't use its own.
     """
     first = rows[0]
+    if first[0] == UNUSABLE:
+        raise CheckpointError("rank 0 can't use its checkpoints, and reports why")
     for rank, row in enumerate(rows):
         if row[0] > first[0]:
             have = f"step {int(first[0])}" if first[0] >= 0 else "none"

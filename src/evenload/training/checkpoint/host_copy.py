@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,3 +46,26 @@ def _to_device(saved: Any, keeps: bool) -> Any:
     if not isinstance(saved, HostTensor):
         return saved
     return saved.values.to(saved.device, copy=True) if keeps else saved.values
+
+
+class HostBuffers:
+    """Host memory for a copy of many tensors, which the next copy uses again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies on the CPU, which are valid until the next call; wait until they are complete."""
+        before, self._buffers = self._buffers, {}
+        for name, tensor in tensors.items():
+            if not files.is_dense(tensor):
+                self._buffers[name] = tensor.detach().to("cpu", copy=True)
+                continue
+            buffer = before.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                # A GPU copies into pinned memory directly, one tensor after the other without the host.
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+            self._buffers[name] = buffer.copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return dict(self._buffers)

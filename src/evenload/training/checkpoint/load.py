@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ def load_checkpoint(run: str | PathLike[str], which: str | int = "last") -> dict
 
     Args:
         run: run folder (project_dir), or the folder of one checkpoint.
-        which: ``"last"``, ``"best"``, or a number of steps.
+        which: ``"last"``, ``"best"``, or a number of steps. The last is the newest complete one: a warning names newer ones
+            that are damaged.
 
     Returns:
         The states by the names that `Run.resume` was given, tensors on the CPU; under ``"values"`` those of `Run.checkpoint`.
@@ -25,19 +27,29 @@ def load_checkpoint(run: str | PathLike[str], which: str | int = "last") -> dict
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    state = files.read(find_checkpoint(Path(run), which))
+    state = read_checkpoint(Path(run), which)
     own = state.pop(OWN_STATE, {})
     return {"values": own.get("values", {}), **state}
 
 
-def find_checkpoint(run: Path, which: str | int) -> Path:
+def read_checkpoint(run: Path, which: str | int) -> dict[str, Any]:
+    """Read a checkpoint; ``"last"`` is the newest complete one, and a warning names newer ones that are damaged."""
+    if which != "last" or (run / files.SKELETON).is_file():
+        return files.read(_find(run, which))
+    found = files.read_newest(run)
+    if found is None:
+        return files.read(_find(run, which))  # the error lists what there is
+    if found.damaged:
+        warnings.warn(found.report(), UserWarning, stacklevel=3)
+    return found.state
+
+
+def _find(run: Path, which: str | int) -> Path:
     """Return the folder of a checkpoint; CheckpointError if there is none."""
     if (run / files.SKELETON).is_file():
         return run
     found = checkpoint_folders(run)
     steps = ", ".join(str(step_of(folder)) for folder in found) or "none"
-    if which == "last" and found:
-        return found[-1]
     if which == "best" and (best := read_best(run)) is not None:
         return step_folder(run, best.step)
     if str(which).isdecimal() and step_folder(run, int(which)).is_dir():

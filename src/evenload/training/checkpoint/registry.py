@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from evenload.errors import CheckpointError, PeerLostError
 from evenload.training.checkpoint import files
+from evenload.training.checkpoint.host_copy import HostCopy
 from evenload.training.comm.groups import Groups
 
 
@@ -64,10 +65,17 @@ class Registry:
         return {name: value.state_dict() for name, value in self._objects.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load all state; CheckpointError if names differ or a state does not fit its object."""
-        self._load(state, self._objects.keys())
+        """Load all state; CheckpointError if names differ or a state does not fit its object, and nothing is changed then."""
+        self._check_names(state, self._objects.keys())
+        before = [HostCopy(value) for name, value in self._objects.items() if name != OWN_STATE]
+        try:
+            self._load(state, self._objects.keys())
+        except BaseException:
+            for copy in before:
+                copy.restore()
+            raise
 
-    def _load(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+    def _check_names(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         missing, extra = set(names) - state.keys(), state.keys() - set(names)
         if missing or extra:
             raise CheckpointError(
@@ -76,6 +84,9 @@ class Registry:
                 + (f"{', '.join(sorted(extra))} would be lost. " if extra else "")
                 + "Give run.resume the same names, or start anew with --fresh"
             )
+
+    def _load(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        self._check_names(state, names)
         for name, value in self._objects.items():
             if name not in names:
                 continue

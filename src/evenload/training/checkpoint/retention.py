@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from evenload.records import checkpoints
-from evenload.records.checkpoints import INFO_FILE, BestCheckpoint
+from evenload.records.checkpoints import BestCheckpoint
+from evenload.records.integrity import INFO_FILE, read_info, write_info
 
 
 class Retention:
@@ -22,6 +24,11 @@ class Retention:
         """Name and mode of the metric."""
         self._logged: dict[str, tuple[Any, int]] = {}
         self._judged: tuple[int, float] | None = None
+        self._writing_step: int | None = None
+        self._unnoted: float | None = None
+        """The metric of the checkpoint that is being written, or was."""
+        self._lock = threading.Lock()
+        """For the files: a thread writes them too."""
 
     def set_options(self, keep: float, best: tuple[str, str] | None) -> None:
         """Take the options of a call of `run.checkpoint`; of several calls the one that keeps most counts."""
@@ -37,28 +44,53 @@ class Retention:
         """True if the metric of ``best`` was never logged."""
         return self.best is not None and self.best[0] not in self._logged
 
+    def begin(self, step: int) -> None:
+        """Note that the checkpoint of `step` is being written, in any thread; a metric logged until `end` belongs to it."""
+        self._writing_step, self._unnoted = step, self._value(step)
+        if self._unnoted is not None:
+            self._judged = (step, self._unnoted)
+
     def needs_write(self, step: int) -> bool:
         """Return, once for each value, whether the weights after `step` steps are the best so far and not on disk.
 
-        If they are on disk, note the metric there.
+        If they are on disk, note the metric there; if they are being written, note it at the `end`.
         """
         value = self._value(step)
         if value is None or self._judged == (step, value):
             return False
         self._judged = (step, value)
-        if checkpoints.step_folder(self._run, step).is_dir():
-            self.settle(step)
+        if self._writing_step == step:
+            self._unnoted = value
             return False
-        return self._beats(value)
+        with self._lock:
+            if not checkpoints.step_folder(self._run, step).is_dir():
+                return self._beats(value)
+            self._note(step, value)
+        return False
 
     def settle(self, step: int) -> None:
         """Note the metric of the checkpoint of `step`, which is complete, and remove those that are not kept."""
-        value, folder = self._value(step), checkpoints.step_folder(self._run, step)
-        if value is not None and self.best is not None:
-            checkpoints.write_info(folder, {**checkpoints.read_info(folder), "metric": self.best[0], "value": value})
-            if self._beats(value):
-                checkpoints.write_best(self._run, BestCheckpoint(step, *self.best, value))
-        self._prune()
+        with self._lock:
+            value, self._unnoted = self._unnoted, None
+            if value is not None:
+                self._note(step, value)
+            self._prune()
+
+    def end(self, *, complete: bool) -> None:
+        """Note how the write ended: complete and settled, or with nothing on the disk."""
+        step, self._writing_step = self._writing_step, None
+        if not complete:
+            self._judged = None
+        elif step is not None and self._unnoted is not None:
+            self.settle(step)
+
+    def _note(self, step: int, value: float) -> None:
+        if self.best is None:
+            return
+        folder = checkpoints.step_folder(self._run, step)
+        write_info(folder, {**read_info(folder), "metric": self.best[0], "value": value})
+        if self._beats(value):
+            checkpoints.write_best(self._run, BestCheckpoint(step, *self.best, value))
 
     def _value(self, step: int) -> float | None:
         if self.best is None or self.best[0] not in self._logged or self._logged[self.best[0]][1] != step:

@@ -6,6 +6,7 @@ All parts read it live through `Groups.generation`; nobody keeps a copy, so rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from evenload.errors import PeerLostError
 from evenload.training.comm.hierarchical_sum import HierarchicalSum
 from evenload.training.comm.host_exchange import HostExchange
 from evenload.training.comm.shared_memory import SharedChannel
+from evenload.training.comm.wire_groups import WireGroups
 
 
 class CollectiveAbortedError(PeerLostError):
@@ -39,10 +41,12 @@ class ComputingGroups:
     gradients: dist.ProcessGroup | None
     hierarchy: HierarchicalSum | None
     statistics: dist.ProcessGroup | SharedChannel | None
+    wire: WireGroups | None = None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        found = (self.gradients, self.statistics, *(self.hierarchy.groups if self.hierarchy is not None else ()))
+        parts = [part.groups for part in (self.hierarchy, self.wire) if part is not None]
+        found = (self.gradients, self.statistics, *chain.from_iterable(parts))
         return [group for group in found if isinstance(group, dist.ProcessGroup)]
 
     def close(self) -> None:
@@ -75,6 +79,10 @@ class Generation:
     """Sums gradients where GPUs compute beside other ranks; otherwise they are summed in `gradients`."""
     statistics: dist.ProcessGroup | SharedChannel | None = None
     """Shared memory where all computing ranks are on one host and on CPUs."""
+    wire: WireGroups | None = None
+    """Of a job whose gradients travel in another format; see parallel/wire/."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each machine."""
     rows: HostExchange | None = None
     """The exchange of rows where ranks share a host; otherwise rows travel in `control`."""
 

@@ -30,6 +30,7 @@ from evenload.training.comm.pending import Pending, PendingCollectives
 from evenload.training.comm.shared_memory import SharedChannel
 from evenload.training.comm.store import connect, wait_for_members
 from evenload.training.comm.subset import Subset, begin_gather
+from evenload.training.comm.wire_groups import make_wire_groups
 
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
@@ -51,11 +52,12 @@ class Groups:
         timeout_s: float,
         gpu: str = "",
         inner_backend: str = "",
+        has_wire: bool = False,
     ) -> None:
         """Join all workers of `membership`; return when all have joined.
 
         `backend` and `inner_backend` are those of `WorkerSpec`; `gpu` identifies this rank's among all machines, and is empty
-        for a CPU. LaunchError if the store or the peers can't be reached within `timeout_s`.
+        for a CPU; `has_wire`: make `Generation.wire`. LaunchError if the store or the peers can't be reached within `timeout_s`.
         """
         self.timeout_s = timeout_s
         self.closed = False
@@ -63,7 +65,7 @@ class Groups:
         self._wanted_backend = backend
         self._inner_backend = inner_backend or ("nccl" if backend == "nccl" else "")
         self._inner = InnerRanks()
-        self._gpu = gpu
+        self._gpu, self._has_wire = gpu, has_wire
         self._adopted = dist.is_initialized()
         self._made = False
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -72,6 +74,7 @@ class Groups:
         self._lock = threading.Lock()
         self._newest_number = membership.number
         self._collectives = PendingCollectives()
+        self.begin = self._collectives.begin
         self._all: dist.ProcessGroup | None = None
         self._groups_of: dict[tuple[int, ...], ComputingGroups] = {}
         """By the ranks that compute."""
@@ -113,11 +116,6 @@ class Groups:
         parts = (group for made in self._groups_of.values() for group in made.groups)
         every = (self.generation.control, *self._row_groups, *parts)
         return list({id(group): group for group in every if group is not None}.values())
-
-    @property
-    def process_groups(self) -> list[dist.ProcessGroup]:
-        """The groups that this object made, those of `subset` too."""
-        return [*self.own_groups, *self._subsets.values()]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -304,7 +302,7 @@ class Groups:
         self._end_groups()
 
     def _end_groups(self) -> None:
-        now, groups = self.generation, self.process_groups
+        now, groups = self.generation, [*self.own_groups, *self._subsets.values()]
         for shared in (now.rows, *self._groups_of.values()):
             if shared is not None:
                 shared.close()
@@ -360,7 +358,7 @@ class Groups:
             made = self._groups_of[everyone] = self._make_groups(now, everyone)
         except (RuntimeError, PeerLostError) as error:
             raise LaunchError(f"rank {rank} could not agree with the others on how to exchange: {error}") from error
-        return replace(now, rows=rows, **vars(made))
+        return replace(now, rows=rows, hosts=self._hosts.hosts, **vars(made))
 
     def _gather_in(self, group: dist.ProcessGroup) -> Gather:
         def gather(own: torch.Tensor) -> torch.Tensor:
@@ -390,7 +388,9 @@ class Groups:
         """Make what travels among the ranks that compute, on all ranks."""
         gradients = self._new_group(ranks)
         hierarchy = self._new_hierarchy(now.rank, ranks, gradients)
-        return ComputingGroups(gradients, hierarchy, self._new_statistics(now, ranks))
+        hosts = self._hosts.hosts if self._has_wire and self._hosts is not None else None
+        wire = hosts and make_wire_groups(hosts, now.rank, ranks, self._inner.backend_of(ranks), self._make_group)
+        return ComputingGroups(gradients, hierarchy, self._new_statistics(now, ranks), wire or None)
 
     def _new_hierarchy(
         self, rank: int, ranks: tuple[int, ...], gradients: dist.ProcessGroup | None

@@ -57,6 +57,12 @@ class Pending:
             if self._future is not None and not self._future.done():
                 self._future.set_exception(error)  # type: ignore[arg-type]
 
+    def complete(self) -> None:
+        """End the wait well, if nothing that `follow` names will."""
+        with self._lock:
+            if self._future is not None and not self._future.done():
+                self._future.set_result(None)
+
     def _done(self, finished: torch.futures.Future[object]) -> None:
         failure: Exception | None = None
         try:

@@ -90,10 +90,11 @@ def is_consequence(error: BaseException) -> bool:
     """Return True if the error only shows that another rank is gone or failed."""
     if isinstance(error, PeerLostError | DesyncError) or type(error).__name__ == "DistNetworkError":
         return True
-    # Messages of gloo that have not been translated yet.
+    # Messages of gloo that have not been translated yet, and of TensorPipe (RPC).
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset by peer")
+        sign in text
+        for sign in ("Connection closed by peer", "Connection reset by peer", "this error originated at tensorpipe")
     )
 
 

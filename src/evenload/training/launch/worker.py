@@ -200,6 +200,7 @@ def _bind(spec: WorkerSpec) -> None:
     if spec.interface:
         # By default they take that of the host name, or the first: the usual reason for a rendezvous that hangs.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", spec.interface)
+        os.environ.setdefault("TP_SOCKET_IFNAME", spec.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={spec.interface}")
 
 

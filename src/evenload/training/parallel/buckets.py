@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from evenload.balance.exchange_times import BucketSizes
 from evenload.training.parallel.model_split.buckets import BucketSegments
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -140,21 +141,27 @@ class Bucket:
         torch.linalg.vector_norm(self.memory.gradients, order, out=self.memory.norm)
 
 
-def build_buckets(slots: Iterable[Slot], segments: BucketSegments, *, pins: bool) -> list[Bucket]:
-    """Cut slots, in the order in which their gradients arrive, into buckets; each model begins with a small one."""
+def build_buckets(
+    slots: Iterable[Slot], segments: BucketSegments, *, pins: bool, sizes: BucketSizes | None = None
+) -> list[Bucket]:
+    """Cut slots, in the order in which their gradients arrive, into buckets; each model begins with a small one.
+
+    `sizes`: those measured for a link; None: those for a fast one.
+    """
+    sizes = sizes or BucketSizes(FIRST_BUCKET_BYTES, BUCKET_BYTES)
     groups: dict[tuple[int, torch.dtype, torch.device, int], list[Slot]] = {}
     for slot in slots:
         param = slot.param
         groups.setdefault((slot.model_index, param.dtype, param.device, segments.of(param)), []).append(slot)
     buckets = []
     for members in groups.values():
-        limit, part, size = FIRST_BUCKET_BYTES, list[Slot](), 0
+        limit, part, size = sizes.first_bytes, list[Slot](), 0
         for slot in members:
             part.append(slot)
             size += slot.param.numel() * slot.param.element_size()
             if size >= limit:
                 buckets.append(Bucket(part, pins=pins))
-                limit, part, size = BUCKET_BYTES, [], 0
+                limit, part, size = sizes.other_bytes, [], 0
         if part:
             buckets.append(Bucket(part, pins=pins))
     return buckets

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evenload.balance.exchange_times import BucketSizes, bucket_sizes
 from evenload.balance.values import StepPlan
 from evenload.errors import StepError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.collective_errors import collective_error
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.link import LinkMeter
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.coupled_steps import run_steps
 from evenload.training.compute.device_state import slow_down
@@ -43,6 +45,7 @@ from evenload.training.parallel.strategy import (
     LocalResult,
     StepResult,
 )
+from evenload.training.parallel.wire.gradient_wire import GradientWire, gradient_size
 
 _NATIVE_DTYPES = frozenset(
     (
@@ -64,9 +67,13 @@ class ReplicaStrategy:
         groups: Groups,
         grad_norms: GradNorms | None = None,
         on_device: bool | None = None,
+        wire: GradientWire | None = None,
+        link: LinkMeter | None = None,
     ) -> None:
         """`on_device`: sums of losses are made on the device (device_sums.py); None: where each rank that computes has a GPU."""
         self._groups = groups
+        self._wire = wire
+        self._link = link
         self._on_device = on_device
         self._clock = clock
         self._throttle = throttle
@@ -112,6 +119,8 @@ class ReplicaStrategy:
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
+        if self._wire is not None:
+            self._wire.close()
 
     def run(self, plan: StepPlan, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall) -> StepResult:
         self._follow_parameters(call)
@@ -119,6 +128,8 @@ class ReplicaStrategy:
         reducer.on_device = self._sums_on_device()
         if call.begins_update:
             reducer.clear_skip()
+        if self._wire is not None:
+            self._wire.begin(self._precision.scale, plan.shares, plan.num_micro)
         may_expect = call.may_expect and not (
             self._shares_gpu_queue() and has_idle_rank(plan, self._groups.generation.computing)
         )
@@ -145,11 +156,15 @@ class ReplicaStrategy:
             call.index, reducer, self._groups, same=totals.same_touched, was_late=not call.may_expect
         )
         if reducer.on_device:
-            late = call.reads_late and not totals.has_zero and not reducer.has_summed_hooks
+            # Errors change only by a step that is known to be finite.
+            late = call.reads_late and not (totals.has_zero or reducer.has_summed_hooks or self._wire is not None)
             return self._finish_on_device(reducer, touched, sums, batch.global_step, reads_late=late)
-        finite = reducer.finish(touched, sums.nominal / (totals.units * self._precision.scale))
+        correction = sums.nominal / (totals.units * self._precision.scale)
+        finite = reducer.finish(touched, correction)
         if not (finite and math.isfinite(totals.loss)):
             reducer.clear(touched)
+        elif self._wire is not None:
+            self._wire.commit(touched, correction)
         loss = torch.scalar_tensor(totals.loss, dtype=sums.dtype)
         return StepResult(totals.units, loss, finite, sums.nominal, discard=partial(reducer.clear, touched))
 
@@ -198,6 +213,8 @@ class ReplicaStrategy:
         finite = reducer.finish(touched, correction) and finite
         if not finite:
             discard()
+        elif self._wire is not None:
+            self._wire.commit(touched, correction)
         return replace(result, units=totals.units, finite=finite, totals=totals)
 
     def _sums_on_device(self) -> bool:
@@ -274,11 +291,25 @@ class ReplicaStrategy:
             self._reducer = LocalReducer(self._models, self._grad_norms, keep)
         else:
             self._reducer = BucketReducer(
-                self._models, self._groups, self._segments, grad_norms=self._grad_norms, keep=keep
+                self._models,
+                self._groups,
+                self._segments,
+                grad_norms=self._grad_norms,
+                keep=keep,
+                wire=self._wire,
+                sizes=self._bucket_sizes(),
             )
         slotted = {id(slot.param) for slot in self._reducer.slots}
         self._frozen = [p for p in self._parameters.named.values() if id(p) not in slotted]
         self._arrivals, self._is_ordered = Arrivals(), False
+
+    def _bucket_sizes(self) -> BucketSizes | None:
+        link = self._link.measure(self._context.device) if self._link is not None else None
+        if self._link is None or link is None:
+            return None
+        # Equal on all ranks, also on one that does not know yet what `auto` has chosen.
+        wire = self._wire.name if self._wire is not None and self._wire.name != "auto" else "fp32"
+        return bucket_sizes(gradient_size(self._models), link, self._link.num_senders, wire)
 
     def _follow_parameters(self, call: BackwardCall) -> None:
         # Parameters may be frozen, unfrozen, converted, added or replaced between steps, on all ranks.

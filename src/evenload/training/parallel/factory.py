@@ -11,6 +11,7 @@ from evenload.config import STRATEGY_NAMES
 from evenload.errors import ConfigError
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.link import LinkMeter
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
 from evenload.training.launch.environment import WorkerSpec
@@ -19,6 +20,7 @@ from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.ddp import ReplicaStrategy
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.parallel.threaded.strategy import open_threaded_strategy
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class StrategyParts:
     grad_norms: GradNorms | None = None
     replicas: Sequence[ReplicaDevice] = ()
     """Devices of this process, for a strategy that uses several."""
+    wire: GradientWire | None = None
+    """Sums gradients in another format than their own."""
+    link: LinkMeter | None = None
     on_device: bool | None = None
     """See `ReplicaStrategy`; tests set it."""
 
@@ -49,6 +54,8 @@ def _open_ddp(parts: StrategyParts) -> Strategy:
         groups=parts.groups,
         grad_norms=parts.grad_norms,
         on_device=parts.on_device,
+        wire=parts.wire,
+        link=parts.link,
     )
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from evenload.balance.exchange_times import BucketSizes
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.model_parameters import sum_scalars
@@ -47,6 +48,7 @@ from evenload.training.parallel.call_gradients import (
     sparse_error,
 )
 from evenload.training.parallel.model_split.buckets import BucketSegments
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 
 MAX_PLANS = 32
 _GRAD = operator.attrgetter("grad")
@@ -77,9 +79,11 @@ class BucketReducer(CallGradients):
         strategy: str = "ddp",
         grad_norms: GradNorms | None = None,
         keep: Collection[int] = (),
+        wire: GradientWire | None = None,
+        sizes: BucketSizes | None = None,
     ) -> None:
         """Args:
-        groups: sums the buckets.
+        groups: sums the buckets, unless `wire` does.
         segments: which parameters may share a bucket.
         check: called at each gradient, in the thread that computed it.
         hooked: the parameters whose hooks run on the sums, if they are not the models' own.
@@ -87,13 +91,15 @@ class BucketReducer(CallGradients):
         strategy: its name in messages.
         grad_norms: receives what leaves and what returns, if norms are measured.
         keep: ids of frozen parameters that keep their slot, because they are trained at times.
+        sizes: of buckets, as measured.
         """
         super().__init__(number_slots(models, keep), check, hooked)
         self._groups = groups
         self._segments = segments or BucketSegments()
-        self._pins = pins
+        self._pins, self._sizes = pins, sizes
         self._strategy = strategy
         self._grad_norms = grad_norms
+        self._wire = wire
         if grad_norms is not None:
             grad_norms.follow(self._held)
         self._lock = threading.Lock()  # a model cut over GPUs has a backward thread for each
@@ -134,8 +140,7 @@ class BucketReducer(CallGradients):
         super().begin(expected)
         self._is_published = False
         self._filled.clear()
-        self._versions = []
-        self._next = 0
+        self._versions, self._next = [], 0
         for bucket in self.buckets:
             bucket.pending, bucket.is_claimed, bucket.was_zero = None, False, False
         self._set_aside()
@@ -205,10 +210,8 @@ class BucketReducer(CallGradients):
         """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
         self._close()
         self._launch_queue()
-        for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                bucket.pending = None
+        for bucket in self._summed():
+            bucket.pending = None
         self._is_published = True
         self._restore()
 
@@ -233,11 +236,14 @@ class BucketReducer(CallGradients):
 
     def _build(self, order: Sequence[int]) -> None:
         self._order = list(order)
-        self.buckets = build_buckets((self.slots[index] for index in order), self._segments, pins=self._pins)
+        slots = (self.slots[index] for index in order)
+        self.buckets = build_buckets(slots, self._segments, pins=self._pins, sizes=self._sizes)
         places = {slot.index: (bucket, n) for bucket in self.buckets for n, slot in enumerate(bucket.laid_out)}
         self._bucket_of = [places[slot.index][0] for slot in self.slots]
         self._number_in_bucket = [places[slot.index][1] for slot in self.slots]
         self._plans: dict[Expectation, LaunchPlan] = {}
+        if self._wire is not None:
+            self._wire.attach(self.buckets)
 
     def _plan_of(self, expected: Expectation) -> LaunchPlan:
         if expected not in self._plans:
@@ -379,7 +385,7 @@ class BucketReducer(CallGradients):
         bucket.write_norm(math.inf if self.on_device else 2)
         if self._grad_norms is not None:
             self._grad_norms.leaves(bucket.memory.gradients)
-        bucket.pending = self._groups.sum_async(bucket.flat)
+        bucket.pending = self._groups.sum_async(bucket.flat) if self._wire is None else self._wire.sum_async(bucket)
 
     def _is_finite(self, reduced: Sequence[Bucket]) -> bool:
         if not reduced or math.isfinite(float(sum_scalars([bucket.memory.norm for bucket in reduced]))):

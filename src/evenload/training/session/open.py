@@ -28,6 +28,8 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.link import LinkMeter
+from evenload.training.comm.rpc import offer_store
 from evenload.training.compute import randomness
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
@@ -37,6 +39,7 @@ from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_d
 from evenload.training.launch.supervisor import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.factory import StrategyParts, open_strategy
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.stats import StepRecorder
@@ -64,6 +67,11 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             f"{config.sources['batch_lr']} has no effect: it sets how the learning rate follows a growing batch; set "
             "batch_max too, or leave it out"
         )
+    if config.wire != "fp32" and config.strategy != "ddp":
+        raise ConfigError(
+            f"{config.sources['wire']} has no effect with strategy={config.strategy!r}: it is the format in which the ranks of "
+            "strategy='ddp' sum gradients; leave one of them out"
+        )
     replicas: tuple[ReplicaDevice, ...] = ()
     if config.strategy == STRATEGY:
         replicas = replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
@@ -85,7 +93,9 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         timeout_s=config.timeout_s,
         gpu=_gpu(device),
         inner_backend=spec.inner_backend,
+        has_wire=config.wire != "fp32",
     )
+    offer_store()
     control = Control(groups)
     _check_same_settings(config, control)
     if spec.world_size > 1 and not spec.device_names:
@@ -122,7 +132,11 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     if why := groups.why_not_shared:
         recorder.event("exchange", f"ranks of one host exchange through gloo, which takes about 1 ms each time: {why}")
     throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
-    parts = StrategyParts(spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas)
+    link = LinkMeter(groups, always=config.wire == "auto")
+    wire = GradientWire(config.wire, groups, config.seed, recorder.event, link) if config.wire != "fp32" else None
+    parts = StrategyParts(
+        spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas, wire, link
+    )
     engine = Engine(
         device=device,
         groups=groups,
@@ -153,6 +167,8 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         registry,
         take_records,
         open_folder,
+        wire,
+        link,
     )
 
 
@@ -164,6 +180,7 @@ def _open_records(spec: WorkerSpec, config: Config, folder: Path, writes: bool) 
         hyperparameters=as_table(config),
         console=spec.origin != "evenload",
         log_every_s=config.log_every_s,
+        job=None if (now := attempt()) is None else now[0],
     )
     if writes:
         records.settings(as_table(config))

@@ -18,6 +18,7 @@ from evenload.job import EXIT_CODE
 from evenload.training.adaptive_batch.setup import open_adaptive_batch
 from evenload.training.checkpoint.options import SavedValues
 from evenload.training.comm.control import Operation
+from evenload.training.comm.rpc import end_rpc
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values
@@ -186,6 +187,7 @@ class Session(StepListener):
                 if not context.groups.gone:
                     context.control.exchange(Operation.CLOSE)
         finally:
+            end_rpc(well=well and sys.exception() is None)
             for hook in self._hooks:
                 hook.remove()
             for loader in self._loaders:
@@ -268,7 +270,8 @@ class Session(StepListener):
             )
 
     def on_boundary(self, step: Step) -> None:
-        """Write the best checkpoint if its metric was logged in the loop body."""
+        """Report a checkpoint that is complete; write the best one if its metric was logged in the loop body."""
+        self._saver.collect()
         self._saver.save_best()
 
     def _print_dry_run(self, step: Step | None) -> None:

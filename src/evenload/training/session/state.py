@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from evenload.training.checkpoint import broadcast, files
 from evenload.training.checkpoint.options import STEPS, SavedValues, check_best, check_keep, check_values, parse_every
 from evenload.training.checkpoint.registry import OWN_STATE
 from evenload.training.checkpoint.retention import Retention
+from evenload.training.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
@@ -33,7 +35,9 @@ class Saver:
         self._loaders = loaders
         self._last_s = 0.0
         self._last_step = -1
+        """The last call of `run.checkpoint` that wrote or began to, as on all ranks."""
         self._written_step = -1
+        """The step of the newest complete checkpoint of this session, or of the one that it resumed from."""
         self._finished = self.was_finished = False
         self._values: Mapping[str, Any] = {}
         self._has_new_values = False
@@ -42,9 +46,16 @@ class Saver:
         self.decisions: list[str] = []
         """Messages of the resume, for a dry run."""
         self._retention = Retention(context.folder)
+        self._writer = CheckpointWriter(context.folder, self._retention)
+        self._failed: CheckpointError | None = None
+        """Error of the last write, unless a later one succeeded; the next checkpoint is waited for."""
+        self._raised_step = -1
+        """The step of the last checkpoint whose error the script received."""
+        self._reason = ""
+        """Of the checkpoint that is being written."""
         self.adaptive_batch: AdaptiveBatch | None = None
         self.took_s = 0.0
-        """Seconds that the last checkpoint of this session took; 0 before the first."""
+        """Seconds that the last complete checkpoint of this session took on rank 0; 0 before the first."""
         self.resumed = False
         self.in_optimizer = False
         """True while an optimizer steps: the weights may be half updated."""
@@ -66,6 +77,7 @@ class Saver:
             "values": check_values(self._values),
             "settings": dict(self._settings),
             **({} if self.adaptive_batch is None else {"batch": self.adaptive_batch.growth.state_dict()}),
+            **({} if self._context.wire is None else {"wire": self._context.wire.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -73,18 +85,26 @@ class Saver:
             raise CheckpointError(
                 f"the checkpoint holds {len(state['loaders'])} prepared loaders, but this script prepared {len(self._loaders)}"
             )
+        before = [loader.loader.cursor() for loader in self._loaders]
+        try:
+            for loader, saved in zip(self._loaders, state["loaders"], strict=True):
+                cursor = Cursor.from_state_dict(saved["cursor"])
+                is_over = self._data_changed and cursor.position == cursor.epoch_samples
+                if cursor.position > 0 and (self._skips_rest or is_over):
+                    cursor = cursor.of_next_epoch()
+                loader.loader.load(cursor)
+                self._load_batch(state.get("batch"), in_epoch=cursor.position > 0)
+                loader.planner.load_state_dict(saved["planner"], cursor.global_step)
+        except EvenloadError:
+            for loader, earlier in zip(self._loaders, before, strict=True):
+                loader.loader.load(earlier)
+            raise
         self._finished = bool(state["finished"])
         self._values = dict(state.get("values", {}))
         self._context.loop.steps_done = int(state["steps_done"])
-        for loader, saved in zip(self._loaders, state["loaders"], strict=True):
-            cursor = Cursor.from_state_dict(saved["cursor"])
-            is_over = self._data_changed and cursor.position == cursor.epoch_samples
-            if cursor.position > 0 and (self._skips_rest or is_over):
-                cursor = cursor.of_next_epoch()
-            loader.loader.load(cursor)
-            self._load_batch(state.get("batch"), in_epoch=cursor.position > 0)
-            loader.planner.load_state_dict(saved["planner"], cursor.global_step)
         self._context.engine.precision.load_state_dict(state["precision"])
+        if self._context.wire is not None and "wire" in state:
+            self._context.wire.load_state_dict(state["wire"])
         generators = dict(state["generators"])
         if generators["numpy"] is not None:
             generators["numpy"] = tuple(generators["numpy"])
@@ -112,15 +132,19 @@ class Saver:
         settings = ScriptSettings(named, self._loaders, context.config.seed)
         self._settings = settings.values
         context.recorder.event("script_settings", "", settings=self._settings)
-        found = None if context.config.fresh else files.newest(context.folder)
-        rows = context.control.exchange(Operation.RESUME, broadcast.checkpoint_key(found))
+        found, unusable = self._find()
+        rows = context.control.exchange(
+            Operation.RESUME, broadcast.checkpoint_key(None if found is None else found.folder, unusable is not None)
+        )
+        if unusable is not None and (context.groups.rank == 0 or rows[0][0] == broadcast.UNUSABLE):
+            raise unusable
         # Rank 0 writes them, so its newest one counts, not one in a folder of the same name on another machine.
         missing = broadcast.ranks_without(rows, context.folder)
         if rows[0][0] < 0:
             return SavedValues({}, loaded=False)
-        state = files.read(found) if found is not None and (context.groups.rank == 0 or not missing) else None
+        state = found.state if found is not None and context.groups.rank not in missing else None
         if missing:
-            state = broadcast.broadcast_state(state, context.groups)
+            state = broadcast.broadcast_state(state if context.groups.rank == 0 else None, context.groups)
         state = state or {}
         changed = settings.compare(state.get(OWN_STATE, {}).get("settings", {}))
         cursors = [loader["cursor"] for loader in state.get(OWN_STATE, {}).get("loaders", [])]
@@ -136,7 +160,12 @@ class Saver:
                 self._decide("settings", text)
             raise
         step_index, finished = context.loop.steps_done, self._finished
-        self._last_step, self._finished, self.was_finished = step_index, False, finished
+        self._last_step = self._written_step = step_index
+        self._finished, self.was_finished = False, finished
+        if found is not None and found.damaged and context.rank == 0:
+            self._decide("damaged_checkpoint", found.report(), damaged=[path.name for path, _ in found.damaged])
+            if self._writes:
+                files.set_aside(found.damaged)
         epochs = ", ".join(str(loader.loader.epoch) for loader in self._loaders)
         self._decide(
             "resumed",
@@ -150,6 +179,18 @@ class Saver:
             self._decide("settings", "\n".join([text, *notes]), changed=[vars(row) for row in changed])
         return SavedValues(self._values, loaded=True)
 
+    def _find(self) -> tuple[files.FoundCheckpoint | None, CheckpointError | None]:
+        """Return the newest complete checkpoint that this rank sees, and the error if none can be used."""
+        context = self._context
+        if context.config.fresh:
+            return None, None
+        try:
+            if self._writes:
+                files.clean_up(context.folder)
+            return files.read_newest(context.folder), None
+        except CheckpointError as error:
+            return None, error
+
     def _decide(self, kind: str, message: str, **fields: Any) -> None:
         self.decisions.append(message)
         self._context.recorder.event(kind, message, step=self._context.loop.steps_done, **fields)
@@ -157,7 +198,7 @@ class Saver:
     def checkpoint(
         self, every: str | int | None, keep: int | str, best: tuple[str, str] | None, values: Mapping[str, Any] | None
     ) -> bool:
-        """Write a checkpoint now, or when it is due; return whether one was written."""
+        """Write a checkpoint now, or begin one when it is due; return whether there is one."""
         context = self._context
         if not self.resumed:
             raise CheckpointError(
@@ -177,7 +218,7 @@ class Saver:
         context.loop.check_between_steps("run.checkpoint")
         if interval is not None and not self._is_time(interval, step):
             return False
-        self._write(step)
+        self._write(step, waits=every is None or self._failed is not None)
         return True
 
     def save(self) -> float:
@@ -185,20 +226,35 @@ class Saver:
 
         One that the last loop body wrote is replaced: what the body did after it belongs to the step.
         """
-        self._write(self._context.loop.steps_done)
-        return self.took_s
+        began_s = time.monotonic()
+        self._write(self._context.loop.steps_done, waits=True)
+        return time.monotonic() - began_s
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Note the metrics of these weights; a better one of ``best`` is acted on by `save_best`."""
         self._retention.log(metrics, self._step_after_body())
+
+    def collect(self, *, waits: bool = False) -> None:
+        """Report the checkpoint that was written beside the training, if it is complete or failed."""
+        written = self._writer.take(waits=waits)
+        if written is None:
+            return
+        if written.error is None:
+            self._record(written)
+            return
+        self._failed = written.error
+        self._context.recorder.event(
+            "checkpoint_failed",
+            f"CHECKPOINT FAILED: {written.error}; training goes on, and waits for the next one",
+            step=written.step,
+        )
 
     def save_best(self) -> None:
         """Write the best checkpoint if a better metric was logged for these weights. Rank 0 writes, the others do nothing."""
         step = self._context.loop.steps_done
         if self._retention.best is not None and self._saves and self._retention.needs_write(step):
             with self._context.clock.segment("other"):
-                self._store(step)
-            self._record(step, "the best so far")
+                self._store(step, "the best so far", waits=self._failed is not None)
 
     def close(self, well: bool) -> None:
         """Save the last steps, and mark the run finished if its loop ran to the end. Rank 0 writes; all hold the same state.
@@ -206,25 +262,31 @@ class Saver:
         A script that did not end `well` must not wait for other ranks, which may be gone, and keeps its own error.
         """
         loop = self._context.loop
+        if self._writer.is_writing:
+            with contextlib.nullcontext() if well else worker.saving(self._context.spec):
+                self.collect(waits=True)
         if not self._saves:
             return
         if well:
             # A script that leaves its loop early (time limit, stop request) may continue later.
             ended = loop.step is None and not loop.left_early and not loop.has_unused_gradients
             self._finished = ended and (loop.ran_out or self.was_finished)
-            self._save_last("")
+            try:
+                self._save_last("")
+                if self._failed is not None:
+                    raise self._failed
+            except CheckpointError as error:
+                if self._raised_step != loop.steps_done:
+                    raise
+                self._report_not_saved(f": {error}")  # the script received this error, and caught it
             if self._retention.misses_metric and self._retention.best is not None:
                 self._context.recorder.event(
                     "best", f"no best checkpoint was kept: run.log never received {self._retention.best[0]!r}"
                 )
             return
         if why := "an optimizer had not finished its step" if self.in_optimizer else loop.unsound:
-            self._context.recorder.event(
-                "not_saved",
-                f"the last steps are not saved, the weights may be wrong: {why}; the newest checkpoint is of step "
-                f"{max(self._newest_step, 0)}",
-                step=loop.steps_done,
-            )
+            newest_step = max(self._written_step, 0)
+            self._report_not_saved(f", the weights may be wrong: {why}; the newest checkpoint is of step {newest_step}")
             return
         try:
             with worker.saving(self._context.spec):
@@ -232,19 +294,21 @@ class Saver:
                 used = loop.left_early and not loop.failed and not loop.has_unused_gradients
                 self._save_last(f"the script ended by an error{after if used else ''}")
         except Exception as error:  # the script's own error is the one to report
-            self._context.recorder.event("not_saved", f"the last steps are not saved: {error}", step=loop.steps_done)
+            self._report_not_saved(f": {error}")
+
+    def _report_not_saved(self, why: str) -> None:
+        step = self._context.loop.steps_done
+        self._context.recorder.event("not_saved", f"the last steps are not saved{why}", step=step)
 
     @property
     def _saves(self) -> bool:
         """True on the rank that writes, if the script registered anything to save."""
-        context = self._context
-        names = context.registry.names
-        writes = context.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
-        return writes and self.resumed and len(names) > 1
+        return self._writes and self.resumed and len(self._context.registry.names) > 1
 
     @property
-    def _newest_step(self) -> int:
-        return max(self._last_step, self._written_step)
+    def _writes(self) -> bool:
+        context = self._context
+        return context.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
 
     def _save_last(self, reason: str) -> None:
         """Write a last checkpoint, or bring the newest one up to date if it holds the last steps already."""
@@ -254,13 +318,13 @@ class Saver:
             step = loop.steps_done
         if loop.has_unused_gradients or loop.failed:
             self._context.engine.undo()
-        if step > max(self._newest_step, 0):
+        if step > max(self._written_step, 0):
             if loop.step is not None and step > loop.steps_done:
                 loop.step.commit()
-            self._store(step)
-            self._record(step, reason)
+            self._store(step, reason, waits=True)
             return
         self.save_best()
+        self.collect(waits=True)
         newest = files.newest(self._context.folder)
         if newest is None or files.step_of(newest) != step or not (self._finished or self._has_new_values):
             return
@@ -294,39 +358,53 @@ class Saver:
         # The clock is rank 0's, as of the last exchange: the same number everywhere, so the same answer.
         return self._context.engine.elapsed_s - self._last_s >= amount
 
-    def _write(self, step: int) -> None:
+    def _write(self, step: int, *, waits: bool) -> None:
+        """Write the state after `step` steps, beside the training unless it `waits`; all ranks call it."""
         context = self._context
         context.loop.settle()
-        began_s = time.monotonic()
         self._last_s, self._last_step = context.engine.elapsed_s, step
         if context.loop.step is not None and context.loop.step.stats.calls:
             context.loop.step.commit()
         failure: CheckpointError | None = None
+        if context.wire is not None:
+            context.wire.gather()
         with context.clock.segment("other"):
-            if context.rank == 0 and not context.config.dry_run:
+            if self._writes:
                 try:
-                    self._store(step)
+                    self._store(step, "", waits=waits)
                 except CheckpointError as error:
                     failure = error
             rows = context.control.exchange(Operation.CHECKPOINT, [float(failure is not None)])
         if failure is not None:
+            self._raised_step = step
             raise failure
         if rows[0][0]:
             raise CheckpointError("rank 0 failed to write the checkpoint")
-        self.took_s = time.monotonic() - began_s
-        self._record(step, "")
 
-    def _store(self, step: int) -> None:
-        """Write the state to disk, on rank 0."""
-        context = self._context
+    def _store(self, step: int, reason: str, *, waits: bool) -> None:
+        """Write the state to disk, on rank 0: beside the training, or now (`waits`). CheckpointError if it can't be."""
+        self.collect(waits=True)
         epoch = self._loaders[0].loader.epoch if self._loaders else None
-        files.write(context.folder, step, context.registry.capture(), {"epoch": epoch})
-        self._written_step = step
-        self._retention.settle(step)
+        self._reason = reason
+        self._writer.start(step, self._context.registry.capture(), {"epoch": epoch}, waits=waits)
+        written = self._writer.take(waits=True) if waits else None
+        if written is None:
+            return
+        if written.error is not None:
+            self._failed = written.error
+            raise written.error
+        self._record(written)
 
-    def _record(self, step: int, reason: str) -> None:
-        text = f"checkpoint at step {step}" + (f" ({reason})" if reason else "")
-        self._context.recorder.event("checkpoint", text, step=step)
+    def _record(self, written: WrittenCheckpoint) -> None:
+        self._written_step, self._failed, self.took_s = written.step, None, written.seconds
+        self._context.recorder.event(
+            "checkpoint",
+            f"checkpoint at step {written.step}" + (f" ({self._reason})" if self._reason else ""),
+            step=written.step,
+            seconds=written.seconds,
+            held_s=written.held_s,
+            size_bytes=written.num_bytes,
+        )
 
     def unregistered(self) -> list[str]:
         """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""

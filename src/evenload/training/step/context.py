@@ -13,8 +13,10 @@ from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.link import LinkMeter
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.step.engine import Engine
 from evenload.training.step.stats import StepRecorder
 from evenload.training.step.step import StepLoop
@@ -39,6 +41,9 @@ class TrainingContext:
     """Lets this rank write the records, whose writer is gone."""
     open_folder: Callable[[], None]
     """Makes the run folder ready at the end of all checks: with ``--fresh`` it moves the old contents away first."""
+    wire: GradientWire | None = None
+    """Sums gradients in another format than their own."""
+    link: LinkMeter | None = None
 
     @property
     def joins(self) -> bool:

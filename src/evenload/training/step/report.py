@@ -38,7 +38,8 @@ _SCALARS_OF = attrgetter(*_SCALARS)
 _SECONDS_OF = itemgetter(*SEGMENTS)
 _FIXED = len(_SCALARS) + 1
 _TIMES_END = _FIXED + len(SEGMENTS)
-_COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
+COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
+"""Name of a field -> its column."""
 MAX_METRICS = CAPACITY - _TIMES_END
 
 
@@ -104,11 +105,12 @@ class Reports(Sequence[RankReport]):
     def __init__(self, table: NDArray[np.float64], names: Sequence[str] = (), *, measured: bool = False) -> None:
         """`names`: of the metrics, sorted. `measured`: the rows hold norms."""
         self.names = tuple(names)
-        self._table = table
+        self.table = table
+        """Shape ``(num_ranks, CAPACITY)``."""
         self._measured = measured
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     @overload
     def __getitem__(self, index: int) -> RankReport: ...
@@ -117,7 +119,7 @@ class Reports(Sequence[RankReport]):
     def __getitem__(self, index: int | slice) -> RankReport | list[RankReport]:
         if isinstance(index, slice):
             return [self[rank] for rank in range(len(self))[index]]
-        row = self._table[index].tolist()
+        row = self.table[index].tolist()
         return RankReport(
             **{name: kind(value) for (name, kind), value in zip(_SCALARS.items(), row, strict=False)},  # type: ignore[arg-type]
             seconds=dict(zip(SEGMENTS, row[_FIXED:_TIMES_END], strict=True)),
@@ -127,41 +129,41 @@ class Reports(Sequence[RankReport]):
 
     def of(self, ranks: Sequence[int]) -> Reports:
         """Return the reports of some ranks."""
-        return Reports(self._table[list(ranks)], self.names, measured=self._measured)
+        return Reports(self.table[list(ranks)], self.names, measured=self._measured)
 
     def column(self, name: str) -> list[float]:
         """Return a field of all ranks, flags as 0 or 1; `squared_norm` is 0 where none is measured."""
-        values: list[float] = self._table[:, _COLUMNS[name]].tolist()
+        values: list[float] = self.table[:, COLUMNS[name]].tolist()
         return values
 
     def metric(self, name: str) -> list[float]:
-        values: list[float] = self._table[:, _TIMES_END + self.names.index(name)].tolist()
+        values: list[float] = self.table[:, _TIMES_END + self.names.index(name)].tolist()
         return values
 
     @property
     def seconds(self) -> NDArray[np.float64]:
         """The seconds of all ranks, shape ``(num_ranks, len(SEGMENTS))``; a view."""
-        return self._table[:, _FIXED:_TIMES_END]
+        return self.table[:, _FIXED:_TIMES_END]
 
     def flags(self, name: str) -> list[bool]:
-        values: list[bool] = (self._table[:, _COLUMNS[name]] != 0).tolist()
+        values: list[bool] = (self.table[:, COLUMNS[name]] != 0).tolist()
         return values
 
     def first(self, name: str) -> float:
         """Return a field of the first rank."""
-        return self._table.item(0, _COLUMNS[name])
+        return self.table.item(0, COLUMNS[name])
 
     def any(self, name: str) -> bool:
         """Return whether a field, none of which is negative, is above 0 on some rank."""
-        return self._highest[_COLUMNS[name]] > 0
+        return self._highest[COLUMNS[name]] > 0
 
     def all(self, name: str) -> bool:
         """Return whether a field, none of which is negative, is above 0 on all ranks."""
-        return self._lowest[_COLUMNS[name]] > 0
+        return self._lowest[COLUMNS[name]] > 0
 
     def is_same(self, name: str) -> bool:
         """Return whether a field, none of which is NaN, is the same on all ranks."""
-        column = _COLUMNS[name]
+        column = COLUMNS[name]
         return self._lowest[column] == self._highest[column]
 
     @property
@@ -178,7 +180,7 @@ class Reports(Sequence[RankReport]):
         return self._reduced(np.maximum)
 
     def _reduced(self, operation: np.ufunc) -> list[float]:
-        scalars = self._table[:, :_FIXED]
+        scalars = self.table[:, :_FIXED]
         if len(scalars) > 1:
             with np.errstate(invalid="ignore"):  # a loss may be NaN
                 reduced: list[float] = operation.reduce(scalars, axis=0).tolist()

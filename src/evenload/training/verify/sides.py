@@ -26,6 +26,7 @@ from evenload.training.data.batches import move
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.factory import StrategyParts, open_strategy
 from evenload.training.parallel.strategy import Strategy
+from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
@@ -80,6 +81,11 @@ class Gradient:
     def norm(self) -> float:
         return math.sqrt(self.dot(self))
 
+    def distance(self, other: Gradient) -> float:
+        """Return ‖self - other‖ / ‖other‖; nan if `other` is 0."""
+        values = [None if a is None or b is None else a - b for a, b in zip(self.values, other.values, strict=True)]
+        return Gradient(values, math.nan).norm() / other.norm() if other.norm() else math.nan
+
     def dot(self, other: Gradient) -> float:
         return math.fsum(
             float((a.double() * b.double()).sum())
@@ -132,9 +138,10 @@ class VerifyCall:
 
     # -- the real split -------------------------------------------------------------------------------------------------
 
-    def split(self, variant: Variant) -> Gradient:
+    def split(self, variant: Variant, *, wire: bool = False) -> Gradient:
+        """Compute the step on all ranks; `wire`: with the gradients in the format that is set."""
         context = self.context
-        strategy = self._strategy()
+        strategy = self._strategy(wire)
         strategy.attach(self.models, context.groups)
         try:
             with self._varied(variant), buffers_restored(self.models), warnings.catch_warnings():
@@ -150,8 +157,9 @@ class VerifyCall:
             strategy.detach()
         return self._take(float(loss), 1.0)
 
-    def _strategy(self) -> Strategy:
+    def _strategy(self, wire: bool) -> Strategy:
         context = self.context
+        config = context.config
         parts = StrategyParts(
             context.spec,
             context.device,
@@ -160,6 +168,7 @@ class VerifyCall:
             StepClock(context.device),
             self.precision,
             context.engine.throttle,
+            wire=GradientWire(config.wire, context.groups, config.seed) if wire else None,
         )
         return open_strategy("ddp", parts)
 

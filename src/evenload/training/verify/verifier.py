@@ -160,6 +160,8 @@ class Verifier(StepListener):
         diagnosis = Diagnosis(call, TOLERANCES[dtype])
         with put_back(self._models, tracked), float64(self._models, tracked) if wide else contextlib.nullcontext():
             variant = Variant()
+            wire = context.wire is not None and context.wire.format is not None
+            difference = call.split(variant, wire=True).distance(call.split(variant)) if wire else 0.0
             while True:
                 split = call.split(variant)
                 code = _STOP
@@ -186,7 +188,9 @@ class Verifier(StepListener):
             equal=diagnosis.equal,
             comparisons=tuple(diagnosis.comparisons),
             causes=tuple(diagnosis.causes),
-            notes=tuple(_notes(self._models, plan.shares, diagnosis.comparisons[-1].norm)),
+            notes=tuple(
+                _notes(self._models, plan.shares, diagnosis.comparisons[-1].norm) + _wire_notes(context, difference)
+            ),
         )
 
 
@@ -235,6 +239,17 @@ def _notes(models: Sequence[nn.Module], shares: Sequence[int], norm: float) -> l
     if _is_compiled(models):
         notes.append("compiled models ran uncompiled")
     return notes
+
+
+def _wire_notes(context: TrainingContext, difference: float) -> list[str]:
+    if context.wire is None or context.groups.world_size == 1:
+        return []
+    if context.wire.format is None:
+        return ["wire=auto begins with fp32, which was compared; a run reports what it chooses, and what that changes"]
+    return [
+        f"with wire={context.wire.name} this gradient differs from the exact one by {difference:.1e} (‖Δg‖/‖g‖); what it lacks "
+        "is added to the next one. The comparison above is without it"
+    ]
 
 
 def _is_compiled(models: Sequence[nn.Module]) -> bool:

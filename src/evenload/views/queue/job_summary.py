@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_lookup import has_readable_file, row_of_attempt, row_of_job, stored_job
 from evenload.scheduler.job_syntax import bytes_text, duration_text
+from evenload.views.queue.job_run import folder_of_run, of_job
 from evenload.views.queue.text import aligned, clean, gigabytes, moment, progress, short_list, span
 
 _ENDED = {str(state) for state in ENDED}
 _ENDINGS = {"Yielded": "saved and stopped", "Ended": "ended", "Lost": "lost"}
-_RECORDS_DELAY_S = 60.0
-"""Time after a job's end during which the records of its run may still change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +95,13 @@ def job_text(summary: JobSummary) -> str:
 
 
 def run_folder(summary: JobSummary) -> Path | None:
-    """Return the folder of the job's run: the one its command names, else the only run below `runs` written meanwhile."""
-    from evenload.records.reader import is_run
+    """Return the folder of the job's run; None where there is none, or several may be."""
+    return folder_of_run(summary.job["id"], summary.program, summary.attempts, summary.now_s)
 
-    program = summary.program
-    command, folder = list(program.get("command", ())), str(program.get("snapshot") or program.get("folder") or "")
-    if not folder:
-        return None
-    for index, word in enumerate(command[:-1]):
-        if word == "--project-dir":
-            named = Path(folder) / command[index + 1]
-            return named if is_run(named) else None
-    began_s = summary.job.get("first_began_s")
-    runs = Path(folder) / "runs"
-    if began_s is None or not runs.is_dir():
-        return None
-    until_s = summary.job["since_s"] + _RECORDS_DELAY_S if summary.job["state"] in _ENDED else summary.now_s + 1
-    found = [(run.stat().st_mtime, run) for run in runs.iterdir() if is_run(run) and run.stat().st_mtime >= began_s]
-    found = [(changed_s, run) for changed_s, run in found if changed_s <= until_s]
-    return max(found)[1] if len(found) == 1 else None
+
+def run_records(summary: JobSummary, run: Path) -> Callable[[float], bool]:
+    """Return whether a record of the run, written at a time, belongs to this job."""
+    return of_job(run, summary.job["id"], summary.attempts, summary.now_s)
 
 
 def _head(summary: JobSummary) -> str:
@@ -239,18 +226,23 @@ def _lost(folder: Path, job: str) -> dict[int, float]:
     from evenload.scheduler.store.reader import Reader
 
     lost: dict[int, float] = {}
-    attempt, done, is_first = 0, 0.0, True
+    attempt, done, has_ended, is_first = 0, 0.0, True, True
+    last = 0  # the attempt that reported last: one in between may have ended before it could
     with Reader(folder) as reader:
         for logged in reader.log(job=job):
             entry = logged.entry
             if isinstance(entry, events.Placed):
-                attempt, is_first = entry.attempt, True
-            elif isinstance(entry, events.Yielded) and attempt:
+                attempt, has_ended, is_first = entry.attempt, False, True
+            elif isinstance(entry, events.JobStarted) and has_ended:  # resized: it goes on without a new place in line
+                attempt, has_ended, is_first = attempt + 1, False, True
+            elif isinstance(entry, events.Yielded | events.Lost) and attempt:
                 lost.setdefault(attempt, 0.0)
+                has_ended = True
             elif isinstance(entry, events.Reported):
-                if is_first and attempt > 1:
-                    lost[attempt - 1] = max(0.0, done - entry.done)
-                done, is_first = entry.done, False
+                if is_first and last:
+                    resumed_at = entry.done if entry.resumed_at is None else entry.resumed_at
+                    lost[last] = lost.get(last, 0.0) + max(0.0, done - resumed_at)
+                done, last, is_first = entry.done, attempt, False
     return lost
 
 
@@ -260,7 +252,8 @@ def _stored(folder: Path, job: str) -> dict[str, Any]:
 
     found = stored_job(folder, job)
     with Reader(folder) as reader:
-        attempts = [row_of_attempt(attempt) for attempt in reader.attempts(job)]
+        clock = reader.clock()
+        attempts = [row_of_attempt(attempt, clock.ahead_s) for attempt in reader.attempts(job)]
         program = reader.program(job) or {}
     spec = events.as_row(events.Submitted(0.0, "", found.spec))["spec"]
-    return {"job": row_of_job(folder, found), "spec": spec, "program": program, "attempts": attempts}
+    return {"job": row_of_job(folder, found, clock), "spec": spec, "program": program, "attempts": attempts}

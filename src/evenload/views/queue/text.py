@@ -22,6 +22,8 @@ STATES = {
 }
 """State → its name for display."""
 _ENDED = {str(state) for state in ENDED}
+_FRESH_S = 5.0
+"""A daemon that worked so recently is taken to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,19 @@ def notes(view: QueueView) -> list[str]:
     """Return problems and limitations to point out."""
     found = [f"problem: {problem}" for problem in view.problems]
     if not view.is_live:
-        found.append("the daemon is not running: wait reasons and device usage are not available")
+        found.append(f"{_age(view)}; wait reasons and device usage are not available. evenload queue start starts it")
     return found
+
+
+def _age(view: QueueView) -> str:
+    if view.age_s is None:
+        return "the daemon is not running: this is what it recorded last, and jobs may have ended since"
+    if view.age_s < _FRESH_S:  # a daemon with so many jobs that the list was read from its file
+        return f"read from the queue's file, as of {span(view.age_s)} ago"
+    at = moment(view.now_s - view.age_s)
+    return (
+        f"the daemon is not running: this is the state of {at}, {span(view.age_s)} ago, and jobs may have ended since"
+    )
 
 
 def tables(view: QueueView) -> list[TextTable]:

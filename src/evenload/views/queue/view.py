@@ -18,6 +18,7 @@ from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.client import Client, connect
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_lookup import PAGE, has_readable_file, listed_jobs, row_of_line
+from evenload.scheduler.presence import last_alive_s
 
 NUM_ENDED = 5
 """Number of ended jobs shown, the most recent ones."""
@@ -56,6 +57,8 @@ class QueueView:
     devices: Sequence[Mapping[str, Any]] = ()
     reservations: Sequence[Mapping[str, Any]] = ()
     problems: Sequence[str] = ()
+    age_s: float | None = 0.0
+    """Age of all this: 0 from the daemon; from the file, the time since a daemon last worked, None if unknown."""
 
 
 def view_of(folder: Path, wanted: JobFilter) -> QueueView:
@@ -113,12 +116,16 @@ def _view_of_file(folder: Path, wanted: JobFilter) -> QueueView:
     from evenload.scheduler.store.reader import Reader
 
     with Reader(folder) as reader:
+        clock, alive_s = reader.clock(), last_alive_s(folder)
+        ahead_s = clock.ahead_s
+        age_s = None if alive_s is None else max(0.0, clock.now_s() - alive_s)
         counts = {str(state): num for state, num in reader.counts(wanted.user).items()}
         lines = reader.jobs(states=wanted.states or ACTIVE, user=wanted.user, limit=PAGE)
         if not wanted.states:
             last = reader.jobs(states=tuple(ENDED), user=wanted.user, limit=NUM_ENDED, newest_first=True)
             lines = [*reversed(last), *lines]
-    return QueueView(folder, time.time(), is_live=False, jobs=list(map(row_of_line, lines)), counts=counts)
+    jobs = [row_of_line(line, ahead_s) for line in lines]
+    return QueueView(folder, time.time(), is_live=False, jobs=jobs, counts=counts, age_s=age_s)
 
 
 def parse_states(text: str) -> tuple[JobState, ...]:
@@ -138,6 +145,7 @@ def json_of(view: QueueView) -> str:
         "queue": str(view.folder),
         "time_s": view.now_s,
         "from_daemon": view.is_live,
+        "age_s": view.age_s,
         "counts": dict(view.counts),
         "devices": list(view.devices),
         "problems": list(view.problems),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,14 @@ class RunSummary:
     """Oldest first."""
 
 
-def summarize_run(folder: Path) -> RunSummary:
-    """Read a run folder and summarize it.
+def summarize_run(folder: Path, is_wanted: Callable[[float], bool] | None = None) -> RunSummary:
+    """Read a run folder and summarize it; of its records only those that `is_wanted` by their time, if given.
 
     Raises:
         ConfigError: another version of Evenload wrote it.
     """
-    steps = read_steps(folder)
-    events = read_events(folder)
+    steps = read_steps(folder, is_wanted)
+    events = [event for event in read_events(folder) if is_wanted is None or is_wanted(event.time)]
     info = RunInfo()
     for event in events:
         info.add(event)

@@ -147,7 +147,7 @@ def _times(summary: RunSummary) -> str:
     for index, rank in enumerate(summary.ranks):
         name = f"rank {index} {rank.device}".rstrip()
         cells = [f"{rank.fractions[part] * 100:.1f} %" for part in names]
-        rows.append([name, *cells, *([_bytes(rank.memory_bytes)] if memory else [])])
+        rows.append([name, *cells, *([format_bytes(rank.memory_bytes)] if memory else [])])
     return "Time by segment\n" + _aligned(rows, left=1)
 
 
@@ -161,8 +161,10 @@ def _checkpoints(checkpoints: Sequence[CheckpointInfo]) -> str:
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.time))
         value = [] if not has_metric else ["-" if info.value is None else format_number(info.value)]
         marks = ", ".join(word for word, holds in (("best", info.is_best), ("last", info.is_last)) if holds)
+        if info.damage:
+            marks = f"DAMAGED: {info.damage}"
         epoch = "-" if info.epoch is None else str(info.epoch)
-        rows.append([str(info.step), epoch, written, _bytes(info.size_bytes), *value, marks])
+        rows.append([str(info.step), epoch, written, format_bytes(info.size_bytes), *value, marks])
     return "Checkpoints\n" + _aligned(rows, left=0, last=True)
 
 
@@ -203,7 +205,7 @@ def _many(number: int, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "s")
 
 
-def _bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
     while size >= 1024 and unit != "TiB":

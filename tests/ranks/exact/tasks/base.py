@@ -76,7 +76,7 @@ class Task:
     seed = 5
     batch_size = 32
     num_samples = 96
-    num_steps = 20
+    num_steps = 10
     clip: ClassVar[float | None] = None
     dtype = torch.float64
 

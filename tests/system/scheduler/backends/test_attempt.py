@@ -16,7 +16,7 @@ import pytest
 from evenload.errors import QueueError
 from evenload.job import EXIT_CODE
 from evenload.job.protocol import RunnerContract, write_contract
-from evenload.scheduler.backends.attempt import AttemptOutcome, BackendAttempt, outcome_of
+from evenload.scheduler.backends.attempt import AttemptOutcome, BackendAttempt, exit_code_of, outcome_of
 from evenload.scheduler.core.states import Verb
 from tests.system.scheduler.backends.programs import COUNTING, steps_done
 from tests.system.scheduler.backends.slurm_cluster import wait_until
@@ -106,7 +106,8 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     ("code", "asked", "can_go_on", "verb"),
     [
         (0, "", False, Verb.SUCCEED),
-        (0, "asked", True, Verb.SUCCEED),
+        (0, "asked", True, Verb.YIELD),  # many a handler of SIGTERM exits with 0
+        (0, "asked", False, Verb.FAIL),
         (75, "", False, Verb.YIELD),
         (75, "asked", False, Verb.YIELD),
         (-15, "asked", True, Verb.YIELD),
@@ -120,6 +121,12 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 )
 def test_what_a_code_means(code: int, asked: str, can_go_on: bool, verb: Verb) -> None:
     assert outcome_of(code, asked, can_go_on).verb is verb
+
+
+def test_only_a_report_makes_exit_code_0_a_success_after_a_request() -> None:
+    assert outcome_of(0, "asked", can_go_on=False, has_finished=True).verb is Verb.SUCCEED
+    assert exit_code_of(outcome_of(0, "asked", can_go_on=False)) == 1
+    assert exit_code_of(outcome_of(0, "asked", can_go_on=True)) == 75
 
 
 def as_process(folder: Path, *command: str) -> subprocess.Popen[bytes]:

@@ -178,5 +178,5 @@ class RayGang:
         stopped = [outcome for outcome in ended if outcome.verb is Verb.YIELD]
         first = (failed or stopped or ended)[0]
         if first.verb is Verb.YIELD and self._stop_reason:
-            return replace(first, reason=f"saved and stopped: {self._stop_reason}")
+            return replace(first, reason=f"stopped: {self._stop_reason}")
         return first

@@ -143,7 +143,7 @@ class SlurmJob:
         """End or requeue the job after the program has ended."""
         if outcome.verb is Verb.SUCCEED:
             return self._end(JobState.SUCCEEDED, 0)
-        code = 128 - outcome.code if outcome.code < 0 else outcome.code
+        code = (128 - outcome.code if outcome.code < 0 else outcome.code) or 1
         native, is_preempted = _native_state(self._id)
         if outcome.verb is Verb.FAIL and is_preempted and self._can_resume(self._record):
             outcome = outcome_of(outcome.code, "Slurm needs its nodes", can_go_on=True)

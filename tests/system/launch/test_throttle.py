@@ -18,7 +18,7 @@ from evenload.training.launch.throttle import (
     parse_throttle,
     request_speeds,
 )
-from tests.ranks.launch.scripts import cpu_groups, run
+from tests.system.launch.scripts import cpu_groups, run
 
 
 def _groups_work():

@@ -11,7 +11,7 @@ import pytest
 from evenload.errors import ConfigError, LaunchError
 from evenload.training.launch.request import LaunchRequest, plan
 from evenload.training.launch.supervisor import launch
-from tests.ranks.launch.scripts import Started, assert_gone, run
+from tests.system.launch.scripts import Started, assert_gone, run
 
 FOREVER = "ready()\ntime.sleep(1000)\n"
 

@@ -16,7 +16,7 @@ from evenload.training.launch.devices import HostDevices, describe_workers, pars
 from evenload.training.launch.environment import WorkerSpec, read_spec, write_spec
 from evenload.training.launch.replicas import as_one_worker, num_parts, plan_replicas, replica_devices
 from tests import warm
-from tests.ranks.launch.scripts import Started, assert_gone, run
+from tests.system.launch.scripts import Started, assert_gone, run
 
 TRAIN = """
 import os, sys

@@ -12,7 +12,7 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.training.launch.run_control import LAUNCH_FILE, change_devices_of, members_of
-from tests.ranks.launch.scripts import Started, assert_gone
+from tests.system.launch.scripts import Started, assert_gone
 
 LOOP = """
 import threading

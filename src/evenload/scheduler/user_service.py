@@ -1,0 +1,65 @@
+"""A systemd unit of the user's own for a queue's daemon: started at boot, and again whenever it dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from evenload.errors import QueueError
+from evenload.scheduler import paths
+
+UNIT = "evenload-queue.service"
+
+_TEXT = """\
+[Unit]
+Description=Evenload's queue of jobs of {user}
+
+[Service]
+ExecStart="{python}" -P -m evenload.scheduler.daemon --queue "{folder}" --foreground
+KillMode=process
+Restart=always
+RestartSec=1
+UMask=0077
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def unit_path() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".config") / "systemd" / "user" / UNIT
+
+
+def unit_text(folder: Path) -> str:
+    return _TEXT.format(user=Path.home().name, python=sys.executable, folder=folder)
+
+
+def is_offered(folder: Path) -> bool:
+    """Return True where this user could have the unit for the queue, and hasn't."""
+    return folder != paths.SYSTEM_FOLDER and shutil.which("systemctl") is not None and not unit_path().exists()
+
+
+def install(folder: Path) -> Path:
+    """Write the unit and have systemd start it now and at boot.
+
+    Raises:
+        QueueError: this machine, or this login, has no systemd; the message has a line for cron.
+    """
+    line = f"@reboot {sys.executable} -P -m evenload.scheduler.daemon --queue {folder}"
+    cron = f"with cron, add this line by crontab -e: {line}"
+    if shutil.which("systemctl") is None:
+        raise QueueError(f"this machine has no systemd; {cron}")
+    path = unit_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(unit_text(folder))
+    steps = (["systemctl", "--user", "daemon-reload"], ["systemctl", "--user", "enable", "--now", UNIT])
+    for command in (*steps, ["loginctl", "enable-linger"]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip()
+            raise QueueError(f"{path} is written, but {' '.join(command)} failed: {said}; {cron}")
+    return path

@@ -1,0 +1,97 @@
+"""`LinkMeter`: measures the link between machines once, before training, with the collectives that gradients use."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+
+import torch
+import torch.distributed as dist
+
+from evenload.balance.exchange_times import Link
+from evenload.training.comm.groups import Groups
+from evenload.training.comm.wire_groups import find_machines
+
+_NUM_SMALL = 5
+_FIRST_BYTES = 1 << 16
+_LARGEST_BYTES = 1 << 24
+_UNKNOWN = (0.0, 0.0, 0.0, 0.0)
+_TARGET_S = 0.12
+"""Intended time of each measurement; the first bytes fit into buffers on the way, so that their speed is not the link's."""
+
+
+class LinkMeter:
+    def __init__(self, groups: Groups, *, always: bool = False) -> None:
+        """`always`: measure among ranks of one machine, too."""
+        self.link: Link | None = None
+        """None before `measure`, and where all ranks are on one machine."""
+        self._groups = groups
+        self._always = always
+        self._agreed_for = -1
+
+    @property
+    def num_senders(self) -> int:
+        """Number of machines that exchange gradients, or of ranks if there is one."""
+        now = self._groups.generation
+        return len(find_machines(now.hosts, now.computing))
+
+    def measure(self, device: torch.device) -> Link | None:
+        """Return the link, measured once in about 0.6 s. All ranks that compute call it in each generation, and get the same."""
+        now = self._groups.generation
+        if now.gradients is None or (len(now.hosts) == 1 and not self._always) or self._agreed_for == now.number:
+            return self.link
+        self._agreed_for = now.number
+        on_gpu = now.wire.on_gpus if now.wire is not None else bool(self._groups.nccl_ranks) and now.hierarchy is None
+        place = device if on_gpu else torch.device("cpu")
+        # A rank that has just joined knows none.
+        found = torch.tensor(
+            astuple(self.link) if self.link is not None else _UNKNOWN, dtype=torch.float64, device=place
+        )
+        dist.broadcast(found, group_src=0, group=now.gradients)
+        if tuple(found.tolist()) == _UNKNOWN:
+            if now.wire is None:
+                found = _measure(now.gradients, place)
+            elif now.wire.leads:
+                found = _measure(now.wire.stages[0], place)
+            dist.broadcast(found, group_src=0, group=now.gradients)
+        self.link = Link(*found.tolist())
+        return self.link
+
+
+def _measure(group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Return the fields of a `Link`."""
+    num_ranks = group.size()
+
+    def timed(send: Callable[[torch.Tensor], object], num_bytes: int) -> float:
+        tensor = torch.ones(num_bytes // 4, device=device)
+        _agree(0.0, group, device)
+        began_s = time.perf_counter()
+        send(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return _agree(time.perf_counter() - began_s, group, device)
+
+    def rate(send: Callable[[torch.Tensor], object], sent_part: float, waits_s: float) -> float:
+        num_bytes, seconds = _FIRST_BYTES, timed(send, _FIRST_BYTES)
+        for _ in range(2):
+            num_bytes = int(min(_LARGEST_BYTES, max(_FIRST_BYTES, num_bytes * _TARGET_S / seconds))) // 4 * 4
+            seconds = timed(send, num_bytes)
+        return sent_part * num_bytes / max(seconds - waits_s, 0.1 * seconds)
+
+    def sum_up(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=group)
+
+    latency_s = statistics.median(timed(sum_up, 4) for _ in range(_NUM_SMALL))
+    both = rate(sum_up, 2 * (num_ranks - 1) / num_ranks, latency_s)
+    up = rate(lambda tensor: dist.broadcast(tensor, group_src=0, group=group), 1.0, latency_s / 2)
+    down = rate(lambda tensor: dist.broadcast(tensor, group_src=num_ranks - 1, group=group), 1.0, latency_s / 2)
+    return torch.tensor([latency_s, up, down, both], dtype=torch.float64, device=device)
+
+
+def _agree(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the longest time of all ranks."""
+    longest = torch.tensor([seconds], device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    return float(longest)

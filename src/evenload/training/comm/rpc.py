@@ -1,0 +1,68 @@
+"""`torch.distributed.rpc` inside a run: it starts on the run's store, and ends with the run (docs/rpc.md).
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method="evenload://")
+    rpc.init_rpc(f"rank{run.rank}", rank=run.rank, world_size=run.world_size, rpc_backend_options=options)
+
+So a script needs no further port, also under torchrun, srun and on several machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from evenload.errors import LaunchError
+
+SCHEME = "evenload"
+INIT_METHOD = f"{SCHEME}://"
+_END_S = 10
+"""Time in which all ranks end RPC after the run has ended well on all of them."""
+
+_registered = False
+
+
+def offer_store() -> None:
+    """Let ``init_method="evenload://"`` find the store of the run that is open; call it once the groups are made."""
+    global _registered
+    if not _registered:
+        _registered = True
+        register_rendezvous_handler(SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
+
+
+def end_rpc(*, well: bool) -> None:
+    """End RPC if the script has not: on all ranks together if the run ended `well`, otherwise without waiting for others."""
+    if "torch.distributed.rpc" not in sys.modules:
+        return
+    from torch.distributed import rpc
+
+    if not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        return
+    with contextlib.suppress(RuntimeError):  # a rank is gone
+        rpc.shutdown(graceful=well, timeout=_END_S)
+
+
+def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield store, rank and number of ranks, as torch's handlers do; torch puts rank and world_size into the URL."""
+    given = {name: int(values[0]) for name, values in parse_qs(urlsplit(url).query).items()}
+    if dist.is_initialized():
+        # A connection of its own: init_rpc changes the timeout.
+        shared: Any = _get_default_store()
+        store: Store = shared.clone()
+        rank, size = dist.get_rank(), dist.get_world_size()
+    else:
+        store, rank, size = HashStore(), 0, 1
+    asked = given.get("rank", rank), given.get("world_size", size)
+    if asked != (rank, size):
+        raise LaunchError(
+            f"init_rpc was called as rank {asked[0]} of {asked[1]}, and this is rank {rank} of {size} of the run; pass "
+            "rank=run.rank, world_size=run.world_size"
+        )
+    yield PrefixStore("rpc", store), rank, size

@@ -1,0 +1,48 @@
+"""`Codec`: a format that stores each value in fewer bits, and messages of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+CHUNK = 1024
+"""Values that share a scale."""
+_HEADER_BYTES = 8
+"""A float64 in front of the values: the norm, which must show a NaN or an overflow whatever the format loses."""
+
+
+class Codec(Protocol):
+    name: str
+
+    def num_bytes(self, num_values: int) -> int:
+        """Return the length of encoded values."""
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Write values, float32 or float64 of shape ``(n,)``, into bytes of shape ``(num_bytes(n),)``, aligned to 8."""
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values back; a chunk with a NaN or an infinity gives some again."""
+
+
+def message_bytes(codec: Codec, num_values: int) -> int:
+    """Return the length of a message, a multiple of 8."""
+    return -(-(_HEADER_BYTES + codec.num_bytes(num_values)) // 8) * 8
+
+
+def pack(codec: Codec, values: torch.Tensor, norm: torch.Tensor, out: torch.Tensor) -> None:
+    """Write a message into bytes of shape ``(message_bytes,)`` or more."""
+    out[:_HEADER_BYTES].view(torch.float64).copy_(norm)
+    codec.encode(values, out[_HEADER_BYTES : _HEADER_BYTES + codec.num_bytes(len(values))])
+
+
+def unpack(codec: Codec, message: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the values of a message into `out`, and return the norm in front of them."""
+    codec.decode(message[_HEADER_BYTES : _HEADER_BYTES + codec.num_bytes(len(out))], out)
+    return message[:_HEADER_BYTES].view(torch.float64)[0]
+
+
+def in_chunks(values: torch.Tensor) -> torch.Tensor:
+    """Return values as rows of `CHUNK`, the last filled with zeros."""
+    missing = -len(values) % CHUNK
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, CHUNK)

@@ -1,0 +1,73 @@
+"""`GradientObservation`: for ``wire="auto"``, the gradients of the first steps, which travel as they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from evenload.balance.exchange_times import Link, Work, wire_options
+from evenload.balance.wire_bytes import GradientSize
+from evenload.balance.wire_choice import ObservedGradients, choose_wire, noise_square
+from evenload.training.parallel.buckets import Bucket
+from evenload.training.parallel.wire.codec import message_bytes, pack, unpack
+from evenload.training.parallel.wire.formats import CODECS, wide_dtype
+
+NUM_CALLS = 8
+CHOICES = ("fp32", *(codec.name for codec in CODECS))
+
+
+class GradientObservation:
+    """Of the calls of one generation; its sums are equal on all ranks once `add` has returned."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._noise = 0.0
+        self._totals = torch.zeros(len(CODECS) + 3, dtype=torch.float64)
+        """Over calls and ranks: |g_r|², what each codec loses of it, seconds of codecs, seconds of computation."""
+        self.own = self._totals.clone()
+        """The same of this rank in this call."""
+        self._num_bytes = 0
+        self._num_micro = 1
+        self._shares: tuple[int, ...] = ()
+        self._began_s = 0.0
+
+    def begin(self, shares: Sequence[int], num_micro: int) -> None:
+        self.own.zero_()
+        self._num_bytes = 0
+        self._shares, self._num_micro = tuple(shares), num_micro
+        self._began_s = time.perf_counter()
+
+    def look_at(self, bucket: Bucket) -> None:
+        """Encode a bucket that is about to leave in each format."""
+        began_s = time.perf_counter()
+        values = bucket.memory.gradients.to(wide_dtype(bucket))
+        self.own[0] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+        part = torch.empty_like(values)
+        for index, codec in enumerate(CODECS, start=1):
+            message = torch.zeros(message_bytes(codec, len(values)), dtype=torch.uint8, device=values.device)
+            pack(codec, values, bucket.memory.norm, message)
+            unpack(codec, message, part)
+            self.own[index] += float(torch.linalg.vector_norm(part.sub_(values), dtype=torch.float64)) ** 2
+        seconds = time.perf_counter() - began_s
+        self._num_bytes += bucket.memory.gradients.numel() * bucket.memory.gradients.element_size()
+        self.own[-2] += seconds
+        self._began_s += seconds
+        self.own[-1] = time.perf_counter() - self._began_s
+
+    def add(self, sums: torch.Tensor, square: float) -> None:
+        """Add a call: the sum of `own` over ranks, and the squared norm of the summed gradient, in units of the buckets."""
+        self.num_calls += 1
+        self._totals += sums
+        self._noise += noise_square(self._shares, float(sums[0]), square)
+
+    def choose(self, size: GradientSize, link: Link, num_senders: int) -> tuple[str, str]:
+        """Return a format and the reason."""
+        own, *lost = (float(value) for value in self._totals[:-2])
+        per_call = self.num_calls * len([n for n in self._shares if n]) or 1
+        codec_s, compute_s = (float(value) / per_call for value in self._totals[-2:])
+        work = Work(compute_s, self._num_micro, codec_s / len(CODECS) / max(1, self._num_bytes))
+        observed = ObservedGradients(own, self._noise, dict(zip(CHOICES[1:], lost, strict=True)))
+        options = wire_options(size, link, num_senders, work, CHOICES)
+        return choose_wire(observed, dict(zip(CHOICES, options, strict=True)))

@@ -1,0 +1,74 @@
+"""The machine's clock is set back and forward while jobs run, wait, and are billed. Only the daemon sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evenload.scheduler.store.audit import audit
+from tests.system.scheduler.daemons import Box, box, until
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[Box]:
+    with box() as made:
+        made.set_by = tmp_path / "set_by"
+        made.set_by.write_text("0")
+        made.settings("[cpu]\nslots = 1\n[settings]\nmin_run_s = 0\n")
+        made.start()
+        made.client().close()
+        yield made
+
+
+def _set(queue: Box, by_s: float) -> None:
+    assert queue.set_by is not None
+    part = queue.set_by.with_suffix(".part")
+    part.write_text(str(by_s))
+    part.replace(queue.set_by)
+
+
+@pytest.mark.parametrize("by_s", [-3 * HOUR_S, 3 * HOUR_S])
+def test_a_clock_that_is_set_changes_no_duration(queue: Box, by_s: float) -> None:
+    """Limits, preemption, bills and the daemon's restart go by the time that has passed; people see the wall clock."""
+    began_s = time.monotonic()
+    limited = queue.submit("sleep", "1000", spec={"hard_limit_s": 6.0})
+    queue.wait_for(limited, "RUNNING")
+    later = queue.submit("true", spec={"not_before_s": time.time() + 2 * HOUR_S, "priority": -1})
+    device, start_s = queue.call("status")["devices"][0]["id"], time.time() + 5 * HOUR_S
+    queue.call("reserve", devices=[device], start_s=start_s, end_s=start_s + HOUR_S)
+    _set(queue, by_s)
+    time.sleep(2.5)
+    row = queue.state(limited)
+    assert row["state"] == "RUNNING" and row["held_s"] < 60
+    assert abs(row["since_s"] - (time.time() + by_s)) < 60, "people see another time than their clock"
+    (shown,) = queue.call("status")["reservations"]
+    assert abs(shown["start_s"] - start_s) < 1
+    queue.kill()
+    _set(queue, by_s + 1.5 * by_s)  # once more, while no daemon runs
+    queue.start()
+    done = queue.wait_for(limited, "FAILED", "SUCCEEDED")
+    assert "time limit of 6 s" in done["reason"]
+    assert 6.0 <= done["held_s"] <= time.monotonic() - began_s
+    (attempt,) = queue.call("job", job=limited)["attempts"]
+    assert abs(attempt["ended_s"] - attempt["began_s"] - done["held_s"]) < 0.01
+    if by_s > 0:
+        queue.wait_for(later, "SUCCEEDED")  # its time of day has come
+    else:
+        assert queue.state(later)["state"] == "PENDING"
+    queue.stop()
+    assert audit(queue.folder) == []
+
+
+def test_preemption_goes_on_after_a_clock_was_set_back(queue: Box) -> None:
+    low = queue.submit("sleep", "1000", spec={"priority": -1}, requeue=True)
+    queue.wait_for(low, "RUNNING")
+    _set(queue, -3 * HOUR_S)
+    high = queue.submit("true")
+    assert queue.wait_for(high, "SUCCEEDED", "FAILED")["state"] == "SUCCEEDED"
+    until(lambda: queue.state(low)["attempt"] == 2, queue.log)
+    assert queue.state(low)["held_s"] < 60

@@ -1,0 +1,65 @@
+"""A daemon that dies without anybody to start it again: the runners do, and what is shown meanwhile says its age."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evenload.errors import QueueError
+from evenload.job.processes import all_stats, descendants
+from evenload.scheduler import presence, user_service
+from evenload.views.queue.text import notes
+from evenload.views.queue.view import JobFilter, view_of
+from tests.system.scheduler.daemons import box, kill, until
+
+
+def test_a_daemon_that_died_is_started_by_the_runners(tmp_path: Path) -> None:
+    """Also by one whose program ends meanwhile; what waits goes on. A daemon that was stopped stays so."""
+    with box() as queue:
+        queue.settings("[cpu]\nslots = 1\n")
+        queue.start()
+        first = queue.submit("sh", "-c", f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done")
+        queue.wait_for(first, "RUNNING")
+        second = queue.submit("sleep", "1000")
+        queue.kill()
+        time.sleep(6.0)
+        view = view_of(queue.folder, JobFilter())
+        assert not view.is_live and view.age_s is not None and view.age_s > 4
+        assert any("this is the state of" in note and " ago" in note for note in notes(view))
+        (tmp_path / "go").touch()
+        queue.daemon = None
+        assert queue.wait_for(first, "SUCCEEDED", "FAILED")["attempt"] == 1
+        queue.wait_for(second, "RUNNING")
+        (runner,) = queue.runners()
+        pid = queue.call("status")["pid"]
+        assert pid not in descendants([runner], all_stats())
+        kill([pid])  # while a program runs
+        until(lambda: presence.is_missing(queue.folder), queue.log)
+        assert queue.wait_for(second, "RUNNING")["attempt"] == 1
+        pid = queue.call("status")["pid"]
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not presence.is_running(queue.folder), queue.log)
+        time.sleep(3.0)
+        assert not presence.is_missing(queue.folder) and not presence.is_running(queue.folder)
+
+
+def test_a_unit_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs this Python's daemon for this queue; where there is no systemd, cron can do it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.read_string(user_service.unit_text(tmp_path / "a queue"))
+    assert shlex.split(unit["Service"]["ExecStart"])[0] == sys.executable
+    assert shlex.split(unit["Service"]["ExecStart"])[-2:] == [str(tmp_path / "a queue"), "--foreground"]
+    assert unit["Service"]["KillMode"] == "process", "jobs would end with the daemon"
+    if shutil.which("systemctl") is None:
+        with pytest.raises(QueueError, match=r"no systemd; with cron.*@reboot"):
+            user_service.install(tmp_path / "queue")
+        assert not user_service.is_offered(tmp_path)

@@ -1,0 +1,94 @@
+"""Predicted times of exchanges, their bytes, bucket sizes, and the choice of a format."""
+
+from __future__ import annotations
+
+import pytest
+
+from evenload.balance.exchange_times import (
+    BucketSizes,
+    Link,
+    Work,
+    bucket_sizes,
+    cheapest,
+    describe,
+    wire_options,
+)
+from evenload.balance.wire_bytes import FORMATS, GradientSize, payload_bytes, sent_bytes
+from evenload.balance.wire_choice import ObservedGradients, choose_wire, noise_square
+
+SIZE = GradientSize(8_000_000, 4, ((2000, 2000), (2000, 2000)))
+SLOW = Link(0.04, 12.5e6, 12.5e6, 12.5e6)
+FAST = Link(2e-5, 1.25e9, 1.25e9, 1.25e9)
+
+
+def test_bytes_of_each_format() -> None:
+    assert payload_bytes("fp32", SIZE) == 32e6
+    assert payload_bytes("bf16", SIZE) == 16e6
+    assert payload_bytes("fp16", SIZE) == 16e6 + 8e6 * 4 / 1024
+    assert payload_bytes("int8", SIZE) == 8e6 + 8e6 * 4 / 1024
+    assert payload_bytes("powersgd", SIZE) == 4 * 2 * 4 * 4000  # both matrices, nothing else
+    assert payload_bytes("powersgd", GradientSize(15, 4, ((3, 5),))) == 60  # too small to shrink
+    assert sent_bytes("fp32", SIZE, 2) == 32e6
+    assert sent_bytes("fp32", SIZE, 4) == 48e6
+
+
+def test_a_slow_link_makes_the_smallest_format_the_cheapest_and_fp32_the_exact_one() -> None:
+    options = wire_options(SIZE, SLOW, 2, Work(0.5))
+    assert {option.setting for option in options} == {f'wire="{name}"' for name in FORMATS}
+    by_name = dict(zip(FORMATS, options, strict=True))
+    # 32 MB at 12.5 MB/s and a latency, of which 0.3 s of the backward hide a part.
+    assert by_name["fp32"].exchange_s == pytest.approx(2.56 + 0.04)
+    assert by_name["fp32"].step_s == pytest.approx(0.5 + 2.6 - 0.3)
+    assert cheapest(options, exact=True) is by_name["fp32"]
+    assert cheapest(options, exact=False) is by_name["powersgd"]
+    assert describe(options)[-1] == 'cheapest: wire="fp32" with the exact result (2.8 s), wire="powersgd" at all (' + (
+        f"{by_name['powersgd'].step_s:.3g} s)"
+    )
+
+
+def test_on_a_fast_link_the_backward_hides_all_but_the_last_bucket() -> None:
+    fp32, *_, int8, _ = wire_options(SIZE, FAST, 2, Work(0.5, codec_s_per_byte=2e-9))
+    assert fp32.step_s < 0.51
+    assert fp32.step_s < int8.step_s  # encoding costs more than the bytes
+    assert cheapest([fp32, int8], exact=False) is fp32
+
+
+def test_several_micro_batches_hide_less() -> None:
+    one, four = (wire_options(SIZE, SLOW, 2, Work(0.5, num_micro=n), ["fp32"])[0].step_s for n in (1, 4))
+    assert four - one == pytest.approx(0.3 * 3 / 4)
+
+
+def test_bucket_sizes_balance_latency_against_the_last_bucket() -> None:
+    sizes = bucket_sizes(SIZE, SLOW, 2)
+    assert sizes.other_bytes == pytest.approx((32e6 * 0.04 * 12.5e6) ** 0.5)
+    assert sizes.first_bytes == pytest.approx(0.04 * 12.5e6)
+
+    def cost(size: float) -> float:
+        return 32e6 / size * SLOW.latency_s + size / SLOW.bytes_per_s
+
+    assert all(cost(sizes.other_bytes) <= cost(sizes.other_bytes * factor) for factor in (0.5, 0.9, 1.1, 2))
+    # A format with a quarter of the bytes has a link that is four times as fast.
+    assert bucket_sizes(SIZE, SLOW, 2, "int8").other_bytes == pytest.approx(2 * sizes.other_bytes, rel=0.01)
+    assert bucket_sizes(GradientSize(0), SLOW, 2) == BucketSizes(1 << 18, 1 << 18)
+
+
+def test_variance_of_a_sum_from_its_parts() -> None:
+    # Two ranks with 3 and 1 samples of mean 0 and variance 1: E|g_r|² = n_r, E|g|² = 4.
+    assert noise_square((3, 1), 4.0, 4.0) == pytest.approx(4.0)
+    # Equal gradients of all samples, without noise: |g_r|² = n_r².
+    assert noise_square((3, 1), 10.0, 16.0) == 0.0
+    assert noise_square((4, 0), 16.0, 16.0) == 0.0
+
+
+def test_auto_takes_the_fastest_format_that_disappears_in_the_noise() -> None:
+    options = dict(zip(FORMATS, wire_options(SIZE, SLOW, 2, Work(0.5)), strict=True))
+    lost = {"bf16": 1e-5, "fp16": 1e-7, "int8": 1e-4}
+    assert choose_wire(ObservedGradients(1.0, 0.5, lost), options)[0] == "int8"
+    assert choose_wire(ObservedGradients(1.0, 0.005, lost), options)[0] in ("bf16", "fp16")
+    name, why = choose_wire(ObservedGradients(1.0, 1e-6, {"bf16": 1e-5}), options)
+    assert name == "fp32" and "variance" in why
+    name, why = choose_wire(ObservedGradients(1.0, 0.0, lost), options)
+    assert name == "fp32" and "not known" in why
+    fast = dict(zip(FORMATS, wire_options(SIZE, FAST, 2, Work(0.5)), strict=True))
+    name, why = choose_wire(ObservedGradients(1.0, 0.5, lost), fast)
+    assert name == "fp32" and "would not shorten" in why
