@@ -138,8 +138,6 @@ def why_not_restored(
     context: TrainingContext, models: Sequence[nn.Module], unregistered: Callable[[], Sequence[str]]
 ) -> str:
     """Return why the state of another rank would not make this rank equal to it; empty if it would."""
-    if context.wire is not None:
-        return f"with wire={context.config.wire!r} each rank holds errors of its own, which would be lost"
     held = context.registry.values()
     parts = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]
     missing = [type(m).__name__ for m in models if not any(m is part for part in parts) and _trains(m)]

@@ -55,9 +55,7 @@ class Session(StepListener):
         self._ranks = ComputingRanks(context, models, saver.unregistered)
         self._members: Members | None = None
         if context.spec.channel >= 0 and context.spec.mode == "train" and not context.config.dry_run:
-            self._members = Members(
-                context, loaders, saver, lambda: why_not_restored(context, models, saver.unregistered)
-            )
+            self._members = Members(context, loaders, saver, self._why_not_restored)
         coupling = CouplingWatch(context, models) if context.spec.mode == "train" else None
         listeners: list[StepListener | None] = [
             self._ranks,
@@ -77,6 +75,12 @@ class Session(StepListener):
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         )
+
+    def _why_not_restored(self) -> str:
+        """Return why this rank could not take the place of another, or another its; empty if it could."""
+        if self._context.wire is not None:
+            return f"with wire={self._context.config.wire!r} each rank holds errors of its own, which would be lost"
+        return why_not_restored(self._context, self._models, self._saver.unregistered)
 
     def prepare(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
