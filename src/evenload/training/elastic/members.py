@@ -296,6 +296,7 @@ class Members(StepListener):
             f"the run continues on {len(change.workers)} ranks after {took_s:.2f} s, shares {shares}",
             step=step,
             workers=list(change.workers),
+            devices=list(change.device_names),
             seconds=took_s,
             number=change.number,
         )
