@@ -180,7 +180,7 @@ class Members(StepListener):
         for loader in self._loaders:
             loader.loader.draw_alone()
         self._changes.send(Ready(self._worker))
-        while self._joins:
+        while self._is_alone():
             change = self._changes.wait(self._tried, math.inf)
             if change is None:
                 raise LaunchError("the run ended before this rank could join it")
@@ -189,6 +189,9 @@ class Members(StepListener):
                 self.catch_up()
             except (PeerLostError, LaunchError):
                 continue
+
+    def _is_alone(self) -> bool:
+        return self._joins
 
     def _switch(self, change: MembershipChange) -> int:
         context, groups = self._context, self._context.groups
