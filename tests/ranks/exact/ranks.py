@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 import evenload
 from evenload.testing import run_ranks
 from evenload.training.parallel import buckets
-from evenload.training.step.planner import PlanSource
+from evenload.training.step.plan_source import PlanSource
 from tests.ranks.exact.tasks import TASKS, Recorder, Task
 from tests.ranks.exact.tasks.tuples import Paired
 

@@ -19,7 +19,7 @@ import evenload
 from evenload.errors import ConfigError, EvenloadError, StepError
 from evenload.testing import run_ranks
 from evenload.training.parallel.threaded.replica_threads import current_replica
-from evenload.training.step.planner import FixedProportions
+from evenload.training.step.plan_source import FixedProportions
 from tests.ranks.training.replica_cases import (
     CASES,
     DRAWING,

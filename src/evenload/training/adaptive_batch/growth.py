@@ -22,7 +22,8 @@ from evenload.training.compute.grad_norms import MEASURE_EVERY
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.tuning import StepCost
-from evenload.training.step.planner import Planner, PlanSource
+from evenload.training.step.plan_source import PlanSource
+from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 
 _REMEMBERED = 64

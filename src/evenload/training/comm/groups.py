@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
-from evenload.errors import DesyncError, LaunchError, PeerLostError
+from evenload.errors import LaunchError, PeerLostError
+from evenload.training.comm import statistics
 from evenload.training.comm.backend import InnerRanks, find_inner
 from evenload.training.comm.collective_errors import check_setup
-from evenload.training.comm.generation import CollectiveAbortedError, ComputingGroups, Generation, Membership
+from evenload.training.comm.generation import ComputingGroups, Generation, Membership
 from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
 from evenload.training.comm.hierarchical_sum import HierarchicalSum, PendingBroadcast, split_ranks
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
@@ -239,28 +240,13 @@ class Groups:
 
     def sum_statistics(self, tensor: torch.Tensor) -> None:
         """Sum a vector of statistics over all ranks, in place."""
-        group = self.generation.statistics
-        if group is None:
-            return
-        with _statistics_errors("BatchNorm's statistics could not be summed"):
-            if not isinstance(group, SharedChannel):
-                work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
-                self._collectives.begin(work, blocking=tensor.device.type == "cpu").wait()
-            elif tensor.device.type == "cpu":
-                group.sum(tensor)
-            else:  # a GPU among CPU ranks
-                group.sum(on_cpu := tensor.cpu())
-                tensor.copy_(on_cpu)
+        if (group := self.generation.statistics) is not None:
+            statistics.sum_in(group, tensor, self._collectives.begin)
 
     def gather_statistics(self, own: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' vectors of statistics, shape ``(world_size, len(own))``."""
         group = self.generation.statistics
-        if group is None:
-            return own.unsqueeze(0)
-        with _statistics_errors("BatchNorm's statistics could not be gathered"):
-            if isinstance(group, SharedChannel):
-                return group.gather(own.cpu()).to(own.device)
-            return self._gather_in(group)(own)
+        return own.unsqueeze(0) if group is None else statistics.gather_in(group, own, self._gather_in)
 
     @property
     def nccl_ranks(self) -> tuple[int, ...]:
@@ -422,17 +408,6 @@ class Groups:
     def _make_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
         return group if isinstance(group, dist.ProcessGroup) else None  # another value for a rank outside
-
-
-@contextlib.contextmanager
-def _statistics_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except DesyncError:
-        raise
-    except (RuntimeError, TimeoutError, PeerLostError) as error:
-        check_setup(error, what)
-        raise CollectiveAbortedError(f"{what}: {error}") from error
 
 
 RankGroup = Groups | Subset

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from evenload.training.checkpoint.registry import OWN_STATE
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.step import Step, StepListener
+from evenload.training.step.listener import StepListener
+from evenload.training.step.step import Step
 
 
 class ComputingRanks(StepListener):

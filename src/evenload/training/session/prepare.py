@@ -27,7 +27,8 @@ from evenload.training.launch.environment import devices_without_effect
 from evenload.training.parallel.model_split.transfers import split_of
 from evenload.training.session import gradient_contract
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.planner import LEAD_STEPS, Planner, PlanSource
+from evenload.training.step.plan_source import PlanSource
+from evenload.training.step.planner import LEAD_STEPS, Planner
 from evenload.training.step.step import StepLoader
 
 _REPORTED_GAIN = 1.05

@@ -13,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,11 +47,11 @@ from evenload.training.parallel.strategy import (
     StepResult,
     Strategy,
 )
+from evenload.training.step.attempt import Attempt
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.exchange import ReportExchange, check_trained, total, totals_of, where
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
-from evenload.training.step.report import NO_REPORTS, Reports
 from evenload.training.step.stats import StepRecorder, StepStats
 from evenload.training.step.totals_reader import TotalsReader
 
@@ -64,30 +63,6 @@ _FIRST_WAIT_S = 60.0
 """The same before any backward has succeeded: others may compile."""
 _INTERRUPTING = (*_OUT, RAISED, INTERRUPTED)
 """Statuses of ranks that left collectives of the forward."""
-
-
-@dataclass
-class Attempt:
-    """A `step.backward` in progress."""
-
-    batch: GlobalBatch
-    planner: Planner
-    stats: StepStats
-    loss_fn: LossFn
-    begins_update: bool
-    may_expect: bool = True
-    reads_late: bool = False
-    reports: Reports = NO_REPORTS
-    """Of all ranks, once they are exchanged."""
-    error: Exception | None = None
-    """Failure of this rank."""
-    failed_together: bool = False
-    """True while an exception would be raised on all ranks alike."""
-    gave_up: bool = False
-    """True if the script of another rank raised an exception, and all give the step up."""
-
-    def begin(self) -> None:
-        self.reports, self.error = NO_REPORTS, None
 
 
 class Engine:

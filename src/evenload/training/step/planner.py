@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from evenload.balance.batch import best_split
 from evenload.balance.decision import Decision, Observation
@@ -20,6 +20,8 @@ from evenload.balance.values import Cost, StepPlan
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
 from evenload.training.parallel.strategy import ReplicaTimes
+from evenload.training.step.assignment import Caps, ShareAssignment, Shares, assignment_for, assignments_in
+from evenload.training.step.plan_source import PlanSource
 
 LEAD_STEPS = 2
 """A decision received in step s holds from step s + 2: step s + 1 is loaded already, s + 2 gets a step's time to load."""
@@ -27,44 +29,6 @@ LEAD_STEPS = 2
 QUANTA_IN_A_BATCH = 64
 """A compiled model's shares are multiples of this part of the batch: each new size may cost a compilation, and the loss
 from the coarser split stays small."""
-
-Shares = tuple[int, ...]
-Caps = tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
-class ShareAssignment:
-    from_step: int
-    shares: Shares
-    min_num_micro: int
-    caps: Caps
-    out: tuple[int, ...] = ()
-    """Ranks that leave the groups of gradients: their share is 0."""
-
-
-class PlanSource:
-    """Supplies parts of a loader's plans from outside the planner; see `Planner.use`. All ranks must supply the same."""
-
-    sets_shares = False
-    """True if `shares` replaces the planner's own assignments, which then learn nothing from the steps."""
-
-    def shares(self, global_step: int, num_samples: int) -> Shares:
-        """Return the shares of a step, where `sets_shares`."""
-        raise NotImplementedError
-
-    def next_batch_size(self) -> int | None:
-        """Return the global batch of the next epoch; None keeps it. All ranks call it between two epochs."""
-        return None
-
-
-class FixedProportions(PlanSource):
-    sets_shares = True
-
-    def __init__(self, proportions: Sequence[int]) -> None:
-        self._proportions = tuple(proportions)
-
-    def shares(self, global_step: int, num_samples: int) -> Shares:
-        return scale_shares(self._proportions, num_samples)
 
 
 class Planner:
@@ -167,38 +131,23 @@ class Planner:
     def shares_of(self, members: Sequence[int | None]) -> list[int]:
         """Return what `follow` takes: the present assignment, for these ranks of the present generation; None joins.
 
-        A rank that joins gets the mean share until it is measured.
+        See `assignment_for`.
         """
-        now = self._assignments[-1]
-        known = [None if rank is None else now.shares[rank] for rank in members]
-        given = [share for share in known if share]
-        mean = max(1, round(sum(given) / len(given))) if given else 1
-        weights = [mean if share is None else share for share in known]
-        if self._is_even or not any(weights):
-            weights = [1] * len(members)
-        shares = tuple(weights) if sum(weights) == self._batch_size else scale_shares(tuple(weights), self._batch_size)
-        caps = [self._cap if rank is None else now.caps[rank] for rank in members]
-        return [self._batch_size, now.min_num_micro, *shares, *(-1 if cap is None else cap for cap in caps)]
+        rule = "even" if self._is_even else "kept"
+        return assignment_for(self._assignments[-1], members, self._batch_size, self._cap, rule)
 
     def follow(self, generation: int, rank: int, values: Sequence[int], out: Sequence[int], from_step: int) -> None:
         """Plan for another generation; `values` are rank 0's `shares_of`, equal on all ranks.
 
         The ranks `out` compute nothing in steps before `from_step`.
         """
-        self._batch_size, least, *rest = values
-        self.world_size, self.rank, self.generation = len(rest) // 2, rank, generation
-        shares = tuple(rest[: self.world_size])
-        caps: Caps = tuple(None if cap < 0 else cap for cap in rest[self.world_size :])
+        self._batch_size = values[0]
+        self._assignments = assignments_in(values, out, from_step)
+        shares = self._assignments[-1].shares
+        self.world_size, self.rank, self.generation = len(shares), rank, generation
         self._adapts = self._is_auto and self.world_size > 1
         self._memory = MemoryCaps((self._cap,) * self.world_size)
         self.may_leave = [False] * self.world_size
-        self._assignments = [ShareAssignment(0, shares, least, caps)]
-        if out:
-            left = scale_shares(tuple(0 if r in out else max(s, 1) for r, s in enumerate(shares)), self._batch_size)
-            self._assignments = [
-                ShareAssignment(0, left, least, caps, tuple(out)),
-                ShareAssignment(from_step, shares, least, caps),
-            ]
         self._pending = None
         self._replica_times = []
         self._revision += 1

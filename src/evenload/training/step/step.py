@@ -15,6 +15,7 @@ from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.step.engine import Engine
+from evenload.training.step.listener import StepListener
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 from evenload.training.step.update_watch import UpdateWatch
@@ -130,45 +131,6 @@ def _not_a_batch() -> StepError:
         "        loss = step.backward(loss_fn)\n"
         "where loss_fn(batch) receives each micro-batch, such as `x, y = batch`, and returns the loss"
     )
-
-
-class StepListener:
-    """Callbacks at the defined points of a step. Subclasses override the ones they need; the defaults do nothing.
-
-    begin -> backward -> gradients (once per call) -> trained -> end -> boundary -> extra_steps, if due
-    """
-
-    def on_begin(self, step: Step) -> None:
-        """A loop body begins."""
-
-    def on_backward(self, step: Step, loss_fn: LossFn) -> None:
-        """`step.backward` was called and has not computed anything yet."""
-
-    def on_gradients(self, step: Step) -> None:
-        """`step.backward` is done without an error; `.grad` is final."""
-
-    def on_trained(self, step: Step, usual: bool) -> None:
-        """A step of training ended, before its commit; `usual` means that its times are typical."""
-
-    def on_end(self, step: Step) -> None:
-        """A loop body with a backward ended, in training or in a measurement, before the commit."""
-
-    def on_boundary(self, step: Step) -> None:
-        """A step of training is committed and the next has not begun; the callback may end the script.
-
-        Not called while a stop is requested and the step's gradients are still unused: no checkpoint would hold them.
-        """
-
-    def on_loop_end(self) -> None:
-        """A loop over a loader came to the end of its epoch, on all ranks."""
-
-    def is_due(self, num_steps: int) -> bool:
-        """Return whether `extra_steps` begins now, after `num_steps` steps of this session."""
-        return False
-
-    def extra_steps(self, loader: StepLoader) -> Iterator[Step]:
-        """Yield steps of its own between two steps of training, and leave everything as it was."""
-        return iter(())
 
 
 class StepLoop:
