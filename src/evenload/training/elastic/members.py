@@ -218,6 +218,8 @@ class Members(StepListener):
         own = standings[rank]
         missed = self._transfer.missed_loss is not None or (own.num_backwards < max(whole) and not own.joins)
         self._transfer.plan(late, source, self._joins, standings[source].loss if missed else None)
+        if missed:
+            context.engine.elapsed_s = standings[source].elapsed_s
         if self._joins:
             self._num_collectives = standings[source].num_collectives
         num_collectives = max(one.num_collectives for one in standings if not one.joins)

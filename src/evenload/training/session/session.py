@@ -57,15 +57,16 @@ class Session(StepListener):
         self._members: Members | None = None
         if context.spec.channel >= 0 and context.spec.mode == "train" and not context.config.dry_run:
             self._members = Members(context, loaders, saver, self._why_not_restored)
+            saver.before_write = self._members.catch_up
         coupling = CouplingWatch(context, models) if context.spec.mode == "train" else None
         listeners: list[StepListener | None] = [
+            self._members,
             self._ranks,
             self._verifier,
             self,
             self._contract,
             coupling,
             self._stopper,
-            self._members,
         ]
         if context.spec.mode == "measure":
             listeners.append(Measurement(context, read_options(context.spec.options), self._ranks))

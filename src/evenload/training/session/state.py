@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -54,6 +54,7 @@ class Saver:
         self._reason = ""
         """Of the checkpoint that is being written."""
         self.adaptive_batch: AdaptiveBatch | None = None
+        self.before_write: Callable[[], object] = dict  # a rank that missed the step receives the state (elastic/)
         self.took_s = 0.0
         """Seconds that the last complete checkpoint of this session took on rank 0; 0 before the first."""
         self.resumed = False
@@ -361,6 +362,7 @@ class Saver:
     def _write(self, step: int, *, waits: bool) -> None:
         """Write the state after `step` steps, beside the training unless it `waits`; all ranks call it."""
         context = self._context
+        self.before_write()
         context.loop.settle()
         self._last_s, self._last_step = context.engine.elapsed_s, step
         if context.loop.step is not None and context.loop.step.stats.calls:
