@@ -39,6 +39,7 @@ for epoch in range(loader.epoch, 1000):
         if run.is_main:
             Path("at").write_text(f"{step.index} {run.world_size}")
         time.sleep(float(sys.argv[1]))
+        assert not run.any(False)  # ranks are lost in here, too
     assert run.reduce(1) == run.world_size
     if run.any(Path("finish").exists() or epoch + 1 == int(sys.argv[2])):
         break

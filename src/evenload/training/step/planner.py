@@ -188,7 +188,7 @@ class Planner:
     ) -> None:
         """Learn on rank 0 what a step cost each rank, in own seconds, and `step_s` in all. All ranks call it."""
         times, self._replica_times = self._replica_times, []
-        if self._source.sets_shares:
+        if self._source.sets_shares or plan.generation != self.generation:  # a rank was lost after the backward
             return
         if self._is_guess:
             self._settle(plan.num_samples)
