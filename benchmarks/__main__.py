@@ -29,6 +29,7 @@ NAMES = (
     "hosts",
     "leaving",
     "preemption",
+    "checkpoints",
     "queue_decide",
     "queue_policies",
     "queue_crash",

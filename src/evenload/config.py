@@ -63,7 +63,7 @@ def _setting(
     return field(default=default, metadata=metadata)
 
 
-STRATEGY_NAMES = ["ddp", "dp"]
+STRATEGY_NAMES = ["ddp", "dp", "async"]
 """Values of ``strategy``; `register_strategy` adds to them (training/parallel/factory.py)."""
 
 
@@ -96,7 +96,8 @@ class Config:
     strategy: str = _setting(
         "ddp",
         one_in(STRATEGY_NAMES),
-        "Where replicas of the model live. ddp: one process per device; dp: one process for all devices.",
+        "Where replicas of the model live. ddp: one process per device; dp: one process for all devices; async: one process per "
+        "device, and a server of the parameters, so that no device waits for another.",
         commands=_BOTH,
     )
     wire: str = _setting(
@@ -104,6 +105,20 @@ class Config:
         one_of("fp32", "bf16", "fp16", "int8", "powersgd", "auto"),
         "Format of gradients between machines. fp32: as they are, exact; auto: a smaller one where the loss can't show it.",
         commands=_BOTH,
+    )
+    staleness: int = _setting(
+        4,
+        integer("an integer of at least 0", "UPDATES", least=0),
+        "Under async, the most updates that a gradient may be behind when it is applied. 0: synchronous, as ddp.",
+        commands=_BOTH,
+    )
+    staleness_lr: str = _setting(
+        "none",
+        one_of("none", "inverse", "compensate"),
+        "Under async, the step of a stale gradient. inverse: learning rate / staleness; compensate: delay compensation.",
+    )
+    servers: int = _setting(
+        1, integer("1", "N", least=1), "Under async, the number of servers of the parameters; only 1 for now."
     )
     micro_batch: int | str = _setting(
         "auto",

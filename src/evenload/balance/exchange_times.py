@@ -8,7 +8,7 @@ b bytes in each direction needs
 with the latency of one small all-reduce, which is two rounds. `tail` is the last bucket, which leaves when the backward ends.
 Bandwidth is that of both directions in use at once.
 
-Strategies that exchange more rarely add a function of their own beside `wire_options`, and their options to the same list.
+Strategies that exchange more rarely add a function of their own beside `wire_options`, and their options to `options_of`.
 """
 
 from __future__ import annotations
@@ -95,6 +95,11 @@ def wire_options(
         sent = sent_bytes(wire, size, num_machines)
         options.append(Option(f'wire="{wire}"', wire in EXACT_FORMATS, sent, total_s, step_s))
     return options
+
+
+def options_of(size: GradientSize, link: Link, num_machines: int, work: Work) -> list[Option]:
+    """Return all options, of each strategy that exchanges gradients between machines."""
+    return [*wire_options(size, link, num_machines, work)]
 
 
 def cheapest(options: Sequence[Option], *, exact: bool) -> Option:

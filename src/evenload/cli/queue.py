@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from evenload.scheduler.client import Client
 
+_WEB_POLL_S = 2.0
 _USAGE = {
     "show": "evenload queue [show]",
     "stop": "evenload queue stop",
@@ -36,6 +37,10 @@ def queue(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve a page of the queue to browsers of this machine, until Ctrl-C.")
+    ] = False,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port for --web; by default a free one.")] = None,
     queue: Queue = None,
 ) -> None:
     """Show or change the queue's settings. Only its owner and its admins may change them.
@@ -45,6 +50,13 @@ def queue(
     NAME=VALUE: set max_devices, max_running, max_queued or share. reserve DEVICES TIME [USER...]: reserve devices from
     now on for these users, or for nobody. release RESERVATION: end a reservation.
     """
+    if port is not None and not web:
+        raise ConfigError("--port needs --web")
+    if web:
+        if words or json:
+            raise ConfigError("--web shows the queue and takes no action and no --json")
+        _serve_page(folder_of(queue), port or 0)
+        return
     action, *given = words or ["show"]
     if action not in _USAGE:
         raise ConfigError(f"evenload queue {action}: unknown action; actions: {', '.join(_USAGE)}")
@@ -68,6 +80,16 @@ def queue(
         print(writer.dumps(answer, indent=1, ensure_ascii=False))
     else:
         print(text)
+
+
+def _serve_page(folder: Path, port: int) -> None:
+    from evenload.views.queue.page import QueuePage
+    from evenload.views.queue.view import JobFilter, view_of
+    from evenload.views.server import serve_until_interrupt
+
+    view_of(folder, JobFilter())  # a queue that is not there is an error at once
+    page = QueuePage(folder)
+    serve_until_interrupt(page.title, f"the queue {folder}", page.update, port, _WEB_POLL_S)
 
 
 def _service(folder: Path) -> None:

@@ -132,15 +132,10 @@ def _write_page(folder: Path, path: Path) -> None:
 
 def _serve_page(folder: Path, port: int) -> None:
     from evenload.views.run.page import RunPage
-    from evenload.views.server import PageServer
+    from evenload.views.server import serve_until_interrupt
 
     page = RunPage(folder)
-    with PageServer(page.title, port) as server:
-        print(f"evenload: {server.url} shows {folder} to browsers on this machine, until Ctrl-C", flush=True)
-        try:
-            server.follow(page.update, WEB_POLL_S)
-        except KeyboardInterrupt:
-            print()
+    serve_until_interrupt(page.title, str(folder), page.update, port, WEB_POLL_S)
 
 
 def _write_trace(folder: Path, path: Path, steps: str | None) -> None:

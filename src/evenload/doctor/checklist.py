@@ -148,6 +148,7 @@ HOSTS: tuple[tuple[Check, ...], ...] = (
         Check("same data", "hosts:data", "the path of --data on both", "fail", PEER),
         Check("round trip", "hosts:round_trip", "latency", "fail", PEER),
         Check("bandwidth", "hosts:bandwidth", "each way", "warn", PEER),
+        Check("exchange", "hosts:exchange", "predicted time of gradients in each format", "warn", PEER),
     ),
 )
 """Checks of ``--host``, in one child because they share one connection."""

@@ -148,9 +148,12 @@ def header_parts(last: StepRecord, summary: WindowSummary | None, info: RunInfo)
     first = [last.arm, info.position(last), f"loss {format_number(last.loss)}"]
     if summary is None:
         return first
+    if summary.staleness is not None:
+        first[1] = first[1].replace("step", "updates", 1)
     return [
         *first,
         f"{format_number(summary.samples_per_s)} samples/s" if summary.seconds > 0 else "",
+        "" if summary.staleness is None else f"mean staleness {summary.staleness:.1f}",
         format_busy(summary),
         format_bottleneck(summary.bottleneck) if summary.seconds > 0 else "",
     ]
@@ -161,7 +164,7 @@ def plain_line(window: Sequence[StepRecord], info: RunInfo) -> str:
     summary = info.summarize(window)
     parts = header_parts(last, summary, info)
     if summary is not None:
-        parts += [*_rank_parts(summary.ranks), info.left(last)]
+        parts += [*(_rank_parts(summary.ranks) if summary.staleness is None else ()), info.left(last)]
     return " | ".join(part for part in parts if part)
 
 

@@ -49,6 +49,8 @@ class WindowSummary:
     ranks: tuple[RankSummary, ...]
     bottleneck: StepBottleneck | None = None
     """None if compute limits the steps, as it should."""
+    staleness: float | None = None
+    """Mean staleness of the updates of strategy ``async``, whose rank 0 is a server; None under another one."""
 
 
 def summarize_steps(steps: Sequence[StepRecord], solo_per_s: Sequence[float] = ()) -> WindowSummary:
@@ -67,7 +69,9 @@ def summarize_steps(steps: Sequence[StepRecord], solo_per_s: Sequence[float] = (
     seconds = sum(step.seconds for step in steps)
     num_samples = sum(step.num_samples for step in steps)
     samples_per_s = num_samples / seconds if seconds > 0 else 0.0
-    mean_s = sum(busy_s) / world_size if world_size else 0.0
+    stale = [step.metrics["staleness"] for step in steps if {"staleness", "worker"} <= step.metrics.keys()]
+    is_async = len(stale) == len(steps) and world_size > 1
+    mean_s = sum(busy_s) / (world_size - is_async) if world_size else 0.0
     known = len(solo_per_s) == world_size and sum(solo_per_s) > 0
     # The first step of a session may include seconds from before it began (the start of the loader).
     whole_s = max([same_size_s, *(own + wait for own, wait in zip(busy_s, held_s, strict=True))]) or float("inf")
@@ -84,7 +88,8 @@ def summarize_steps(steps: Sequence[StepRecord], solo_per_s: Sequence[float] = (
         imbalance=max(busy_s) / mean_s - 1 if mean_s > 0 else 0.0,
         efficiency=samples_per_s / sum(solo_per_s) if known else None,
         ranks=ranks,
-        bottleneck=_find_bottleneck(ranks),
+        bottleneck=None if is_async else _find_bottleneck(ranks),
+        staleness=sum(stale) / len(stale) if is_async else None,
     )
 
 

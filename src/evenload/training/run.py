@@ -45,6 +45,9 @@ def init(
     precision: str | None = None,
     strategy: str | None = None,
     wire: str | None = None,
+    staleness: int | None = None,
+    staleness_lr: str | None = None,
+    servers: int | None = None,
     micro_batch: int | str | None = None,
     balance: str | Sequence[int] | None = None,
     batch_max: int | None = None,
@@ -111,7 +114,10 @@ class Run:
     @property
     def world_size(self) -> int:
         """Number of ranks; inside loss_fn under strategy ``dp`` of replicas."""
-        return self._context.groups.world_size if current_replica() is None else self._context.num_sharing
+        groups = self._context.groups
+        if self._context.control.apart:  # in a loop of strategy async, for which each rank is alone
+            return len(groups.membership.workers)
+        return groups.world_size if current_replica() is None else self._context.num_sharing
 
     @property
     def is_main(self) -> bool:

@@ -4,6 +4,8 @@ let view = [0, 1], drag = null;
 const tip = document.body.appendChild(Object.assign(document.createElement("div"), {id: "tip"}));
 const clock = s => { s = Math.round(s); const d = Math.floor(s / 86400), h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60, two = n => String(n).padStart(2, "0");
   return d ? `${d} d ${two(h % 24)} h` : h ? `${h}:${two(m)}:${two(s % 60)}` : `${m}:${two(s % 60)}`; };
+const label = (info, t, step) => info.began ? new Date((info.began + t) * 1000).toLocaleTimeString("en-GB", step < 60 ? {} : {hour: "2-digit", minute: "2-digit"})
+  : step < 1 ? t.toFixed(2) + " s" : clock(t);
 const axis = () => { const node = document.querySelector("[data-axis]"); return node ? JSON.parse(node.dataset.axis) : null; };
 const place = (box, event) => { const r = box.getBoundingClientRect(); return Math.min(1, Math.max(0, (event.clientX - r.left) / r.width)); };
 const valueOf = (row, bin) => { if (row.p) { const n = +row.p.slice(2 * bin, 2 * bin + 2); return n ? n + " %" : null; }
@@ -19,9 +21,10 @@ function zoom(a, b) {
   for (const row of document.querySelectorAll(".plot .x")) {
     if (whole && !row.dataset.redrawn) continue;
     row.dataset.redrawn = "1"; row.replaceChildren();
-    for (let t = Math.ceil(a * info.end / step) * step; t <= b * info.end; t += step) {
+    const shift = info.began ? (info.began - new Date(info.began * 1000).getTimezoneOffset() * 60) % step : 0;
+    for (let t = Math.ceil((a * info.end + shift) / step) * step - shift; t <= b * info.end; t += step) {
       const mark = document.createElement("i"); mark.style.left = 100 * (t / info.end - a) / (b - a) + "%";
-      mark.textContent = step < 1 ? t.toFixed(2) + " s" : clock(t); row.append(mark); } }
+      mark.textContent = label(info, t, step); row.append(mark); } }
 }
 function hide() { tip.style.display = "none"; for (const c of document.querySelectorAll(".cursor,.select")) c.remove(); }
 function show(box, event) {
@@ -35,8 +38,10 @@ function show(box, event) {
   const step = info.steps[Math.min(bin, info.steps.length - 1)];
   tip.replaceChildren();
   const line = (text, bold) => { const node = tip.appendChild(document.createElement(bold ? "b" : "div")); node.textContent = text; if (bold) tip.append(document.createElement("br")); };
-  line(clock(seconds) + (step === null || step === undefined ? "" : ` · step ${step}`), true);
+  line(label(info, seconds, 1) + (step === null || step === undefined ? "" : ` · step ${step}`), true);
   const caption = plot.querySelector("figcaption"); if (caption.firstChild) line(caption.firstChild.textContent);
+  const own = event.target.querySelector ? event.target.querySelector(":scope > title") : null;
+  if (own) line(own.textContent);
   const rows = JSON.parse(plot.dataset.series).map(row => [row.n, valueOf(row, bin)]).filter(row => row[1] !== null);
   for (const [name, value] of rows.slice(0, 16)) line(`${name}: ${value}`);
   if (rows.length > 16) line(`and ${rows.length - 16} more`);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -23,6 +24,8 @@ class TimeAxis:
     width_s: float
     steps: tuple[int | None, ...] = ()
     """The step that was committed last before the end of each bin."""
+    began_s: float | None = None
+    """Time since 1970 at its beginning: the labels are times of day then."""
 
     @property
     def width(self) -> float:
@@ -33,11 +36,18 @@ class TimeAxis:
         step_s: float = next((step for step in _TICK_STEPS_S if self.end_s / step <= _MAX_TICKS), 0)
         while not step_s or self.end_s / step_s > _MAX_TICKS:
             step_s = step_s * 2 or 2 * _TICK_STEPS_S[-1]
+        # Times of day stand at full hours and minutes of this machine's zone.
+        first_s = 0.0 if self.began_s is None else -(self.began_s + time.localtime(self.began_s).tm_gmtoff) % step_s
         marks = []
-        for index in range(int(self.end_s / step_s) + 1):
-            at_s = index * step_s
-            marks.append(f'<i style="left:{at_s / max(self.end_s, 1e-9) * 100:.2f}%">{format_seconds(at_s)}</i>')
+        for index in range(int((self.end_s - first_s) / step_s) + 1):
+            at_s = first_s + index * step_s
+            marks.append(f'<i style="left:{at_s / max(self.end_s, 1e-9) * 100:.2f}%">{self._label(at_s)}</i>')
         return f'<div class="x">{"".join(marks)}</div>'
+
+    def _label(self, at_s: float) -> str:
+        if self.began_s is None:
+            return format_seconds(at_s)
+        return time.strftime("%H:%M" if self.end_s <= 2 * 86_400 else "%m-%d", time.localtime(self.began_s + at_s))
 
 
 @dataclass(frozen=True)

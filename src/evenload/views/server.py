@@ -153,3 +153,15 @@ class PageServer:
                 """Print nothing: the terminal shows the address alone."""
 
         return PageHandler
+
+
+def serve_until_interrupt(
+    title: str, name: str, draw: Callable[[], Mapping[str, str] | None], port: int, every_s: float
+) -> None:
+    """Print the address of a page of ``name`` in one line, and serve it until Ctrl-C."""
+    with PageServer(title, port) as server:
+        print(f"evenload: {server.url} shows {name} to browsers on this machine, until Ctrl-C", flush=True)
+        try:
+            server.follow(draw, every_s)
+        except KeyboardInterrupt:
+            print()

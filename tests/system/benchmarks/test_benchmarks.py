@@ -35,6 +35,11 @@ def test_solver(tmp_path: Path) -> None:
     assert quick(tmp_path, "solver")["median_s"] > 0
 
 
+def test_checkpoints(tmp_path: Path) -> None:
+    result = quick(tmp_path, "checkpoints")
+    assert result["num_rounds"] == 4 and result["size_bytes"] > 0 and 0 < result["held_s"] <= result["write_s"]
+
+
 def test_store(tmp_path: Path) -> None:
     result = quick(tmp_path, "store")
     assert result["clients"]["8"]["submits"] == 160 and result["clients"]["8"]["per_s"] > 0

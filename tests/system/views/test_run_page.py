@@ -42,6 +42,7 @@ def long_run(folder: Path, num_steps: int) -> None:
             file.write(line % (step, 3 / (1 + step / 5000), 1_790_000_003 + 0.5 * step) + "\n")
 
 
+@pytest.mark.timeout(300)
 def test_the_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
     runs = {"faults": 600, "long": 100_000}
     write_run(tmp_path / "faults", runs["faults"])
@@ -49,7 +50,7 @@ def test_the_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
     for name, num_steps in runs.items():
         page = tmp_path / f"{name}.html"
         done = run_command(
-            ["-m", "evenload.cli.main", "show", str(tmp_path / name), "--html", str(page)], tmp_path, 100
+            ["-m", "evenload.cli.main", "show", str(tmp_path / name), "--html", str(page)], tmp_path, 250
         )
         assert done.returncode == 0, done.stderr
         assert str(page) in done.stdout

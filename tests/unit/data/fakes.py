@@ -36,6 +36,8 @@ class Board:
 
 
 class Planner:
+    in_order = True
+
     def __init__(self, board: Board, rank: int) -> None:
         self.board = board
         self.rank = rank
@@ -55,6 +57,15 @@ class Planner:
 
     def next_batch_size(self) -> None:
         return None
+
+    def steps(self, todo: Sequence[int]) -> Iterator[int]:
+        return iter(todo)
+
+    def following(self, step: int, todo: Sequence[int]) -> Iterator[int]:
+        return (other for other in todo if other > step)
+
+    def global_step(self, step: int, committed: int) -> int:
+        return committed
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         if values is not None:

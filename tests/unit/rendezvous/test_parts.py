@@ -375,6 +375,7 @@ FOLDER = DataSummary("/d", "folder", 3, 10_000_000, "x", "ext4 /dev/sda1")
         ("round_trip", {"round_trip_s": 0.02}, "warn", "20.00 ms"),
         ("round_trip", {"interrupted": "it closed", "measurement": None}, "fail", "it closed"),
         ("bandwidth", {"received_bytes_per_s": 1.25e6}, "warn", "10 Mbit/s back; the gradients of ten million parameters"),
+        ("exchange", {"sent_bytes_per_s": 1.25e6}, "ok", 'exact result: wire="fp32"; cheapest at all: wire="powersgd"'),
         ("bandwidth", {"sent_bytes_per_s": 1.25e9, "received_bytes_per_s": 1.25e9}, "ok", "10.00 Gbit/s there"),
         ("code", {"local_script": "", "local_digest": ""}, "skip", "--script train.py"),
         ("code", {"local_digest": ""}, "fail", "can't be read here"),

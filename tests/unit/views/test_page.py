@@ -15,6 +15,7 @@ from evenload.records.values import RankTimes, RunEvent, StepRecord
 from evenload.views.run.accounts import COMPUTING, account
 from evenload.views.run.incidents import cost_s, group_of
 from evenload.views.run.page import MAX_BYTES, RunPage
+from evenload.views.run.step_batch import carry_back
 from evenload.views.run.summary import summarize_run
 from tests.unit.records.make import START_S, make_step
 from tests.unit.views.make_run import FAULTS, write_run
@@ -110,6 +111,51 @@ def test_the_time_of_an_event_without_seconds_is_estimated_by_the_length_of_its_
     assert (lost.group, lost.measured) == ("death", False)
     assert lost.seconds == pytest.approx(4.0, abs=0.05)
     assert slow_step.group == "slow" and "rank 1 spent 7.5 s on data" in slow_step.message
+
+
+def test_a_device_keeps_its_row_when_ranks_move_up_and_when_it_is_restarted(tmp_path: Path) -> None:
+    names = ["cpu", "cpu", "cuda:0"]
+    members = [(["a", "b", "c"], names), (["b", "c"], names[1:]), (["b", "c", "d"], ["cpu", "cuda:0", "cpu"])]
+    folder, time_s, step = tmp_path / "run", START_S, 0
+    folder.mkdir()
+    with (folder / EVENTS_FILE).open("wb") as events, (folder / STEPS_FILE).open("wb") as steps:
+        events.write(event_line(RunEvent("open", "", time_s)))
+        for number, (workers, devices) in enumerate(members):
+            if number == 1:  # rank 0 is lost: the next rank opens the records again and goes on
+                events.write(event_line(RunEvent("open", "", time_s + 1.0)))
+                events.write(event_line(RunEvent("lost", "rank 0 (cpu): killed by SIGKILL", time_s + 1.1, step)))
+            fields = {"workers": workers, "devices": devices, "seconds": 0.4 * number}
+            events.write(event_line(RunEvent("rebuilt", f"{len(workers)} ranks", time_s + 1.2, step, fields)))
+            time_s += 1.0
+            for _ in range(20):
+                time_s += 0.5
+                ranks = tuple(RankTimes(compute_s=0.4 + 0.01 * rank) for rank in range(len(workers)))
+                shares = (8,) * len(workers)
+                steps.write(
+                    step_line(StepRecord(step, 0, step, sum(shares), 1.0, shares, 1, 0.5, ranks, time=time_s), {})
+                )
+                step += 1
+        events.write(event_line(RunEvent("close", "", time_s)))
+    page = RunPage(folder)
+    page.update()
+    found = [(device.name, device.num_samples // 8) for device in page.history.devices.values()]
+    assert found == [("cpu", 40), ("cpu", 60), ("cuda:0", 60)]
+    assert page.history.num_sessions == 1
+    assert [(one.kind, one.seconds) for one in page.history.incidents if one.kind != "rebuilt"] == [
+        ("lost", pytest.approx(0.6, abs=0.01))
+    ]
+    assert page.history.bins.end_s == pytest.approx(time_s - START_S)
+
+
+def test_late_seconds_go_back_to_their_step() -> None:
+    def row(compute_s: float, wait_s: float) -> tuple[float, ...]:
+        return (0.0, compute_s, wait_s, 0.0, 0.0, 0.0, 0.0)
+
+    assert carry_back(row(3.0, 0.0), 10.0, row(3.0, 7.0), 3.5) == (row(3.0, 6.5), row(3.0, 0.5))
+    assert carry_back(row(0.4, 0.1), 0.5, row(0.4, 0.1), 0.5) == (row(0.4, 0.1), row(0.4, 0.1))
+    assert carry_back(row(1.0, 0.0), 9.0, row(5.0, 0.0), 1.0) == (row(1.0, 0.0), row(5.0, 0.0)), (
+        "computing is never late"
+    )
 
 
 def test_a_run_that_still_trains_and_a_torn_line_are_read(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ code = _check(findings.code)
 data = _check(findings.data)
 round_trip = _check(findings.round_trip)
 bandwidth = _check(findings.bandwidth)
+exchange = _check(findings.exchange)
 
 
 @functools.cache

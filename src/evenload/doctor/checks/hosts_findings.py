@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evenload.balance.exchange_times import Link, Work, cheapest, options_of
+from evenload.balance.wire_bytes import GradientSize
 from evenload.doctor.finding import Finding
 from evenload.rendezvous.address import CONTAINER_BRIDGES, Address, Route
 from evenload.rendezvous.connection import ConnectFailure
@@ -53,6 +55,9 @@ class HostFacts:
     def missing(self) -> str:
         """Name the check that gives the reason why no finding is possible."""
         return _NOT_REACHED.format("name" if self.unresolved else "port" if self.reached is None else "round trip")
+
+
+_TEN_MILLION = GradientSize(10_000_000, 4, ((1000, 1000),) * 10)
 
 
 def name(facts: HostFacts) -> Finding:
@@ -266,6 +271,25 @@ def bandwidth(facts: HostFacts) -> Finding:
         fix = f"sudo ethtool {name_here} | grep Speed   # a slow cable? See docs/several-machines.md: slow links"
         return Finding("bandwidth", "warn", found, expected, fix)
     return Finding("bandwidth", "ok", found, expected)
+
+
+def exchange(facts: HostFacts) -> Finding:
+    """Predict how long gradients travel in each format."""
+    measured = facts.measurement
+    if measured is None or measured.sent_bytes_per_s is None or measured.received_bytes_per_s is None:
+        return Finding("exchange", "skip", facts.missing if measured is None else "not measured, see MTU")
+    up, down = measured.sent_bytes_per_s, measured.received_bytes_per_s
+    # Sums travel in both directions at once, which is measured when a run begins.
+    link = Link(measured.round_trip_s, up, down, min(up, down))
+    options = options_of(_TEN_MILLION, link, 2, Work(0.0))
+    best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
+    times = ", ".join(f"{one.setting} {one.exchange_s:.2g} s" for one in options)
+    found = (
+        f"a step with ten million parameters exchanges its gradients in: {times}. Cheapest with the exact result: "
+        f"{exact.setting}; cheapest at all: {best.setting}"
+    )
+    expected = "less than a step computes; evenload run predicts whole steps after a few of them (docs/wire.md)"
+    return Finding("exchange", "ok", found, expected)
 
 
 def _megabits(bytes_per_s: float) -> str:

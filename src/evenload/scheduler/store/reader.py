@@ -43,6 +43,22 @@ class JobLine(NamedTuple):
     reason: str
 
 
+class AttemptLine(NamedTuple):
+    """An attempt with its job, in plain columns."""
+
+    job: str
+    name: str
+    user: str
+    devices: str
+    """Ids of its devices, as a JSON list."""
+    began_s: float
+    ended_s: float | None
+    ending: str
+    reason: str
+    state: str
+    """Of the job, as it is now."""
+
+
 class LogEntry(NamedTuple):
     number: int
     entry: Entry
@@ -155,6 +171,15 @@ class Reader:
 
         with self._sql_errors():
             return list(tables.read_attempts(self._connection, "job = ?", name))
+
+    def attempts_since(self, since_s: float, limit: int) -> list[AttemptLine]:
+        """Return the attempts that were under way at or after a time of the queue's clock, the newest first."""
+        columns = "a.job, j.name, j.user, a.devices, a.began_s, a.ended_s, a.ending, a.reason, j.state"
+        statement = (
+            f"SELECT {columns} FROM attempts a JOIN jobs j ON j.id = a.job WHERE a.ended_s IS NULL OR a.ended_s >= ? "
+            "ORDER BY a.fence DESC LIMIT ?"
+        )
+        return list(map(AttemptLine._make, self._query(statement, since_s, limit)))
 
     def log(self, after: int = 0, job: str | None = None) -> Iterator[LogEntry]:
         """Yield the entries after number `after`, of one job or of all."""

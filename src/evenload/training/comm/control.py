@@ -82,11 +82,19 @@ _CALLED_BY_ALL = (
 """Operations that a script may call on one rank by mistake."""
 
 
+_TOGETHER = (
+    *(Operation.EVALUATE, Operation.REDUCE, Operation.BARRIER, Operation.GROUP, Operation.MAIN_FIRST),
+    *(Operation.GATHER, Operation.GATHER_BATCH),
+)
+
+
 class Control:
     """Exchanges of small vectors of float64 (exact for integers below 2^53) between all ranks."""
 
     def __init__(self, groups: RankGroup) -> None:
         self._groups = groups
+        self.apart = False
+        """True while ranks take different numbers of steps (strategy ``async``): calls of all ranks together are errors."""
         self._position = (0, -1)
         self._without_batches: frozenset[int] = frozenset()
         self._send_nothing: Callable[[Sequence[int]], object] = len
@@ -169,7 +177,12 @@ class Control:
         return self._groups.control is None
 
     def check_open(self, operation: Operation) -> None:
-        """Raise StepError or LaunchError if the run is over."""
+        """Raise StepError or LaunchError if the run is over, or the ranks are apart."""
+        if self.apart and operation in _TOGETHER:
+            raise StepError(
+                f"the script {_DOING[operation]} inside a loop over a prepared loader. Under strategy='async' the ranks take "
+                "different numbers of steps there and can't meet; call it after the loop"
+            )
         if self._groups.closed:
             raise StepError(f"the script {_DOING[operation]} after run.close(): the run is over; close it last")
         if self._groups.gone:

@@ -67,7 +67,7 @@ class Groups:
         self._inner_backend = inner_backend or ("nccl" if backend == "nccl" else "")
         self._inner = InnerRanks()
         self._gpu, self._has_wire = gpu, has_wire
-        self._adopted = dist.is_initialized()
+        self.adopted = dist.is_initialized()
         self._made = False
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._session = next(_sessions)
@@ -119,15 +119,15 @@ class Groups:
         return list({id(group): group for group in every if group is not None}.values())
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, number: int | None = None) -> Iterator[None]:
         """Make this rank a world of one while the body runs: every collective returns immediately.
 
         It keeps its rank, so only one rank prints and writes. All ranks enter and leave it at their own pace; `arrive`
-        synchronises them.
+        synchronises them. With a `number` of its own, strategies build anew what they hold for a generation.
         """
         before = self.generation
         self.generation = Generation(
-            before.number, before.membership, before.rank, ranks=(before.rank,), computing=(before.rank,)
+            number or before.number, before.membership, before.rank, ranks=(before.rank,), computing=(before.rank,)
         )
         self._all = before.control
         try:
@@ -300,7 +300,7 @@ class Groups:
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a lost peer may make the end itself fail
-            if self._adopted:
+            if self.adopted:
                 for group in groups:
                     dist.destroy_process_group(group)
             elif self._made:
@@ -310,9 +310,9 @@ class Groups:
     def _build(self, membership: Membership, rank: int, check: Callable[[], None] | None = None) -> Generation:
         world_size = len(membership.workers)
         everyone = tuple(range(world_size))
-        if world_size == 1 and not self._adopted:
+        if world_size == 1 and not self.adopted:
             return Generation(membership.number, membership, rank, ranks=(rank,), computing=(rank,))
-        if not self._adopted:
+        if not self.adopted:
             try:
                 if self._store is None:
                     self._store = connect(membership, rank, self._timeout)

@@ -37,6 +37,17 @@ def offer_store() -> None:
         register_rendezvous_handler(SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
 
 
+def start_rpc(rank: int, world_size: int, timeout_s: float) -> None:
+    """Start RPC on this rank, called ``rank0``, ``rank1``, ...; all ranks call it. LaunchError: they don't reach each other."""
+    from torch.distributed import rpc
+
+    try:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=INIT_METHOD, rpc_timeout=timeout_s)
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise LaunchError(f"rank {rank} could not start RPC, which strategy='async' needs: {error}") from error
+
+
 def end_rpc(*, well: bool) -> None:
     """End RPC if the script has not: on all ranks together if the run ended `well`, otherwise without waiting for others."""
     if "torch.distributed.rpc" not in sys.modules:

@@ -31,21 +31,50 @@ class Cursor:
     """Checksum of this epoch's order, if it was drawn from the user's sampler."""
     generators: tuple[str, ...] = ()
     """States of the sampler's own generators before this epoch's order was drawn."""
+    ahead: tuple[tuple[int, int], ...] = ()
+    """Steps of this epoch after `position` that are committed already, and their samples (strategy ``async``)."""
+
+    @property
+    def in_epoch(self) -> bool:
+        """True if a part of this epoch is committed."""
+        return self.position > 0 or bool(self.ahead)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "generators": list(self.generators)}
+        state = {**dataclasses.asdict(self), "generators": list(self.generators)}
+        ahead = state.pop("ahead")
+        return {**state, "ahead": [list(pair) for pair in ahead]} if ahead else state
+
+    def after(self, step: int, low: int, high: int) -> Cursor:
+        """Return the position once this step of the epoch is committed, with the samples ``[low, high)`` of its order."""
+        ahead = {**dict(self.ahead), step: high - low}
+        done, position = self.step, self.position
+        if low == position:  # in order, as usual
+            del ahead[step]
+            done, position = step + 1, high
+        while done in ahead:
+            position += ahead.pop(done)
+            done += 1
+        return dataclasses.replace(
+            self,
+            step=done,
+            position=position,
+            global_step=self.global_step + 1,
+            samples_total=self.samples_total + high - low,
+            ahead=tuple(sorted(ahead.items())),
+        )
 
     def of_next_epoch(self) -> Cursor:
         """Return the position at the beginning of the next epoch; the rest of this one is left out."""
         return dataclasses.replace(
-            self, epoch=self.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1, generators=()
+            self, epoch=self.epoch + 1, step=0, position=0, epoch_samples=-1, order_key=-1, generators=(), ahead=()
         )
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
         """Read the values of `state_dict`; CheckpointError if one is missing or unknown."""
         try:
-            return cls(**{**state, "generators": tuple(state["generators"])})
+            ahead = tuple((int(step), int(count)) for step, count in state.get("ahead", ()))
+            return cls(**{**state, "generators": tuple(state["generators"]), "ahead": ahead})
         except (KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the checkpoint's data cursor holds {', '.join(sorted(map(str, state)))}, which this version can't "

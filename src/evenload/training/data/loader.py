@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
@@ -27,6 +28,8 @@ from evenload.training.data.tuning import ReadSettings, StepCost
 class StepPlanner(Protocol):
     world_size: int
     rank: int
+    in_order: bool
+    """True if all ranks execute all steps, in order; `global_step` is called only where it is False."""
 
     def plan(self, epoch: int, epoch_step: int, global_step: int, start: int, num_samples: int) -> StepPlan:
         """Return the plan of a step under the decisions known now; equal on all ranks when the step is executed."""
@@ -39,6 +42,15 @@ class StepPlanner(Protocol):
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         """Broadcast rank 0's integers to all ranks."""
+
+    def steps(self, todo: Sequence[int]) -> Iterator[int]:
+        """Yield the steps of an epoch that this rank executes, of those left; all of them, in order, except under ``async``."""
+
+    def following(self, step: int, todo: Sequence[int]) -> Iterator[int]:
+        """Yield the steps that this rank will execute after `step`, as far as it is known."""
+
+    def global_step(self, step: int, committed: int) -> int:
+        """Return the global index of a step of the epoch; `committed` steps of all epochs are committed."""
 
 
 class GlobalLoader:
@@ -183,17 +195,34 @@ class GlobalLoader:
             raise StepError(f"step {batch.epoch_step} of epoch {batch.epoch} was committed twice")
         self._committed = weakref.ref(batch)
         self._begun = True
-        now = self._cursor
-        self._move(
-            step=batch.epoch_step + 1,
-            position=batch.plan.start + batch.num_samples,
-            global_step=now.global_step + 1,
-            samples_total=now.samples_total + batch.num_samples,
+        self._cursor = self._cursor.after(batch.epoch_step, batch.plan.start, batch.plan.start + batch.num_samples)
+
+    def follow(self, values: Sequence[int]) -> None:
+        """Take the position of rank 0, as its `follow_values`: this rank executed other steps than it (``async``)."""
+        begun, *moved, epoch_samples, order_key, num_ahead = values[:9]
+        flat = values[9 : 9 + 2 * num_ahead]
+        self._begun = bool(begun)
+        epoch, step, position, global_step, samples_total = moved
+        self._cursor = dataclasses.replace(
+            self._cursor,
+            epoch=epoch,
+            step=step,
+            position=position,
+            global_step=global_step,
+            samples_total=samples_total,
+            epoch_samples=epoch_samples,
+            order_key=order_key,
+            ahead=tuple(zip(flat[::2], flat[1::2], strict=True)),
         )
+
+    def follow_values(self) -> list[int]:
+        now = self._cursor
+        moved = [now.epoch, now.step, now.position, now.global_step, now.samples_total]
+        return [int(self._begun), *moved, now.epoch_samples, now.order_key, len(now.ahead), *sum(now.ahead, ())]
 
     def load(self, cursor: Cursor) -> None:
         """Continue at a cursor, in mid-epoch if need be; DataError if it does not fit this loader."""
-        if cursor.position > 0 and cursor.seed != self._seed:
+        if cursor.in_epoch and cursor.seed != self._seed:
             raise DataError(
                 f"the checkpoint is in the middle of an epoch whose order was drawn with seed {cursor.seed}, now the seed is "
                 f"{self._seed}: samples would be used twice; set seed={cursor.seed}, leave the rest of the epoch out with "
@@ -215,7 +244,7 @@ class GlobalLoader:
         """Draw the epoch in progress without the other ranks, who have drawn it: this rank has joined them."""
         self._draws_alone = True
 
-    def follow(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Read as this rank from now on: the plans are those of another generation."""
         if len(self._ranks) == 1:
             self._ranks = (rank,)
@@ -237,13 +266,17 @@ class GlobalLoader:
 
     def _map_steps(self, reader: MapReader) -> Generator[GlobalBatch, None, None]:
         planner, cursor = self._planner, self._cursor
+        in_epoch = cursor.position + sum(count for _, count in cursor.ahead)
         agree, self._draws_alone = (None if self._draws_alone else planner.agree), False
-        drawn = reader.begin(cursor.epoch, cursor.samples_total - cursor.position, agree, self._resized)
+        drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, agree, self._resized)
         self._check_resumed(drawn)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
 
         ahead: CopiedAhead | None = None
+        todo: Sequence[int] = range(drawn.step_at(cursor.position), drawn.num_steps)
+        if cursor.ahead:
+            todo = [step for step in todo if step not in dict(cursor.ahead)]
 
         def read(low: int, high: int) -> Any:
             before = self._clock.switch("data")
@@ -254,7 +287,7 @@ class GlobalLoader:
 
         def wanted(now: GlobalBatch) -> Iterator[Span]:
             yield from now.unread_spans()
-            for step in range(now.epoch_step + 1, drawn.num_steps):
+            for step in planner.following(now.epoch_step, todo):
                 plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], now)
                 yield from spans_of(plan, self._ranks)
 
@@ -266,9 +299,9 @@ class GlobalLoader:
 
         def copy_next() -> None:
             nonlocal ahead
-            step = batch.epoch_step + 1
+            step = next(iter(planner.following(batch.epoch_step, todo)), None)
             # Without workers the samples of a step are read in it, as the script expects: it may change the dataset before.
-            if ahead is not None or step == drawn.num_steps or not reader.reading.num_workers:
+            if ahead is not None or step is None or not reader.reading.num_workers:
                 return
             plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], batch)
             for span in spans_of(plan, self._ranks)[:1]:  # none where this rank is left out
@@ -280,7 +313,9 @@ class GlobalLoader:
         copies = self._device.type != "cpu" and len(self._ranks) == 1
         revision: int | None = None
         try:
-            for step in range(drawn.step_at(self._cursor.position), drawn.num_steps):
+            for step in planner.steps(todo):
+                if not planner.in_order:
+                    self._ranks = (planner.rank,)  # ranks may have been counted anew
                 changed = reader.apply_tuned_settings()
                 revised = planner.revision()
                 plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1])
@@ -319,8 +354,14 @@ class GlobalLoader:
             reader.pause()
 
     def _plan(self, step: int, low: int, high: int, now: GlobalBatch | None = None) -> StepPlan:
-        global_step = self._cursor.global_step if now is None else now.global_step + step - now.epoch_step
+        if now is not None:
+            global_step = now.global_step + step - now.epoch_step
+        else:
+            global_step = self._cursor.global_step if self._planner.in_order else self._global_step(step)
         return self._planner.plan(self._cursor.epoch, step, global_step, low, high - low)
+
+    def _global_step(self, step: int) -> int:
+        return self._planner.global_step(step, self._cursor.global_step)
 
     def _batch(
         self,
@@ -333,7 +374,7 @@ class GlobalLoader:
         return GlobalBatch(
             plan,
             ranks=self._ranks,
-            global_step=self._cursor.global_step,
+            global_step=self._cursor.global_step if self._planner.in_order else self._global_step(plan.step),
             device=self._device,
             read=read,
             on_replan=on_replan,
@@ -344,18 +385,18 @@ class GlobalLoader:
 
     def _check_resumed(self, drawn: order.SampleOrder) -> None:
         now = self._cursor
-        if now.position > 0 and now.epoch_samples not in (-1, drawn.num_samples):
+        if now.in_epoch and now.epoch_samples not in (-1, drawn.num_samples):
             raise DataError(
                 f"the checkpoint is in the middle of an epoch of {now.epoch_samples} samples, now the epoch has "
                 f"{drawn.num_samples}: the dataset or the sampler changed; use the same data, leave the rest of the epoch out "
                 "with --override, or start anew with --fresh"
             )
-        if now.position > 0 and now.order_key == -1 and order.is_computed(self.user_loader):
+        if now.in_epoch and now.order_key == -1 and order.is_computed(self.user_loader):
             raise DataError(
                 f"the checkpoint is in the middle of an epoch of more than {order.MAX_DRAWN:,} samples that an earlier version "
                 "shuffled in another order: finish the epoch with that version, or start anew with --fresh"
             )
-        if now.position > 0 and now.order_key not in (-1, drawn.key):
+        if now.in_epoch and now.order_key not in (-1, drawn.key):
             if self.is_joint:
                 raise DataError(
                     "the checkpoint is in the middle of an epoch, and the loaders of the tuple now give other samples: a "

@@ -263,7 +263,7 @@ class Members(StepListener):
             values = control.agree(planner.shares_of(members) if groups.rank == 0 else None)
             step = loader.loader.cursor().global_step + 1
             planner.follow(change.number, groups.rank, values, out, step)
-            loader.loader.follow(groups.rank)
+            loader.loader.set_rank(groups.rank)
         if out:
             groups.set_computing([rank for rank in groups.ranks if rank not in out])
 

@@ -186,6 +186,8 @@ def own_numbers(rank_device: RankDevice) -> tuple[str, tuple[str, ...]]:
 
 def own_cores(workers: Sequence[WorkerSpec], host: HostDevices) -> tuple[float, ...]:
     """Return the cores of each rank; a fraction where ranks share cores."""
+    if workers[0].has_server and workers[0].rank == 0:
+        return (1.0, *own_cores(workers[1:], host))  # it computes little, and is not throttled
     num_unbound = sum(1 for worker in workers if not worker.cores)
     left = host.num_cores - sum(len(worker.cores) for worker in workers)
     return tuple(float(len(worker.cores)) if worker.cores else left / num_unbound for worker in workers)

@@ -68,6 +68,8 @@ class WorkerSpec:
     origin: str = "alone"
     """The launcher: ``evenload``, ``spawn`` (`evenload.spawn`), ``torchrun``, ``slurm``, ``group`` (an existing process
     group) or ``alone``."""
+    has_server: bool = False
+    """Rank 0 is a process that the launcher started beside the devices, for the server of strategy ``async``."""
     mode: str = "train"
     """``train``, ``verify``, or ``measure`` (the measurement of the demo and the benchmarks)."""
     settings: Mapping[str, Any] = field(default_factory=dict)

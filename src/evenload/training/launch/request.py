@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +13,7 @@ from evenload.training.launch.devices import HostDevices, parse_devices, plan_wo
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.output import ProgressView
 from evenload.training.launch.replicas import as_one_worker, num_parts
+from evenload.training.launch.server_process import with_server
 from evenload.training.launch.target import target_file
 from evenload.training.launch.throttle import check_factors
 
@@ -73,17 +72,8 @@ def plan(request: LaunchRequest, host: HostDevices | None = None) -> tuple[Worke
             replace(worker, throttle={"factors": factors} if worker.replicas else {"factor": factors[worker.rank]})
             for worker in workers
         )
+    if request.rendezvous is None:
+        workers = with_server(workers, request.settings)
     if request.port and len(workers) == 1:
         raise ConfigError(f"--port {request.port} has no effect: one rank alone opens no port; leave it out")
     return workers
-
-
-def resume_command(request: LaunchRequest) -> str:
-    """Return the command that starts the same run again."""
-    if request.call:
-        return shlex.join(sys.orig_argv)
-    own = sys.argv[1:]
-    options = own[: own.index(request.arguments[0])] if request.arguments[0] in own else own
-    return shlex.join(
-        ["evenload", *(word for word in options if word not in ("--fresh", "--override")), *own[len(options) :]]
-    )

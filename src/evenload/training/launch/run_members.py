@@ -43,7 +43,8 @@ from evenload.training.launch.membership_messages import (
 from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.replicas import throttle_of
-from evenload.training.launch.request import LaunchRequest, resume_command
+from evenload.training.launch.request import LaunchRequest
+from evenload.training.launch.target import resume_command
 from evenload.training.launch.throttle import ThrottleController
 
 _OPINIONS_S = 0.3
@@ -59,6 +60,7 @@ class RunMembers:
         self._folder = folder
         self._outputs = outputs
         self._open_store = open_store
+        self._command = resume_command(request.arguments, is_call=bool(request.call))
         self._throttle: ThrottleController | None = None
         self._processes: dict[str, WorkerProcess] = {}
         self._gone: set[str] = set()
@@ -83,6 +85,7 @@ class RunMembers:
             and not self._request.call
             and self._request.rendezvous is None
             and not specs[0].replicas
+            and not specs[0].has_server
         )
         if elastic:
             devices = parse_devices(self._request.devices, read_host())
@@ -308,10 +311,10 @@ class RunMembers:
                 self._print(describe_end(0, process.code or 1, 0.0).sentence(f"{self.where(name)}, which had left,"))
 
     def _start(self, spec: WorkerSpec) -> None:
-        throttled = self._throttle is not None and (spec.replicas or spec.local_rank < len(self._request.throttle))
+        throttled = not spec.joining or spec.local_rank < len(self._request.throttle)
         if self._throttle is not None and throttled:
             spec = replace(spec, throttle=throttle_of(self._throttle, spec))
-        spec = replace(spec, launch_dir=str(self._folder), command=resume_command(self._request))
+        spec = replace(spec, launch_dir=str(self._folder), command=self._command)
         process = WorkerProcess(spec, self._request.arguments, self._outputs, with_channel=self._decider is not None)
         self._processes[spec.worker] = process
         if self._throttle is not None and throttled:

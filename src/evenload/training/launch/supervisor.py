@@ -31,6 +31,7 @@ from evenload.training.launch.replicas import make_throttle
 from evenload.training.launch.request import LaunchRequest, plan
 from evenload.training.launch.run_control import RunControl
 from evenload.training.launch.run_members import RunMembers
+from evenload.training.launch.server_process import LostWorkers, with_servers_speed
 from evenload.training.launch.stop_signals import collect_stop_signals
 from evenload.training.launch.stop_status import StopStatus
 from evenload.training.launch.store_server import StoreServer, listen
@@ -97,6 +98,7 @@ class _Supervisor:
         self._num_ranks = 0
         self._control = RunControl(folder) if request.mode == "train" and request.rendezvous is None else None
         self._run_folder: Path | None = None
+        self._lost = LostWorkers(folder, self._outputs.print_line)
         self._listener: socket.socket | None = None
         self._store: StoreServer | None = None
         self._store_address = ""
@@ -120,7 +122,8 @@ class _Supervisor:
         if self.received_signals:
             return self._end_by_signal()
         if self._request.throttle:
-            self._throttle = make_throttle(self._folder, self._request.throttle, specs, num_cores)
+            factors = with_servers_speed(self._request.throttle, specs)
+            self._throttle = make_throttle(self._folder, factors, specs, num_cores)
         self._num_ranks = specs[0].world_size
         self._members.start(specs, self._throttle)
         if self._listener is not None:
@@ -251,7 +254,10 @@ class _Supervisor:
         rest = self._members.absorb(failures)
         if rest is None:
             failures, rest = {}, ""
+        workers = {worker.spec.worker: worker for worker in self._members.workers}
         for name, failure in failures.items():
+            if self._lost.takes(workers[name], failure):
+                continue
             where = self._members.where(name) + (f" on {self._machine}" if self._machine else "")
             cause = FailureCause(failure.text(where) + rest, failure.exit_code, failure.consequence, failure.time_s)
             self._own_causes[name] = cause

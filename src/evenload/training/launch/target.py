@@ -1,9 +1,10 @@
-"""The file of a script or module, found without running any of it."""
+"""The file of a script or module, found without running any of it, and the command that goes on with it."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,3 +48,14 @@ def _module_file(name: str) -> Path:
         if spec is None:
             raise LaunchError(f"-m {name}: {name} is a package without a __main__.py, so it can't be run")
     return Path((spec.origin if spec is not None else None) or name)
+
+
+def resume_command(arguments: Sequence[str], *, is_call: bool) -> str:
+    """Return the command line of this process, as it is written to go on with the run."""
+    if is_call:
+        return shlex.join(sys.orig_argv)
+    own = sys.argv[1:]
+    options = own[: own.index(arguments[0])] if arguments[0] in own else own
+    return shlex.join(
+        ["evenload", *(word for word in options if word not in ("--fresh", "--override")), *own[len(options) :]]
+    )

@@ -42,9 +42,15 @@ class StrategyParts:
     link: LinkMeter | None = None
     on_device: bool | None = None
     """See `ReplicaStrategy`; tests set it."""
+    staleness: int = 0
+    """Of strategy ``async``: the most updates that a gradient may be behind."""
+    compensates: bool = False
+    """Of strategy ``async``: delay compensation."""
+    report_lost: Callable[[int, str, Sequence[int]], None] = lambda *_: None
+    """Of strategy ``async``: called with a worker that is gone, the reason, and the parts that others take."""
 
 
-def _open_ddp(parts: StrategyParts) -> Strategy:
+def _open_ddp(parts: StrategyParts) -> ReplicaStrategy:
     return ReplicaStrategy(
         device=parts.device,
         seed=parts.seed,
@@ -65,7 +71,23 @@ def _open_dp(parts: StrategyParts) -> Strategy:
     return open_threaded_strategy(parts.replicas, parts.spec, parts.precision, parts.clock, parts.seed)
 
 
-STRATEGIES: dict[str, Callable[[StrategyParts], Strategy]] = {"ddp": _open_ddp, "dp": _open_dp}
+def _open_async(parts: StrategyParts) -> Strategy:
+    if parts.staleness == 0 or parts.groups.world_size == 1:
+        return _open_ddp(parts)
+    from evenload.training.parallel.asynchronous.strategy import open_async  # imports RPC, which takes 0.1 s
+
+    return open_async(
+        _open_ddp(parts),
+        parts.groups,
+        parts.clock,
+        parts.device,
+        staleness=parts.staleness,
+        compensates=parts.compensates,
+        report_lost=parts.report_lost,
+    )
+
+
+STRATEGIES: dict[str, Callable[[StrategyParts], Strategy]] = {"ddp": _open_ddp, "dp": _open_dp, "async": _open_async}
 
 
 def register_strategy(name: str, open_it: Callable[[StrategyParts], Strategy]) -> None:

@@ -36,10 +36,12 @@ from evenload.training.compute.precision import Precision
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
+from evenload.training.launch.server_process import allow_losses
 from evenload.training.launch.supervisor import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.factory import StrategyParts, open_strategy
 from evenload.training.parallel.wire.gradient_wire import GradientWire
+from evenload.training.session import async_run
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.stats import StepRecorder
@@ -75,6 +77,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     replicas: tuple[ReplicaDevice, ...] = ()
     if config.strategy == STRATEGY:
         replicas = replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
+    async_run.check_settings(config, spec)
     _check_balance(config, len(replicas) or spec.world_size)
     if "project_dir" not in config.sources:
         config = replace(config, project_dir=f"runs/{_run_name()}")
@@ -135,8 +138,26 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     link = LinkMeter(groups, always=config.wire == "auto")
     wire = GradientWire(config.wire, groups, config.seed, recorder.event, link) if config.wire != "fp32" else None
     parts = StrategyParts(
-        spec, device, config.seed, groups, clock, precision, throttle, grad_norms, replicas, wire, link
+        spec,
+        device,
+        config.seed,
+        groups,
+        clock,
+        precision,
+        throttle,
+        grad_norms,
+        replicas,
+        wire,
+        link,
+        staleness=config.staleness,
+        compensates=config.staleness_lr == "compensate",
+        report_lost=async_run.lost_reporter(recorder.event),
     )
+    if async_run.is_asynchronous(config, spec):
+        allow_losses(spec.launch_dir)
+    if config.strategy == async_run.STRATEGY:
+        recorder.event("async", async_run.describe(config, spec))
+    asynchronous = async_run.is_asynchronous(config, spec)
     engine = Engine(
         device=device,
         groups=groups,
@@ -146,7 +167,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         clock=clock,
         recorder=recorder,
         throttle=throttle,
-        check_every=0 if config.check_every == "off" else int(config.check_every),
+        check_every=0 if config.check_every == "off" or asynchronous else int(config.check_every),
         grad_norms=grad_norms,
     )
     loop = StepLoop(engine)

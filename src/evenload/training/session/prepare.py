@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,9 +24,11 @@ from evenload.training.data import checks, fingerprint, order
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.randomness import mix
 from evenload.training.launch.environment import devices_without_effect
+from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
 from evenload.training.parallel.model_split.transfers import split_of
 from evenload.training.session import gradient_contract
 from evenload.training.step.context import TrainingContext, device_names
+from evenload.training.step.part_planner import PartPlanner
 from evenload.training.step.plan_source import PlanSource
 from evenload.training.step.planner import LEAD_STEPS, Planner
 from evenload.training.step.step import StepLoader
@@ -62,7 +64,8 @@ def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
     gradient_contract.check_hooks(model, ConfigError)
     _move(context, model)
     # With a channel other ranks may join later.
-    if context.config.batch_norm == "global" and (context.num_sharing > 1 or context.spec.channel >= 0):
+    may_share = context.num_sharing > 1 or context.spec.channel >= 0
+    if context.config.batch_norm == "global" and may_share and not isinstance(context.engine.strategy, AsyncStrategy):
         converted, left = batchnorm.convert(model)
         if converted and context.num_sharing > 1:
             context.recorder.event(
@@ -153,7 +156,7 @@ def prepare_loader(
         usual, is_guess = _usual_batch(loader, context.config.balance)
     for one in loader if isinstance(loader, tuple) else (loader,):
         check_same_loader(context, one, Operation.PREPARE)
-    planner = Planner(
+    planner = _part_planner(context, loader, usual, announce, is_guess=is_guess) or Planner(
         context.control,
         rank=context.groups.rank,
         world_size=context.num_sharing,
@@ -181,6 +184,38 @@ def prepare_loader(
     prepared = StepLoader(global_loader, planner, context.loop)
     _describe(context, prepared, planner, usual)
     return prepared
+
+
+def _part_planner(
+    context: TrainingContext,
+    loader: DataLoader[Any] | tuple[Any, ...],
+    batch_size: int,
+    announce: Callable[[Decision, int], None],
+    *,
+    is_guess: bool,
+) -> PartPlanner | None:
+    """Return the planner of strategy ``async``; None under another one."""
+    strategy = context.engine.strategy
+    if not isinstance(strategy, AsyncStrategy):
+        return None
+    loaders = loader if isinstance(loader, tuple) else (loader,)
+    if any(checks.is_stream(one) for one in loaders):
+        raise ConfigError(
+            "strategy='async' needs a dataset with an index: workers take parts out of order, and an iterable dataset gives its "
+            "samples in order only; use a map-style dataset, or strategy='ddp'"
+        )
+    return PartPlanner(
+        context.control,
+        strategy,
+        context.groups,
+        context.clock,
+        batch_size=batch_size,
+        micro_batch=context.config.micro_batch,
+        announce=announce,
+        is_guess=is_guess,
+        reads_ahead=any(one.num_workers for one in loaders) or context.config.num_workers == "auto",
+        is_dry=context.config.dry_run,
+    )
 
 
 def refuse(value: Any) -> None:
@@ -274,8 +309,16 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     except TypeError:
         epoch_steps = None
     names = device_names(context)
+    parts = isinstance(planner, PartPlanner)
     lines = [
-        f"rank {rank}: {name}, share {share} of {batch_size}, micro-batch {-(-share // planner.num_micro)}"
+        f"rank {rank}: {name}, "
+        + (
+            f"share {share} of {batch_size}, micro-batch {-(-share // planner.num_micro)}"
+            if not parts
+            else "computes parts"
+            if rank
+            else "server"
+        )
         for rank, (name, share) in enumerate(zip(names, planner.shares, strict=True))
     ]
     epoch = f"{epoch_steps} steps an epoch" if epoch_steps is not None else "epochs of unknown length"
@@ -284,7 +327,11 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     if loader.loader.is_joint and batch_size < context.num_sharing:
         few = " (fewer units than ranks: choose batch sizes with a larger common divisor)"
     context.recorder.event(
-        "loader", f"global batch {batch}, {epoch}{few}\n  " + "\n  ".join(lines), epoch_steps=epoch_steps, devices=names
+        "loader",
+        f"global batch {batch}, {epoch}{few}\n  " + "\n  ".join(lines),
+        epoch_steps=epoch_steps,
+        devices=names,
+        workers=list(context.groups.membership.workers),
     )
     for one in loader.loader.user_loaders:
         if order.is_computed(one):
@@ -298,5 +345,5 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     )
     if isinstance(context.config.balance, tuple) and sum(context.config.balance) != batch_size:
         message += f", {':'.join(map(str, context.config.balance))} of {batch_size}"
-    if context.num_sharing > 1:
+    if context.num_sharing > 1 and not parts:
         context.recorder.event("shares", message, shares=list(planner.shares))

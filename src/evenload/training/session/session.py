@@ -27,7 +27,10 @@ from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
 from evenload.training.elastic.members import Members
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
+from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
 from evenload.training.session import prepare
+from evenload.training.session.advice import LinkAdvice
+from evenload.training.session.async_run import StalenessRates, is_asynchronous
 from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
@@ -47,6 +50,8 @@ class Session(StepListener):
         self._models = models
         self._loaders = loaders
         self._stopper = Stopper(context, saver)
+        if isinstance(context.engine.strategy, AsyncStrategy) and context.engine.strategy.server is not None:
+            context.engine.strategy.server.on_wait = self._stopper.poll
         self._evaluation_parts = follow_evaluation(context.groups, context.control)
         self._attached = 0
         self._has_begun = False
@@ -54,11 +59,18 @@ class Session(StepListener):
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
+        asynchronous = is_asynchronous(context.config, context.spec)
         self._members: Members | None = None
-        if context.spec.channel >= 0 and context.spec.mode == "train" and not context.config.dry_run:
+        trains = context.spec.mode == "train" and not asynchronous
+        if context.spec.channel >= 0 and trains and not context.config.dry_run:
             self._members = Members(context, loaders, saver, self._why_not_restored)
             saver.before_write = self._members.catch_up
-        coupling = CouplingWatch(context, models) if context.spec.mode == "train" else None
+        self._advice = LinkAdvice(context, models)
+        # Under async rank 0 computes nothing.
+        coupling = CouplingWatch(context, models) if trains else None
+        self._stale_rates = (
+            StalenessRates(context.engine.strategy) if context.config.staleness_lr == "inverse" else None
+        )
         listeners: list[StepListener | None] = [
             self._members,
             self._ranks,
@@ -66,6 +78,7 @@ class Session(StepListener):
             self,
             self._contract,
             coupling,
+            self._advice,
             self._stopper,
         ]
         if context.spec.mode == "measure":
@@ -106,6 +119,7 @@ class Session(StepListener):
         if len(self._models) != self._attached:
             prepare.attach_models(self._context, self._models)
             self._contract.attach()
+            self._advice.announce()
             self._attached = len(self._models)
 
     def resume(self, state: Mapping[str, Any]) -> SavedValues:
@@ -193,7 +207,6 @@ class Session(StepListener):
                 if not context.groups.gone:
                     context.control.exchange(Operation.CLOSE)
         finally:
-            end_rpc(well=well and sys.exception() is None)
             for hook in self._hooks:
                 hook.remove()
             for loader in self._loaders:
@@ -202,6 +215,7 @@ class Session(StepListener):
             context.loop.close()
             self._contract.close()
             context.engine.strategy.detach()
+            end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
             for model in self._models:
                 batchnorm.restore(model)
             try:
@@ -218,6 +232,8 @@ class Session(StepListener):
         self._check_gradients_remain(optimizer)
         self._context.engine.totals.before_optimizer(optimizer)
         self._ranks.optimizer_begins(optimizer)
+        if self._stale_rates is not None:
+            self._stale_rates.before(optimizer)
         self._saver.in_optimizer = True
         if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
             adaptive_batch.rates.before(optimizer)
@@ -242,6 +258,8 @@ class Session(StepListener):
     def _after_optimizer(self, *_: Any) -> None:
         if (adaptive_batch := self._saver.adaptive_batch) is not None:
             adaptive_batch.rates.after()
+        if self._stale_rates is not None:
+            self._stale_rates.after()
         self._ranks.optimizer_ends()
         self._saver.in_optimizer = False
         self._context.engine.totals.after_optimizer()
@@ -301,7 +319,7 @@ class Session(StepListener):
             count = sum(p.numel() for p in model.parameters() if p.requires_grad)
             held = sum(p.numel() * p.element_size() for p in model.parameters())
             lines.append(f"model {type(model).__name__}: {count:,} trainable parameters, {held / 2**20:,.1f} MiB")
-        print("\n".join(lines), flush=True)
+        print("\n".join([*lines, *self._advice.opening()]), flush=True)
 
 
 def _ended_well(stopped: bool) -> bool:

@@ -91,10 +91,10 @@ class Saver:
             for loader, saved in zip(self._loaders, state["loaders"], strict=True):
                 cursor = Cursor.from_state_dict(saved["cursor"])
                 is_over = self._data_changed and cursor.position == cursor.epoch_samples
-                if cursor.position > 0 and (self._skips_rest or is_over):
+                if cursor.in_epoch and (self._skips_rest or is_over):
                     cursor = cursor.of_next_epoch()
                 loader.loader.load(cursor)
-                self._load_batch(state.get("batch"), in_epoch=cursor.position > 0)
+                self._load_batch(state.get("batch"), in_epoch=cursor.in_epoch)
                 loader.planner.load_state_dict(saved["planner"], cursor.global_step)
         except EvenloadError:
             for loader, earlier in zip(self._loaders, before, strict=True):
@@ -403,8 +403,8 @@ class Saver:
             "checkpoint",
             f"checkpoint at step {written.step}" + (f" ({self._reason})" if self._reason else ""),
             step=written.step,
-            seconds=written.seconds,
-            held_s=written.held_s,
+            seconds=written.held_s,
+            write_s=written.seconds,
             size_bytes=written.num_bytes,
         )
 

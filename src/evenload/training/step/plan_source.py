@@ -1,4 +1,4 @@
-"""`PlanSource`: parts of a loader's plans that do not come from its planner, such as those of a measurement."""
+"""`PlanSource`: parts of a loader's plans from outside its planner."""
 
 from __future__ import annotations
 

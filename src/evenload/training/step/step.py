@@ -50,7 +50,7 @@ class Step:
         self.batch = batch
         self.planner = planner
         self.stats = StepStats()
-        self.index = loop.steps_done
+        self.index = loop.steps_done if planner.in_order else planner.step_index(batch.epoch_step, loop.steps_done)
         self.record_index = self.index if record_index is None else record_index
         self.arm = arm
         self.epoch = batch.epoch
@@ -381,6 +381,7 @@ class StepLoader:
             try:
                 batch = next(batches)
             except StopIteration:
+                loop.steps_done = self.planner.end_loop(self.loader, loop.steps_done, left=False)
                 loop.end_epoch()
                 return None
             step = Step(loop, self.loader, self.planner, batch)
@@ -392,5 +393,7 @@ class StepLoader:
             finally:
                 # A `break` ends the generator here: samples count as used where their gradients were.
                 loop.end(step, finished=finished)
+                if not finished:
+                    loop.steps_done = self.planner.end_loop(self.loader, loop.steps_done, left=True)
             if (listener := loop.due_listener()) is not None:
                 return listener

@@ -6,9 +6,8 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import add, attrgetter
 from statistics import median
 from typing import Any
 
@@ -18,9 +17,9 @@ from evenload.records.values import SEGMENTS, LateMetrics, RankTimes, Record, Ru
 from evenload.stored_names import MEASUREMENT
 from evenload.views.bins import TimeBins
 from evenload.views.run.incidents import Incident, group_of, incident_of
+from evenload.views.run.step_batch import SECONDS_OF, PlacedStep, StepBatch, carry_back
 
 RECENT_STEPS = 100
-_SECONDS_OF = attrgetter(*SEGMENTS)
 _USUAL_STEPS = 31
 _MIN_USUAL = 8
 _SLOW, _SLOW_S = 5.0, 1.0
@@ -59,32 +58,6 @@ class DeviceHistory:
     def outside_s(self) -> float:
         """Seconds alive that no segment covers: recovery, rebuilt groups, the end of a session."""
         return max(0.0, self.alive_s - self.before_s - sum(self.segments_s.values()))
-
-
-class _StepBatch:
-    """Consecutive steps of the same devices, summed before they are spread over the bins: most bins hold many steps."""
-
-    def __init__(self, keys: tuple[Hashable, ...], begin_s: float) -> None:
-        self.keys = keys
-        self.begin_s = self.end_s = begin_s
-        self.covered_s = 0.0
-        self.seconds = 0.0
-        self.num_samples = 0
-        self.shares = [0] * len(keys)
-        self.segments_s = [(0.0,) * len(SEGMENTS)] * len(keys)
-        self.memory_bytes = [0] * len(keys)
-
-    def add(self, step: StepRecord, end_s: float) -> None:
-        self.end_s = end_s
-        self.seconds += step.seconds
-        self.num_samples += step.num_samples
-        self.shares = list(map(add, self.shares, step.shares))
-        self.segments_s = [
-            tuple(map(add, sums, _SECONDS_OF(times))) for sums, times in zip(self.segments_s, step.ranks, strict=True)
-        ]
-        self.memory_bytes = [
-            max(most, times.memory_bytes) for most, times in zip(self.memory_bytes, step.ranks, strict=True)
-        ]
 
 
 class RunHistory:
@@ -128,7 +101,12 @@ class RunHistory:
         self._usual: deque[float] = deque(maxlen=_USUAL_STEPS)
         self._usual_s: float | None = None
         self._num_usual = 0
-        self._batch: _StepBatch | None = None
+        self._batch: StepBatch | None = None
+        self._held: PlacedStep | None = None
+        self._reopened: tuple[float, int, float | None] | None = None
+        """Of a session that began with no end of the last: the offset before, the index of the incident, the usual step."""
+        self._key_of_worker: dict[str, Hashable] = {}
+        self._workers: tuple[str, ...] = ()
         self._unpriced: list[int] = []
         """Indices of the incidents since the last step that name no seconds."""
         self._solo: tuple[float, ...] = ()
@@ -167,6 +145,7 @@ class RunHistory:
     def _begin(self, time_s: float) -> None:
         """Begin a session at a time; the axis continues where the last one ended."""
         self.settle()
+        self._workers = ()
         if self.began_s is None:
             self.began_s = time_s
         self._offset_s = time_s - self.bins.end_s
@@ -197,6 +176,11 @@ class RunHistory:
                 self._device(key).solo_per_s = speed
         if event.kind == MEASUREMENT and isinstance(blocks := event.fields.get("blocks"), list) and blocks:
             self.measurement = evaluate(blocks_from_rows(blocks))
+        if isinstance(workers := event.fields.get("workers"), list | tuple) and workers:
+            self._follow_workers(workers)
+            if self._reopened is not None and group_of(event) == "recovery":
+                self._go_on()
+                at_s = self._at(event.time)
         if event.fields.get("over_equal"):
             self.expected = event
         if event.message:
@@ -221,11 +205,24 @@ class RunHistory:
                 f"session {self.num_sessions - 1} ended without closing its records (killed, or its machine failed); "
                 f"the next began {format_seconds(pause_s)} later"
             )
+            self._reopened = self._offset_s, len(self.incidents), self._usual_s
             self.incidents.append(Incident("no_close", "death", text, "", step, at_s, pause_s))
         else:
             text = f"the run stood still between sessions {self.num_sessions - 1} and {self.num_sessions}"
             self.incidents.append(Incident("pause", "pause", text, "", step, at_s, pause_s))
         self._begin(event.time)
+
+    def _go_on(self) -> None:
+        """Take a session back that was none: rank 0 was lost, and another rank went on with its records."""
+        if self._reopened is None:
+            return
+        offset_s, index, self._usual_s = self._reopened
+        self.num_sessions -= 1
+        moved_s = self._offset_s - offset_s
+        self._offset_s, self._in_first_step, self._reopened = offset_s, False, None
+        later = [replace(found, at_s=found.at_s + moved_s) for found in self.incidents[index + 1 :]]
+        self.incidents[index:] = later
+        self._unpriced = [number - 1 for number in self._unpriced if number > index]
 
     def last_before(self, time_s: float) -> float:
         """Return the time since 1970 at which the axis ends, of a session that ended before ``time_s``."""
@@ -241,15 +238,12 @@ class RunHistory:
         begin_s = min(at_s, max(self._covered_s, at_s - step.seconds - others_s))
         before_s = begin_s - self._covered_s if self._in_first_step else 0.0
         self._note_length(step, at_s, before_s, others_s)
-        batch = self._batch
-        if batch is None or batch.keys != keys or self.bins.index(at_s) != self.bins.index(batch.begin_s):
-            self.settle()
-            batch = self._batch = _StepBatch(keys, begin_s)
         if self._in_first_step:
             for key in keys:
                 self._device(key).before_s += before_s
-        batch.covered_s += at_s - self._covered_s
-        batch.add(step, at_s)
+        rows = [SECONDS_OF(times) for times in step.ranks]
+        covered_s = at_s - self._covered_s
+        self._place(PlacedStep(keys, begin_s, at_s, covered_s, step.seconds + others_s, step, rows))
         self._covered_s = at_s
         self.bins.extend(at_s)
         self._take_back(step)
@@ -261,7 +255,7 @@ class RunHistory:
                 self.best_loss, self.best_step = step.loss, step.step
         if step.metrics:
             self._add_values(step.metrics, at_s)
-        self.present, self.last, self._in_first_step = keys, step, False
+        self.present, self.last, self._in_first_step, self._reopened = keys, step, False, None
         self.recent.append(step)
         self._step_at[0].append(step.step)
         self._step_at[1].append(at_s)
@@ -270,15 +264,38 @@ class RunHistory:
         self.num_samples += step.num_samples
         self.steps_s += step.seconds
 
+    def _place(self, step: PlacedStep) -> None:
+        """Hold a step until the next one has brought what its ranks spent at its end."""
+        before, self._held = self._held, step
+        if before is None:
+            return
+        if before.keys == step.keys and not self._in_first_step:
+            for rank, row in enumerate(step.rows):
+                before.rows[rank], step.rows[rank] = carry_back(before.rows[rank], before.length_s, row, step.length_s)
+        self._add_to_batch(before)
+
+    def _add_to_batch(self, step: PlacedStep) -> None:
+        batch = self._batch
+        if batch is None or batch.keys != step.keys or self.bins.index(step.end_s) != self.bins.index(batch.begin_s):
+            self._spread()
+            batch = self._batch = StepBatch(step.keys, step.begin_s)
+        batch.add(step)
+
     def settle(self) -> None:
         """Account for the last steps; call it before reading `devices` or `bins`."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._add_to_batch(held)
+        self._spread()
+
+    def _spread(self) -> None:
         batch, self._batch = self._batch, None
-        if batch is None or self.last is None:
+        if batch is None:
             return
         values: dict[Hashable, float] = {"samples": batch.num_samples}
         for rank, key in enumerate(batch.keys):
             device = self._device(key)
-            device.rank, device.share = rank, self.last.shares[rank] if rank < len(self.last.shares) else 0
+            device.rank, device.share = rank, batch.last_shares[rank] if rank < len(batch.last_shares) else 0
             device.alive_s += batch.covered_s
             device.in_steps_s += batch.seconds
             device.num_samples += batch.shares[rank] if rank < len(batch.shares) else 0
@@ -359,11 +376,24 @@ class RunHistory:
             del table[keep:]
 
     def _keys(self, world_size: int) -> tuple[Hashable, ...]:
-        """Identify the devices of a step: equal names are counted, without names the rank counts."""
+        """Identify the devices of a step by worker, else by name (equal names are counted), else by rank."""
+        if len(self._workers) == world_size:
+            return tuple(self._key_of_worker[worker] for worker in self._workers)
         names = self.info.devices
         if len(names) != world_size:
             return tuple(("rank", rank) for rank in range(world_size))
         return tuple((name, names[:rank].count(name)) for rank, name in enumerate(names))
+
+    def _follow_workers(self, workers: Sequence[object]) -> None:
+        """Give each worker the row that it has, and a new one the first free row of its device: it may be a restarted one."""
+        self._workers = tuple(map(str, workers))
+        names = self.info.devices if len(self.info.devices) == len(workers) else ("rank",) * len(workers)
+        kept = {worker: key for worker, key in self._key_of_worker.items() if worker in self._workers}
+        self._key_of_worker = kept
+        for worker, name in zip(self._workers, names, strict=True):
+            if worker not in kept:
+                number = next(count for count in range(len(kept) + 1) if (name, count) not in kept.values())
+                kept[worker] = (name, number)
 
     def _device(self, key: Hashable) -> DeviceHistory:
         if key not in self.devices:

@@ -316,7 +316,9 @@ def _checkpoints(folder: Path, limit: int) -> str:
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.time)),
             format_bytes(info.size_bytes),
             f"{escape(info.metric)} {format_number(info.value)}" if info.value is not None else "",
-            ", ".join(word for word, holds in (("best", info.is_best), ("last", info.is_last)) if holds),
+            f"DAMAGED: {escape(info.damage)}"
+            if info.damage
+            else ", ".join(word for word, holds in (("best", info.is_best), ("last", info.is_last)) if holds),
         ]
         for info in found[-limit:]
     ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,15 @@ from evenload.errors import ConfigError
 from evenload.records.console import RunInfo
 from evenload.records.lines import spell_floats
 from evenload.records.reader import RecordTail, read_steps
-from evenload.records.values import RunEvent, StepRecord
+from evenload.records.values import SEGMENTS, RunEvent, StepRecord
+from evenload.views.run.step_batch import SECONDS_OF, Seconds, carry_back
 
 DEFAULT_STEPS = 100
 """Without a choice, the last steps are written."""
 RESOLUTION = (
     "one duration per segment, rank and step, as measured; the order of the segments inside a step is not recorded, and drawn as "
-    "data, compile, compute, comm, wait, optimizer, other. Steps end when their records were written."
+    "data, compile, compute, comm, wait, optimizer, other. Steps end when their records were written. Times travel with the "
+    "exchange near the end of a step: what a rank spent after it was recorded with the next step, and is drawn where it fits."
 )
 _ORDER = ("data", "compile", "compute", "comm", "wait", "optimizer", "other")
 _STEPS_THREAD, _FIRST_RANK_THREAD = 1, 2
@@ -107,12 +108,18 @@ def _rows(
         )
     for thread in range(_STEPS_THREAD, _FIRST_RANK_THREAD + max(len(step.ranks) for step in steps)):
         yield {**_named("thread_sort_index", thread, ""), "args": {"sort_index": thread}}
-    ends_us: deque[int] = deque([0], maxlen=1)
-    for step in steps:
-        end_us = max(ends_us[0] + 1, round((step.time - since_s) * 1e6))
-        begin_us = max(ends_us[0], end_us - round(_length_s(step) * 1e6))
-        ends_us.append(end_us)
-        yield from _step_rows(step, begin_us, end_us)
+    last_us = 0
+    seconds = [[SECONDS_OF(times) for times in step.ranks] for step in steps]
+    for index, step in enumerate(steps):
+        if index + 1 < len(steps) and len(seconds[index]) == len(seconds[index + 1]):
+            for rank, row in enumerate(seconds[index]):
+                lengths_s = _length_s(step), _length_s(steps[index + 1])
+                moved = carry_back(row, lengths_s[0], seconds[index + 1][rank], lengths_s[1])
+                seconds[index][rank], seconds[index + 1][rank] = moved
+        end_us = max(last_us + 1, round((step.time - since_s) * 1e6))
+        begin_us = max(last_us, end_us - round(_length_s(step) * 1e6))
+        last_us = end_us
+        yield from _step_rows(step, seconds[index], begin_us, end_us)
     for event in events:
         yield {
             "name": event.kind,
@@ -126,7 +133,7 @@ def _rows(
         }
 
 
-def _step_rows(step: StepRecord, begin_us: int, end_us: int) -> Iterator[dict[str, Any]]:
+def _step_rows(step: StepRecord, seconds: list[Seconds], begin_us: int, end_us: int) -> Iterator[dict[str, Any]]:
     arm = {"arm": step.arm} if step.arm else {}
     args = {"loss": step.loss, "samples": step.num_samples, "micro_batches": step.num_micro, "epoch": step.epoch, **arm}
     yield _span(f"step {step.step}", "step", _STEPS_THREAD, begin_us, end_us, {**args, **step.metrics})
@@ -138,16 +145,16 @@ def _step_rows(step: StepRecord, begin_us: int, end_us: int) -> Iterator[dict[st
     if any(times.memory_bytes for times in step.ranks):
         held = {f"rank {rank}": times.memory_bytes / 2**20 for rank, times in enumerate(step.ranks)}
         yield _counter("memory (MiB)", begin_us, held)
-    for rank, times in enumerate(step.ranks):
-        durations = {name: round(getattr(times, f"{name}_s") * 1e6) for name in _ORDER}
-        # The segments of one step may overlap the step of rank 0's clock by a little: they are drawn inside it.
-        scale = min(1.0, (end_us - begin_us) / (sum(durations.values()) or 1))
+    for rank, row in enumerate(seconds):
+        durations_s = {name: row[SEGMENTS.index(f"{name}_s")] for name in _ORDER}
+        # Clocks of two ranks differ by a little: the segments are drawn inside the step of rank 0.
+        scale = min(1e6, (end_us - begin_us) / (sum(durations_s.values()) or 1.0))
         at_us = begin_us
-        for name, duration_us in durations.items():
-            if (drawn_us := int(duration_us * scale)) > 0:
-                share = {"step": step.step, "seconds": getattr(times, f"{name}_s")}
-                share |= {"share": step.shares[rank]} if name == "compute" and rank < len(step.shares) else {}
-                yield _span(name, "segment", _FIRST_RANK_THREAD + rank, at_us, at_us + drawn_us, share)
+        for name, duration_s in durations_s.items():
+            if (drawn_us := int(duration_s * scale)) > 0:
+                args = {"step": step.step, "seconds": duration_s}
+                args |= {"share": step.shares[rank]} if name == "compute" and rank < len(step.shares) else {}
+                yield _span(name, "segment", _FIRST_RANK_THREAD + rank, at_us, at_us + drawn_us, args)
                 at_us += drawn_us
 
 

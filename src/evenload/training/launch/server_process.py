@@ -1,0 +1,69 @@
+"""Strategy ``async`` in the launcher: a process for the server beside the devices, and workers that may die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from evenload.config import Config
+from evenload.training.launch.environment import WorkerSpec
+from evenload.training.launch.failure import FailureReport
+from evenload.training.launch.process import WorkerProcess
+
+_MAY_LOSE_FILE = "may_lose_workers"
+"""File in the launch folder: the ranks of this machine go on without one that was killed."""
+
+
+def with_server(workers: Sequence[WorkerSpec], settings: Mapping[str, Any]) -> tuple[WorkerSpec, ...]:
+    """Return the workers with one more, rank 0, if the command line sets strategy ``async``: it takes no device."""
+    if settings.get("strategy") != "async" or not settings.get("staleness", Config.staleness):
+        return tuple(workers)
+    names = ("CPU (server)", *workers[0].device_names)
+    ids = tuple(f"worker-{index}" for index in range(len(names)))
+    everywhere: dict[str, Any] = {
+        "world_size": len(names),
+        "workers": ids,
+        "device_names": names,
+        # Nothing is summed over ranks.
+        "backend": "gloo",
+        "inner_backend": "",
+        "has_server": True,
+    }
+    alone: dict[str, Any] = {"device": "cpu", "devices": (), "visible_devices": "", "cores": (), "num_threads": 1}
+    server = replace(workers[0], rank=0, local_rank=0, throttle={}, **everywhere, **alone)
+    moved = (replace(w, rank=w.rank + 1, local_rank=w.local_rank + 1, **everywhere) for w in workers)
+    return (server, *moved)
+
+
+def with_servers_speed(factors: Sequence[float], workers: Sequence[WorkerSpec]) -> tuple[float, ...]:
+    """Return the relative speeds of all processes; those given are of the devices."""
+    return (1.0, *factors) if workers[0].has_server else tuple(factors)
+
+
+def allow_losses(launch_dir: str) -> None:
+    """Let the supervisor go on without a worker that was killed; the ranks know what to do."""
+    if launch_dir:
+        (Path(launch_dir) / _MAY_LOSE_FILE).touch()
+
+
+class LostWorkers:
+    """Workers that were killed, and without which the run goes on."""
+
+    def __init__(self, folder: Path, print_line: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._print_line = print_line
+        self._ranks: set[int] = set()
+
+    def takes(self, worker: WorkerProcess, failure: FailureReport) -> bool:
+        """Return whether the run goes on without this worker: not if it reported an error of the script."""
+        rank = worker.spec.rank
+        if rank in self._ranks:
+            return True
+        was_killed = worker.poll() is not None and failure.kind.startswith("killed by ")
+        if rank == 0 or not was_killed or not (self._folder / _MAY_LOSE_FILE).exists():
+            return False
+        self._ranks.add(rank)
+        self._print_line(f"evenload: {failure.text(worker.spec.device)}\nevenload: the run goes on without rank {rank}")
+        return True

@@ -1,0 +1,78 @@
+"""`LinkAdvice`: predicts what each way to exchange gradients costs on this link, before the loop and with measured steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from torch import nn
+
+from evenload.balance.exchange_times import Work, cheapest, describe, exchange_s, options_of
+from evenload.balance.wire_bytes import FORMATS
+from evenload.training.parallel.wire.gradient_wire import gradient_size
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.listener import StepListener
+from evenload.training.step.step import Step
+
+_NUM_STEPS = 6
+"""Usual steps from which the time of computation is taken."""
+
+
+class LinkAdvice(StepListener):
+    def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
+        self._context = context
+        self._models = models
+        self._computed_s: list[float] = []
+        self._took_s: list[float] = []
+
+    def opening(self) -> list[str]:
+        """Return what is known before the first step; empty without a link between machines that was measured."""
+        context = self._context
+        wire = context.config.wire
+        if wire != "fp32" and context.groups.world_size == 1:
+            return [f"wire={wire} has no effect here: there is one rank, which sends nothing"]
+        if context.link is None or context.link.link is None:
+            return []
+        link, size, senders = context.link.link, gradient_size(self._models), context.link.num_senders
+        times = ", ".join(f"{name} {exchange_s(name, size, link, senders):.3g} s" for name in FORMATS)
+        own = "" if wire in ("fp32", "auto") else f"; wire={wire} is not exact, and the first step reports by how much"
+        return [
+            f"link between {senders} {'ranks' if len(context.groups.generation.hosts) == 1 else 'machines'}: "
+            f"{link.latency_s * 1e3:.3g} ms for a small sum, {link.up_bytes_per_s / 1e6:.3g} MB/s from rank 0, "
+            f"{link.down_bytes_per_s / 1e6:.3g} MB/s to it, {link.both_bytes_per_s / 1e6:.3g} MB/s each way at once. The "
+            f"gradients of a step have {size.num_values * size.value_bytes / 1e6:.3g} MB; to exchange them takes {times}, of "
+            f"which the backward hides a part{own}"
+        ]
+
+    def announce(self) -> None:
+        """Record it as an event."""
+        link = self._context.link.link if self._context.link is not None else None
+        for line in self.opening():
+            self._context.recorder.event("link", line, **(asdict(link) if link is not None else {}))
+
+    def on_trained(self, step: Step, usual: bool) -> None:
+        context = self._context
+        link = context.link.link if context.link is not None else None
+        if not usual or context.link is None or link is None or len(self._computed_s) == _NUM_STEPS:
+            return
+        self._computed_s.append(max(step.stats.own_seconds()))
+        self._took_s.append(step.stats.whole_seconds())
+        if len(self._computed_s) < _NUM_STEPS:
+            return
+        # The first steps load code and fill caches.
+        work = Work(statistics.median(self._computed_s[1:]), step.batch.plan.num_micro)
+        options = options_of(gradient_size(self._models), link, context.link.num_senders, work)
+        best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
+        took_s = statistics.median(self._took_s[1:])
+        context.recorder.event(
+            "advice",
+            f"a step computes for {work.compute_s:.3g} s on the slowest rank and took {took_s:.3g} s. Predicted on this link:\n"
+            + "\n".join(f"  {line}" for line in describe(options)),
+            step=step.index,
+            took_s=took_s,
+            compute_s=work.compute_s,
+            options=[asdict(one) for one in options],
+            cheapest=best.setting,
+            cheapest_exact=exact.setting,
+        )

@@ -1,0 +1,257 @@
+"""Strategy async over real ranks: every update replayed by one process in the recorded order, the bound, resume, a stop."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import evenload
+from evenload.errors import ConfigError, StepError
+from evenload.records.reader import read_steps
+from evenload.records.values import StepRecord
+from evenload.testing import run_ranks
+from evenload.training import run as run_module
+from evenload.training.data.cursor import Cursor
+from tests.ranks.exact.measure import relative
+
+SAMPLES, BATCH, EPOCHS = 168, 8, 2  # 21 parts an epoch
+State = dict[str, torch.Tensor]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1), nn.BatchNorm1d(1, momentum=None)
+    ).double()
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return ((model(batch) - batch.sum(1, keepdim=True)) ** 2).mean()
+
+
+def optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * SAMPLES // BATCH)
+
+
+def train(folder: str, settings: dict[str, Any], stop_at: int = -1, epochs: int = EPOCHS) -> dict[str, Any]:
+    """Train on this rank; rank 2 is slow. Return the state at the end, and what this rank saw."""
+    run = evenload.init(project_dir=folder, micro_batch=4, **settings)
+    data = rows()
+    model, loader = run.prepare(make_model(), DataLoader(TensorDataset(data), batch_size=BATCH))
+    optimizer, scheduler = optimizers(model)
+    run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
+    computed: list[int] = []
+    errors: set[str] = set()
+
+    def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
+        if run.rank == 2:
+            time.sleep(0.004)
+        return loss_of(model, batch[0])
+
+    for _ in range(loader.epoch, epochs):
+        model.train()
+        for step in loader:
+            if step.index == stop_at:
+                break
+            computed.append(step.index)
+            step.backward(loss_fn)
+            try:
+                run.barrier()
+            except StepError as error:
+                errors.add(str(error))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        seen = sum(len(batch[0]) for batch in run.batches(DataLoader(TensorDataset(data), batch_size=BATCH)))
+        assert run.reduce(seen) == SAMPLES and len(run.gather([run.rank])) == run.world_size
+    strategy = run._context.engine.strategy
+    bound = getattr(strategy, "server", None)
+    found = {
+        "state": {name: value.clone() for name, value in model.state_dict().items()},
+        "computed": computed,
+        "errors": errors,
+        "max_staleness": bound.max_staleness if bound else 0,
+        "lr": scheduler.get_last_lr()[0],
+        "cursor": loader.loader.cursor(),
+        "steps_done": run._context.loop.steps_done,
+    }
+    run.close()
+    return found
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"strategy": "async"},
+    "inverse": {"strategy": "async", "staleness": 3, "staleness_lr": "inverse"},
+    "compensated": {"strategy": "async", "staleness": 6, "staleness_lr": "compensate"},
+}
+
+
+def run_cases(folder: str) -> dict[str, Any]:
+    found = {name: train(f"{folder}/{name}", settings) for name, settings in CASES.items()}
+    found["ddp"] = train(f"{folder}/ddp", {"balance": "even"})
+    found["synchronous"] = train(f"{folder}/zero", {"strategy": "async", "staleness": 0, "balance": "even"})
+    found["left"] = train(f"{folder}/left", CASES["plain"], stop_at=11, epochs=1)
+    # The rest of an epoch that async left out of order, by ddp.
+    found["begun"] = interrupted(f"{folder}/resumed")
+    found["resumed"] = train(f"{folder}/resumed", {"balance": "even"}, epochs=1)
+    found["refused"] = refusals(folder)
+    return found
+
+
+def interrupted(folder: str) -> dict[str, Any]:
+    """Save in the middle of an epoch, and end there."""
+    run = evenload.init(project_dir=folder, micro_batch=4, strategy="async")
+    model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()), batch_size=BATCH))
+    optimizer, scheduler = optimizers(model)
+    run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    def loss_fn(batch: list[torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.03 if run.rank == 2 else 0.003)
+        return loss_of(model, batch[0])
+
+    cursor = Cursor()
+    for step in loader:
+        step.backward(loss_fn)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if run.is_main:
+            cursor = loader.loader.cursor()
+            if step.index >= 3:
+                run.checkpoint()
+                cursor = loader.loader.cursor()
+            if cursor.ahead and step.index >= 3:
+                break
+    run_module._open = None  # without close: the state of the checkpoint stays the newest
+    run._closed = True
+    run._session._saver.resumed = False
+    run._session.close()
+    return {"cursor": cursor}
+
+
+def refusals(folder: str) -> dict[str, str]:
+    wrong: dict[str, dict[str, Any]] = {
+        "other": {"staleness": 2},
+        "servers": {"strategy": "async", "servers": 2},
+        "balance": {"strategy": "async", "balance": "even"},
+        "zero": {"strategy": "async", "staleness": 0, "staleness_lr": "inverse"},
+    }
+    found = {}
+    for name, settings in wrong.items():
+        with pytest.raises(ConfigError) as error:
+            evenload.init(project_dir=folder, **settings)
+        found[name] = str(error.value)
+    return found
+
+
+def replay(records: list[StepRecord], settings: dict[str, Any]) -> tuple[State, float]:
+    """One process makes the same updates: each gradient at the parameters of so many updates before."""
+    model, data = make_model(), rows()
+    model.train()
+    optimizer, scheduler = optimizers(model)
+    rule = settings.get("staleness_lr")
+    versions: list[State] = []
+    params = dict(model.named_parameters())
+    for index, record in enumerate(records):
+        versions.append({name: value.clone() for name, value in model.state_dict().items()})
+        staleness = int(record.metrics["staleness"])
+        assert records[index - staleness].epoch == record.epoch  # parameters are equal on all ranks between two epochs
+        now = versions[-1]
+        then = versions[index - staleness]
+        model.load_state_dict(
+            {**then, **{name: now[name] for name in now if "num_batches" in name or "running" in name}}
+        )
+        optimizer.zero_grad()
+        low = record.epoch_step * BATCH
+        for half in range(2):
+            loss_of(model, data[low + 4 * half : low + 4 * half + 4]).div(2).backward()
+        with torch.no_grad():
+            for name, param in params.items():
+                assert param.grad is not None
+                param.copy_(now[name])
+                if rule == "compensate":
+                    param.grad += 0.04 * param.grad**2 * (now[name] - then[name])
+        rate = optimizer.param_groups[0]["lr"]
+        if rule == "inverse":
+            optimizer.param_groups[0]["lr"] = rate / max(1, staleness)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = rate
+        scheduler.step()
+    return model.state_dict(), scheduler.get_last_lr()[0]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("async")
+    return folder, run_ranks(run_cases, 3, str(folder), timeout_s=150.0)
+
+
+def distance(one: State, other: State) -> float:
+    return max(relative(one[name].double(), other[name].double()) for name in one)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_equal_those_of_one_process_in_the_same_order(
+    ranks: tuple[Path, list[dict[str, Any]]], name: str
+) -> None:
+    folder, found = ranks
+    records = read_steps(folder / name)
+    assert len(records) == EPOCHS * SAMPLES // BATCH
+    for epoch in range(EPOCHS):  # each sample once
+        assert sorted(r.epoch_step for r in records if r.epoch == epoch) == list(range(SAMPLES // BATCH))
+    expected, rate = replay(records, CASES[name])
+    for rank in found:
+        assert distance(rank[name]["state"], expected) < 1e-12
+        assert rank[name]["steps_done"] == len(records)
+        assert rank[name]["cursor"] == found[0][name]["cursor"]
+    assert found[0][name]["lr"] == pytest.approx(rate, abs=1e-15)
+    bound = CASES[name].get("staleness", 4)
+    staleness = [r.metrics["staleness"] for r in records]
+    assert max(staleness) == found[0][name]["max_staleness"] <= bound
+    assert {r.metrics["worker"] for r in records} == {1.0, 2.0} and max(staleness) > 0
+    assert all(r.shares[int(r.metrics["worker"])] == BATCH for r in records)
+
+
+def test_a_bound_of_zero_is_ddp(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank in ranks[1]:
+        assert distance(rank["synchronous"]["state"], rank["ddp"]["state"]) == 0
+
+
+def test_a_break_on_any_rank_ends_the_loop_everywhere(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, found = ranks
+    assert [r.step for r in read_steps(folder / "left")] == list(range(11))
+    assert all(rank["left"]["steps_done"] == 11 for rank in found)
+    assert len({repr(rank["left"]["cursor"]) for rank in found}) == 1
+    states = [rank["left"]["state"] for rank in found]
+    assert distance(states[1], states[0]) == distance(states[2], states[0]) == 0
+
+
+def test_an_epoch_left_out_of_order_is_finished_by_ddp(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, found = ranks
+    assert found[0]["begun"]["cursor"].ahead
+    records = read_steps(folder / "resumed")
+    assert sorted(r.epoch_step for r in records) == list(range(SAMPLES // BATCH))
+    assert [r.metrics for r in records][-1].get("worker") is None
+    assert all(rank["resumed"]["steps_done"] == SAMPLES // BATCH for rank in found)
+
+
+def test_wrong_uses_are_named(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    refused = ranks[1][0]["refused"]
+    assert "(staleness=2) has no effect under strategy='ddp'" in refused["other"]
+    assert "one server holds all parameters" in refused["servers"]
+    assert "there are no shares" in refused["balance"]
+    assert "no gradient is stale" in refused["zero"]
+    assert all("run.barrier" in text for rank in ranks[1] for text in rank["plain"]["errors"])
+    assert functools.reduce(set.union, (rank["plain"]["errors"] for rank in ranks[1]))

@@ -1,0 +1,80 @@
+"""`evenload run --strategy async`: a process for the server, a worker that is killed, and each sample once all the same."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from evenload.records.reader import read_events, read_steps
+from tests.warm import Command
+
+SCRIPT = """
+import os, signal
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import evenload
+
+def main():
+    run = evenload.init(project_dir="run", staleness_lr="inverse")
+    data = torch.randn(160, 3, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(data), batch_size=8, shuffle=True, num_workers=1)
+    model, loader = run.prepare(nn.Linear(3, 1), loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.resume(model=model, optimizer=optimizer)
+    parts = 0
+
+    def loss_fn(batch):
+        if run.rank == 2 and parts == 1 and run.world_size == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+
+    for epoch in range(loader.epoch, 2):
+        for step in loader:
+            parts += 1
+            step.backward(loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen = run.reduce(sum(len(batch[0]) for batch in run.batches(DataLoader(TensorDataset(data), batch_size=8))))
+        weights = run.gather([float(model.weight.detach().sum())])
+        run.print("epoch", epoch, "ranks", run.world_size, "seen", seen, "equal", len(set(weights)) == 1)
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_its_part_and_no_sample(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [
+        "-m",
+        "evenload.cli.main",
+        "run",
+        "-d",
+        "cpu:3",
+        "--strategy",
+        "async",
+        "--throttle",
+        "1,1,0.5",
+        "train.py",
+    ]
+    process = Command(command, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        stdout, stderr = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.communicate()
+    printed = stdout + stderr
+    assert process.returncode == 0, printed
+    assert "rank 0: cpu    CPU (server)" in printed
+    assert "killed by SIGKILL" in printed and "the run goes on without rank 2" in printed
+    assert "epoch 0 ranks 3 seen 160 equal True" in printed and "epoch 1 ranks 3 seen 160 equal True" in printed
+    records = read_steps(tmp_path / "run")
+    for epoch in (0, 1):
+        assert sorted(record.epoch_step for record in records if record.epoch == epoch) == list(range(20))
+    assert max(record.metrics["staleness"] for record in records) <= 4
+    [lost] = [event for event in read_events(tmp_path / "run") if event.kind == "lost"]
+    assert lost.fields["rank"] == 2 and len(lost.fields["parts"]) == 1
+    assert "mean staleness" in printed and "updates" in printed

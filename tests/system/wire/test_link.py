@@ -1,0 +1,93 @@
+"""Two machines: the bytes that each format sends, counted on the interface, and what a run reports of the link."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenload.balance.wire_bytes import FORMATS, GradientSize, sent_bytes
+from evenload.records.reader import read_events
+from evenload.testing import hosts
+
+SCRIPT = """
+import json, time, torch, evenload
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def sent():
+    # Bytes that left over eth0, as the kernel counts them.
+    line = next(line for line in open("/proc/self/net/dev") if "eth0" in line)
+    return int(line.split(":")[1].split()[8])
+
+found = {}
+for name in ("fp32", "bf16", "fp16", "int8", "powersgd"):
+    torch.manual_seed(0)
+    run = evenload.init(project_dir=f"runs/{name}", wire=name, check_every="off")
+    loader = DataLoader(TensorDataset(torch.randn(96, 512), torch.randn(96, 512)), batch_size=8)
+    model, loader = run.prepare(nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)), loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = []
+    for step in loader:
+        counts.append(sent())
+        step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+        optimizer.step(); optimizer.zero_grad()
+    counts.append(sent())
+    found[name] = (counts[-1] - counts[-7]) / 6
+    run.close()
+json.dump(found, open("bytes.json", "w"))
+"""
+SIZE = GradientSize(512 * 1024 * 2 + 1024 + 512, 4, ((1024, 512), (512, 1024)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("link")
+    with hosts.machines(2, mbit_per_s=200) as boxes:
+        processes = []
+        for box in boxes:
+            own = folder / box.name
+            own.mkdir()
+            (own / "train.py").write_text(SCRIPT)
+            command = ["run", "-d", "cpu", "--nodes", "2", "--host", "box1", "train.py"]
+            with (own / "screen").open("w") as screen:
+                processes.append(
+                    box.popen(
+                        [sys.executable, "-m", "evenload.cli.main", *command],
+                        cwd=own,
+                        stdout=screen,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        codes = [process.wait(150) for process in processes]
+    assert codes == [0, 0], [(folder / box.name / "screen").read_text() for box in boxes]
+    return [folder / "box1", folder / "box2"]
+
+
+@pytest.mark.slow
+def test_bytes_on_the_interface_are_those_of_the_docs(folders: list[Path]) -> None:
+    for folder in folders:
+        counted: dict[str, float] = json.loads((folder / "bytes.json").read_text())
+        for name in FORMATS:
+            # Rows of control, and packets without data: 4 to 8 kB a step, whatever the model.
+            rest = counted[name] - sent_bytes(name, SIZE, 2)
+            assert 0 < rest < 0.05 * sent_bytes(name, SIZE, 2) + 10e3, (name, counted)
+
+
+@pytest.mark.slow
+def test_a_run_reports_link_difference_and_advice(folders: list[Path]) -> None:
+    events = {name: {e.kind: e.fields for e in read_events(folders[0] / "runs" / name)} for name in FORMATS}
+    for name, found in events.items():
+        # The link has 25 MB/s each way.
+        assert found["link"]["both_bytes_per_s"] == pytest.approx(25e6, rel=0.25)
+        assert found["link"]["up_bytes_per_s"] == pytest.approx(25e6, rel=0.25)
+        assert found["advice"]["cheapest_exact"] == 'wire="fp32"'
+        assert ("wire" in found) == (name != "fp32")
+    assert events["int8"]["wire"]["difference"] == pytest.approx(8e-3, rel=0.5)
+    assert events["bf16"]["wire"]["difference"] == pytest.approx(1.7e-3, rel=0.4)
+    assert events["fp16"]["wire"]["difference"] < 5e-4
