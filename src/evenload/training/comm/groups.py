@@ -144,7 +144,7 @@ class Groups:
         """
         self._collectives.fail("the generation ended")
         number = self.generation.number + 1
-        if dist.is_initialized() and not self._adopted:
+        if dist.is_initialized() and not self.adopted:
             _ended_groups.extend(_world.pg_map)
         self._end_groups()
         with self._lock:  # an abort on behalf of this membership comes too late from here on
