@@ -31,6 +31,9 @@ if spec.rank == 0 and not spec.joining:
 if spec.joining:
     if Path("broken").exists():
         raise ValueError("this device has no driver")
+    if Path("slow").exists():
+        Path(f"pid-{me}").write_text(str(os.getpid()))
+        time.sleep(1000)
     members = ()
     channel.send(Ready(me))
 else:
@@ -162,6 +165,7 @@ def test_a_stopped_rank_that_others_suspect_is_left_out_and_ctrl_c_ends_all(tmp_
         os.kill(pids[1], signal.SIGSTOP)
         (tmp_path / "suspect").touch()
         assert seen(tmp_path, "worker-0", 1) == (1, ("worker-0",), True, ["worker-1"])
+        (tmp_path / "slow").touch()
         answers = []
         asking = threading.Thread(target=lambda: answers.append(refusal(tmp_path, "cpu:2")))
         asking.start()
