@@ -215,8 +215,8 @@ def _position(queue: Path, job: str) -> str:
     found = LocalBackend(queue).position(job)
     if found is None:
         return ", starting now"
-    position, is_lower_bound, start_s = found
-    text = f", position {position}{' or later' if is_lower_bound else ''} of the waiting jobs"
+    position, start_s = found
+    text = "" if position is None else f", position {position} in line"
     return text if start_s is None or start_s <= 1 else f"{text}, expected to start in {span(start_s)}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,25 +23,48 @@ if TYPE_CHECKING:
 
 PAGE = 1000
 MAX_RANGE = 1_000
+_BY_NAME = "name="
+"""Before a name that is a number or a range of them."""
 
 
 def ids_of(texts: Sequence[str], folder: Path) -> list[str]:
     """Return the ids that the user's texts stand for: `12`, `12-21`, or the name of a job or an array.
 
+    A job whose name is a number is found by it where no job has that number, and by `name=12` in any case.
     Raises `ConfigError` for an invalid range, and `QueueError` for an unknown name.
     """
     return list(dict.fromkeys(job for text in texts for job in _ids(text, folder)))
 
 
 def _ids(text: str, folder: Path) -> Iterable[str]:
-    if re.fullmatch(r"[1-9]\d{0,17}", text):
-        return [text]
-    if found := re.fullmatch(r"([1-9]\d{0,17})-([1-9]\d{0,17})", text):
+    if text.startswith(_BY_NAME):
+        return _ids_of_name(unicodedata.normalize("NFC", text.removeprefix(_BY_NAME)), newest_jobs(folder))
+    if re.fullmatch(r"[1-9][0-9]{0,17}", text):
+        return [text] if _has_job(folder, text) else _ids_of_number(text, folder)
+    if found := re.fullmatch(r"([1-9][0-9]{0,17})-([1-9][0-9]{0,17})", text):
         first, last = int(found[1]), int(found[2])
         if not first <= last < first + MAX_RANGE:
             raise ConfigError(f"jobs {text}: expected FIRST-LAST, at most {MAX_RANGE} jobs")
         return map(str, range(first, last + 1))
-    return _ids_of_name(text, newest_jobs(folder))
+    return _ids_of_name(unicodedata.normalize("NFC", text), newest_jobs(folder))
+
+
+def _has_job(folder: Path, number: str) -> bool:
+    """Return True where a job of the queue has this number; also where that can't be seen."""
+    if not has_readable_file(folder):
+        return True
+    from evenload.scheduler.store.reader import Reader
+
+    with Reader(folder) as reader:
+        return reader.job(number) is not None
+
+
+def _ids_of_number(text: str, folder: Path) -> list[str]:
+    """The job of this name; without one the number itself, so that the error is that of a number."""
+    try:
+        return _ids_of_name(text, newest_jobs(folder))
+    except QueueError:
+        return [text]
 
 
 def _ids_of_name(text: str, jobs: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -136,6 +160,7 @@ def row_of_job(folder: Path, job: Job, clock: QueueClock) -> JobRow:
         "rate_per_s": job.rate_per_s,
         "start_s": None,
         "eta_s": None,
+        "position": None,
         "reason": job.reason,
         "array": job.spec.array,
         "is_held": job.is_held,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,8 +21,8 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _UNITS_BYTES = {
     "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
 }  # fmt: skip
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,99}")
-_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@,-]{0,199}")
+_LONGEST_NAME, _LONGEST_JOB = 100, 200
+_NAME_SIGNS = frozenset("_.+=@,-")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONDITIONS = ("ok", "any", "failed")
 _NOTIFIERS = ("command", "webhook", "mail")
@@ -34,9 +35,21 @@ def read_text(value: Any) -> str:
 
 
 def read_name(value: Any) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ValueError("a name of letters, digits and _ . + = @ , - (at most 100, the first a letter, digit or _)")
-    return value
+    if not isinstance(value, str) or not _is_name(value, _LONGEST_NAME):
+        raise ValueError(
+            "a name of letters and digits of any script and _ . + = @ , - (at most 100, the first a letter, digit or _)"
+        )
+    return unicodedata.normalize("NFC", value)
+
+
+def _is_name(text: str, longest: int) -> bool:
+    """Return True for a name: no spaces, no control characters, and of ASCII's signs only those of `_NAME_SIGNS`."""
+    if not 0 < len(text) <= longest or text[0] in _NAME_SIGNS - {"_"} or unicodedata.category(text[0]).startswith("M"):
+        return False
+    return all(
+        letter.isalnum() or letter in _NAME_SIGNS or (ord(letter) > 127 and letter.isprintable() and letter != "\u3000")
+        for letter in text
+    )
 
 
 def read_bool(value: Any) -> bool:
@@ -129,7 +142,7 @@ def read_after(value: Any) -> tuple[After, ...]:
     found = []
     for text in value if isinstance(value, list | tuple) else (value,):
         job, colon, condition = str(text).partition(":")
-        if isinstance(text, bool) or not _JOB.fullmatch(job) or (colon and condition not in _CONDITIONS):
+        if isinstance(text, bool) or not _is_name(job, _LONGEST_JOB) or (colon and condition not in _CONDITIONS):
             raise ValueError("JOB or JOB:ok, JOB:any, JOB:failed, with the job's number or name")
         found.append(After(job, condition or "ok"))
     names = [after.job for after in found]

@@ -87,6 +87,8 @@ class JobRow(TypedDict):
     """When a job without devices is expected to start; None if unknown."""
     eta_s: float | None
     """When it is expected to end; None if unknown. Both ignore jobs that are submitted later."""
+    position: int | None
+    """Place in line, from 1, of a PENDING job that could start; None for any other, or if unknown."""
     reason: str
     """Reason for its state; for a PENDING job, why it waits."""
     array: str

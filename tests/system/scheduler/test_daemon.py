@@ -287,6 +287,15 @@ def test_a_log_that_grows_too_large_keeps_its_end(queue: Box) -> None:
     assert len(text) <= 65536 and "is dropped" in text and text.endswith("the end\n")
 
 
+def test_a_job_that_writes_fast_and_ends_at_once_keeps_the_end_of_its_log(queue: Box) -> None:
+    queue.settings("[cpu]\nslots = 2\n[log]\nbytes = 65536\n")
+    assert queue.daemon is not None
+    queue.daemon.send_signal(signal.SIGHUP)
+    job = queue.submit("sh", "-c", "yes | head -c 30000000; echo the end")
+    queue.wait_for(job, "SUCCEEDED")
+    assert len(queue.output(job)) <= 65536 and queue.output(job).endswith("the end\n")
+
+
 def test_settings_that_cannot_be_are_told_and_nothing_ends(queue: Box) -> None:
     (queue.folder / paths.SETTINGS_FILE).write_text("[cpu]\nslotz = 2\n")
     assert queue.daemon is not None

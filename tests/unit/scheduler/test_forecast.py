@@ -24,8 +24,8 @@ def test_a_line_of_known_jobs_is_played_through() -> None:
     third = queue.submit(1, estimate_s=20.0)
     told = look(queue)
     assert told[first] == Forecast("", None, 100.0)
-    assert (told[second].start_s, told[second].end_s) == (100.0, 160.0)
-    assert (told[third].start_s, told[third].end_s) == (160.0, 190.0)
+    assert (told[second].start_s, told[second].end_s) == (100.0, 150.0)
+    assert (told[third].start_s, told[third].end_s) == (150.0, 170.0)
     assert "are taken" in told[second].reason and told[third].reason
 
 
@@ -152,3 +152,18 @@ def test_a_thousand_jobs_cost_little() -> None:
         assert len(forecast(snapshot, 0.0)) == 1000
         took_s.append(time.process_time() - began_s)
     assert min(took_s) < 0.5  # a tenth of that where nothing else runs
+
+
+def test_place_in_line_is_that_of_the_policy_and_reasons_differ() -> None:
+    """The last submitted has the least work, so it goes next; nobody's first start costs a restart."""
+    queue = Queue(box(2), policy="srpt", min_run_s=1e9)
+    running = queue.submit(2, estimate_s=600.0)
+    queue.settle()
+    names = [queue.submit(num, estimate_s=work_s) for num, work_s in ((1, 5000.0), (2, 900.0), (1, 300.0))]
+    found = forecast(queue.queue_state.snapshot(), queue.now_s)
+    assert [found[name].position for name in (running, *names)] == [None, 3, 2, 1]
+    reasons = [found[name].reason for name in names]
+    assert len(set(reasons)) == 3, reasons
+    assert "it needs 2 devices, 0 that it can use are free; 1 job goes first" in reasons[1]
+    assert all(f"job {running} ends next, in about 10 min" in reason for reason in reasons)
+    assert found[names[2]].start_s == 600.0 and found[names[2]].end_s == 900.0

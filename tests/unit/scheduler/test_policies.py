@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.values import POLICIES, Limits
+from evenload.scheduler.core.values import POLICIES, Limits, Settings
 from evenload.scheduler.policies import policy_named
-from evenload.scheduler.policies.elastic import Bid, share_out
+from evenload.scheduler.policies.elastic import Bid, Churn, share_out
 from tests.unit.scheduler.queue import Queue, box, is_preemption, spec
 
 LINEAR = tuple(float(k) for k in range(1, 17))
@@ -281,3 +281,35 @@ def test_an_elastic_gang_of_a_large_minimum_waits_for_it() -> None:
     queue.submit((1, 2), name="small", rates=(1.0, 1.1), total=1e3)
     queue.settle()
     assert len(queue.devices("gang")) >= 3
+
+
+@pytest.mark.parametrize("policy", ["default", "goodput"])
+@pytest.mark.parametrize("restart_s", [30.0, 95.0, 120.0, 180.0])
+def test_a_long_job_grows_whatever_its_restart_costs(policy: str, restart_s: float) -> None:
+    """A day's work pays for minutes; a job that is nearly done stays as it is."""
+    queue = Queue(box(2), policy=policy, min_run_s=0.0)
+    other = queue.submit(1, total=1e6)
+    long = queue.submit((1, 2), restart_s=restart_s, total=27 * 3600.0)
+    queue.settle()
+    queue.now_s = 600.0
+    queue.report(long, 600.0, rate=1.0, rates=(1.0, 1.9))
+    queue.ended(other)
+    queue.settle()
+    assert len(queue.devices(long)) == 2
+    queue = Queue(box(2), policy=policy, min_run_s=0.0)
+    other = queue.submit(1, total=1e6)
+    short = queue.submit((1, 2), restart_s=restart_s, total=700.0)
+    queue.settle()
+    queue.now_s = 600.0
+    queue.report(short, 600.0, rate=1.0, rates=(1.0, 1.9))
+    queue.ended(other)
+    queue.settle()
+    assert len(queue.devices(short)) == 1
+
+
+def test_the_horizon_follows_how_often_jobs_change() -> None:
+    calm, busy = Churn(8 * 3600.0, 2), Churn(8 * 3600.0, 200)
+    settings = Settings()
+    assert calm.until_next_s(30.0, settings) > 4 * busy.until_next_s(30.0, settings)
+    waits = [Churn(0.0, 0).until_next_s(cost_s, settings) for cost_s in (10.0, 30.0, 90.0, 180.0)]
+    assert waits == pytest.approx([200.0, 200.0, 600.0, 1200.0])

@@ -75,15 +75,14 @@ class LocalBackend(SchedulerBackend):
     def logs(self, job: str) -> Path:
         return paths.log_path(self.queue, job)
 
-    def position(self, job: str) -> tuple[int, bool, float | None] | None:
-        """Return (position, whether it is a lower bound, seconds to its start) of a waiting job; None if it has started."""
+    def position(self, job: str) -> tuple[int | None, float | None] | None:
+        """Return (place in line, seconds to its start) of a waiting job, each None if unknown; None if it has started."""
         with connect(self.queue, start=False) as client:
             row = client.call("job", job=job)["job"]
             if row["state"] != JobState.PENDING:
                 return None
-            answer = client.call("list", states=[str(JobState.PENDING)], limit=1000)
-        position = 1 + sum(1 for other in answer["jobs"] if other["number"] < row["number"])
-        return position, answer["more"], None if row["start_s"] is None else row["start_s"] - time.time()
+        place = row.get("position")
+        return place, None if row["start_s"] is None else row["start_s"] - time.time()
 
     def wait(self, ids: Sequence[str]) -> Iterator[JobStatus]:
         """Yield each job's status when it has ended, until all have."""

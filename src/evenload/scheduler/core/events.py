@@ -96,6 +96,7 @@ class Yielded(JobEvent):
     reason: str = ""
     ended_s: float | None = None
     """When the program ended, if that was noticed later: the job's use of its devices counts until then."""
+    has_saved: bool = True
 
 
 @dataclass(frozen=True, slots=True)

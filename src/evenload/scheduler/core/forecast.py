@@ -31,6 +31,8 @@ class Forecast:
     start_s: float | None = None
     """When it will get devices, of a job that has none; None if it has some, or unknown."""
     end_s: float | None = None
+    position: int | None = None
+    """Place in line, from 1, of a job that could start; None for any other."""
 
 
 def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> Mapping[str, Forecast]:
@@ -71,6 +73,12 @@ class _Future:
         self._granted: dict[str, tuple[str, ...]] = {}
         """Job → the devices that it gets now."""
         self._shared = shared_devices(snapshot.jobs, planned.commands) if snapshot.shares else frozenset()
+        self._positions: dict[str, int] = {}
+        self._free: dict[int, int] = {}
+        """Pool → number of devices that are free now and not given to a job."""
+        self._holders = {job.id for job in snapshot.jobs if job.devices}
+        self._held = {device for job in snapshot.jobs for device in (*job.devices, *job.target)}
+        self._first_end: tuple[float, str] | None = None
         self._soft: dict[str, float] = {}
         """Running job → from when on others may displace it."""
         self._gates: dict[tuple[str, str], _Gate] = {}
@@ -84,6 +92,7 @@ class _Future:
 
     def run(self, most: int | None) -> dict[str, Forecast]:
         self._take_present()
+        self._note_line()
         for num, job in enumerate(self.planned.order):
             if most is not None and num >= most:
                 break
@@ -192,7 +201,8 @@ class _Future:
         expected_s = left_s(job, self.now_s)
         if expected_s is None:
             return math.inf
-        if is_fresh:
+        is_first = job.attempt == 0 or (job.attempt == 1 and job.state is JobState.STARTING)
+        if is_fresh and not is_first:
             expected_s += restart_s(job, self.settings)
         limit_s = job.spec.hard_limit_s
         if limit_s is not None:
@@ -202,10 +212,39 @@ class _Future:
     def _forecast(self, job: Job) -> Forecast:
         end_s = self.ends.get(job.id, math.inf)
         start_s = self.starts.get(job.id) if job.state is JobState.PENDING else None
-        return Forecast(self._reason(job), start_s, end_s if end_s < math.inf else None)
+        position = self._positions.get(job.id)
+        return Forecast(self._reason(job), start_s, end_s if end_s < math.inf else None, position)
+
+    def _note_line(self) -> None:
+        """Note who waits in which place, what is free now, and whose devices come free first."""
+        waiting = [job.id for job in self.planned.order if job.state is JobState.PENDING]
+        self._positions = {name: place for place, name in enumerate(waiting, 1)}
+        granted = {device for devices in self._granted.values() for device in devices}
+        for slot, device in enumerate(self.snapshot.layout.devices):
+            if self.timeline.free_s(slot) <= self.now_s and device.id not in granted and device.id not in self._held:
+                pool = self.choices.pool_of[slot]
+                self._free[pool] = self._free.get(pool, 0) + 1
+        ends = [(end_s, name) for name, end_s in self.ends.items() if name in self._holders and end_s < math.inf]
+        self._first_end = min(ends, default=None)
+
+    def _details(self, job: Job) -> str:
+        """What a waiting job needs, what of it is free, and what comes next: no two jobs wait for quite the same."""
+        least = job.spec.needs.min_devices
+        free = sum(self._free.get(pool, 0) for pool in self.choices.of(job).pools)
+        parts = [
+            f"it needs {least} device{'s' if least > 1 else ''}, {free} that it can use {'is' if free == 1 else 'are'} free"
+        ]
+        if (place := self._positions.get(job.id, 1)) > 1:
+            parts.append(f"{place - 1} job{'s go' if place > 2 else ' goes'} first")
+        if self._first_end is not None:
+            end_s, name = self._first_end
+            parts.append(f"job {name} ends next, in about {max(1, round((end_s - self.now_s) / 60))} min")
+        return "; ".join(parts)
 
     def _reason(self, job: Job) -> str:
         known = self.planned.waits.get(job.id) or self.notes.get(job.id)
+        if job.id in self._positions and job.id not in self._granted:
+            return f"{known or 'waits for those before it in line'}: {self._details(job)}"
         if known:
             return known
         if job.state is JobState.PENDING:

@@ -293,7 +293,7 @@ class Settings:
     restart_s: float = 30.0
     """Assumed cost of a stop and resume where a job's own was not measured."""
     horizon_s: float = field(default=200.0, metadata=_MAY_BE_INFINITE)
-    """A change of devices must pay within so long."""
+    """Least expected time between two changes of an elastic job's devices, where a restart costs up to 30 s."""
     las_thresholds_device_s: tuple[float, ...] = field(default=(16 * 3600.0,), metadata=_MAY_BE_INFINITE)
     """Where the queues of `las` end, in device-seconds of attained service."""
     backfill: bool = True

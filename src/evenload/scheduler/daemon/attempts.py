@@ -152,7 +152,7 @@ class Attempts:
                 continue
             if job.state is not JobState.STARTING:
                 replies.append((at.connection, _REFUSED))
-                record(events.Yielded(self._state.clock.now_s(), job.id, job.reason))
+                record(events.Yielded(self._state.clock.now_s(), job.id, job.reason, has_saved=False))
                 continue
             problem = self._problem(attempt, at.since_s)
             if problem is None:
@@ -163,7 +163,11 @@ class Attempts:
                 device, reason = problem
                 if device not in self._state.store.queue_state.closed:
                     record(events.DeviceClosed(self._state.clock.now_s(), device, reason))
-                record(events.Yielded(self._state.clock.now_s(), job.id, f"{self._label(device)} is {reason}"))
+                record(
+                    events.Yielded(
+                        self._state.clock.now_s(), job.id, f"{self._label(device)} is {reason}", has_saved=False
+                    )
+                )
                 self._log.write(f"job {job.id} doesn't start: {self._label(device)}: {reason}")
             else:
                 facts = asdict(at.identity)

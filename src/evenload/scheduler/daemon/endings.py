@@ -26,7 +26,7 @@ def ending(
     has_saved = report is not None and report.state == "stopped"
     if result.code is None:
         if result.requested:
-            return events.Yielded(now_s, job, result.problem)
+            return events.Yielded(now_s, job, result.problem, has_saved=False)
         return events.Ended(now_s, job, is_success=False, reason=result.problem or "it could not be started")
     if result.requested:
         has_finished = report is not None and report.state == "finished"
@@ -64,11 +64,10 @@ def _requested_ending(
             now_s, job, "it ended at the request with exit code 0, without a report that it had finished"
         )
     if result.was_killed:
-        return events.Yielded(
-            now_s, job, "it didn't end within its grace and was killed; it goes on from its last save"
-        )
+        reason = "it didn't end within its grace and was killed; it goes on from its last save"
+        return events.Yielded(now_s, job, reason, has_saved=False)
     if code in _BY_REQUEST:
-        return events.Yielded(now_s, job, "it ended at the request without saving")
+        return events.Yielded(now_s, job, "it ended at the request without saving", has_saved=False)
     return events.Ended(
         now_s, job, is_success=False, reason=f"requested to stop, it ended with {describe_code(code or 0)}"
     )

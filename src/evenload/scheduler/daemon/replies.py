@@ -31,6 +31,7 @@ def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> J
     ahead_s, end_s = state.clock.ahead_s, _end_s(job, live, forecast)
     row["eta_s"] = None if end_s is None else end_s + ahead_s
     if forecast is not None:
+        row["position"] = forecast.position
         row["start_s"] = None if forecast.start_s is None else forecast.start_s + ahead_s
         if job.state is JobState.PENDING or not job.reason:
             row["reason"] = forecast.reason or job.reason

@@ -2,9 +2,10 @@
 
 The value of k devices to job j is v_j(k) = w_j · s_j(k), with s_j its measured speed-up over one device and w_j its
 weight. A size other than the present one costs a running job a restart of c_j seconds, so v_j is multiplied by
-(H − c_j)/H for a horizon H; small gains therefore move no job. The upper concave hull of (k, v_j(k)) consists of segments
-of falling slope. Taking all jobs' segments steepest first, while they fit, maximises Σ v_j(k_j) up to the last segment
-(the greedy solution of the Lagrangian relaxation). A gang of at least m devices is one segment from 0 to m.
+(H − c_j)/H with the horizon H, the expected time until the job ends or is changed again (`Churn`); small gains therefore
+move no job. The upper concave hull of (k, v_j(k)) consists of segments of falling slope. Taking all jobs' segments
+steepest first, while they fit, maximises Σ v_j(k_j) up to the last segment (the greedy solution of the Lagrangian
+relaxation). A gang of at least m devices is one segment from 0 to m.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import NamedTuple
 from evenload.scheduler.core.estimates import PRIOR_S, restart_s, work_left
 from evenload.scheduler.core.policy import PolicyInput
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job
+from evenload.scheduler.core.values import Job, Settings
 
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
+_USUAL_RESTART_S = 30.0
+_PART_OF_MEAN = 0.1
 _ALL_SIZES = 8
 """Up to so many devices every size is looked at; beyond, multiples of four and the largest."""
 
@@ -75,7 +78,43 @@ def single_s(inputs: PolicyInput, job: Job) -> float:
     return job.service_until(inputs.now_s) + PRIOR_S * job.spec.needs.min_devices
 
 
-def bid(inputs: PolicyInput, job: Job, weight: float, floor: int) -> Bid:
+class Churn(NamedTuple):
+    """How often the running elastic jobs were changed."""
+
+    held_s: float
+    """Time for which they have held devices, and the number of their changes in it."""
+    num_changes: int
+
+    def until_next_s(self, lost_s: float, settings: Settings) -> float:
+        """Return the expected time until a job is changed again, where each change costs it `lost_s`.
+
+        At least `horizon_s`, in proportion longer where a change costs more than `_USUAL_RESTART_S`, because such jobs are
+        changed less often. In a calm queue more: a part of the mean time between changes, whose tail is heavy.
+        """
+        least_s = settings.horizon_s * max(1.0, lost_s / _USUAL_RESTART_S)
+        return max(least_s, _PART_OF_MEAN * self.held_s / (self.num_changes + 1))
+
+
+def churn_of(inputs: PolicyInput) -> Churn:
+    held_s, num = 0.0, 0
+    for job in inputs.jobs:
+        if job.devices and job.spec.needs.min_devices < job.spec.needs.max_devices:
+            held_s += job.held_until(inputs.now_s)
+            num += job.num_restarts
+    return Churn(held_s, num)
+
+
+def worth_of_change(job: Job, seconds: float, churn: Churn, settings: Settings) -> float:
+    """Return the part of a size's value that is left after a restart, for a job that would run there for `seconds`.
+
+    (H − c) / H with the cost c of the restart, and the horizon H: until the job ends, or is changed again.
+    """
+    lost_s = restart_s(job, settings)
+    horizon_s = min(seconds, churn.until_next_s(lost_s, settings))
+    return max(0.0, 1.0 - lost_s / max(horizon_s, 1e-9))
+
+
+def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) -> Bid:
     """Value all sizes above `floor`, with a restart counted against each change."""
     curve = speedups(inputs, job)
     present = len(job.devices)
@@ -90,8 +129,7 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int) -> Bid:
     def value(k: int) -> float:
         worth = weight * curve[k]
         if present and k != present and k:
-            horizon_s = min(inputs.settings.horizon_s, one_s / max(curve[k], 1e-9))
-            worth *= max(0.0, 1.0 - restart_s(job, inputs.settings) / max(horizon_s, 1e-9))
+            worth *= worth_of_change(job, one_s / max(curve[k], 1e-9), churn, inputs.settings)
         return worth
 
     return Bid(job, floor, tuple(sizes), tuple(value(k) for k in sizes), value(floor) if floor else 0.0, curve)
@@ -128,7 +166,7 @@ def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] 
     """
     if not any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in order):
         return None
-    left = inputs.num_devices
+    left, churn = inputs.num_devices, churn_of(inputs)
     bids = []
     for job in order:
         if left <= 0:
@@ -140,7 +178,7 @@ def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] 
         if least <= left:
             left -= least
             if is_elastic:
-                bids.append(bid(inputs, job, 1.0, least))
+                bids.append(bid(inputs, job, 1.0, least, churn))
     return share_out(bids, left, inputs.device_cost)
 
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from itertools import groupby
 
-from evenload.scheduler.core.estimates import left_s, restart_s
+from evenload.scheduler.core.estimates import left_s
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.policies.elastic import Bid, share_out, single_s, speedups
+from evenload.scheduler.policies.elastic import Bid, Churn, churn_of, share_out, single_s, speedups, worth_of_change
 from evenload.scheduler.policies.shares import relative_use
 
 _Q_KNOWN, _Q_GUESSED = 3.0, 1.3
@@ -44,7 +44,7 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
     order = sorted(everyone, key=lambda job: keys[job.id])
     movable = {job.id for job in inputs.jobs}
     kept = {job.id: len(job.devices) for job in inputs.jobs if _is_kept(inputs, job)}
-    left = inputs.num_devices - sum(kept.values())
+    left, churn = inputs.num_devices - sum(kept.values()), churn_of(inputs)
     sizes = dict.fromkeys(movable, 0)
     for _, group in groupby(order, key=lambda job: job.spec.priority):
         of_class = list(group)
@@ -56,7 +56,7 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
                     continue
                 num_requested += job.spec.needs.min_devices
             if job.id in movable:
-                bids.append(_bid(inputs, job, alone_s[job.id], kept.get(job.id, 0), rank))
+                bids.append(_bid(inputs, job, alone_s[job.id], kept.get(job.id, 0), rank, churn))
         sizes |= share_out(bids, left, inputs.device_cost)
         left -= sum(sizes[bid.job.id] - bid.floor for bid in bids)
     return PolicyDecision(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
@@ -84,19 +84,17 @@ def _weight_of(rank: int, q: float) -> float:
     return float((rank**q - (rank - 1) ** q) ** (1.0 / q))
 
 
-def _bid(inputs: PolicyInput, job: Job, one_s: float, floor: int, rank: int) -> Bid:
+def _bid(inputs: PolicyInput, job: Job, one_s: float, floor: int, rank: int, churn: Churn) -> Bid:
     """Value each size for the job, the `rank`-th from the end of its class."""
     curve, present, weight = speedups(inputs, job), len(job.devices), _weight(inputs, job, rank)
     if not present and job.spec.needs.min_devices == job.spec.needs.max_devices:
         size = job.spec.needs.min_devices
         return Bid(job, 0, (size,), (weight * curve[size],), 0.0, curve)
-    horizon_s, lost_s = inputs.settings.horizon_s, restart_s(job, inputs.settings)
 
     def value(size: int) -> float:
         worth = weight * curve[size]
         if present and size != present:
-            pays_s = min(horizon_s, one_s / max(curve[size], 1e-9))
-            worth *= max(0.0, 1.0 - lost_s / max(pays_s, 1e-9))
+            worth *= worth_of_change(job, one_s / max(curve[size], 1e-9), churn, inputs.settings)
         return worth
 
     lowest = max(job.spec.needs.min_devices, floor + 1)

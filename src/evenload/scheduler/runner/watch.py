@@ -42,6 +42,8 @@ class ProgramSupervisor:
         self._was_killed = False
         self._peak_bytes = self._written_bytes = 0
         self._measure_at_s = 0.0
+        self._log_size, self._log_seen_s = 0, time.monotonic()
+        self._until_full_s = 2 * _ENDING_EVERY_S
         self.is_terminated = False
         """Set on SIGTERM to this runner itself: the machine shuts down, or an admin ends it."""
 
@@ -50,7 +52,8 @@ class ProgramSupervisor:
         while self._reap():
             self._check()
             is_ending = self._code is not None or self._was_killed
-            self._sleep(_ENDING_EVERY_S if is_ending else _CHECK_EVERY_S)
+            self._sleep(_ENDING_EVERY_S if is_ending else min(_CHECK_EVERY_S, self._until_full_s / 2))
+        self._trim_log()
         processes.remove_cgroup(self._program.cgroup)
         return RunnerResult(
             self._spec.fence,
@@ -143,6 +146,7 @@ class ProgramSupervisor:
         """Drop the older part of a log that grew too large; the program goes on writing to the same file."""
         try:
             size = os.fstat(self._log).st_size
+            self._note_growth(size)
             if size <= self._spec.log_bytes:
                 return
             with Path(self._spec.log).open("rb") as file:
@@ -153,6 +157,14 @@ class ProgramSupervisor:
             os.write(self._log, kept[kept.find(b"\n") + 1 :])
         except OSError:
             return  # a full disk: the program notices it itself
+
+    def _note_growth(self, size: int) -> None:
+        """Estimate when the log will be too large, so that a program which writes fast is looked at more often."""
+        now_s = time.monotonic()
+        per_s = max(0, size - self._log_size) / max(1e-3, now_s - self._log_seen_s)
+        self._log_size, self._log_seen_s = size, now_s
+        left = max(0, self._spec.log_bytes - size)
+        self._until_full_s = max(_ENDING_EVERY_S, left / per_s) if per_s > 0 else 2 * _CHECK_EVERY_S
 
     def _write_log(self, text: str) -> None:
         with contextlib.suppress(OSError):

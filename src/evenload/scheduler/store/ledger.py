@@ -11,6 +11,8 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
 
+NOT_SAVED = "NotSaved"
+
 
 @dataclass(frozen=True, slots=True)
 class Fence:
@@ -43,7 +45,7 @@ class AttemptRecord:
     began_s: float
     ended_s: float | None = None
     ending: str = ""
-    """The kind of event that ended it: ``Yielded``, ``Ended``, ``Lost``."""
+    """The kind of event that ended it: ``Yielded``, ``Ended``, ``Lost``; `NOT_SAVED` where it yielded without a save."""
     reason: str = ""
     runner: Mapping[str, Any] | None = None
     """Facts of its `RunnerStarted`."""
@@ -139,6 +141,8 @@ class Ledger:
         number = job.attempt if job.devices else None
         if before is not None and before.fence.attempt != number:
             kind, reason = events.stored_kind(type(event)), getattr(event, "reason", "") or job.reason
+            if isinstance(event, events.Yielded) and not event.has_saved:
+                kind = NOT_SAVED
             ended_s, told_s = self.queue_state.time_s, getattr(event, "ended_s", None)
             if told_s is not None:
                 ended_s = min(ended_s, max(before.began_s, told_s))

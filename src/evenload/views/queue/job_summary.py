@@ -19,7 +19,7 @@ from evenload.views.queue.job_run import folder_of_run, of_job
 from evenload.views.queue.text import aligned, clean, gigabytes, moment, progress, short_list, span
 
 _ENDED = {str(state) for state in ENDED}
-_ENDINGS = {"Yielded": "saved and stopped", "Ended": "ended", "Lost": "lost"}
+_ENDINGS = {"Yielded": "saved and stopped", "NotSaved": "stopped, not saved", "Ended": "ended", "Lost": "lost"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,8 +163,9 @@ def _users(view: QueueView, attempts: Sequence[AttemptLine], colours: Mapping[st
         ]
         for user in users
     ]
-    head_ = ["user", "running", "waiting", f"device-hours in {span(view.now_s - since_s)}"]
-    return f'<h2>Users</h2><div class="panel">{table(head_, rows, (1, 2, 3))}</div>'
+    head_ = ["user", "running", "waiting", "device-hours"]
+    note = f"Device-hours of the last {span(view.now_s - since_s)}."
+    return f'<h2>Users</h2><p class="note">{note}</p><div class="panel">{table(head_, rows, (1, 2, 3))}</div>'
 
 
 def _history(attempts: Sequence[AttemptLine], now_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,9 +117,22 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     kept = [index for index in range(len(rows[0])) if len(rows) == 1 or any(row[index] for row in rows[1:])]
-    widths = [max(len(row[index]) for row in rows) for index in kept]
-    form = "  ".join(f"%-{width}s" for width in widths[:-1]) + "  %s" if len(kept) > 1 else "%s"
-    return [(form % tuple([row[index] for index in kept])).rstrip() for row in rows]
+    widths = [max(_width(row[index]) for row in rows) for index in kept]
+    return [
+        "  ".join(
+            row[index] + " " * (width - _width(row[index])) for index, width in zip(kept, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _width(text: str) -> int:
+    """Return the columns that a text takes in a terminal: two for a Chinese character, none for an accent of its own."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def listed_lines(view: QueueView) -> Iterable[str]:
@@ -246,13 +260,14 @@ def short_list(names: Sequence[str]) -> str:
 
 
 def _waiting_table(waiting: Sequence[Mapping[str, Any]], view: QueueView) -> TextTable:
-    shown = waiting[:MAX_WAITING]
+    shown = sorted(waiting, key=lambda job: (job.get("position") or math.inf, job["number"]))[:MAX_WAITING]
     rows = []
-    for num, job in enumerate(shown, 1):
+    for job in shown:
         start_s, eta_s = job.get("start_s"), job.get("eta_s")
         rows.append(
             (
-                job["id"], clean(job["name"]), job["user"], str(job["priority"] or ""), str(num), _requested(job),
+                job["id"], clean(job["name"]), job["user"], str(job["priority"] or ""), str(job.get("position") or ""),
+                _requested(job),
                 f"in {span(start_s - view.now_s)}" if start_s is not None else "",
                 f"in {span(eta_s - view.now_s)}" if eta_s is not None else "",
                 progress(job), clean(job["reason"])[:160],
@@ -260,7 +275,7 @@ def _waiting_table(waiting: Sequence[Mapping[str, Any]], view: QueueView) -> Tex
         )  # fmt: skip
     more = view.counts.get(JobState.PENDING, 0) - len(shown)
     return TextTable(
-        "waiting, in the order of submission",
+        "waiting, in line" if any(job.get("position") for job in shown) else "waiting, in the order of submission",
         ("job", "name", "user", "priority", "position", "devices", "starts", "done", "progress", "why"),
         rows,
         f"... and {more:,} more (--all lists all jobs)" if more > 0 else "",

@@ -176,6 +176,8 @@ class RunHistory:
                 self._device(key).solo_per_s = speed
         if event.kind == MEASUREMENT and isinstance(blocks := event.fields.get("blocks"), list) and blocks:
             self.measurement = evaluate(blocks_from_rows(blocks))
+        if event.kind == "loader":  # a new session has begun indeed
+            self._reopened = None
         if isinstance(workers := event.fields.get("workers"), list | tuple) and workers:
             self._follow_workers(workers)
             if self._reopened is not None and group_of(event) == "recovery":
@@ -255,7 +257,7 @@ class RunHistory:
                 self.best_loss, self.best_step = step.loss, step.step
         if step.metrics:
             self._add_values(step.metrics, at_s)
-        self.present, self.last, self._in_first_step, self._reopened = keys, step, False, None
+        self.present, self.last, self._in_first_step = keys, step, False
         self.recent.append(step)
         self._step_at[0].append(step.step)
         self._step_at[1].append(at_s)

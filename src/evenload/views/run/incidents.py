@@ -41,8 +41,19 @@ _STEMS = {
     "pause": ("stopped",),
 }
 """By group, the beginnings of the kinds, or of the words in them, that belong to it; the first match counts."""
-_SECONDS = ("seconds", "lost_s", "took_s", "stalled_s", "recovery_s", "rebuild_s", "pause_s", "write_s", "silent_s")
-"""Fields that hold what an event cost, the first that is there counts."""
+_SECONDS = (
+    "held_s",
+    "seconds",
+    "lost_s",
+    "took_s",
+    "stalled_s",
+    "recovery_s",
+    "rebuild_s",
+    "pause_s",
+    "write_s",
+    "silent_s",
+)
+"""Fields that hold what an event cost, the first that is there counts: a save in the background held training for less."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,8 @@ def incident_of(event: RunEvent, group: str, at_s: float) -> Incident:
     message = event.message or event.kind.replace("_", " ")
     if reason and reason not in message:
         message = f"{message}: {reason}"
+    if "held_s" in event.fields and isinstance(written_s := event.fields.get("seconds"), int | float):
+        message += f", written in {written_s:.3g} s beside the training"
     return Incident(event.kind, group, message, _who(event.fields), event.step, at_s, cost_s(event.fields))
 
 
