@@ -74,6 +74,7 @@ class RunMembers:
         """The newest suspicion of each worker."""
         self._suspected_s = 0.0
         self._next_step = 0
+        self._ends = False
         self.end_cause: FailureCause | None = None
         """Set when too few are left."""
 
@@ -122,8 +123,8 @@ class RunMembers:
 
     @property
     def changes(self) -> bool:
-        """True while a worker is on its way in or out."""
-        return bool(self._due or (self._decider is not None and self._decider.changes))
+        """True while a worker is on its way in or out, and when the run ends before it has arrived."""
+        return bool(self._ends or self._due or (self._decider is not None and self._decider.changes))
 
     def poll(self) -> None:
         """Read messages, and see to workers that prepare to join, have left, or are due to start."""
@@ -170,6 +171,7 @@ class RunMembers:
     def stop_joins(self) -> None:
         """End the workers that prepare to join: the run is about to end."""
         if self._decider is not None:
+            self._ends = self._ends or self.changes
             self._act(self._decider.finished())
             self._due.clear()
 
@@ -246,7 +248,7 @@ class RunMembers:
                 self._suspected_s = time.monotonic()
             self._suspects[message.worker] = message
         elif isinstance(message, Finished):
-            self._act(decider.finished())
+            self.stop_joins()
 
     def _print_change(self, change: MembershipChange) -> None:
         num_ranks = len(change.workers)
