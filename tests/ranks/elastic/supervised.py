@@ -116,7 +116,8 @@ class Supervised:
                     self.start_joiner(joiners.pop(len(self.lost)))
         finally:
             for worker in self.workers.values():
-                worker.process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.process.pid, signal.SIGKILL)
                 worker.process.join()
                 worker.process.close()
                 worker.channel.close()
@@ -141,6 +142,8 @@ class Supervised:
                 self._handle(worker, message)
         gone = [alive[key] for key in ready if key in alive]  # type: ignore[index]
         for worker in gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)  # its loader's workers
             worker.process.join()
             worker.ended = True
         lost = [worker for worker in gone if worker.process.exitcode and worker.id in self.members]
@@ -195,6 +198,8 @@ def _run(pipe: Connection, channel: socket.socket, call: bytes, spec: WorkerSpec
     import sys
     import traceback
 
+    os.setsid()
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     write_spec(replace(spec, channel=channel.detach()), Path(path))
     os.environ[WORKER_VARIABLE] = path
