@@ -36,9 +36,8 @@ from evenload.training.launch.membership_messages import (
     Switched,
 )
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
 from evenload.training.step.planner import Planner
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.step import Step, StepListener, StepLoader
 
 
 @dataclass(frozen=True)

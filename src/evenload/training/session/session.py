@@ -35,8 +35,7 @@ from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.listener import StepListener
-from evenload.training.step.step import Step, StepLoader
+from evenload.training.step.step import Step, StepListener, StepLoader
 from evenload.training.verify.coupling import CouplingWatch
 from evenload.training.verify.verifier import Verifier
 

@@ -15,10 +15,10 @@ from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.step.engine import Engine
-from evenload.training.step.listener import StepListener
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 from evenload.training.step.update_watch import UpdateWatch
+from evenload.training.step.wrong_loops import not_a_batch, second_loop
 from evenload.wrong_calls import shows_usage, unknown_attribute
 
 
@@ -87,14 +87,14 @@ class Step:
         return self._loop.backward(self, loss_fn if batch_loss is None else CoupledLoss(loss_fn, batch_loss))
 
     def __iter__(self) -> Iterator[Any]:
-        raise _not_a_batch()
+        raise not_a_batch()
 
     def __getitem__(self, key: object) -> Any:
-        raise _not_a_batch()
+        raise not_a_batch()
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        raise _not_a_batch()
+        raise not_a_batch()
 
     def __getattr__(self, name: str) -> Any:
         raise unknown_attribute(self, name, STEP_ELSEWHERE)
@@ -124,13 +124,43 @@ class Step:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
 
 
-def _not_a_batch() -> StepError:
-    return StepError(
-        "a prepared loader yields steps, not batches; write\n"
-        "    for step in loader:\n"
-        "        loss = step.backward(loss_fn)\n"
-        "where loss_fn(batch) receives each micro-batch, such as `x, y = batch`, and returns the loss"
-    )
+class StepListener:
+    """Callbacks at the defined points of a step. Subclasses override the ones they need; the defaults do nothing.
+
+    begin -> backward -> gradients (once per call) -> trained -> end -> boundary -> extra_steps, if due
+    """
+
+    def on_begin(self, step: Step) -> None:
+        """A loop body begins."""
+
+    def on_backward(self, step: Step, loss_fn: LossFn) -> None:
+        """`step.backward` was called and has not computed anything yet."""
+
+    def on_gradients(self, step: Step) -> None:
+        """`step.backward` is done without an error; `.grad` is final."""
+
+    def on_trained(self, step: Step, usual: bool) -> None:
+        """A step of training ended, before its commit; `usual` means that its times are typical."""
+
+    def on_end(self, step: Step) -> None:
+        """A loop body with a backward ended, in training or in a measurement, before the commit."""
+
+    def on_boundary(self, step: Step) -> None:
+        """A step of training is committed and the next has not begun; the callback may end the script.
+
+        Not called while a stop is requested and the step's gradients are still unused: no checkpoint would hold them.
+        """
+
+    def on_loop_end(self) -> None:
+        """A loop over a loader came to the end of its epoch, on all ranks."""
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether `extra_steps` begins now, after `num_steps` steps of this session."""
+        return False
+
+    def extra_steps(self, loader: StepLoader) -> Iterator[Step]:
+        """Yield steps of its own between two steps of training, and leave everything as it was."""
+        return iter(())
 
 
 class StepLoop:
@@ -307,17 +337,8 @@ class StepLoop:
 
     def check_alone(self, loader: GlobalLoader) -> None:
         """Raise StepError if a step is open: a step can't be of two loaders, and a loader has one loop at a time."""
-        if self.step is not None and self.step.loader is loader:
-            raise StepError(
-                "a loop over a prepared loader began inside a loop over the same loader, which has one loop at a time; end the "
-                "first by `break`, evaluate with run.batches(val_loader), or prepare a second DataLoader"
-            )
         if self.step is not None:
-            raise StepError(
-                "a step of one prepared loader began inside a step of another: a step has the batches of one loader, so zip and "
-                "nested loops over prepared loaders don't work. Prepare them together: model, loader = run.prepare(model, "
-                "(labeled, unlabeled)); then in `for step in loader`, loss_fn receives a tuple of their batches"
-            )
+            raise second_loop(same_loader=self.step.loader is loader)
 
     def check_between_steps(self, what: str) -> None:
         """Raise StepError if `what` would see gradients that no optimizer has used yet."""
