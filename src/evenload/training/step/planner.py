@@ -6,7 +6,6 @@ them into plans with the same integer arithmetic, so the loader's prefetch can p
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,10 +19,9 @@ from evenload.balance.split import Split, even_shares, micro_shares, num_micro, 
 from evenload.balance.values import Cost, StepPlan
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
-from evenload.training.data.loader import GlobalLoader
 from evenload.training.parallel.strategy import ReplicaTimes
 from evenload.training.step.assignment import Caps, ShareAssignment, Shares, assignment_for, assignments_in
-from evenload.training.step.plan_source import PlanSource
+from evenload.training.step.plan_source import PlanSource, StepsInOrder
 
 LEAD_STEPS = 2
 """A decision received in step s holds from step s + 2: step s + 1 is loaded already, s + 2 gets a step's time to load."""
@@ -33,10 +31,8 @@ QUANTA_IN_A_BATCH = 64
 from the coarser split stays small."""
 
 
-class Planner:
+class Planner(StepsInOrder):
     """The plans of one loader; the same on all ranks, except that rank 0 also decides."""
-
-    in_order = True
 
     def __init__(
         self,
@@ -157,23 +153,6 @@ class Planner:
         self._revision += 1
         self._cache.clear()
         self._balancer = self._new_balancer(shares, self.num_micro)
-
-    def steps(self, todo: Sequence[int]) -> Iterator[int]:
-        return iter(todo)
-
-    def following(self, step: int, todo: Sequence[int]) -> Iterator[int]:
-        return iter(todo[bisect.bisect_right(todo, step) :])
-
-    def global_step(self, step: int, committed: int) -> int:
-        return committed
-
-    def step_index(self, step: int, done: int) -> int:
-        """Return the index over all loaders of a step of the epoch, after `done` steps."""
-        return done
-
-    def end_loop(self, loader: GlobalLoader, steps_done: int, *, left: bool) -> int:
-        """End a loop over this loader, which was `left` early, on all ranks; return the number of steps done by then."""
-        return steps_done
 
     @property
     def assignments(self) -> tuple[ShareAssignment, ...]:
