@@ -25,6 +25,7 @@ from evenload.errors import LaunchError, PeerLostError
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.elastic.changes import MembershipChanges
+from evenload.training.elastic.stall_watch import StallWatch
 from evenload.training.elastic.transfer import CheckpointSchedule, StateTransfer
 from evenload.training.launch.membership_messages import (
     Capable,
@@ -91,6 +92,8 @@ class Members(StepListener):
         self._changes = MembershipChanges(
             MessageChannel.of_descriptor(context.spec.channel), self._worker, context.groups.abort
         )
+        self.stall_watch = StallWatch(context, self._changes.send)
+        """A listener of the loop."""
         context.control.guard = self.repeat
         context.engine.continue_with(self)
         context.loop.before_use = self.admit
@@ -311,6 +314,7 @@ class Members(StepListener):
         self._changes.send(Finished(self._worker))
 
     def close(self) -> None:
+        self.stall_watch.close()
         self._changes.close()
 
 

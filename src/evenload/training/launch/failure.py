@@ -138,14 +138,15 @@ def write_whole_traceback(error: BaseException, folder: Path, rank: int) -> Path
     return path
 
 
+def is_users_file(name: str) -> bool:
+    """Return False for files of Evenload and of installed packages."""
+    return not name.startswith(("<", _PACKAGE)) and "site-packages" not in name
+
+
 def _place(error: BaseException) -> str:
     """Return the last line of the user's code in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(("<", _PACKAGE)) and "site-packages" not in frame.filename
-    ]
+    own = [frame for frame in frames if is_users_file(frame.filename)]
     return f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
 
 

@@ -100,6 +100,29 @@ class Suspects:
 
 
 @dataclass(frozen=True)
+class Activity:
+    """Worker to supervisor, once a second: what the worker's main thread does."""
+
+    worker: str
+    segment: str
+    """Segment of the `StepClock`."""
+    seconds: float
+    """Since the segment began."""
+    position: str = ""
+    """The line of the user's code, such as ``train.py:31 in __getitem__``; empty if there is none."""
+    excuse: str = ""
+    """Why a long segment is no stall, such as ``it compiles``."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Worker to supervisor, once a second: a collective in a backward waits past the learned deadline."""
+
+    worker: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Leaving:
     """Worker to supervisor: this worker has done its last step and ends with exit code 0."""
 
@@ -113,9 +136,10 @@ class Finished:
     worker: str
 
 
-Message = MembershipChange | Capable | Ready | Switched | Suspects | Leaving | Finished
+Message = MembershipChange | Capable | Ready | Switched | Suspects | Activity | Waits | Leaving | Finished
 _KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (MembershipChange, Capable, Ready, Switched, Suspects, Leaving, Finished)
+    kind.__name__: kind
+    for kind in (MembershipChange, Capable, Ready, Switched, Suspects, Activity, Waits, Leaving, Finished)
 }
 _NAMES = ("workers", "joined", "left", "device_names")
 

@@ -31,6 +31,7 @@ from evenload.training.launch.membership_decider import (
     WorkerPlace,
 )
 from evenload.training.launch.membership_messages import (
+    Activity,
     Capable,
     Finished,
     LostWorker,
@@ -39,11 +40,13 @@ from evenload.training.launch.membership_messages import (
     Ready,
     Suspects,
     Switched,
+    Waits,
 )
 from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
 from evenload.training.launch.replicas import throttle_of
 from evenload.training.launch.request import LaunchRequest
+from evenload.training.launch.stalls import StallMonitor
 from evenload.training.launch.target import resume_command
 from evenload.training.launch.throttle import ThrottleController
 
@@ -73,6 +76,8 @@ class RunMembers:
         self._suspects: dict[str, Suspects] = {}
         """The newest suspicion of each worker."""
         self._suspected_s = 0.0
+        self._stalls = StallMonitor()
+        self._reported_stalls: set[str] = set()
         self._next_step = 0
         self._ends = False
         self.end_cause: FailureCause | None = None
@@ -141,6 +146,8 @@ class RunMembers:
         self._poll_leavers(decider)
         self._judge_suspects(decider)
         now_s = time.monotonic()
+        if self._stalls.is_due(now_s):
+            self._end_stalled(decider, now_s)
         due = [start for due_s, start in self._due if due_s <= now_s]
         self._due = [(due_s, start) for due_s, start in self._due if due_s > now_s]
         for start in due:
@@ -247,6 +254,8 @@ class RunMembers:
             if not self._suspects:
                 self._suspected_s = time.monotonic()
             self._suspects[message.worker] = message
+        elif isinstance(message, Activity | Waits):
+            self._stalls.take(message, time.monotonic())
         elif isinstance(message, Finished):
             self.stop_joins()
 
@@ -278,6 +287,23 @@ class RunMembers:
         text = f"rank {decider.rank_of(suspect)} ({self.where(suspect)}) {state}{f': {reason}' if reason else ''}"
         self._forget(suspect)
         self._act(decider.lost([LostWorker(suspect, text, time.time())]))
+
+    def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
+        """Kill a member that stalls the others, if they can go on without it; print a line otherwise."""
+        members = [name for name in decider.members if name not in self._gone]
+        found = self._stalls.judge(members, [n for n in members if _is_stopped(self._processes[n])], now_s)
+        for name, reason in found.absent.items():
+            self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
+        for name, reason in found.stalled.items():
+            text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
+            if self._processes[name].poll() is not None:
+                continue  # its end is dealt with
+            if not (why := decider.why_not_without([name])):
+                self._forget(name)
+                self._act(decider.lost([LostWorker(name, text, time.time())]))
+            elif name not in self._reported_stalls:
+                self._reported_stalls.add(name)
+                self._print(f"{text}; the other ranks wait, because they can't go on without it: {why}")
 
     # -- processes ------------------------------------------------------------------------------------------------------
 
@@ -350,6 +376,7 @@ class RunMembers:
                 case SendChange(change, to):
                     self._outputs.set_ranks(change.workers)
                     self._suspects.clear()
+                    self._stalls.begin_generation()
                     for name in to:
                         if name not in self._gone and (channel := self._processes[name].channel) is not None:
                             channel.send(change)

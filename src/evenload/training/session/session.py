@@ -79,6 +79,7 @@ class Session(StepListener):
             coupling,
             self._advice,
             self._stopper,
+            None if self._members is None else self._members.stall_watch,
         ]
         if context.spec.mode == "measure":
             listeners.append(Measurement(context, read_options(context.spec.options), self._ranks))
