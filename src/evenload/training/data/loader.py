@@ -107,19 +107,14 @@ class GlobalLoader:
             self._reader = StreamReader(self.user_loader, seed=seed, keyed=keyed_rng, pin=pin)
         else:
             self._reader = MapReader(
-                self.user_loaders,
-                is_joint=self.is_joint,
-                seed=seed,
-                rank=planner.rank,
-                device=device,
-                keyed=keyed_rng,
-                most_workers=most_workers,
+                self.user_loaders, self.is_joint, seed, planner.rank, device, keyed=keyed_rng, most_workers=most_workers
             )
         self._cursor = Cursor(seed=seed)
         self._resized: int | None = None
         self._generators_before: tuple[str, ...] | None = None
         self._begun = False
-        self._draws_alone = False
+        self.draws_alone = False
+        """True in a rank that joins until it has drawn the epoch in progress, which the others have drawn."""
         self._running: weakref.ref[Generator[GlobalBatch, None, None]] | None = None
         self._committed: weakref.ref[GlobalBatch] | None = None
 
@@ -240,10 +235,6 @@ class GlobalLoader:
         if cursor.generators:
             randomness.load_generators(self._generators, cursor.generators)
 
-    def draw_alone(self) -> None:
-        """Draw the epoch in progress without the other ranks, who have drawn it: this rank has joined them."""
-        self._draws_alone = True
-
     def set_rank(self, rank: int) -> None:
         """Read as this rank from now on: the plans are those of another generation."""
         if len(self._ranks) == 1:
@@ -267,7 +258,7 @@ class GlobalLoader:
     def _map_steps(self, reader: MapReader) -> Generator[GlobalBatch, None, None]:
         planner, cursor = self._planner, self._cursor
         in_epoch = cursor.position + sum(count for _, count in cursor.ahead)
-        agree, self._draws_alone = (None if self._draws_alone else planner.agree), False
+        agree, self.draws_alone = (None if self.draws_alone else planner.agree), False
         drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, agree, self._resized)
         self._check_resumed(drawn)
         self._generators_before = drawn.generators_before

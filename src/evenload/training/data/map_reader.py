@@ -123,11 +123,11 @@ class MapReader:
     def __init__(
         self,
         loaders: Sequence[DataLoader[Any]],
-        *,
         is_joint: bool,
         seed: int,
         rank: int,
         device: torch.device,
+        *,
         keyed: bool,
         most_workers: int | None,
     ) -> None:

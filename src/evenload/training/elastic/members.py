@@ -181,7 +181,7 @@ class Members(StepListener):
         if reason := self._why_not():
             raise LaunchError(f"this rank can't join the run: {reason}")
         for loader in self._loaders:
-            loader.loader.draw_alone()
+            loader.loader.draws_alone = True
         self._changes.send(Ready(self._worker))
         while self._is_alone():
             change = self._changes.wait(self._tried, math.inf)
