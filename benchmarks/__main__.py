@@ -27,6 +27,7 @@ NAMES = (
     "consistency",
     "loading",
     "hosts",
+    "wire",
     "leaving",
     "preemption",
     "checkpoints",

@@ -1,4 +1,4 @@
-"""What a checkpoint that is written beside the training costs.
+"""The cost of a checkpoint that is written beside the training.
 
 Method: two CPU ranks (or GPUs) train the GPT under Evenload in one set of processes. Blocks with one checkpoint alternate with
 blocks without one, in alternating order. The cost is the median over rounds of the difference of the two wall times, with a 95 %

@@ -18,6 +18,7 @@ from evenload.setting_kinds import (
     Kind,
     check_balance,
     check_folder,
+    check_islands,
     check_logger_options,
     check_loggers,
     check_num_workers,
@@ -27,6 +28,7 @@ from evenload.setting_kinds import (
     parse_balance,
     parse_logger_options,
     parse_loggers,
+    real,
 )
 
 COMMAND_LINE = "command line"
@@ -63,7 +65,7 @@ def _setting(
     return field(default=default, metadata=metadata)
 
 
-STRATEGY_NAMES = ["ddp", "dp", "async"]
+STRATEGY_NAMES = ["ddp", "dp", "local", "async"]
 """Values of ``strategy``; `register_strategy` adds to them (training/parallel/factory.py)."""
 
 
@@ -96,8 +98,46 @@ class Config:
     strategy: str = _setting(
         "ddp",
         one_in(STRATEGY_NAMES),
-        "Where replicas of the model live. ddp: one process per device; dp: one process for all devices; async: one process per "
-        "device, and a server of the parameters, so that no device waits for another.",
+        "Where replicas of the model live. ddp: one process per device; dp: one process for all devices; local: as ddp inside "
+        "an island, and islands synchronise rarely; async: one process per device, and a server of the parameters, so that no "
+        "device waits for another.",
+        commands=_BOTH,
+    )
+    islands: tuple[tuple[int, ...], ...] | None = _setting(
+        None,
+        Kind("the ranks of each island: `0,1/2,3`", check_islands, metavar="RANKS/RANKS"),
+        "Ranks joined by fast links, under strategy local. Unless set, the ranks of a machine.",
+        commands=_BOTH,
+    )
+    sync_every: int = _setting(
+        20,
+        integer("a number of steps, at least 1", "STEPS", least=1),
+        "Steps between two synchronisations of the islands, under strategy local.",
+        commands=_BOTH,
+    )
+    local_steps: str = _setting(
+        "equal",
+        one_of("equal", "auto"),
+        "Steps of an island, under strategy local. equal: as many as the others, with its part of each global batch; auto: by "
+        "speed, with global batch / islands.",
+        commands=_BOTH,
+    )
+    outer_lr: float = _setting(
+        1.0,
+        real("a number above 0", "RATE", low=0.0),
+        "Learning rate of the outer Nesterov step at a synchronisation; 1 with momentum 0 is the average. DiLoCo: 0.7.",
+        commands=_BOTH,
+    )
+    outer_momentum: float = _setting(
+        0.0,
+        real("a number from 0, below 1", "MOMENTUM", low=0.0, high=1.0, includes_low=True),
+        "Momentum of the outer Nesterov step. DiLoCo: 0.9.",
+        commands=_BOTH,
+    )
+    fragments: int = _setting(
+        1,
+        integer("a number of fragments, at least 1", "NUMBER", least=1),
+        "Fragments that synchronise in turn, each hidden behind the steps until the next one; 1: everything at once.",
         commands=_BOTH,
     )
     wire: str = _setting(
@@ -206,6 +246,9 @@ class Config:
     """For each setting that was set, where."""
 
 
+LOCAL_SETTINGS = ("islands", "sync_every", "local_steps", "outer_lr", "outer_momentum", "fragments")
+"""Those of strategy local alone."""
+
 SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Config) if f.metadata}
 """The settings by name."""
 
@@ -284,6 +327,8 @@ def spell_option(name: str, value: Any) -> str:
             for logger, options in value.items()
             for key, item in (options.items() if isinstance(options, Mapping) else ())
         )
+    if name == "islands" and not isinstance(value, str):
+        return f"{option} {'/'.join(','.join(map(str, part)) for part in value)}"
     return f"{option} {','.join(map(str, value)) if isinstance(value, tuple | list) else value}"
 
 

@@ -97,6 +97,32 @@ def parse_balance(text: str) -> str | tuple[int, ...]:
         return text
 
 
+def check_islands(value: Any) -> tuple[tuple[int, ...], ...]:
+    try:
+        parts = value.split("/") if isinstance(value, str) else value
+        found = tuple(
+            tuple(int(rank) for rank in (part.split(",") if isinstance(part, str) else part)) for part in parts
+        )
+    except (TypeError, ValueError, AttributeError):
+        found = ()
+    ranks = sorted(rank for part in found for rank in part)
+    if not all(found) or not ranks or ranks != list(range(len(ranks))):
+        raise ValueError("expected every rank in one island, such as 0,1/2,3")
+    return found
+
+
+def real(expected: str, metavar: str, *, low: float, high: float = float("inf"), includes_low: bool = False) -> Kind:
+    """A number above `low`, or from it on, and below `high`."""
+
+    def check(value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not (low < value < high or (includes_low and value == low)):
+            raise ValueError(f"expected {expected}")
+        return float(value)
+
+    return Kind(expected, check, _number_or_text(float), metavar)
+
+
 def check_num_workers(value: Any) -> str:
     if value in ("loader", "auto"):
         return str(value)

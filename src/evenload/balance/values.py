@@ -53,6 +53,20 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class StepProgress:
+    """Progress of a whole job with a step of which a plan holds one island's part."""
+
+    step: int
+    """Index, within the epoch, of the step that follows."""
+    position: int
+    """Global position of its first sample."""
+    num_samples: int
+    """Samples of all islands up to there; 0 where an island computes several batches for one step."""
+    ends: tuple[int, int] | None = (1, 1)
+    """Batches that this island computed for the steps that end here, and the number of these steps; None before their end."""
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Assignment of the samples of one global batch to ranks.
 
@@ -70,6 +84,13 @@ class StepPlan:
     micro: tuple[tuple[int, ...], ...]
     out: tuple[int, ...] = ()
     """Ranks of share 0 that have left the groups of gradients and statistics: they read and compute nothing."""
+    of: StepProgress | None = None
+    """The whole of which the plan is a part, and that other islands compute at the same time; None if it is all of it."""
+
+    @property
+    def progress(self) -> StepProgress:
+        """Progress of the job after the step."""
+        return self.of or StepProgress(self.step + 1, self.start + self.num_samples, self.num_samples)
 
     @property
     def num_micro(self) -> int:

@@ -22,6 +22,7 @@ _USAGE = {
     "stop": "evenload queue stop",
     "start": "evenload queue start",
     "service": "evenload queue service",
+    "repair": "evenload queue repair",
     "set": "evenload queue set NAME=VALUE..., such as policy=fifo",
     "limit": "evenload queue limit USER NAME=VALUE..., such as max_devices=2",
     "reserve": "evenload queue reserve DEVICE[,DEVICE...] TIME [USER...], such as gpu0,gpu1 2h ann",
@@ -33,7 +34,7 @@ def queue(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[show|stop|start|service|set|limit|reserve|release] ...", help="Action. Default: show."
+            metavar="[show|stop|start|service|repair|set|limit|reserve|release] ...", help="Action. Default: show."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
@@ -45,10 +46,11 @@ def queue(
 ) -> None:
     """Show or change the queue's settings. Only its owner and its admins may change them.
 
-    stop: stop the daemon; jobs continue, and the next submit (or start) restarts it. service: have
-    systemd start the daemon at boot and whenever it dies. set NAME=VALUE: change a setting. limit USER
-    NAME=VALUE: set max_devices, max_running, max_queued or share. reserve DEVICES TIME [USER...]: reserve devices from
-    now on for these users, or for nobody. release RESERVATION: end a reservation.
+    stop: stop the daemon; jobs continue, and the next submit (or start) restarts it. service: have systemd start
+    the daemon at boot and whenever it dies. repair: make a damaged queue whole from its backups. set NAME=VALUE:
+    change a setting. limit USER NAME=VALUE: set max_devices, max_running, max_queued or share. reserve DEVICES
+    TIME [USER...]: reserve devices from now on for these users, or for nobody. release RESERVATION: end a
+    reservation.
     """
     if port is not None and not web:
         raise ConfigError("--port needs --web")
@@ -60,10 +62,10 @@ def queue(
     action, *given = words or ["show"]
     if action not in _USAGE:
         raise ConfigError(f"evenload queue {action}: unknown action; actions: {', '.join(_USAGE)}")
-    if action == "service":
+    if action in ("service", "repair"):
         if given:
             raise ConfigError(f"expected {_USAGE[action]}")
-        _service(folder_of(queue))
+        (_service if action == "service" else _repair)(folder_of(queue))
         return
     from evenload.scheduler.client import connect
 
@@ -102,6 +104,21 @@ def _service(folder: Path) -> None:
         with connect(folder, start=False) as client:
             client.call("stop")  # systemd starts its own at once; jobs go on meanwhile
     print(f"the queue's daemon starts at boot, and again if it dies: {install(folder)}")
+
+
+def _repair(folder: Path) -> None:
+    from evenload.scheduler.store.backup import repair
+
+    done = repair(folder)
+    if done.damaged is None:
+        print(f"the queue {folder} is whole: nothing was changed")
+        return
+    print("\n".join(["found:", *(f"  {problem}" for problem in done.problems[:10])]))
+    source = f"{done.num_from_backup} from the backup {done.backup}, the others" if done.backup else "all"
+    print(
+        f"the queue has {done.num_events} events now: {source} from the damaged file, which is kept as {done.damaged}"
+    )
+    print("jobs and changes after the last of these events are lost; evenload queue start starts the daemon")
 
 
 def _show(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:

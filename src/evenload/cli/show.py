@@ -59,8 +59,8 @@ def show(
         _show_backend_job(backend, str(run), json)
         return
     of_runs = live or html or web or trace is not None or to is not None or bool(logger_option)
-    if queue is not None or not run.exists():
-        if queue is not None and of_runs:
+    if queue is not None or not (run.exists() or of_runs):
+        if of_runs:
             raise ConfigError("--live, --html, --web, --trace, --to and --logger-option are for runs, not for jobs")
         if _show_queue_job(str(run), queue, json):
             return

@@ -310,18 +310,10 @@ class _RunnerConnection:
         steps_per_s = self.rate.steps_per_s()
         if samples_per_step is not None:
             samples_per_s = steps_per_s * samples_per_step
+        wall_s, since_boot_s = time.time(), boottime_s()
+        counts = (contract.job, contract.attempt, os.getpid(), step, total)
         progress = ProgressReport(
-            contract.job,
-            contract.attempt,
-            os.getpid(),
-            step,
-            total,
-            steps_per_s,
-            samples_per_s,
-            state,
-            time_s=time.time(),
-            since_boot_s=boottime_s(),
-            resumed_at=self.resumed_at,
+            *counts, steps_per_s, samples_per_s, state, wall_s, since_boot_s=since_boot_s, resumed_at=self.resumed_at
         )
         try:
             write_report(contract, progress)

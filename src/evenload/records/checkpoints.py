@@ -50,7 +50,7 @@ class CheckpointInfo:
     value: float | None
     folder: str
     damage: str
-    """What is wrong with its files; empty if they are as they were written, or an earlier version wrote no checksums."""
+    """The damage of its files; empty if they are as they were written, or an earlier version wrote no checksums."""
 
 
 def step_folder(run: Path, step: int) -> Path:

@@ -7,7 +7,8 @@ identifies the caller by the socket's peer credentials; no field of a message do
 ========== ============================================================ ===============================================
 verb       fields                                                       result
 ========== ============================================================ ===============================================
-submit     spec, program; or jobs=[{spec, program}, …], array=bool      {job}; or {jobs: [id, …]}
+submit     spec, program; or jobs=[{spec, program}, …], array=bool,     {job}; or {jobs: [id, …]}
+           common={spec, program}: fields and variables of all
 cancel     jobs, now=false (with a save; true: killed at once)           {jobs: [JobRow, …]}
 hold       jobs                                                         {jobs: [JobRow, …]}
 release    jobs                                                         {jobs: [JobRow, …]}

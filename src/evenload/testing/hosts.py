@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError
+from evenload.testing.relay import open_tun
 
 _TOOLS = ("ip", "tc", "nsenter", "unshare", "mount")
 _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
@@ -102,12 +104,15 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def machines(num_machines: int = 2, mbit_per_s: float | None = None) -> Iterator[tuple[VirtualHost, ...]]:
+def machines(
+    num_machines: int = 2, mbit_per_s: float | None = None, *, delay_ms: float = 0.0
+) -> Iterator[tuple[VirtualHost, ...]]:
     """Create machines ``box1``, ``box2``, ... on one switch, and remove them with everything that runs on them afterwards.
 
     Args:
         num_machines: number of machines.
         mbit_per_s: sending speed of each, in Mbit/s; None: unlimited.
+        delay_ms: time that each packet is on its way, which a process adds; a round trip takes twice as long.
 
     Raises:
         ConfigError: they can't be created.
@@ -125,25 +130,45 @@ def machines(num_machines: int = 2, mbit_per_s: float | None = None) -> Iterator
         for box in boxes:
             box.hosts_file.write_text("\n".join(lines) + "\n")
         names = [switch, *(box.namespace for box in boxes)]
+        relay: subprocess.Popen[bytes] | None = None
         try:
             for name in names:
                 _call("ip", "netns", "add", name)
             _call("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
             _call("ip", "-n", switch, "link", "set", "br0", "up")
+            fds = [open_tun(box.namespace, "eth0") for box in boxes] if delay_ms else []
             for number, box in enumerate(boxes, start=1):
-                _connect(box, number, switch)
+                _connect(box, number, switch, is_there=bool(fds))
                 if mbit_per_s is not None:
                     box.limit(mbit_per_s)
+            if fds:
+                relay = _start_relay(boxes, fds, delay_ms)
             yield boxes
         finally:
+            if relay is not None:
+                relay.kill()
+                relay.wait()
             for name in names:
                 _remove(name)
 
 
-def _connect(box: VirtualHost, number: int, switch: str) -> None:
-    port = f"port{number}"
-    _call("ip", "link", "add", "eth0", "netns", box.namespace, "type", "veth", "peer", "name", port, "netns", switch)
-    _call("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+def _start_relay(boxes: Sequence[VirtualHost], fds: Sequence[int], delay_ms: float) -> subprocess.Popen[bytes]:
+    devices = [f"{address}={fd}" for box, fd in zip(boxes, fds, strict=True) for address in (box.address, box.address6)]
+    command = [sys.executable, "-m", "evenload.testing.relay", str(delay_ms), *devices]
+    started = subprocess.Popen(command, pass_fds=list(fds))
+    for fd in fds:
+        os.close(fd)
+    return started
+
+
+def _connect(box: VirtualHost, number: int, switch: str, *, is_there: bool) -> None:
+    """Give a machine its addresses; `is_there`: it has an interface."""
+    if not is_there:
+        port = f"port{number}"
+        _call(
+            "ip", "link", "add", "eth0", "netns", box.namespace, "type", "veth", "peer", "name", port, "netns", switch
+        )
+        _call("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
     _call("ip", "-n", box.namespace, "link", "set", "lo", "up")
     _call("ip", "-n", box.namespace, "addr", "add", f"{box.address}/24", "dev", "eth0")
     _call("ip", "-n", box.namespace, "addr", "add", f"{box.address6}/64", "dev", "eth0", "nodad")

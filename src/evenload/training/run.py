@@ -45,6 +45,12 @@ def init(
     precision: str | None = None,
     strategy: str | None = None,
     wire: str | None = None,
+    islands: str | Sequence[Sequence[int]] | None = None,
+    sync_every: int | None = None,
+    local_steps: str | None = None,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    fragments: int | None = None,
     staleness: int | None = None,
     staleness_lr: str | None = None,
     servers: int | None = None,
@@ -199,7 +205,8 @@ class Run:
         chosen = pick_model(model, self._models)
         self._context.engine.totals.read()
         if self.is_main and self._context.spec.mode != "verify":
-            write_weights(path, chosen)
+            with self._session.synchronised_weights():
+                write_weights(path, chosen)
 
     @shows_usage("for batch in run.batches(val_loader):, where val_loader is a plain DataLoader")
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:

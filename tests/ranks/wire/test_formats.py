@@ -55,6 +55,10 @@ def _all_on_ranks(folder: str) -> dict[str, Any]:
     groups.close()
     link._measure = lambda *_: torch.tensor([0.02, 1e5, 1e5, 1e5], dtype=torch.float64)
     results["trained"] = {name: _train(name, Path(folder, name)) for name in ("fp32", *FORMATS, "auto")}
+    results["resumed"] = {
+        name: [_train_in_parts(name, Path(folder, f"{name}-{parts}"), parts) for parts in (1, 2)]
+        for name in ("int8", "powersgd")
+    }
     return results
 
 
@@ -209,6 +213,38 @@ def _train(name: str, folder: Path) -> dict[str, Any]:
     weights = [p.detach().clone() for p in model.parameters()]
     run.close()
     return {"losses": losses, "skipped": skipped, "weights": weights, "format": taken}
+
+
+def _train_in_parts(name: str, folder: Path, num_parts: int) -> list[torch.Tensor]:
+    """Train 8 steps with a checkpoint after the fourth, in one session or in two."""
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(96, 32), torch.randn(96, 1))
+    for part in range(num_parts):
+        run = evenload.init(
+            project_dir=str(folder), seed=1, wire=name, balance=(5, 3, 3, 1), check_every=1, timeout_s=20.0
+        )
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1))
+        model, loader = run.prepare(model, DataLoader(dataset, batch_size=12, shuffle=True))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        run.resume(model=model, optimizer=optimizer)
+        for step in loader:
+            step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))  # noqa: B023
+            optimizer.step()
+            optimizer.zero_grad()
+            run.checkpoint(every="4 steps")
+            if step.index == 3 and part == 0 and num_parts == 2:
+                break
+        weights = [p.detach().clone() for p in model.parameters()]
+        run.close()
+    return weights
+
+
+@pytest.mark.parametrize("name", ["int8", "powersgd"])
+def test_a_checkpoint_holds_the_errors_of_all_ranks(results: list[dict[str, Any]], name: str) -> None:
+    at_once, in_parts = results[0]["resumed"][name]
+    for a, b in zip(at_once, in_parts, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", (*FORMATS, "auto"))

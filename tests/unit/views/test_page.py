@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from evenload.errors import ConfigError
 from evenload.records.lines import EVENTS_FILE, STEPS_FILE, event_line, step_line
 from evenload.records.reader import read_steps
 from evenload.records.values import RankTimes, RunEvent, StepRecord
+from evenload.stored_names import MEASUREMENT
 from evenload.views.run.accounts import COMPUTING, account
 from evenload.views.run.incidents import cost_s, group_of
 from evenload.views.run.page import MAX_BYTES, RunPage
@@ -79,6 +82,25 @@ def test_the_figures_follow_their_formulas(tmp_path: Path) -> None:
     assert sum(found.parts_s.values()) == pytest.approx(found.device_s)
     assert found.parts_s["starting"] == pytest.approx(4 * 3.0)
     assert found.parts_s[COMPUTING] == pytest.approx(sum(0.44 * 300 for _ in range(4)), rel=0.01)
+
+
+def test_a_measurement_is_compared_with_the_best_fixed_split(tmp_path: Path) -> None:
+    write_run(tmp_path, 20, (2.0, 1.0), faults=(), solo=False)
+    blocks = [
+        {"arm": arm, "round": number, "num_samples": samples, "seconds": seconds, "shares": shares}
+        for number in range(3)
+        for arm, samples, seconds, shares in (
+            ("solo", [200, 100], [1.0, 1.0], []),
+            ("even", [200], [1.0], [128, 128]),
+            ("evenload", [294], [1.0], [171, 85]),
+            ("static:170,86", [300], [1.0], [170, 86]),
+        )
+    ]
+    with (tmp_path / EVENTS_FILE).open("ab") as events:
+        events.write(event_line(RunEvent(MEASUREMENT, "measured", START_S, 20, {"blocks": blocks})))
+    text = RunPage(tmp_path).html()
+    assert "<b>0.98<small>× the best fixed split</small></b>" in text
+    assert "1.47× equal shares" in text and "(170,86)" in text and "98 % of the sum" in text
 
 
 def test_steps_that_are_computed_again_count_once(tmp_path: Path) -> None:
@@ -178,6 +200,19 @@ def test_a_run_that_still_trains_and_a_torn_line_are_read(tmp_path: Path) -> Non
     assert second is not None and "step 20/20" in second["head"]
     changed = {name for name in second if second[name] != first[name]}
     assert "plots" in changed and "settings" not in changed
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_breaks_no_script(tmp_path: Path) -> None:
+    write_run(tmp_path, 10, faults=(), closed=False)
+    time_s = read_steps(tmp_path)[-1].time
+    with (tmp_path / STEPS_FILE).open("ab") as steps:
+        for index, loss in enumerate((math.inf, math.nan)):
+            step = make_step(10 + index, loss=loss, time=time_s + 0.5 * (index + 1))
+            steps.write(step_line(step, {"norm": math.inf}))
+    text = RunPage(tmp_path).html()
+    assert "<b>NaN</b>" in text
+    for data in re.findall(r"data-series='([^']*)'", text):
+        json.loads(html.unescape(data), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_a_folder_without_a_step(tmp_path: Path) -> None:

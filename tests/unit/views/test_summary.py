@@ -185,6 +185,7 @@ def test_show_live_of_an_ended_run_shows_its_newest_session_and_ends(folder: Pat
         (["."], "found no events.jsonl or steps.jsonl in it or directly below it"),
         (["newer"], "schema 99, this Evenload reads schema 1"),
         ([".", "--json", "--live"], "--json, --live, --html, --web, --trace and --to are ways to show a run"),
+        (["12", "--web"], "evenload show: 12: expected a run folder, found nothing;"),
         ([".", "page.html"], "page.html: only --html writes to a file"),
         ([".", "--port", "8000"], "--port needs --web"),
         ([".", "--steps", "1:2"], "--steps needs --trace FILE"),

@@ -56,7 +56,7 @@ class LocalBackend(SchedulerBackend):
         rows = [
             {"spec": _spec_row(job, index), "program": _program_row(job, snapshot, index)} for index in job.indices()
         ]
-        message: dict[str, Any] = {"jobs": rows, "array": True} if job.array else rows[0]
+        message = _array_message(rows) if job.array else rows[0]
         return BackendRequest("local", job.name, json.dumps(message, indent=1))
 
     def submit(self, request: BackendRequest) -> tuple[str, ...]:
@@ -104,6 +104,29 @@ def snapshot_folder(queue: Path | None = None) -> Path:
             if queue.stat().st_uid == os.geteuid():
                 return queue / "snapshots"
     return paths.user_folder() / "snapshots"
+
+
+def _array_message(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message of an array: what its elements have in common once, so that it stays small however many variables there are."""
+    first = rows[0]
+    shared = dict(first["program"]["environment"])
+    for row in rows:
+        shared = {name: value for name, value in shared.items() if row["program"]["environment"].get(name) == value}
+    common = {
+        part: {name: value for name, value in first[part].items() if all(row[part].get(name) == value for row in rows)}
+        for part in ("spec", "program")
+    }
+    common["program"]["environment"] = shared
+    own = []
+    for row in rows:
+        variables = {name: value for name, value in row["program"]["environment"].items() if name not in shared}
+        parts = {
+            part: {name: value for name, value in row[part].items() if name not in common[part]}
+            for part in ("spec", "program")
+        }
+        parts["program"]["environment"] = variables
+        own.append(parts)
+    return {"jobs": own, "common": common, "array": True}
 
 
 def _status_of(row: Mapping[str, Any]) -> JobStatus:

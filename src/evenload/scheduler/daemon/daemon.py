@@ -20,6 +20,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.daemon.alive_file import AliveFile
 from evenload.scheduler.daemon.attempts import Attempts
+from evenload.scheduler.daemon.backups import HourlyBackups
 from evenload.scheduler.daemon.devices import LocalDevice, find_devices
 from evenload.scheduler.daemon.external_processes import GpuMonitor
 from evenload.scheduler.daemon.handlers import DelayedReply, RequestHandlers
@@ -49,6 +50,7 @@ class Daemon:
         _make_folders(folder, settings)
         self._store = _open_store(folder)
         self._alive = AliveFile(folder)
+        self._backups = HourlyBackups(folder, log.write)
         presence.note_stopped(folder, False)
         reader = Reader(folder)
         clock = QueueClock(self._store.anchor, self._store.queue_state.time_s)
@@ -131,6 +133,10 @@ class Daemon:
             self._server.check_times()
             self._follow_clock()
             self._alive.write(self._state.clock.now_s())
+            self._backups.run_if_due(self._state.clock.now_s(), self._store.last)
+            self._state.problems.pop("backup", None)
+            if self._backups.problem:
+                self._state.problems["backup"] = self._backups.problem
             self._attempts.note_reports(self._state.record)
         replies: list[tuple[ClientConnection, dict[str, Any] | DelayedReply]] = []
         for connection, message in self._server.requests():
@@ -304,6 +310,7 @@ class Daemon:
             self._gpu_monitor.close()
         self._server.close()
         self._state.runners.close()
+        self._backups.close()
         self._alive.close()
         with contextlib.suppress(OSError):
             presence.note_stopped(self._state.folder, self._handlers.is_over)

@@ -76,8 +76,11 @@ class RequestHandlers:
         program: Any = None,
         jobs: tuple[JobPart, ...] | None = None,
         array: bool = False,
+        common: JobPart | None = None,
     ) -> dict[str, Any]:
         parts = (JobPart(spec, program),) if jobs is None else jobs
+        if common is not None:
+            parts = tuple(part.within(common) for part in parts)
         if not 1 <= len(parts) <= LARGEST_PAGE:
             raise ConfigError(f"{len(parts)} jobs in one message: expected 1 to {LARGEST_PAGE}")
         now_s, first = self.state.clock.now_s(), self.state.next_number
@@ -85,7 +88,8 @@ class RequestHandlers:
         entries = [self._entry(caller, part, str(first + index), array_id, now_s) for index, part in enumerate(parts)]
         self._check_max_queued(caller, len(entries))
         for event, extra in entries:
-            self.state.record(event, extra=extra)
+            row = extra if event is entries[0][0] else rows.program_like(entries[0][0].job, entries[0][1], extra)
+            self.state.record(event, extra=row)
         self.state.next_number = first + len(entries)
         names = [event.job for event, _ in entries]
         return {"job": names[0]} if jobs is None else {"jobs": names}

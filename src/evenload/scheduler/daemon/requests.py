@@ -45,6 +45,17 @@ class JobPart:
     spec: Mapping[str, Any] = field(default_factory=dict)
     program: Any = None
 
+    def within(self, common: JobPart) -> JobPart:
+        """Return this job with what all jobs of its message have in common; its own fields and variables take precedence."""
+        if not isinstance(common.program, Mapping) or not isinstance(self.program, Mapping | None):
+            return JobPart({**common.spec, **self.spec}, common.program if self.program is None else self.program)
+        own = self.program or {}
+        parts = [row["environment"] for row in (common.program, own) if isinstance(row.get("environment"), Mapping)]
+        environment = {name: value for part in parts for name, value in part.items()}
+        return JobPart(
+            {**common.spec, **self.spec}, {**common.program, **own, **({"environment": environment} if parts else {})}
+        )
+
 
 def job_names(job: str, jobs: str | tuple[str, ...]) -> tuple[str, ...]:
     """Return the ids of the jobs that a message names, each once; raise a `ConfigError` for none or too many."""

@@ -164,7 +164,11 @@ class Reader:
     def program(self, name: str) -> dict[str, Any] | None:
         """Return what was stored with the job's `Submitted`."""
         found = self._query("SELECT body FROM programs WHERE job = ?", name)
-        return dict(json.loads(found[0][0])) if found else None
+        if not found:
+            return None
+        from evenload.scheduler.store.rows import whole_program
+
+        return whole_program(dict(json.loads(found[0][0])), self.program)
 
     def attempts(self, name: str) -> list[AttemptRecord]:
         from evenload.scheduler.store import tables

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from evenload.errors import ConfigError, QueueError
@@ -21,6 +22,31 @@ def text_of(row: Any, what: str) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise QueueError(f"{what} can't be stored: {error}") from error
     return text
+
+
+_LIKE = "like"
+"""Field of a stored program that names a job submitted with it: the other fields are those that differ from that one's."""
+
+
+def program_like(name: str, first: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a program's row as its difference from another job's, so that an array's variables are stored once."""
+    variables, known = row.get("environment", {}), first.get("environment", {})
+    if known.keys() - variables.keys() or first.keys() - row.keys():
+        return row
+    changed = {field: value for field, value in row.items() if field not in first or first[field] != value}
+    if "environment" in changed:
+        changed["environment"] = {key: value for key, value in variables.items() if known.get(key) != value}
+    return {_LIKE: name, **changed}
+
+
+def whole_program(row: dict[str, Any], read: Callable[[str], dict[str, Any] | None]) -> dict[str, Any]:
+    """Return the whole row of a program; `read` returns another job's."""
+    name = row.pop(_LIKE, None)
+    first = None if name is None else read(name)
+    if first is None:
+        return row
+    environment = {**first.get("environment", {}), **row.get("environment", {})}
+    return {**first, **row, "environment": environment}
 
 
 def entry_row(entry: Entry) -> dict[str, Any]:

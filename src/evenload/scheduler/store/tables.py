@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from evenload.errors import EvenloadError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings, User
@@ -58,10 +59,7 @@ def write(
     changes: Changes,
     log: list[LogRow],
 ) -> None:
-    connection.executemany(
-        "INSERT INTO events (number, time_s, kind, job, body, extra) VALUES (?, ?, ?, ?, ?, ?)",
-        [(row.number, row.time_s, row.kind, row.job, row.body, row.extra) for row in log],
-    )
+    _write_log(connection, log)
     programs = {row.job: row.extra for row in log if row.kind == events.Submitted.__name__ and row.extra is not None}
     write_current(connection, ledger, changes, programs)
 
@@ -135,6 +133,30 @@ def fold_history(connection: sqlite3.Connection) -> History:
         if row.extra is not None and row.kind == events.Submitted.__name__:
             programs[str(row.job)] = row.extra
     return History(ledger, changes, programs)
+
+
+def _write_log(connection: sqlite3.Connection, log: list[LogRow]) -> None:
+    connection.executemany(
+        "INSERT INTO events (number, time_s, kind, job, body, extra) VALUES (?, ?, ?, ?, ?, ?)",
+        [(row.number, row.time_s, row.kind, row.job, row.body, row.extra) for row in log],
+    )
+
+
+def write_from_log(connection: sqlite3.Connection, log: list[LogRow]) -> int:
+    """Fill an empty queue with the events of a log, up to the first that can't be read or follow; return their number."""
+    ledger, changes, programs = Ledger(), Changes(), {}
+    good: list[LogRow] = []
+    for row in log:
+        try:
+            ledger.apply(rows.entry_from(row.kind, row.body), changes)
+        except (EvenloadError, ValueError, TypeError):
+            break
+        good.append(row)
+        if row.extra is not None and row.kind == events.Submitted.__name__:
+            programs[str(row.job)] = row.extra
+    _write_log(connection, good)
+    write_current(connection, ledger, changes, programs)
+    return len(good)
 
 
 def refold(connection: sqlite3.Connection) -> None:

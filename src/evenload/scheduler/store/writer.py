@@ -64,7 +64,10 @@ class QueueStore:
             self._anchor = _stored_anchor(self._connection)
         except sqlite3.Error as error:
             self.close()
-            raise QueueError(f"the queue {folder / DATABASE} can't be opened: {error}") from error
+            raise QueueError(
+                f"the queue {folder / DATABASE} can't be opened: {error}; if it is damaged, evenload queue repair makes it "
+                f"whole from its backups"
+            ) from error
         except BaseException:
             self.close()
             raise

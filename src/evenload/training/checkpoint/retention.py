@@ -115,3 +115,10 @@ class Retention:
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def is_due(every: int, step: int, last_step: int, *, skips: bool) -> bool:
+    """Return whether a checkpoint of every so many steps is due; `skips`: not every step may write one."""
+    if skips:
+        return step // every > max(last_step, 0) // every
+    return step > 0 and step % every == 0 and step != last_step

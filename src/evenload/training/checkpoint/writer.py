@@ -24,7 +24,7 @@ from evenload.training.checkpoint.retention import Retention
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """How the writing of one checkpoint ended."""
+    """The outcome of one write."""
 
     step: int
     held_s: float
@@ -45,6 +45,7 @@ class CheckpointWriter:
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._written: WrittenCheckpoint | None = None
+        self._has_begun = False
 
     @property
     def is_writing(self) -> bool:
@@ -61,6 +62,9 @@ class CheckpointWriter:
             raise CheckpointError(f"the checkpoint of step {step} can't begin while another is being written")
         began_s = time.monotonic()
         files.open_folder(self._run)
+        if not self._has_begun:  # of a rank 0 that was killed while it wrote, in whose place this one is
+            files.clean_up(self._run)
+            self._has_begun = True
         packed = files.pack(step, state)
         files.check_room(self._run, packed.num_bytes)
         self._retention.begin(step)

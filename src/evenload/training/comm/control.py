@@ -51,6 +51,7 @@ class Operation(enum.IntEnum):
     GATHER_BATCH = 17
     """A gather inside a loop over `run.batches`; see `Control.join_gathers`."""
     REBUILD = 18
+    SYNCHRONISE = 19
 
 
 _DOING = {
@@ -72,6 +73,7 @@ _DOING = {
     Operation.GATHER: "calls run.gather",
     Operation.REBUILD: "begins a generation",
     Operation.GATHER_BATCH: "calls run.gather in a loop over run.batches",
+    Operation.SYNCHRONISE: "synchronises its island",
 }
 
 

@@ -85,6 +85,8 @@ class Generation:
     """The ranks of each machine."""
     rows: HostExchange | None = None
     """The exchange of rows where ranks share a host; otherwise rows travel in `control`."""
+    island: int = 0
+    """Coordinate on the island axis; the groups are those of this island (`Groups(within=...)`)."""
 
     @property
     def world_size(self) -> int:

@@ -332,7 +332,8 @@ class Groups:
                     f"rank {rank} could not join the other {world_size - 1} ranks at {membership.store}: {error}"
                     + (taken if "EADDRINUSE" in str(error) else "")
                 ) from error
-        control = dist.new_group(backend="gloo", timeout=self._timeout)
+        control = self._make_group(everyone, "gloo")
+        assert control is not None  # every rank is in it
         gather = self._gather_in(control)
         now = Generation(membership.number, membership, rank, everyone, everyone, control)
         try:

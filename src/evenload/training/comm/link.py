@@ -19,7 +19,10 @@ _FIRST_BYTES = 1 << 16
 _LARGEST_BYTES = 1 << 24
 _UNKNOWN = (0.0, 0.0, 0.0, 0.0)
 _TARGET_S = 0.12
-"""Intended time of each measurement; the first bytes fit into buffers on the way, so that their speed is not the link's."""
+_TARGET_LATENCIES = 8
+"""A measurement takes at least so long, and so many latencies: the first bytes fit into buffers on the way, and TCP begins slowly
+after each pause, also in training."""
+_MAX_ROUNDS = 6
 
 
 class LinkMeter:
@@ -38,7 +41,10 @@ class LinkMeter:
         return len(find_machines(now.hosts, now.computing))
 
     def measure(self, device: torch.device) -> Link | None:
-        """Return the link, measured once in about 0.6 s. All ranks that compute call it in each generation, and get the same."""
+        """Return the link, measured once, in one to a few seconds.
+
+        All ranks that compute call it in each generation, and get the same.
+        """
         now = self._groups.generation
         if now.gradients is None or (len(now.hosts) == 1 and not self._always) or self._agreed_for == now.number:
             return self.link
@@ -75,8 +81,13 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
 
     def rate(send: Callable[[torch.Tensor], object], sent_part: float, waits_s: float) -> float:
         num_bytes, seconds = _FIRST_BYTES, timed(send, _FIRST_BYTES)
-        for _ in range(2):
-            num_bytes = int(min(_LARGEST_BYTES, max(_FIRST_BYTES, num_bytes * _TARGET_S / seconds))) // 4 * 4
+        target_s = max(_TARGET_S, _TARGET_LATENCIES * latency_s)
+        for _ in range(_MAX_ROUNDS):
+            if num_bytes == _LARGEST_BYTES or (seconds >= target_s and num_bytes > _FIRST_BYTES):
+                break
+            # A latency is a part of the time, so more bytes take less than in proportion.
+            factor = min(8.0, max(2.0, target_s / seconds))
+            num_bytes = int(min(_LARGEST_BYTES, num_bytes * factor)) // 4 * 4
             seconds = timed(send, num_bytes)
         return sent_part * num_bytes / max(seconds - waits_s, 0.1 * seconds)
 

@@ -70,6 +70,11 @@ class GlobalBatch:
         return self.plan.step
 
     @property
+    def num_steps(self) -> int:
+        """Steps that the job makes with this batch: 1, unless islands take several batches of their own."""
+        return self.plan.progress.step - self.plan.step
+
+    @property
     def num_samples(self) -> int:
         return self.plan.num_samples
 

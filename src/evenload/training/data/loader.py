@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,7 +21,9 @@ from evenload.training.data.cursor import Cursor
 from evenload.training.data.device_copies import start_copy
 from evenload.training.data.global_batch import CopiedAhead, GlobalBatch, spans_of
 from evenload.training.data.map_reader import MapReader
+from evenload.training.data.places import BatchPlace, RoundPlanner
 from evenload.training.data.prefetch import Span
+from evenload.training.data.resumed import check_resumed
 from evenload.training.data.stream import StreamReader, check_same_stream
 from evenload.training.data.tuning import ReadSettings, StepCost
 
@@ -64,7 +67,7 @@ class GlobalLoader:
     cursor stays in the epoch that was left. A loop left before any step was committed has not begun the epoch.
 
     With `most_workers` the number of workers is chosen by measurement, up to this many. `ranks` are those whose parts this
-    process reads (all its replicas); the planner's rank by default.
+    process reads (all its replicas); the planner's rank by default, and so is `reader_rank`, of which 0 draws the order.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class GlobalLoader:
         clock: StepClock,
         most_workers: int | None = None,
         ranks: Sequence[int] | None = None,
+        reader_rank: int | None = None,
     ) -> None:
         self.is_joint = isinstance(loaders, tuple)
         """True for a tuple of loaders."""
@@ -92,6 +96,7 @@ class GlobalLoader:
         self.is_tuned = most_workers is not None
         """True if the number of workers is chosen by measurement: `observe` wants the cost of each step."""
         self._ranks = tuple(ranks) if ranks is not None else (planner.rank,)
+        self._reader_rank = planner.rank if reader_rank is None else reader_rank
         self._seed = seed
         self._device = device
         self._clock = clock
@@ -107,7 +112,13 @@ class GlobalLoader:
             self._reader = StreamReader(self.user_loader, seed=seed, keyed=keyed_rng, pin=pin)
         else:
             self._reader = MapReader(
-                self.user_loaders, self.is_joint, seed, planner.rank, device, keyed=keyed_rng, most_workers=most_workers
+                self.user_loaders,
+                self.is_joint,
+                seed,
+                self._reader_rank,
+                device,
+                keyed=keyed_rng,
+                most_workers=most_workers,
             )
         self._cursor = Cursor(seed=seed)
         self._resized: int | None = None
@@ -179,8 +190,8 @@ class GlobalLoader:
             before = randomness.save_generators(self._generators)
         return Cursor(**{**vars(self._cursor), "generators": before})
 
-    def commit(self, batch: GlobalBatch) -> None:
-        """Count a step, once for each and before the next batch is requested; else StepError."""
+    def commit(self, batch: GlobalBatch) -> int:
+        """Count a step, once for each and before the next batch is requested, else StepError; return the steps of the job."""
         if batch.epoch != self._cursor.epoch:
             raise StepError(
                 f"step {batch.epoch_step} of epoch {batch.epoch} was committed when the loader was in epoch "
@@ -190,7 +201,13 @@ class GlobalLoader:
             raise StepError(f"step {batch.epoch_step} of epoch {batch.epoch} was committed twice")
         self._committed = weakref.ref(batch)
         self._begun = True
-        self._cursor = self._cursor.after(batch.epoch_step, batch.plan.start, batch.plan.start + batch.num_samples)
+        if (of := batch.plan.of) is None:
+            self._cursor = self._cursor.after(batch.epoch_step, batch.plan.start, batch.plan.start + batch.num_samples)
+            return 1
+        now, num_steps = self._cursor, of.step - self._cursor.step
+        totals = {"global_step": now.global_step + num_steps, "samples_total": now.samples_total + of.num_samples}
+        self._move(step=of.step, position=of.position, **totals)
+        return num_steps
 
     def follow(self, values: Sequence[int]) -> None:
         """Take the position of rank 0, as its `follow_values`: this rank executed other steps than it (``async``)."""
@@ -260,7 +277,7 @@ class GlobalLoader:
         in_epoch = cursor.position + sum(count for _, count in cursor.ahead)
         agree, self.draws_alone = (None if self.draws_alone else planner.agree), False
         drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, agree, self._resized)
-        self._check_resumed(drawn)
+        check_resumed(self._cursor, drawn, self.user_loader, is_joint=self.is_joint)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)
 
@@ -276,25 +293,38 @@ class GlobalLoader:
             finally:
                 self._clock.switch(before)
 
-        def wanted(now: GlobalBatch) -> Iterator[Span]:
+        rounds = planner if isinstance(planner, RoundPlanner) and planner.by_speed else None
+        begun = drawn.step_at(cursor.position)
+        before = cursor.global_step - begun  # steps of earlier epochs
+
+        def following(place: int | BatchPlace) -> Iterator[int | BatchPlace]:
+            if isinstance(place, int):
+                return planner.following(place, todo)
+            return itertools.islice(cast(RoundPlanner, rounds).places_from(place, before, drawn.num_steps), 1, None)
+
+        def plan_of(place: int | BatchPlace, now: GlobalBatch | None = None) -> StepPlan:
+            if isinstance(place, BatchPlace):
+                return cast(RoundPlanner, rounds).plan_at(place, cursor.epoch, drawn.bounds)
+            return self._plan(place, drawn.bounds[place], drawn.bounds[place + 1], now)
+
+        def wanted(now: GlobalBatch, place: int | BatchPlace) -> Iterator[Span]:
             yield from now.unread_spans()
-            for step in planner.following(now.epoch_step, todo):
-                plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], now)
-                yield from spans_of(plan, self._ranks)
+            for later in following(place):
+                yield from spans_of(plan_of(later, now), self._ranks)
 
         def on_replan() -> None:
             nonlocal ahead
             ahead = None
             with self._clock.segment("data"):
-                reader.read_ahead(functools.partial(wanted, batch))
+                reader.read_ahead(functools.partial(wanted, batch, place))
 
         def copy_next() -> None:
             nonlocal ahead
-            step = next(iter(planner.following(batch.epoch_step, todo)), None)
+            later = next(iter(following(place)), None)
             # Without workers the samples of a step are read in it, as the script expects: it may change the dataset before.
-            if ahead is not None or step is None or not reader.reading.num_workers:
+            if ahead is not None or later is None or not reader.reading.num_workers:
                 return
-            plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1], batch)
+            plan = plan_of(later, batch)
             for span in spans_of(plan, self._ranks)[:1]:  # none where this rank is left out
                 with contextlib.suppress(Exception):  # the next step reads again, and raises there
                     data = read(*span)
@@ -304,13 +334,17 @@ class GlobalLoader:
         copies = self._device.type != "cpu" and len(self._ranks) == 1
         revision: int | None = None
         try:
-            for step in planner.steps(todo):
+            places = (
+                planner.steps(todo) if rounds is None else rounds.places(begun, cursor.global_step, drawn.num_steps)
+            )
+            for place in places:
                 if not planner.in_order:
                     self._ranks = (planner.rank,)  # ranks may have been counted anew
                 changed = reader.apply_tuned_settings()
                 revised = planner.revision()
-                plan = self._plan(step, drawn.bounds[step], drawn.bounds[step + 1])
-                batch = self._batch(plan, read, on_replan, first=ahead, copy_next=copy_next if copies else lambda: None)
+                plan = plan_of(place)
+                number = place.number if isinstance(place, BatchPlace) else None
+                batch = self._batch(plan, read, on_replan, ahead, copy_next if copies else lambda: None, number)
                 ahead = None
                 if changed or revised != revision:
                     revision = revised
@@ -329,7 +363,7 @@ class GlobalLoader:
                 with self._clock.segment("data"):
                     samples = reader.next_batch(position)
                 with self._clock.segment("wait"):
-                    check_same_stream(self._planner.agree, self._planner.rank, len(samples), f"step {step}")
+                    check_same_stream(self._planner.agree, self._reader_rank, len(samples), f"step {step}")
                 if not len(samples):
                     break
 
@@ -361,11 +395,14 @@ class GlobalLoader:
         on_replan: Callable[[], None],
         first: CopiedAhead | None = None,
         copy_next: Callable[[], None] = lambda: None,
+        number: int | None = None,
     ) -> GlobalBatch:
+        if number is None:
+            number = self._cursor.global_step if self._planner.in_order else self._global_step(plan.step)
         return GlobalBatch(
             plan,
             ranks=self._ranks,
-            global_step=self._cursor.global_step if self._planner.in_order else self._global_step(plan.step),
+            global_step=number,
             device=self._device,
             read=read,
             on_replan=on_replan,
@@ -373,31 +410,6 @@ class GlobalLoader:
             first=first,
             copy_next=copy_next,
         )
-
-    def _check_resumed(self, drawn: order.SampleOrder) -> None:
-        now = self._cursor
-        if now.in_epoch and now.epoch_samples not in (-1, drawn.num_samples):
-            raise DataError(
-                f"the checkpoint is in the middle of an epoch of {now.epoch_samples} samples, now the epoch has "
-                f"{drawn.num_samples}: the dataset or the sampler changed; use the same data, leave the rest of the epoch out "
-                "with --override, or start anew with --fresh"
-            )
-        if now.in_epoch and now.order_key == -1 and order.is_computed(self.user_loader):
-            raise DataError(
-                f"the checkpoint is in the middle of an epoch of more than {order.MAX_DRAWN:,} samples that an earlier version "
-                "shuffled in another order: finish the epoch with that version, or start anew with --fresh"
-            )
-        if now.in_epoch and now.order_key not in (-1, drawn.key):
-            if self.is_joint:
-                raise DataError(
-                    "the checkpoint is in the middle of an epoch, and the loaders of the tuple now give other samples: a "
-                    "batch_size, a length or the order of a sampler changed; set them as they were, or start anew with --fresh"
-                )
-            raise DataError(
-                "the checkpoint is in the middle of an epoch, and the sampler now draws a different order: samples would be "
-                "used twice or left out. The sampler has a state that a resume can't restore; let it draw from torch's, Python's "
-                "or numpy's global generators, from a generator that it holds, or by set_epoch; or start anew with --fresh"
-            )
 
     def _next_epoch(self) -> None:
         self._begun = False

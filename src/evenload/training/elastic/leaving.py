@@ -40,7 +40,7 @@ class ComputingRanks(StepListener):
         self._reported = ""
 
     def on_begin(self, step: Step) -> None:
-        if self._context.groups.world_size == 1:
+        if self._context.step_groups.world_size == 1:
             return
         if not self._has_begun:
             self._has_begun = True
@@ -56,7 +56,7 @@ class ComputingRanks(StepListener):
 
     def on_loop_end(self) -> None:
         """Send the state to the ranks that have left, which may use their models now; rank 0 goes on meanwhile."""
-        generation = self._context.groups.generation
+        generation = self._context.step_groups.generation
         self._send_state([rank for rank in generation.ranks if rank not in generation.computing])
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
@@ -71,7 +71,7 @@ class ComputingRanks(StepListener):
 
     def set_out(self, out: Sequence[int], step_index: int | None = None) -> bool:
         """Let all ranks but `out` compute from now on; return whether one returned. All ranks call it between two steps."""
-        groups = self._context.groups
+        groups = self._context.step_groups
         before = groups.generation.computing
         computing = tuple(rank for rank in groups.ranks if rank not in out)
         if computing == before or groups.world_size == 1:
@@ -101,12 +101,12 @@ class ComputingRanks(StepListener):
             return
         context = self._context
         with context.clock.segment("other"):
-            if context.groups.rank == 0:
+            if context.step_groups.rank == 0:
                 engine = context.engine
                 extra = {"engine": engine.state_dict(), "precision": engine.precision.state_dict()}
-                context.registry.send(context.groups, to, extra, without=(OWN_STATE,))
-            elif context.groups.rank in to:
-                received = context.registry.receive(context.groups, 0, without=(OWN_STATE,))
+                context.registry.send(context.step_groups, to, extra, without=(OWN_STATE,))
+            elif context.step_groups.rank in to:
+                received = context.registry.receive(context.step_groups, 0, without=(OWN_STATE,))
                 context.engine.load_state_dict(received["engine"])
                 context.engine.precision.load_state_dict(received["precision"])
 

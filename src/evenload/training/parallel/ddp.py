@@ -106,7 +106,7 @@ class ReplicaStrategy:
         self._groups = groups
         self._segments = BucketSegments(models, groups)
         for model in models:
-            _broadcast((*model.parameters(), *model.buffers()), groups)
+            broadcast((*model.parameters(), *model.buffers()), groups)
         self._models = list(models)
         self._state = ReplicatedState(models)
         self._parameters = ModelParameters(models)
@@ -329,7 +329,7 @@ class ReplicaStrategy:
             self._added = {}
         elif not call.may_expect:
             # Equal in name and shape on all ranks: they were part of the key in the attempt before.
-            _broadcast(self._added.values(), self._groups)
+            broadcast(self._added.values(), self._groups)
             self._added = {}
         elif call.index == 0 and self._arrivals.order and not self._is_ordered:
             self._is_ordered = True
@@ -347,7 +347,8 @@ def _key_of(params: Mapping[str, nn.Parameter]) -> int:
     return zlib.crc32(text.encode()) % 2**31 if params else 0
 
 
-def _broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:
+def broadcast(tensors: Iterable[torch.Tensor], groups: Groups) -> None:
+    """Send rank 0's values to all ranks that share gradients; PeerLostError if one is gone."""
     if groups.gradients is None:
         return
     try:

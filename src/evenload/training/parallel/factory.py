@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.replicas import ReplicaDevice
 from evenload.training.launch.throttle import ComputeThrottle
 from evenload.training.parallel.ddp import ReplicaStrategy
+from evenload.training.parallel.local import IslandStrategy
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.parallel.threaded.strategy import open_threaded_strategy
 from evenload.training.parallel.wire.gradient_wire import GradientWire
@@ -50,8 +51,8 @@ class StrategyParts:
     """Of strategy ``async``: called with a worker that is gone, the reason, and the parts that others take."""
 
 
-def _open_ddp(parts: StrategyParts) -> ReplicaStrategy:
-    return ReplicaStrategy(
+def _open_ddp(parts: StrategyParts, kind: type[ReplicaStrategy] = ReplicaStrategy) -> ReplicaStrategy:
+    return kind(
         device=parts.device,
         seed=parts.seed,
         precision=parts.precision,
@@ -87,7 +88,17 @@ def _open_async(parts: StrategyParts) -> Strategy:
     )
 
 
-STRATEGIES: dict[str, Callable[[StrategyParts], Strategy]] = {"ddp": _open_ddp, "dp": _open_dp, "async": _open_async}
+def _open_local(parts: StrategyParts) -> Strategy:
+    # The link is measured between machines, which no island spans.
+    return _open_ddp(replace(parts, link=None), IslandStrategy)
+
+
+STRATEGIES: dict[str, Callable[[StrategyParts], Strategy]] = {
+    "ddp": _open_ddp,
+    "dp": _open_dp,
+    "local": _open_local,
+    "async": _open_async,
+}
 
 
 def register_strategy(name: str, open_it: Callable[[StrategyParts], Strategy]) -> None:

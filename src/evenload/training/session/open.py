@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.atomic_file import write_atomically
-from evenload.config import COMMAND_LINE, SETTINGS, SPAWN, Config, as_table, resolve
+from evenload.config import COMMAND_LINE, LOCAL_SETTINGS, SETTINGS, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
 from evenload.job import attempt
 from evenload.records.loggers.catalogue import check_loggers
@@ -28,11 +28,13 @@ from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.islands import IslandGroups, IslandMap, find_islands
 from evenload.training.comm.link import LinkMeter
 from evenload.training.comm.rpc import offer_store
 from evenload.training.compute import randomness
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.precision import Precision
+from evenload.training.data.randomness import mix
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WorkerSpec, detect
 from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_devices
@@ -74,6 +76,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             f"{config.sources['wire']} has no effect with strategy={config.strategy!r}: it is the format in which the ranks of "
             "strategy='ddp' sum gradients; leave one of them out"
         )
+    _check_local(config, spec.mode)
     replicas: tuple[ReplicaDevice, ...] = ()
     if config.strategy == STRATEGY:
         replicas = replica_devices(spec, config.sources.get("strategy", f"strategy={STRATEGY!r}"))
@@ -86,23 +89,28 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     device = _device(spec)
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
+    options: dict[str, Any] = {
+        # `Groups` checks whether each rank has a GPU of its own.
+        "backend": spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
+        "timeout_s": config.timeout_s,
+        "gpu": _gpu(device),
+        "inner_backend": spec.inner_backend,
+        "has_wire": config.wire != "fp32",
+    }
     # A worker that joins a run is a world of one until the others admit it (elastic/).
     alone = Membership(spec.generation, (spec.worker,), "", spec.device_names[spec.rank : spec.rank + 1])
-    groups = Groups(
-        alone if spec.joining else Membership(spec.generation, spec.workers, spec.store),
-        0 if spec.joining else spec.rank,
-        # `Groups` checks whether each rank has a GPU of its own.
-        backend=spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
-        timeout_s=config.timeout_s,
-        gpu=_gpu(device),
-        inner_backend=spec.inner_backend,
-        has_wire=config.wire != "fp32",
-    )
+    members = alone if spec.joining else Membership(spec.generation, spec.workers, spec.store)
+    groups = Groups(members, 0 if spec.joining else spec.rank, **options)
     offer_store()
     control = Control(groups)
     _check_same_settings(config, control)
     if spec.world_size > 1 and not spec.device_names:
         spec = replace(spec, device_names=_exchange_names(_device_name(device), control))
+    islands: IslandMap | None = None
+    if config.strategy == "local" and spec.mode == "train":
+        node = f"{spec.node_rank}/{socket.gethostname()}"
+        islands = find_islands(config.islands, config.sources.get("islands", ""), node, spec.rank, control)
+    step_groups = IslandGroups(groups, islands, **options) if islands is not None and len(islands) > 1 else groups
     randomness.seed_all(device, config.seed)
     folder = Path(config.project_dir).absolute()
     writes = spec.rank == 0 and not config.dry_run and spec.mode != "verify"
@@ -135,13 +143,14 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     if why := groups.why_not_shared:
         recorder.event("exchange", f"ranks of one host exchange through gloo, which takes about 1 ms each time: {why}")
     throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
+    seed = mix(config.seed, islands.own) if islands is not None and islands.own else config.seed
     link = LinkMeter(groups, always=config.wire == "auto")
     wire = GradientWire(config.wire, groups, config.seed, recorder.event, link) if config.wire != "fp32" else None
     parts = StrategyParts(
         spec,
         device,
-        config.seed,
-        groups,
+        seed,
+        step_groups,
         clock,
         precision,
         throttle,
@@ -160,8 +169,8 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     asynchronous = async_run.is_asynchronous(config, spec)
     engine = Engine(
         device=device,
-        groups=groups,
-        control=control,
+        groups=step_groups,
+        control=control if step_groups is groups else Control(step_groups),
         strategy=open_strategy(config.strategy, parts),
         precision=precision,
         clock=clock,
@@ -170,27 +179,46 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         check_every=0 if config.check_every == "off" or asynchronous else int(config.check_every),
         grad_norms=grad_norms,
     )
+    if islands is not None:
+        engine.stays_because = "under strategy local no rank leaves its island"
     loop = StepLoop(engine)
     registry = Registry(lambda: loop.steps_done)
     worker.progress.initialised = True
     worker.progress.folder = folder
     return TrainingContext(
-        spec,
-        config,
-        folder,
-        device,
-        groups,
-        control,
-        clock,
-        recorder,
-        engine,
-        loop,
-        registry,
+        *(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry),
         take_records,
         open_folder,
+        step_groups,
+        islands,
         wire,
         link,
     )
+
+
+def _check_local(config: Config, mode: str) -> None:
+    """Raise ConfigError for settings that have no effect with or without strategy local."""
+    given = [config.sources[name] for name in LOCAL_SETTINGS if name in config.sources]
+    if config.strategy != "local":
+        if given:
+            raise ConfigError(
+                f"{given[0]} has no effect with strategy {config.strategy}: only islands of strategy='local' synchronise rarely; "
+                "set strategy='local', or leave it out"
+            )
+        return
+    if mode == "measure":
+        raise ConfigError(
+            "strategy='local' cannot be measured against others in one set of processes; measure strategy='ddp'"
+        )
+    if config.batch_max is not None:
+        raise ConfigError(
+            "batch_max with strategy='local': a batch grows by noise that all ranks measure; leave one of them out"
+        )
+    if config.fragments > config.sync_every:
+        raise ConfigError(
+            f"fragments={config.fragments} with sync_every={config.sync_every}: each fragment needs a step of its own; set "
+            "fewer fragments, or a larger sync_every"
+        )
 
 
 def _open_records(spec: WorkerSpec, config: Config, folder: Path, writes: bool) -> Recorder:

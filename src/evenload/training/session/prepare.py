@@ -23,6 +23,7 @@ from evenload.training.compute import batchnorm
 from evenload.training.data import checks, fingerprint, order
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.randomness import mix
+from evenload.training.islands.planner import IslandPlanner
 from evenload.training.launch.environment import devices_without_effect
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
 from evenload.training.parallel.model_split.transfers import split_of
@@ -94,7 +95,7 @@ def _move(context: TrainingContext, model: nn.Module) -> None:
                 )
         model.to(context.device)
         return
-    if context.config.strategy != "ddp":
+    if context.config.strategy not in ("ddp", "local"):
         raise ConfigError(
             f"strategy={context.config.strategy!r} spreads whole models, and {name} was cut by evenload.place; use strategy='ddp'"
         )
@@ -156,20 +157,25 @@ def prepare_loader(
         usual, is_guess = _usual_batch(loader, context.config.balance)
     for one in loader if isinstance(loader, tuple) else (loader,):
         check_same_loader(context, one, Operation.PREPARE)
-    planner = _part_planner(context, loader, usual, announce, is_guess=is_guess) or Planner(
-        context.control,
-        rank=context.groups.rank,
-        world_size=context.num_sharing,
-        batch_size=usual,
-        # Fixed shares are those of the ranks that began; one that joins gets its own from them.
-        balance="even" if context.joins and isinstance(context.config.balance, tuple) else context.config.balance,
-        micro_batch=context.config.micro_batch,
-        announce=announce,
-        is_guess=is_guess,
-        source=source,
-        on_contention=functools.partial(_report_contention, context)
-        if context.num_sharing > context.groups.world_size
-        else None,
+    given = (context, loader, usual, announce)
+    planner = (
+        _part_planner(*given, is_guess=is_guess)
+        or _island_planner(*given, is_guess=is_guess)
+        or Planner(
+            context.control,
+            rank=context.groups.rank,
+            world_size=context.num_sharing,
+            batch_size=usual,
+            # Fixed shares are those of the ranks that began; one that joins gets its own from them.
+            balance="even" if context.joins and isinstance(context.config.balance, tuple) else context.config.balance,
+            micro_batch=context.config.micro_batch,
+            announce=announce,
+            is_guess=is_guess,
+            source=source,
+            on_contention=functools.partial(_report_contention, context)
+            if context.num_sharing > context.groups.world_size
+            else None,
+        )
     )
     global_loader = GlobalLoader(
         loader,
@@ -179,7 +185,8 @@ def prepare_loader(
         keyed_rng=context.config.dataset_rng == "keyed",
         clock=context.clock,
         most_workers=_most_workers(context),
-        ranks=range(context.num_sharing) if context.num_sharing > context.groups.world_size else None,
+        ranks=range(context.num_sharing) if context.num_sharing > context.step_groups.world_size else None,
+        reader_rank=None if context.islands is None else context.groups.rank,
     )
     prepared = StepLoader(global_loader, planner, context.loop)
     _describe(context, prepared, planner, usual)
@@ -215,6 +222,39 @@ def _part_planner(
         is_guess=is_guess,
         reads_ahead=any(one.num_workers for one in loaders) or context.config.num_workers == "auto",
         is_dry=context.config.dry_run,
+    )
+
+
+def _island_planner(
+    context: TrainingContext,
+    loader: DataLoader[Any] | tuple[Any, ...],
+    batch_size: int,
+    announce: Callable[[Decision, int], None],
+    *,
+    is_guess: bool,
+) -> IslandPlanner | None:
+    """Return the planner of strategy ``local``; None under another one."""
+    config = context.config
+    if context.islands is None:
+        return None
+    if config.local_steps == "auto" and isinstance(loader, DataLoader) and checks.is_stream(loader):
+        raise ConfigError(
+            "local_steps='auto' with an iterable dataset: islands would have to read ahead by a whole round; use "
+            "local_steps='equal', or a map-style dataset"
+        )
+    return IslandPlanner(
+        context.engine.control,
+        context.islands,
+        world=context.control,
+        world_rank=context.groups.rank,
+        rank=context.step_groups.rank,
+        batch_size=batch_size,
+        balance=config.balance,
+        micro_batch=config.micro_batch,
+        sync_every=config.sync_every,
+        by_speed=config.local_steps == "auto",
+        announce=announce,
+        is_guess=is_guess,
     )
 
 
@@ -310,6 +350,7 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
         epoch_steps = None
     names = device_names(context)
     parts = isinstance(planner, PartPlanner)
+    shares = planner.first_shares() if isinstance(planner, IslandPlanner) else planner.shares
     lines = [
         f"rank {rank}: {name}, "
         + (
@@ -319,7 +360,7 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
             if rank
             else "server"
         )
-        for rank, (name, share) in enumerate(zip(names, planner.shares, strict=True))
+        for rank, (name, share) in enumerate(zip(names, shares, strict=True))
     ]
     epoch = f"{epoch_steps} steps an epoch" if epoch_steps is not None else "epochs of unknown length"
     batch = f"{batch_size} {loader.loader.unit_name}" if loader.loader.is_joint else str(batch_size)
@@ -346,4 +387,4 @@ def _describe(context: TrainingContext, loader: StepLoader, planner: Planner, ba
     if isinstance(context.config.balance, tuple) and sum(context.config.balance) != batch_size:
         message += f", {':'.join(map(str, context.config.balance))} of {batch_size}"
     if context.num_sharing > 1 and not parts:
-        context.recorder.event("shares", message, shares=list(planner.shares))
+        context.recorder.event("shares", message, shares=list(shares))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -25,6 +27,7 @@ from evenload.training.data.gather import follow_evaluation, gather_values
 from evenload.training.elastic.evaluating import LiveEvaluationMembers
 from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
 from evenload.training.elastic.members import Members
+from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
@@ -32,6 +35,7 @@ from evenload.training.session import prepare
 from evenload.training.session.advice import LinkAdvice
 from evenload.training.session.async_run import StalenessRates, is_asynchronous
 from evenload.training.session.gradient_contract import GradientContract
+from evenload.training.session.live_objects import live_objects
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
@@ -49,8 +53,8 @@ class Session(StepListener):
         self._models = models
         self._loaders = loaders
         self._stopper = Stopper(context, saver)
-        if isinstance(context.engine.strategy, AsyncStrategy) and context.engine.strategy.server is not None:
-            context.engine.strategy.server.on_wait = self._stopper.poll
+        if isinstance(context.engine.strategy, AsyncStrategy):
+            context.engine.strategy.set_on_wait(self._stopper.poll)
         self._evaluation_parts = follow_evaluation(context.groups, context.control)
         self._attached = 0
         self._has_begun = False
@@ -58,13 +62,18 @@ class Session(StepListener):
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
+        self._advice = LinkAdvice(context, models)
+        self._islands: IslandSynchroniser | None = None
+        if context.islands is not None:
+            find = functools.partial(live_objects, LRScheduler)
+            self._islands = IslandSynchroniser(context, context.islands, models, loaders, find)
+            saver.islands = self._islands
         asynchronous = is_asynchronous(context.config, context.spec)
         self._members: Members | None = None
         trains = context.spec.mode == "train" and not asynchronous
         if context.spec.channel >= 0 and trains and not context.config.dry_run:
             self._members = Members(context, loaders, saver, self._why_not_restored)
             saver.before_write = self._members.catch_up
-        self._advice = LinkAdvice(context, models)
         # Under async rank 0 computes nothing.
         coupling = CouplingWatch(context, models) if trains else None
         self._stale_rates = (
@@ -74,6 +83,7 @@ class Session(StepListener):
             self._members,
             self._ranks,
             self._verifier,
+            self._islands,
             self,
             self._contract,
             coupling,
@@ -93,6 +103,8 @@ class Session(StepListener):
 
     def _why_not_restored(self) -> str:
         """Return why this rank could not take the place of another, or another its; empty if it could."""
+        if self._context.islands is not None:
+            return "with strategy='local' the state of an island is not another's"
         if self._context.wire is not None:
             return f"with wire={self._context.config.wire!r} each rank holds errors of its own, which would be lost"
         return why_not_restored(self._context, self._models, self._saver.unregistered)
@@ -168,8 +180,14 @@ class Session(StepListener):
     def _evaluate(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
         self._context.loop.settle()
         prepare.check_same_loader(self._context, loader, Operation.EVALUATE)
-        with self._context.clock.segment("other"):
+        with self._context.clock.segment("other"), self.synchronised_weights(together=True):
             yield from batches
+
+    def synchronised_weights(self, *, together: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Let the models hold weights of all islands while the body runs; `together`: all ranks do it."""
+        return (
+            contextlib.nullcontext() if self._islands is None else self._islands.synchronised_weights(together=together)
+        )
 
     def gather(self, value: Any) -> Any:
         with self._context.clock.segment("other"):
@@ -196,6 +214,8 @@ class Session(StepListener):
                 if self._members is not None:
                     self._members.finish()
                 context.loop.settle()
+                if self._islands is not None:
+                    self._islands.finish()
             else:
                 with contextlib.suppress(EvenloadError):
                     context.engine.totals.read(waits=False)
@@ -223,6 +243,8 @@ class Session(StepListener):
             finally:
                 self._stopper.close(well)
                 with contextlib.suppress(EvenloadError):
+                    if context.step_groups is not context.groups:
+                        context.step_groups.close()
                     context.groups.close()
                 if self._members is not None:
                     self._members.close()
@@ -294,8 +316,10 @@ class Session(StepListener):
             )
 
     def on_boundary(self, step: Step) -> None:
-        """Report a checkpoint that is complete; write the best one if its metric was logged in the loop body."""
+        """Report a checkpoint that is complete; write one that waited for a synchronisation, and a new best one."""
         self._saver.collect()
+        if self._islands is not None and self._islands.owes_checkpoint:
+            self._saver.save()
         self._saver.save_best()
 
     def _print_dry_run(self, step: Step | None) -> None:

@@ -15,11 +15,12 @@ from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import broadcast, files
 from evenload.training.checkpoint.options import STEPS, SavedValues, check_best, check_keep, check_values, parse_every
 from evenload.training.checkpoint.registry import OWN_STATE
-from evenload.training.checkpoint.retention import Retention
+from evenload.training.checkpoint.retention import Retention, is_due
 from evenload.training.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
 from evenload.training.comm.control import Operation
 from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
+from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
 from evenload.training.session.live_objects import live_objects
 from evenload.training.session.script_settings import ScriptSettings, changes_text, conflicts, is_data
@@ -57,6 +58,7 @@ class Saver:
         self.before_write: Callable[[], object] = dict  # a rank that missed the step receives the state (elastic/)
         self.took_s = 0.0
         """Seconds that the last complete checkpoint of this session took on rank 0; 0 before the first."""
+        self.islands: IslandSynchroniser | None = None
         self.resumed = False
         self.in_optimizer = False
         """True while an optimizer steps: the weights may be half updated."""
@@ -79,6 +81,7 @@ class Saver:
             "settings": dict(self._settings),
             **({} if self.adaptive_batch is None else {"batch": self.adaptive_batch.growth.state_dict()}),
             **({} if self._context.wire is None else {"wire": self._context.wire.state_dict()}),
+            **({} if self.islands is None else {"outer": self.islands.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,6 +106,8 @@ class Saver:
         self._finished = bool(state["finished"])
         self._values = dict(state.get("values", {}))
         self._context.loop.steps_done = int(state["steps_done"])
+        if self.islands is not None:
+            self.islands.load_state_dict(state.get("outer", {}))
         self._context.engine.precision.load_state_dict(state["precision"])
         if self._context.wire is not None and "wire" in state:
             self._context.wire.load_state_dict(state["wire"])
@@ -211,12 +216,12 @@ class Saver:
         if values is not None:
             check_values(values, convert=False)  # an error now, not at the first checkpoint
             self._values, self._has_new_values = values, True
-        if context.loop.step is not None and context.loop.step.arm:
-            return False  # a measurement's step is no training
-        if context.spec.mode == "verify":
-            return False  # verify leaves the disk unchanged
-        step = self._step_after_body()
+        if context.spec.mode == "verify" or (context.loop.step is not None and context.loop.step.arm):
+            return False  # verify leaves the disk unchanged, and a measurement's step is no training
         context.loop.check_between_steps("run.checkpoint")
+        if self.islands is not None and not self.islands.opens(now=interval is None):
+            return False
+        step = self._step_after_body()
         if interval is not None and not self._is_time(interval, step):
             return False
         self._write(step, waits=every is None or self._failed is not None)
@@ -253,6 +258,8 @@ class Saver:
     def save_best(self) -> None:
         """Write the best checkpoint if a better metric was logged for these weights. Rank 0 writes, the others do nothing."""
         step = self._context.loop.steps_done
+        if self._is_split:
+            return
         if self._retention.best is not None and self._saves and self._retention.needs_write(step):
             with self._context.clock.segment("other"):
                 self._store(step, "the best so far", waits=self._failed is not None)
@@ -285,7 +292,8 @@ class Saver:
                     "best", f"no best checkpoint was kept: run.log never received {self._retention.best[0]!r}"
                 )
             return
-        if why := "an optimizer had not finished its step" if self.in_optimizer else loop.unsound:
+        why = "an optimizer had not finished its step" if self.in_optimizer else loop.unsound
+        if why := why or ("the islands had not synchronised" if self._is_split else ""):
             newest_step = max(self._written_step, 0)
             self._report_not_saved(f", the weights may be wrong: {why}; the newest checkpoint is of step {newest_step}")
             return
@@ -298,8 +306,8 @@ class Saver:
             self._report_not_saved(f": {error}")
 
     def _report_not_saved(self, why: str) -> None:
-        step = self._context.loop.steps_done
-        self._context.recorder.event("not_saved", f"the last steps are not saved{why}", step=step)
+        context = self._context
+        context.recorder.event("not_saved", f"the last steps are not saved{why}", step=context.loop.steps_done)
 
     @property
     def _saves(self) -> bool:
@@ -311,12 +319,17 @@ class Saver:
         context = self._context
         return context.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
 
+    @property
+    def _is_split(self) -> bool:
+        """True while islands hold different weights, which no checkpoint may hold."""
+        return self.islands is not None and not self.islands.is_clean
+
     def _save_last(self, reason: str) -> None:
         """Write a last checkpoint, or bring the newest one up to date if it holds the last steps already."""
         loop = self._context.loop
-        step = self._step_after_body()
-        if loop.has_unused_gradients:
-            step = loop.steps_done
+        if self._is_split:
+            return  # a round was left in the middle
+        step = loop.steps_done if loop.has_unused_gradients else self._step_after_body()
         if loop.has_unused_gradients or loop.failed:
             self._context.engine.undo()
         if step > max(self._written_step, 0):
@@ -341,8 +354,8 @@ class Saver:
         files.update_values(newest, changes)
 
     def _step_after_body(self) -> int:
-        step = self._context.loop.step
-        return step.index + 1 if step is not None and step.stats.calls else self._context.loop.steps_done
+        step = (loop := self._context.loop).step
+        return step.index + step.batch.num_steps if step is not None and step.stats.calls else loop.steps_done
 
     def last_save(self) -> tuple[float, int]:
         """Return the seconds of the run and the step of the last checkpoint that all ranks wrote together."""
@@ -355,7 +368,7 @@ class Saver:
     def _is_time(self, interval: tuple[float, str], step: int) -> bool:
         amount, unit = interval
         if unit == STEPS:
-            return step > 0 and step % int(amount) == 0 and step != self._last_step
+            return is_due(int(amount), step, self._last_step, skips=self.islands is not None)
         # The clock is rank 0's, as of the last exchange: the same number everywhere, so the same answer.
         return self._context.engine.elapsed_s - self._last_s >= amount
 
@@ -364,6 +377,8 @@ class Saver:
         context = self._context
         self.before_write()
         context.loop.settle()
+        if self.islands is not None:
+            self.islands.finish()
         self._last_s, self._last_step = context.engine.elapsed_s, step
         if context.loop.step is not None and context.loop.step.stats.calls:
             context.loop.step.commit()
@@ -410,11 +425,6 @@ class Saver:
 
     def unregistered(self) -> list[str]:
         """Return the types of existing schedulers and averaged models that were not passed to `run.resume`."""
-        if not self.resumed:
-            return []
-        held = {id(value) for value in self._context.registry.values()} | {
-            id(part) for value in self._context.registry.values() for part in getattr(value, "_schedulers", [])
-        }
-        return sorted(
-            type(value).__name__ for value in live_objects(LRScheduler, AveragedModel) if id(value) not in held
-        )
+        held = self._context.registry.values()
+        found = live_objects(LRScheduler, AveragedModel, besides=held) if self.resumed else ()
+        return sorted(type(value).__name__ for value in found)

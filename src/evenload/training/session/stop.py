@@ -50,7 +50,6 @@ class Stopper(StepListener):
         self._saves = False
         self._reported_why_not = False
         self._num_samples = 0
-        self._ended: Step | None = None
         # The other modes have no state to resume from.
         self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
         if self._acts:
@@ -97,7 +96,6 @@ class Stopper(StepListener):
 
     def on_boundary(self, step: Step) -> None:
         """Report progress to the queue; save and end the script if a stop is requested."""
-        self._ended = step
         if not self._acts:
             return
         loop = self._context.loop
@@ -118,10 +116,10 @@ class Stopper(StepListener):
             )
 
     def poll(self) -> None:
-        """End the script between two steps if a stop is requested: the server of ``async`` may wait long for a gradient."""
-        if self._ended is not None and self._acts and stop_requested():
+        """End the script between two steps if a stop is requested: a rank of ``async`` may wait long for the next."""
+        if self._acts and self._saver.resumed and stop_requested():
             self._context.loop.stop_requested = True
-            self.on_boundary(self._ended)
+            self._stop()
 
     def _stop(self) -> None:
         left_s = grace_left_s()

@@ -13,6 +13,7 @@ from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.clock import StepClock
 from evenload.training.comm.control import Control
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.islands import IslandMap
 from evenload.training.comm.link import LinkMeter
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.parallel.threaded.strategy import ThreadedStrategy
@@ -41,6 +42,10 @@ class TrainingContext:
     """Lets this rank write the records, whose writer is gone."""
     open_folder: Callable[[], None]
     """Makes the run folder ready at the end of all checks: with ``--fresh`` it moves the old contents away first."""
+    step_groups: Groups
+    """The groups of the ranks that share a step: `groups`, or those of this rank's island."""
+    islands: IslandMap | None = None
+    """Under strategy local."""
     wire: GradientWire | None = None
     """Sums gradients in another format than their own."""
     link: LinkMeter | None = None
@@ -59,7 +64,7 @@ class TrainingContext:
     def num_sharing(self) -> int:
         """Number of ranks, or of replicas of this process, that share a step."""
         strategy = self.engine.strategy
-        return len(strategy.threads) if isinstance(strategy, ThreadedStrategy) else self.groups.world_size
+        return len(strategy.threads) if isinstance(strategy, ThreadedStrategy) else self.step_groups.world_size
 
 
 def device_names(context: TrainingContext) -> list[str]:

@@ -279,7 +279,7 @@ class Planner(StepsInOrder):
         new = self._memory.lower(self._assignments[-1].caps, largest, step)
         self._set_caps(new, from_step=0)
         micro = self._cut(plan.shares, plan.num_samples, 1, new)
-        return StepPlan(plan.generation, plan.epoch, plan.step, plan.attempt + 1, plan.start, micro, plan.out)
+        return replace(plan, attempt=plan.attempt + 1, micro=micro)
 
     def _set_caps(self, caps: Caps, from_step: int) -> None:
         if self._balancer is not None and not self._source.sets_shares:

@@ -154,6 +154,8 @@ class StepRecorder:
 
     def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
         """Record a step whose loop body has ended; one that a device holds a part of waits for the next."""
+        if not plan.progress.num_samples:
+            return  # a batch of an island, whose step another one ends
         now = time.perf_counter()
         since = stats.begun_s if self._last_s is None else self._last_s
         self._last_s = now
@@ -181,7 +183,7 @@ class StepRecorder:
             step=index,
             epoch=plan.epoch,
             epoch_step=plan.step,
-            num_samples=plan.num_samples,
+            num_samples=plan.progress.num_samples,
             loss=stats.loss,
             # A rank alone (measure.py) has the times of no other.
             shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),

@@ -117,8 +117,7 @@ class Step:
         """Count the step's samples as used; a checkpoint in the loop body does it before the body ends."""
         if not self.committed:
             self.committed = True
-            self._loader.commit(self.batch)
-            self._loop.steps_done += 1
+            self._loop.steps_done += self._loader.commit(self.batch)
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
@@ -182,6 +181,7 @@ class StepLoop:
         """True if a loop over a loader came to the end of its epoch in this session."""
         self.stop_requested = False
         """True if a rank received a request to stop; the same on all ranks."""
+        self.defers_stop = False  # under strategy local islands learn of a request when they synchronise
         self.stopped = False
         """True if the script is being ended on request, with its state saved, on all ranks."""
         self.left = False
@@ -269,7 +269,7 @@ class StepLoop:
         engine = self.engine
         engine.totals.end_body(finished=finished)
         dropped = not finished and not step.committed and self.is_half_done
-        self.stop_requested = self.stop_requested or step.stats.stop_requested
+        self.stop_requested = self.stop_requested or (step.stats.stop_requested and not self.defers_stop)
         at_boundary = finished and not step.arm and not (self.stop_requested and self.is_half_done)
         self.left_early = not finished
         if step.stats.calls:

@@ -51,6 +51,8 @@ class TotalsReader:
     def __init__(self, precision: Precision, recorder: StepRecorder) -> None:
         self.units: dict[int, float] = {}
         """N of each call of a step, of the newest step whose totals all ranks have read."""
+        self.used_units = 0.0
+        """Sum of N over the first calls of all steps whose gradients were finite."""
         self._precision = precision
         self._recorder = recorder
         self._skipped: dict[int, int] = {}
@@ -103,7 +105,7 @@ class TotalsReader:
         self.units[stats.calls] = result.units
         stats.loss = float(result.loss) if totals is None else totals.loss
         stats.metrics |= metrics if totals is None else totals.metrics
-        self._follow(stats, stats.calls, step, result.finite, sums)
+        self._follow(stats, stats.calls, step, result.finite, result.units, sums)
 
     def agree_units(self) -> None:
         """Read the totals, and use their N from now on; all ranks call it at the same point."""
@@ -137,7 +139,7 @@ class TotalsReader:
             self._discard(call)
         call.stats.loss = totals.loss
         call.stats.metrics |= totals.metrics
-        self._follow(call.stats, call.index, call.step, totals.finite)
+        self._follow(call.stats, call.index, call.step, totals.finite, totals.units)
 
     # -- optimizers -------------------------------------------------------------------------------------------------------
 
@@ -197,11 +199,14 @@ class TotalsReader:
         if not call.is_unread:
             self._call = None
 
-    def _follow(self, stats: StepStats, index: int, step: int, finite: bool, sums: Sequence[float] = ()) -> None:
+    def _follow(
+        self, stats: StepStats, index: int, step: int, finite: bool, units: float, sums: Sequence[float] = ()
+    ) -> None:
         """Adapt the scale of fp16 to a backward whose loss `stats` holds, and note whether it is skipped."""
         self._precision.update(finite)
         if finite and math.isfinite(stats.loss):
             self._skipped[index] = 0
+            self.used_units += units if index == 0 else 0.0
         else:
             self._skip(stats, index, step, _blamed(stats.loss, sums))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from evenload.training.comm.user_collectives import user_collectives
@@ -59,6 +60,9 @@ class CouplingWatch(StepListener):
         """Of this step, by index of the call."""
         self._num_collectives = 0
 
+    def _own_groups(self) -> list[dist.ProcessGroup]:
+        return [*self._context.groups.own_groups, *self._context.step_groups.own_groups]
+
     def on_backward(self, step: Step, loss_fn: LossFn) -> None:
         call = step.stats.calls
         if call == 0:
@@ -67,11 +71,11 @@ class CouplingWatch(StepListener):
             return
         if call < _MAX_CALLS and self._tries[call] < len(_NUM_SAMPLES):
             self._loss_fns[call] = loss_fn
-            self._num_collectives = user_collectives(self._context.groups.own_groups)
+            self._num_collectives = user_collectives(self._own_groups())
 
     def on_gradients(self, step: Step) -> None:
         call = step.stats.calls - 1
-        if call in self._loss_fns and user_collectives(self._context.groups.own_groups) != self._num_collectives:
+        if call in self._loss_fns and user_collectives(self._own_groups()) != self._num_collectives:
             # Collectives of its own would wait for the other ranks.
             del self._loss_fns[call]
             self._tries[call] = len(_NUM_SAMPLES)

@@ -53,17 +53,17 @@ class QueuePage:
         view = view_of(self.folder, JobFilter())
         attempts = _attempts(self.folder, view.now_s - WINDOW_S) if has_readable_file(self.folder) else []
         colours = _colours(view, attempts)
-        shown = {found.title or "devices": found for found in tables(view)}
+        shown = {found.title.partition(",")[0] or "devices": found for found in tables(view)}
         warnings = "".join(f'<p class="note">{escape(note)}</p>' for note in notes(view))
         return {
             "head": f'<h1>{escape(str(view.folder))}</h1><p class="facts">{escape(head(view).partition(" · ")[2])}</p>',
             "notes": warnings,
             "answer": _cards(view, attempts),
             "plots": _devices_over_time(view, attempts, colours),
-            "running": _table("Running", shown.get("running")),
-            "waiting": _table("Waiting, in the order of submission", shown.get("waiting, in the order of submission")),
+            "running": _table(shown.get("running")),
+            "waiting": _table(shown.get("waiting")),
             "users": _users(view, attempts, colours),
-            "devices": _table("Devices", shown.get("devices")),
+            "devices": _table(shown.get("devices")),
             "history": _history(attempts, view.now_s),
         }
 
@@ -189,7 +189,7 @@ def _history(attempts: Sequence[AttemptLine], now_s: float) -> str:
     return f'<h2>History</h2><div class="panel">{table(columns, rows, (0, 3, 5), "wide")}</div>'
 
 
-def _table(title: str, found: TextTable | None) -> str:
+def _table(found: TextTable | None) -> str:
     """Return a table of the terminal's as HTML, without columns that are empty in all rows."""
     if found is None or not found.rows:
         return ""
@@ -198,6 +198,7 @@ def _table(title: str, found: TextTable | None) -> str:
     rows = [[escape(row[index]) for index in kept] for row in found.rows]
     numbers = [index for index, name in enumerate(columns) if name in _NUMBERS]
     note = f'<p class="note">{escape(found.note)}</p>' if found.note else ""
+    title = (found.title or "devices").capitalize()
     return f'<h2>{title}</h2><div class="panel">{table(columns, rows, numbers, "wide")}{note}</div>'
 
 

@@ -133,9 +133,9 @@ def _answer(history: RunHistory, accounts: RunAccounts) -> str:
     parts = sorted(((s, name) for name, s in accounts.parts_s.items() if name != COMPUTING and s > 0), reverse=True)
     most = ", ".join(f"{name} {_percent(seconds / accounts.device_s)}" for seconds, name in parts[:3])
     cards.append(card(_percent(lost), "device time not computing", f"to {most}" if most else "nothing lost"))
-    if not history.last or history.last.loss == history.last.loss:
+    if history.last is not None:
         best = f"lowest {format_number(history.best_loss)} (step {history.best_step}), first {format_number(history.first_loss)}"
-        cards.append(card(format_number(history.last.loss if history.last else 0.0), "loss", best))
+        cards.append(card(format_number(history.last.loss), "loss", best))
     shown = {
         name: seconds for name, seconds in accounts.parts_s.items() if seconds / (accounts.device_s or 1) >= 0.0005
     }

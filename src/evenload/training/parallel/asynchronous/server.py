@@ -188,6 +188,7 @@ class PartServer:
         self._waiting.pop(worker, None)
         self._report_lost(worker, message.reason, parts)
         if not self.alive:
+            self.on_wait()  # all may have stopped on request
             raise PeerLostError(f"no worker is left; the last one, rank {worker}, is gone: {message.reason}")
 
     def _can_continue(self) -> bool:
@@ -235,28 +236,31 @@ def serve(server: PartServer | None) -> None:
     _server = server
 
 
-def _now() -> PartServer:
-    if _server is None:
-        raise PeerLostError("the server's run has ended")
-    return _server
+_ENDED = "the server's run has ended"
 
 
 def push_gradient(gradient: PartGradient) -> None:
     """Run on the server: take a gradient."""
-    _now().put(gradient)
+    if _server is not None:
+        _server.put(gradient)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def take_part(worker: int, reads_ahead: bool) -> torch.futures.Future[Handout]:
     """Run on the server: return the next part once there is one."""
-    return _now().take(worker, reads_ahead=reads_ahead)
+    if _server is not None:
+        return _server.take(worker, reads_ahead=reads_ahead)
+    answer: torch.futures.Future[Handout] = torch.futures.Future()
+    answer.set_exception(PeerLostError(_ENDED))  # type: ignore[arg-type]
+    return answer
 
 
 def leave_loop(worker: int, reason: str) -> None:
     """Run on the server: a worker has left its loop."""
-    _now().leave(worker, reason, is_dead=False)
+    if _server is not None:
+        _server.leave(worker, reason, is_dead=False)
 
 
-def answer_ping() -> None:
-    """Run on the server, which thereby shows that it is reachable."""
-    _now()
+def answer_ping() -> bool:
+    """Run on the server, which thereby shows that it is reachable; False once its run has ended."""
+    return _server is not None

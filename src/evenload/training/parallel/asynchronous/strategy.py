@@ -100,6 +100,13 @@ class AsyncStrategy:
         if self.server is not None:
             calls.serve(None)
 
+    def set_on_wait(self, poll: Callable[[], None]) -> None:
+        """Call `poll` now and then while this rank waits in a loop; it may end the script."""
+        if self.server is not None:
+            self.server.on_wait = poll
+        if self.worker is not None:
+            self.worker.on_wait = poll
+
     def enter(self) -> None:
         """Begin a loop: from now on every rank is a world of one."""
         self._alone.enter_context(self._groups.alone(-1 - self._groups.generation.number))

@@ -46,6 +46,8 @@ class PartWorker:
         self.rank = rank
         self._timeout_s = timeout_s
         self._sending: torch.futures.Future[None] | None = None
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called now and then while there is no part; it may end the script."""
 
     def push(self, gradient: PartGradient) -> None:
         """Begin to send a gradient."""
@@ -66,30 +68,35 @@ class PartWorker:
         """
         self.flush()  # so the server knows this rank's last gradient when it decides
         answer = rpc.rpc_async("rank0", server.take_part, (self.rank, reads_ahead), timeout=0)
-        handout: Handout = _wait(answer, self._ping)
+        handout: Handout = _wait(answer, self._ping, self.on_wait)
         return handout
 
     def leave(self, reason: str) -> None:
         """Tell the server that this rank has left its loop."""
         _wait(rpc.rpc_async("rank0", server.leave_loop, (self.rank, reason), timeout=self._timeout_s))
 
-    def _ping(self) -> torch.futures.Future[None]:
-        answer: torch.futures.Future[None] = rpc.rpc_async("rank0", server.answer_ping, timeout=self._timeout_s)
+    def _ping(self) -> torch.futures.Future[bool]:
+        answer: torch.futures.Future[bool] = rpc.rpc_async("rank0", server.answer_ping, timeout=self._timeout_s)
         return answer
 
 
-def _wait(future: torch.futures.Future[Value], ping: Callable[[], torch.futures.Future[None]] | None = None) -> Value:
+def _wait(
+    future: torch.futures.Future[Value],
+    ping: Callable[[], torch.futures.Future[bool]] | None = None,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Value:
     """Return a future's value; the wait lets signals through, and ends when a ping of the server fails."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
-    asked_s, pinging = time.monotonic(), None
+    asked_s = time.monotonic()
+    pinging: torch.futures.Future[bool] | None = None
     while not done.wait(_POLL_S):
-        if ping is None:
-            continue
+        on_wait()
         if pinging is not None and pinging.done():
-            _value(pinging)
+            if not _value(pinging):
+                raise PeerLostError(f"{_LOST} (its run has ended)")
             pinging, asked_s = None, time.monotonic()
-        elif pinging is None and time.monotonic() - asked_s > _PING_EVERY_S:
+        elif ping is not None and pinging is None and time.monotonic() - asked_s > _PING_EVERY_S:
             pinging = ping()
     return _value(future)
 

@@ -32,11 +32,14 @@ class Pipeline:
         self._begin = begin
         self._queues: list[queue.SimpleQueue[_Item | None]] = []
         self._threads: list[threading.Thread] = []
+        self._ends: list[Pending] = []
+        """Of sums that may be in progress."""
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, steps: Steps) -> Pending:
         """Begin a sum; the result ends with it."""
         end = self._begin(None, True)
+        self._ends = [*(other for other in self._ends if not other.done), end]
         self._advance(steps, end, 0)
         return end
 
@@ -53,11 +56,12 @@ class Pipeline:
         return event
 
     def close(self) -> None:
-        """End the threads; sums in progress must have failed."""
+        """End the threads; one that waits for a sum that this rank has given up ends with the groups."""
+        is_idle = all(end.done for end in self._ends)
         for waiting in self._queues:
             waiting.put(None)
         for thread in self._threads:
-            thread.join(_END_WAIT_S)
+            thread.join(_END_WAIT_S if is_idle else 0.0)
 
     def _advance(self, steps: Steps, end: Pending, stage: int) -> None:
         try:

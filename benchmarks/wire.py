@@ -1,0 +1,137 @@
+"""Two machines (network namespaces): a step's time in each format of the wire, beside its prediction.
+
+One CPU rank on each machine, both on the cores of this one. The formats take turns in blocks of steps, each block a session of
+the same processes, so that other load meets all of them. The prediction is that of the run itself (event `advice` of the float32
+sessions), from the link that it measured and its own time of computation.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import rows
+from evenload.balance.wire_bytes import FORMATS
+from evenload.records.reader import read_events
+from evenload.testing import hosts
+
+LINKS_MBIT_MS = ((10, 0.0), (100, 0.0), (100, 20.0), (1000, 0.0), (1000, 5.0))
+CLOSE = 0.15
+"""A prediction is good within this part of the measured time."""
+_SCRIPT = """
+import json, statistics, sys, time, torch, evenload
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+formats, rounds, steps, width = sys.argv[1].split(","), *map(int, sys.argv[2:5])
+torch.set_num_threads(1)
+seconds = {name: [] for name in formats}
+for block in range(rounds):
+    for name in formats[:: -1 if block % 2 else 1]:
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(16 * steps, width), torch.randn(16 * steps, width))
+        run = evenload.init(project_dir=f"runs/{name}-{block}", wire=name, check_every="off", balance="even")
+        model, loader = run.prepare(
+            nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))),
+            DataLoader(data, batch_size=16),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        times = []
+        for step in loader:
+            began_s = time.perf_counter()
+            step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - began_s)
+        run.close()
+        seconds[name] += times[2:]
+if run.rank == 0:
+    json.dump({name: statistics.median(values) for name, values in seconds.items()}, open("seconds.json", "w"))
+"""
+
+
+def measure(quick: bool = False) -> dict[str, Any]:
+    """Seconds of a step by link and format, measured and predicted."""
+    if reason := hosts.why_not():
+        return {"skipped": reason}
+    links: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="evenload-bench-") as folder:
+        for mbit, delay_ms in LINKS_MBIT_MS[1:2] if quick else LINKS_MBIT_MS:
+            # About as much time for each link: 2 MB on the slowest, 33 MB on the fastest.
+            width = 256 if quick else {10: 360, 100: 724, 1000: 1448}[mbit]
+            name = f"{mbit} Mbit/s, {2 * delay_ms:g} ms"
+            links[name] = _link(Path(folder, f"{mbit}-{delay_ms}"), mbit, delay_ms, width, 1 if quick else 3)
+    errors = [abs(link["predicted_s"][wire] / link["step_s"][wire] - 1) for link in links.values() for wire in FORMATS]
+    good = sum(error <= CLOSE for error in errors)
+    bars = {f"predicted within {CLOSE:.0%} in 8 of 10": good >= 0.8 * len(errors)}
+    return {"links": links, "num_good": good, "num_predictions": len(errors), "bars": bars}
+
+
+def table(result: dict[str, Any]) -> str:
+    """One row for each link and format."""
+    if "skipped" in result:
+        return f"skipped: {result['skipped']}"
+    lines = [
+        (
+            name,
+            wire,
+            f"{link['step_s'][wire]:.3f} s",
+            f"{link['predicted_s'][wire]:.3f} s",
+            f"{link['step_s']['fp32'] / link['step_s'][wire]:.2f}×",
+        )
+        for name, link in result["links"].items()
+        for wire in FORMATS
+    ]
+    text = rows(("link, round trip", "wire", "step", "predicted", "to fp32"), lines)
+    return f"{text}\n{result['num_good']} of {result['num_predictions']} predictions within {CLOSE:.0%}"
+
+
+def _link(folder: Path, mbit: float, delay_ms: float, width: int, rounds: int) -> dict[str, Any]:
+    script = ("train.py", ",".join(FORMATS), str(rounds), "10", str(width))
+    with hosts.machines(2, mbit, delay_ms=delay_ms) as boxes:
+        processes = []
+        for box in boxes:
+            own = folder / box.name
+            own.mkdir(parents=True)
+            (own / "train.py").write_text(_SCRIPT)
+            with (own / "screen").open("w") as screen:
+                command = [
+                    sys.executable,
+                    "-m",
+                    "evenload.cli.main",
+                    "run",
+                    "-d",
+                    "cpu",
+                    "--nodes",
+                    "2",
+                    "--host",
+                    "box1",
+                ]
+                processes.append(box.popen([*command, *script], cwd=own, stdout=screen, stderr=subprocess.STDOUT))
+        codes = [process.wait(600) for process in processes]
+        if any(codes):
+            raise RuntimeError((folder / "box1" / "screen").read_text()[-2000:])
+    advice = [
+        event.fields
+        for block in range(rounds)
+        for event in read_events(folder / "box1" / "runs" / f"fp32-{block}")
+        if event.kind == "advice"
+    ]
+    predicted = {
+        wire: statistics.median(
+            option["step_s"] for found in advice for option in found["options"] if option["setting"] == f'wire="{wire}"'
+        )
+        for wire in FORMATS
+    }
+    step_s: dict[str, float] = json.loads((folder / "box1" / "seconds.json").read_text())
+    return {
+        "step_s": step_s,
+        "predicted_s": predicted,
+        "compute_s": statistics.median(found["compute_s"] for found in advice),
+        "gradient_bytes": 16.0 * (width**2 + width),
+    }

@@ -1,0 +1,146 @@
+"""Backups of a queue's file, and its repair from what can still be read.
+
+A backup is a copy by ``VACUUM INTO``, which reads one consistent state while the writer goes on, and fails where the file is
+damaged. A repair takes the log of the newest backup that is whole, appends the events of the damaged file that follow it
+without a gap, and folds the tables anew. The damaged file stays beside the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenload.errors import QueueError
+from evenload.scheduler.store import tables
+from evenload.scheduler.store.audit import audit
+from evenload.scheduler.store.lock import WriterLock
+from evenload.scheduler.store.schema import DATABASE, MIGRATIONS, migrate
+from evenload.scheduler.store.writer import LOCK
+
+FOLDER = "backups"
+NUM_KEPT = 3
+
+
+def back_up(folder: Path) -> Path:
+    """Write a backup of the queue and remove all but the newest; raise a `QueueError` where the file can't be copied."""
+    kept = folder / FOLDER
+    part = kept / "part"
+    try:
+        kept.mkdir(mode=0o700, exist_ok=True)
+        part.unlink(missing_ok=True)
+        with contextlib.closing(_reading(folder / DATABASE)) as connection:
+            connection.execute("VACUUM INTO ?", (str(part),))
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        made = kept / f"{time.strftime('%Y%m%d-%H%M%S')}.sqlite"
+        part.replace(made)
+        for old in backups(folder)[NUM_KEPT:]:
+            old.unlink()
+    except (OSError, sqlite3.Error) as error:
+        raise QueueError(f"no backup of the queue {folder / DATABASE} can be written: {error}") from error
+    return made
+
+
+def backups(folder: Path) -> list[Path]:
+    """Return the backups of a queue, the newest first."""
+    return sorted(
+        (folder / FOLDER).glob("*.sqlite"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    problems: tuple[str, ...]
+    """What was wrong; nothing was changed where this is empty."""
+    num_events: int = 0
+    """Events of the queue now, and how many of them are from a backup."""
+    num_from_backup: int = 0
+    backup: Path | None = None
+    damaged: Path | None = None
+    """The damaged file, under its new name."""
+
+
+def repair(folder: Path) -> Repair:
+    """Check a queue that no daemon writes, and make its file whole again.
+
+    Raises:
+        QueueError: a daemon runs, or neither the file nor a backup holds any events.
+    """
+    lock = WriterLock(folder / LOCK, "evenload queue repair")
+    try:
+        if not (problems := _problems(folder)):
+            return Repair(())
+        backup = next((path for path in backups(folder) if _is_whole(path)), None)
+        log = [] if backup is None else _readable_log(backup, 0)
+        num_from_backup = len(log)
+        log += _readable_log(folder / DATABASE, log[-1].number if log else 0)
+        if not log:
+            raise QueueError(
+                f"neither {folder / DATABASE} nor a backup in {folder / FOLDER} has an event that can be read"
+            )
+        made = folder / f"{DATABASE}.repaired"
+        for suffix in ("", "-wal", "-shm"):
+            made.with_name(made.name + suffix).unlink(missing_ok=True)
+        num = _write(made, log)
+        damaged = folder / f"{DATABASE}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+        for suffix in ("-wal", "-shm", ""):
+            with contextlib.suppress(FileNotFoundError):
+                (folder / f"{DATABASE}{suffix}").replace(damaged.with_name(damaged.name + suffix))
+        made.replace(folder / DATABASE)
+        return Repair(tuple(problems), num, min(num, num_from_backup), backup, damaged)
+    finally:
+        lock.release()
+
+
+def _problems(folder: Path) -> list[str]:
+    try:
+        return audit(folder)
+    except (sqlite3.Error, QueueError, ValueError, KeyError, TypeError) as error:
+        return [str(error)]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        with contextlib.closing(_reading(path)) as connection:
+            return [row[0] for row in connection.execute("PRAGMA integrity_check")] == ["ok"]
+    except sqlite3.Error:
+        return False
+
+
+def _reading(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=10.0)
+
+
+def _readable_log(path: Path, after: int) -> list[tables.LogRow]:
+    """Return the events after a number, without a gap, until one can't be read."""
+    found: list[tables.LogRow] = []
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(_reading(path)) as connection:
+        for row in tables.read_log(connection, after):
+            if row.number != after + len(found) + 1:
+                break
+            found.append(row)
+    return found
+
+
+def _write(path: Path, log: list[tables.LogRow]) -> int:
+    """Write a queue's file with these events, up to the first that can't follow those before it; return their number."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        migrate(connection, tables.refold, MIGRATIONS)
+        connection.execute("BEGIN")
+        num = tables.write_from_log(connection, log)
+        connection.execute("COMMIT")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return num

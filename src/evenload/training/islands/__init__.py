@@ -1,0 +1,1 @@
+"""Islands of strategy ``local``: their parts of each global batch, and their synchronisation."""

@@ -1,0 +1,312 @@
+"""Synchronise islands every few steps: when, what they report to each other, and which weights are shown.
+
+    body of step s ends -> s + 1 = a multiple of sync_every: outer step (parallel/outer.py) -> one row of each rank:
+    times, units, loss, stop requests -> rank 0 divides the batch anew -> the next body
+
+With P fragments one is sent P times in this period, and used at the next of these times. A checkpoint needs synchronised
+weights: it is written at the end of a period, after all fragments were synchronised at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenload.errors import ConfigError
+from evenload.job import stop_requested
+from evenload.training.comm.control import Operation
+from evenload.training.comm.islands import IslandLink, IslandMap
+from evenload.training.islands.planner import IslandPlanner
+from evenload.training.islands.schedulers import FollowedScheduler, follow_all
+from evenload.training.islands.shares import NUM_BLOCKS, blocks_of
+from evenload.training.parallel.outer import OuterState
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.step import Step, StepListener, StepLoader
+
+Listing = Callable[..., Sequence[Any]]
+
+
+class IslandSynchroniser(StepListener):
+    """One for a job of strategy local. All ranks synchronise at the same steps."""
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        islands: IslandMap,
+        models: list[nn.Module],
+        loaders: list[StepLoader],
+        schedulers: Listing,
+    ) -> None:
+        """`schedulers` returns all living ones, `besides` some."""
+        config = context.config
+        self._context = context
+        self._islands = islands
+        self._models, self._loaders = models, loaders
+        self._living_schedulers = schedulers
+        self._every, self._num_fragments = config.sync_every, config.fragments
+        self._link = IslandLink(context.groups, context.step_groups, islands)
+        self._outer: OuterState | None = None
+        self._loaded: Mapping[str, torch.Tensor] = {}
+        self._num_slots = 0
+        """Fragments sent so far, counted from the first step of the run."""
+        self._clean_at = 0
+        """Number of steps after which the weights were those of all islands."""
+        self._seconds: list[float] = []
+        self._sync_s = 0.0
+        self._loss_sum = self._loss_units = 0.0
+        self._followed: list[FollowedScheduler] = []
+        self._ends: tuple[int, int] | None = (1, 1)
+        self._asks = False
+        """`run.checkpoint` was called between two synchronisations."""
+        self.owes_checkpoint = False
+        """The same on any rank, and they are synchronised now."""
+        context.loop.defers_stop = True
+
+    # -- what others need to know ---------------------------------------------------------------------------------------
+
+    @property
+    def is_clean(self) -> bool:
+        """True if this rank's weights are those of all islands."""
+        loop = self._context.loop
+        is_moving = loop.step is not None and loop.step.stats.calls > 0 and not loop.step.committed
+        return self._outer is None or (self._clean_at == loop.steps_done and not self._is_inside and not is_moving)
+
+    def opens(self, *, now: bool) -> bool:
+        """Return whether a checkpoint may be written here; if not, and it is wanted `now`, ask for one at the next chance."""
+        self._settle_body()
+        loop = self._context.loop
+        if self.is_clean or (self._num_fragments > 1 and loop.steps_done % self._every == 0 and not self._is_inside):
+            return True
+        self._asks = self._asks or now
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the outer optimizer's state; the synchronised weights are the models' own in a checkpoint."""
+        return dict(self._loaded) if self._outer is None else self._outer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Begin with the outer optimizer's state, on any islands."""
+        self._loaded = state
+
+    @contextlib.contextmanager
+    def synchronised_weights(self, *, together: bool) -> Iterator[None]:
+        """Let the models hold the weights of the newest synchronisation while the body runs; `together`: on all ranks."""
+        if together:
+            self._settle_body()
+        outer = self._outer
+        if outer is None or self.is_clean:
+            yield
+            return
+        outer.show()
+        try:
+            yield
+        finally:
+            outer.hide()
+
+    # -- the steps ------------------------------------------------------------------------------------------------------
+
+    def on_begin(self, step: Step) -> None:
+        if self._outer is None:
+            self._open()
+        elif step.index > 0:
+            self._outer.hide()  # a loop over run.batches that was left may not have ended
+            self.catch_up()
+        if not self._is_inside:
+            for scheduler in self._followed:
+                scheduler.begin()
+
+    def on_trained(self, step: Step, usual: bool) -> None:
+        seconds = step.stats.whole_seconds() - self._sync_s
+        self._sync_s = 0.0
+        planner = step.planner
+        is_whole = isinstance(planner, IslandPlanner) and step.num_samples >= planner.own_size
+        if usual and seconds > 0 and is_whole:
+            self._seconds.append(seconds)
+        units = self._context.engine.totals.units.get(0, 0.0)
+        if step.stats.unread is None and step.stats.loss == step.stats.loss:
+            self._loss_sum += step.stats.loss * units
+            self._loss_units += units
+
+    def on_boundary(self, step: Step) -> None:
+        self.catch_up()
+
+    def on_end(self, step: Step) -> None:
+        self._ends = step.batch.plan.progress.ends
+        if self._ends is not None:
+            for scheduler in self._followed:
+                scheduler.end(*self._ends, left_early=self._context.loop.left_early)
+
+    def catch_up(self) -> None:
+        """Synchronise what is due after the committed steps. All ranks call it at the same step."""
+        outer, done = self._outer, self._context.loop.steps_done
+        if outer is None:
+            return
+        due = done * self._num_fragments // self._every
+        if due == self._num_slots:
+            return
+        began_s = time.perf_counter()
+        with self._context.clock.segment("comm"):
+            outer.check_frozen()
+            units = self._units()
+            while self._num_slots < due:
+                index = self._num_slots % self._num_fragments
+                if self._num_fragments == 1:
+                    outer.synchronise(units)
+                    self._clean_at = done
+                else:
+                    outer.take((index - 1) % self._num_fragments)
+                    outer.send(index, units)
+                self._num_slots += 1
+            if due % self._num_fragments == 0:
+                self._report(time.perf_counter() - began_s)
+        self._sync_s += time.perf_counter() - began_s
+
+    def finish(self) -> None:
+        """Synchronise everything now, at the end of the run or for a checkpoint. All ranks call it."""
+        outer, self.owes_checkpoint = self._outer, False
+        if outer is None:
+            return
+        outer.hide()
+        self.catch_up()  # a break may have left a body where it was due
+        if self.is_clean:
+            return
+        with self._context.clock.segment("comm"):
+            outer.synchronise(self._units())
+        if not self._is_inside:
+            self._clean_at = self._context.loop.steps_done
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        context, config = self._context, self._context.config
+        by_speed = config.local_steps == "auto"
+        if by_speed:
+            self._check_schedulers()
+        self._outer = OuterState(
+            self._models,
+            self._link,
+            lr=config.outer_lr,
+            momentum=config.outer_momentum,
+            num_fragments=self._num_fragments,
+        )
+        self._outer.load_state_dict(self._loaded)
+        self._loaded = {}
+        done = context.loop.steps_done
+        self._clean_at, self._num_slots = done, done * self._num_fragments // self._every
+        self._followed = follow_all(context.registry.values()) if by_speed else []
+        context.recorder.event("islands", self._describe(), islands=[list(ranks) for ranks in self._islands.ranks])
+
+    def _check_schedulers(self) -> None:
+        if len(self._loaders) > 1:
+            raise ConfigError("local_steps='auto' divides the steps of one loader; this script prepared several")
+        covers = self._context.engine.covers
+        missing = [
+            type(value).__name__
+            for value in self._living_schedulers(besides=self._context.registry.values())
+            if any(covers(p) for group in value.optimizer.param_groups for p in group["params"])
+        ]
+        if missing:
+            raise ConfigError(
+                f"local_steps='auto': {', '.join(missing)} is not registered, and would follow the steps of one island; pass it "
+                "to run.resume, so that it is set to the global step at each synchronisation"
+            )
+
+    def _describe(self) -> str:
+        config, count = self._context.config, len(self._islands)
+        average = config.outer_lr == 1 and not config.outer_momentum
+        how = (
+            "their average"
+            if average
+            else f"an outer step (lr {config.outer_lr:g}, momentum {config.outer_momentum:g})"
+        )
+        named = f"{count} island{'s' if count > 1 else ''} (ranks {self._islands})"
+        text = f"{named}, synchronised every {self._every} steps by {how}"
+        if self._num_fragments > 1:
+            delay = self._every / self._num_fragments
+            text += f", in {self._num_fragments} fragments, each used {delay:g} steps after it was sent"
+        if count > 1:
+            text += (
+                ". The loss shown is that of island 0's part of each batch; evaluation, exports and checkpoints have the weights "
+                "of the newest synchronisation"
+            )
+        return text
+
+    def _units(self) -> float:
+        engine = self._context.engine
+        engine.totals.read()
+        return engine.totals.used_units
+
+    @property
+    def _is_inside(self) -> bool:
+        """True if this island is between two of its own batches of a round."""
+        step = self._context.loop.step
+        ends = step.batch.plan.progress.ends if step is not None and step.stats.calls else self._ends
+        return ends is None
+
+    def _settle_body(self) -> None:
+        """Synchronise in the loop body what is due at its end, if the optimizer has stepped. All ranks call it."""
+        loop = self._context.loop
+        if loop.step is not None and loop.step.stats.calls and not loop.step.arm and not loop.is_half_done:
+            loop.step.commit()
+            self.catch_up()
+
+    def _report(self, seconds: float) -> None:
+        """Exchange what islands know of each other, and divide the batch anew where that pays."""
+        context, loop = self._context, self._context.loop
+        planner = self._loaders[0].planner
+        own = blocks_of(self._seconds)
+        self._seconds = []
+        if isinstance(planner, IslandPlanner) and planner.by_speed:
+            own = [planner.parts.shares[self._islands.own] * time_s for time_s in own]
+        row = [
+            context.engine.elapsed_s,
+            float(stop_requested() and context.spec.mode == "train"),
+            float(self._asks),
+            self._loss_sum,
+            self._loss_units,
+            *own,
+        ]
+        self._loss_sum = self._loss_units = 0.0
+        rows = context.control.exchange(Operation.SYNCHRONISE, row)
+        leaders = [rows[rank] for rank in self._islands.leaders]
+        context.engine.elapsed_s = rows[0][0]
+        loop.stop_requested = loop.stop_requested or any(row[1] for row in rows)
+        self._asks, self.owes_checkpoint = False, any(row[2] for row in rows)
+        units = sum(row[4] for row in leaders)
+        shares: list[int] | None = None
+        if isinstance(planner, IslandPlanner) and planner.adapts_parts:
+            decision = planner.parts.observe([row[-NUM_BLOCKS:] for row in leaders])
+            shares = context.control.agree(None if decision is None else decision.shares)
+            if shares:
+                self._divide(shares)
+        context.recorder.event(
+            "synchronised",
+            "",
+            step=loop.steps_done,
+            seconds=seconds,
+            num_bytes=0 if self._outer is None else self._outer.num_bytes,
+            loss=sum(row[3] for row in leaders) / units if units else None,
+            parts=list(planner.parts.shares) if isinstance(planner, IslandPlanner) else [],
+        )
+
+    def _divide(self, shares: Sequence[int]) -> None:
+        first = self._loaders[0].planner
+        before = first.parts.shares if isinstance(first, IslandPlanner) else ()
+        for loader in self._loaders:
+            if isinstance(loader.planner, IslandPlanner):
+                loader.planner.set_parts(shares)
+        now = first.parts.shares if isinstance(first, IslandPlanner) else ()
+        if now == before:
+            return
+        what = "steps of a round" if self._context.config.local_steps == "auto" else "samples of a global batch"
+        self._context.recorder.event(
+            "islands_divided",
+            f"{what} of each island: {', '.join(map(str, before))} → {', '.join(map(str, now))}, by measured speed",
+            step=self._context.loop.steps_done,
+            parts=list(now),
+        )

@@ -1,0 +1,146 @@
+"""Checkpoints on other islands, the weights that are shown between synchronisations, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import evenload
+from evenload.errors import ConfigError
+from tests.ranks.islands.simulation import BATCH, Case, Points, build, loss_of, simulate
+from tests.ranks.islands.test_references import difference
+
+SETTINGS: dict[str, Any] = {"strategy": "local", "sync_every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+def start(folder: str, model: nn.Module, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
+    run = evenload.init(project_dir=folder, seed=0, balance=(6, 3, 3), **settings)
+    model, loader = run.prepare(model, DataLoader(Points(), batch_size=BATCH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.resume(model=model, optimizer=optimizer)
+    return run, loader, optimizer
+
+
+def steps(loader: Any, model: nn.Module, optimizer: Any, until: int) -> Any:
+    """Yield each step after its update."""
+    while loader.loader.cursor().global_step < until:
+        for step in loader:
+            step.backward(lambda batch: loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            yield step
+            if step.index + 1 == until:
+                break
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def moved(folder: str) -> dict[str, torch.Tensor]:
+    """Train on two islands, then go on with others."""
+    for islands, until in (("0,1/2", 8), ("0/1,2", 16)):
+        model = build()
+        run, loader, optimizer = start(folder, model, {**SETTINGS, "islands": islands})
+        for _ in steps(loader, model, optimizer, until):
+            pass
+        run.close()
+    return weights(model)
+
+
+def shown(folder: str) -> dict[str, Any]:
+    model = build()
+    run, loader, optimizer = start(folder, model, {**SETTINGS, "islands": "0,1/2"})
+    seen: dict[str, Any] = {"written": []}
+    for step in steps(loader, model, optimizer, 8):
+        if step.index == 3:
+            run.checkpoint()
+            seen["synchronised"] = weights(model)
+        if step.index == 5:
+            seen["own"] = weights(model)
+            seen["written"].append(run.checkpoint())
+            for _ in run.batches(DataLoader(Points(), batch_size=8)):
+                seen.setdefault("evaluated", weights(model))
+            run.export(f"{folder}/model.pt")
+            seen["after"] = weights(model)
+        if step.index == 6:
+            seen["written"].append(
+                Path(folder, "checkpoints").is_dir() and len(list(Path(folder, "checkpoints").glob("step*")))
+            )
+    run.close()
+    seen["exported"] = torch.load(f"{folder}/model.pt", weights_only=True)
+    if not run.rank:
+        rows = [json.loads(line) for line in Path(folder, "events.jsonl").read_text().splitlines()]
+        seen["checkpoints"] = [row["step"] for row in rows if row.get("kind") == "checkpoint"]
+    return seen
+
+
+def every_step(folder: str) -> list[dict[str, torch.Tensor]]:
+    """Islands that synchronise in each step, and ddp; without BatchNorm, whose statistics are an island's."""
+    found = []
+    for index, settings in enumerate(({"strategy": "local", "sync_every": 1, "islands": "0,1/2"}, {"strategy": "ddp"})):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        run, loader, optimizer = start(f"{folder}/{index}", model, settings)
+        for _ in steps(loader, model, optimizer, 10):
+            pass
+        run.close()
+        found.append(weights(model))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(island_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return island_ranks
+
+
+def test_a_checkpoint_goes_on_with_other_islands(ranks: list[dict[str, Any]]) -> None:
+    velocity: dict[str, torch.Tensor] = {}
+    first = simulate(Case({}, (9, 3), num_steps=8, lr=0.7, momentum=0.9), velocity=velocity)[0].model
+    second = simulate(Case({}, (6, 6), lr=0.7, momentum=0.9), first, 8, velocity)[0].model
+    for seen in ranks:
+        assert difference(seen["moved"], dict(second.state_dict())) < 1e-12
+
+
+def test_weights_of_the_newest_synchronisation_are_shown(ranks: list[dict[str, Any]]) -> None:
+    own = [seen["shown"]["own"] for seen in ranks]
+    assert difference(own[0], own[2]) > 1e-6
+    for seen in (rank["shown"] for rank in ranks):
+        assert difference(seen["evaluated"], seen["synchronised"]) == 0
+        assert difference(seen["exported"], seen["synchronised"]) == 0
+        assert difference(seen["after"], seen["own"]) == 0
+        assert difference(seen["synchronised"], ranks[0]["shown"]["synchronised"]) == 0
+
+
+def test_a_checkpoint_waits_for_the_next_synchronisation(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["shown"]["written"][0] is False
+    assert ranks[0]["shown"]["checkpoints"] == [4, 8]
+
+
+def test_synchronising_in_each_step_is_ddp(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        islands, ddp = seen["every_step"]
+        assert difference(islands, ddp) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sync_every": 5}, "no effect with strategy ddp"),
+        ({"islands": "0"}, "no effect with strategy ddp"),
+        ({"strategy": "local", "fragments": 3, "sync_every": 2}, "each fragment needs a step"),
+        ({"strategy": "local", "batch_max": 64}, "batch_max with strategy='local'"),
+        ({"strategy": "local", "islands": "0,1/1"}, "expected every rank in one island"),
+        ({"strategy": "local", "islands": "0/1"}, "it names 2 ranks, but the job has 1"),
+        ({"strategy": "local", "outer_momentum": 1.0}, "from 0, below 1"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        evenload.init(project_dir=tmp_path, **settings)
