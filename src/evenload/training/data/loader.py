@@ -254,6 +254,7 @@ class GlobalLoader:
 
     def set_rank(self, rank: int) -> None:
         """Read as this rank from now on: the plans are those of another generation."""
+        self._reader_rank = rank
         if len(self._ranks) == 1:
             self._ranks = (rank,)
         if isinstance(self._reader, MapReader):
