@@ -11,7 +11,8 @@ from evenload import stored_names
 from evenload.hardware import gpus
 from evenload.records.measurement import MeasurementResult, blocks_from_rows, evaluate
 from evenload.records.reader import read_events
-from evenload.training.launch.supervisor import LaunchRequest, launch
+from evenload.training.launch.request import LaunchRequest
+from evenload.training.launch.supervisor import launch
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"

@@ -1,8 +1,9 @@
-"""`evenload change`: hold or release jobs, or change what they request."""
+"""`evenload change`: hold or release jobs, change what they request, or the devices of a running run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,27 +17,47 @@ if TYPE_CHECKING:
 
 def change(
     context: typer.Context,
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job numbers, ranges such as 12-21, or names.")],
+    jobs: Annotated[
+        list[str],
+        typer.Argument(metavar="JOB...|RUN", help="Job numbers, ranges such as 12-21, or names; or a run folder."),
+    ],
     hold: Annotated[bool, typer.Option("--hold", help="Do not start the jobs until they are released.")] = False,
     release: Annotated[bool, typer.Option("--release", help="Allow held jobs to start again.")] = False,
     priority: Annotated[int | None, typer.Option(help="Higher goes first.")] = None,
     time: Annotated[str | None, typer.Option(metavar="SOFT[:HARD]", help="Time limits.")] = None,
     estimate: Annotated[str | None, typer.Option(metavar="TIME", help="Expected run time.")] = None,
     steps: Annotated[int | None, typer.Option(help="Total number of steps.")] = None,
-    devices: Annotated[str | None, typer.Option("-d", "--devices", metavar="N or MIN:MAX")] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "-d",
+            "--devices",
+            metavar="N or MIN:MAX|DEVICES",
+            help="Number of devices of a job; of a run the devices, as for evenload run.",
+        ),
+    ] = None,
     kind: Annotated[str | None, typer.Option(help="Acceptable kinds of devices.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Minimum memory of each device.")] = None,
     retries: Annotated[int | None, typer.Option(help="Number of times to retry the job if it fails.")] = None,
     name: Annotated[str | None, typer.Option()] = None,
     queue: Queue = None,
 ) -> None:
-    """Change jobs that have not ended. Devices can be changed only while a job waits."""
+    """Change jobs that have not ended, or the devices of a run in progress, at the end of a step and without a restart.
+
+    The devices of a job can be changed only while it waits.
+    """
     if hold and release:
         raise ConfigError("--hold and --release contradict each other; give one of them")
     keys = ("priority", "time", "estimate", "steps", "devices", "kind", "memory", "retries", "name")
     values = {key: context.params[key] for key in keys if context.params[key] is not None}
     if not values and not hold and not release:
         raise ConfigError("nothing to change: give --priority, --hold, --release, --time, ...; --help lists all")
+    from evenload.records.reader import is_run
+
+    runs = [text for text in jobs if is_run(Path(text))]
+    if runs:
+        _change_runs(runs, jobs, values, hold or release)
+        return
     fields = _fields(values)
 
     def act(client: Client, job: str) -> str:
@@ -48,6 +69,19 @@ def change(
         return f"{', '.join(words)}{' changed' if values else ''}"
 
     act_on_jobs(jobs, queue, ("PENDING",) if hold or release else NOT_ENDED, act)
+
+
+def _change_runs(runs: Sequence[str], texts: Sequence[str], values: Mapping[str, Any], holds: bool) -> None:
+    from evenload.training.launch.run_control import change_devices_of
+
+    if others := [text for text in texts if text not in runs]:
+        raise ConfigError(f"{runs[0]} is a run folder, {others[0]} a job; change them with two commands")
+    if holds or set(values) != {"devices"}:
+        raise ConfigError(f"{runs[0]} is a run folder: of a run in progress only the devices can change: -d 0,1,cpu")
+    for run in runs:
+        for line in change_devices_of(Path(run), values["devices"]):
+            print(f"{run}: {line}", flush=True)
+        print(f"{run}: done", flush=True)
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:

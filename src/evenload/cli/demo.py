@@ -33,7 +33,8 @@ def demo(
     from evenload.config import Config
     from evenload.hardware import find_gpus
     from evenload.training.launch.devices import describe_workers
-    from evenload.training.launch.supervisor import LaunchRequest, launch, plan
+    from evenload.training.launch.request import LaunchRequest, plan
+    from evenload.training.launch.supervisor import launch
     from evenload.views.run.progress import RunProgress
 
     on_gpus = len(find_gpus()[0]) >= 2

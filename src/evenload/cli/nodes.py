@@ -38,11 +38,8 @@ def read_rendezvous_config(
     ``target`` and ``options`` are those of the command to type elsewhere. ConfigError: options contradict each other, are
     incomplete, or have no effect.
     """
-    if given.max_restarts not in (None, 0):
-        raise ConfigError(
-            f"--max-restarts {given.max_restarts}: failed ranks are not restarted; leave it out, and start the same command "
-            "again to resume from the newest checkpoint"
-        )
+    if given.max_restarts is not None and given.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {given.max_restarts}: expected a number of restarts, 0 or more")
     if given.rdzv_backend not in (None, "c10d", "static"):
         raise ConfigError(
             f"--rdzv-backend {given.rdzv_backend}: the rendezvous needs no backend such as etcd; leave it out"
@@ -58,6 +55,11 @@ def read_rendezvous_config(
     if location is None:
         raise ConfigError(
             f"{nodes[0]} {nodes[1]}: --host is missing; give the name or address of one of the machines, the same on all"
+        )
+    if given.max_restarts:
+        raise ConfigError(
+            f"--max-restarts {given.max_restarts}: a run on several machines ends when a rank is lost; leave it out, and start "
+            "the same command again to resume from the newest checkpoint"
         )
     _check_node_rank(given.node_rank, most)
     if given.wait_s is not None and not 0 < given.wait_s < float("inf"):

@@ -66,13 +66,21 @@ def run(
         float | None,
         typer.Option(metavar="SECONDS", help="Time to wait for other machines (60), or to reach the rendezvous (10)."),
     ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            "--max-restarts",
+            "--max_restarts",
+            metavar="N",
+            help="Restarts of a lost rank on each device of this machine (3); joins and leaves don't count.",
+        ),
+    ] = None,
     nnodes: Annotated[str | None, typer.Option("--nnodes", hidden=True)] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", "--rdzv_endpoint", hidden=True)] = None,
     rdzv_backend: Annotated[str | None, typer.Option("--rdzv-backend", "--rdzv_backend", hidden=True)] = None,
     rdzv_id: Annotated[str | None, typer.Option("--rdzv-id", "--rdzv_id", hidden=True)] = None,
     master_addr: Annotated[str | None, typer.Option("--master-addr", "--master_addr", hidden=True)] = None,
     master_port: Annotated[int | None, typer.Option("--master-port", "--master_port", hidden=True)] = None,
-    max_restarts: Annotated[int | None, typer.Option("--max-restarts", "--max_restarts", hidden=True)] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     **settings: Any,
 ) -> None:
@@ -100,7 +108,7 @@ def run(
     rendezvous = read_rendezvous_config(
         nodes_given, values.get("port"), target, _common_options(values, sources, config)
     )
-    raise typer.Exit(_launch(target, values, sources, rendezvous))
+    raise typer.Exit(_launch(target, values, sources, rendezvous, max_restarts))
 
 
 def _common_options(values: Mapping[str, Any], sources: Mapping[str, str], config: Path | None) -> list[str]:
@@ -111,10 +119,15 @@ def _common_options(values: Mapping[str, Any], sources: Mapping[str, str], confi
 
 
 def _launch(
-    target: tuple[str, ...], values: Mapping[str, Any], sources: Mapping[str, str], rendezvous: RendezvousConfig | None
+    target: tuple[str, ...],
+    values: Mapping[str, Any],
+    sources: Mapping[str, str],
+    rendezvous: RendezvousConfig | None,
+    max_restarts: int | None,
 ) -> int:
     from evenload.training.launch.devices import describe_workers
-    from evenload.training.launch.supervisor import LaunchRequest, launch, plan
+    from evenload.training.launch.request import MAX_RESTARTS, LaunchRequest, plan
+    from evenload.training.launch.supervisor import launch
     from evenload.training.launch.throttle import parse_throttle
     from evenload.views.run.progress import RunProgress
 
@@ -128,6 +141,7 @@ def _launch(
         throttle=parse_throttle(values["throttle"]) if "throttle" in values else (),
         port=values.get("port", 0) if rendezvous is None else 0,
         rendezvous=rendezvous,
+        max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
     )
     workers = plan(request)
     if rendezvous is None:  # otherwise printed after the rendezvous

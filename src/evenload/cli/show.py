@@ -111,6 +111,10 @@ def _show_run(folder: Path, as_json: bool, is_wanted: Callable[[float], bool] | 
     from evenload.views.run.summary_text import format_run_summary
 
     print(format_run_summary(summary))
+    from evenload.training.launch.run_control import members_of
+
+    if members := members_of(folder):
+        print(f"\nin progress on {'; '.join(members)}")
 
 
 def _write_page(folder: Path, path: Path) -> None:

@@ -76,7 +76,8 @@ def _default_devices() -> str:
 
 def _launch(target: tuple[str, ...], values: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
     """Return the exit code, and the report if the step was compared."""
-    from evenload.training.launch.supervisor import LaunchRequest, launch
+    from evenload.training.launch.request import LaunchRequest
+    from evenload.training.launch.supervisor import launch
 
     with tempfile.TemporaryDirectory(prefix="evenload-verify-") as folder:
         path = Path(folder) / "report.json"

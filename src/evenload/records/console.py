@@ -67,7 +67,7 @@ class RunInfo:
         if not timed:
             return None
         summary = summarize_steps(timed, self.solo_per_s)
-        shares = self.usual_shares(window[-1])
+        shares = self.usual_shares(timed[-1])
         return replace(
             summary, ranks=tuple(replace(rank, share=share) for rank, share in zip(summary.ranks, shares, strict=True))
         )

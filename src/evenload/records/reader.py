@@ -13,6 +13,8 @@ from evenload.records.lines import EVENTS_FILE, STEPS_FILE, parse_line
 from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 _BLOCK_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 18
+"""Holds the newest steps."""
 
 
 def is_run(folder: Path) -> bool:
@@ -39,6 +41,19 @@ def find_run(path: Path) -> tuple[Path, int]:
 
 def read_events(folder: Path) -> list[RunEvent]:
     return [record for record in _read(folder / EVENTS_FILE) if isinstance(record, RunEvent)]
+
+
+def last_step_in(folder: Path) -> int:
+    """Return the newest step of training that the records hold; -1 without one."""
+    try:
+        with (folder / STEPS_FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            found = map(parse_line, file.read().splitlines())
+            return max(
+                (record.step for record in found if isinstance(record, StepRecord) and not record.arm), default=-1
+            )
+    except OSError:
+        return -1
 
 
 def read_steps(folder: Path, is_wanted: Callable[[float], bool] | None = None) -> list[StepRecord]:

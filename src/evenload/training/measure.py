@@ -44,9 +44,9 @@ from evenload.training.compute import randomness
 from evenload.training.data.cursor import Cursor
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.elastic.leaving import ComputingRanks
+from evenload.training.step.assignment import ShareAssignment, Shares
 from evenload.training.step.context import TrainingContext, device_names
-from evenload.training.step.plan_source import FixedProportions, Shares
-from evenload.training.step.planner import ShareAssignment
+from evenload.training.step.plan_source import FixedProportions
 from evenload.training.step.step import Step, StepListener, StepLoader
 
 _RECENT_STEPS = 8

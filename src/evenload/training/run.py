@@ -115,7 +115,7 @@ class Run:
     def rank(self) -> int:
         """Index of this rank, 0 to world_size - 1; inside loss_fn under strategy ``dp`` of this replica."""
         thread = current_replica()
-        return self._context.groups.rank if thread is None else thread.index
+        return self._context.rank if thread is None else thread.index
 
     @property
     def world_size(self) -> int:

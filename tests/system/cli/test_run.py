@@ -49,7 +49,7 @@ def _refused(capfd, *arguments):
             "--host is missing; give the name or address of one of the machines, the same on all",
         ),
         (["--rdzv-endpoint", "box:29500", "train.py"], "the number of machines is missing: --nodes 2"),
-        (["--max-restarts", "3", "train.py"], "--max-restarts 3"),
+        (["--max-restarts", "-1", "train.py"], "--max-restarts -1: expected"),
         (["--nproc-per-node", "2", "-d", "cpu", "train.py"], "--nproc-per-node 2 and -d cpu both"),
         (["--nproc-per-node", "0", "train.py"], "expected a number of ranks"),
         (["-c", "nope.toml", "train.py"], "can't be read"),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from evenload.errors import ConfigError, LaunchError
-from evenload.training.launch.supervisor import LaunchRequest, launch, plan
+from evenload.training.launch.request import LaunchRequest, plan
+from evenload.training.launch.supervisor import launch
 from tests.system.launch.scripts import Started, assert_gone, run
 
 FOREVER = "ready()\ntime.sleep(1000)\n"

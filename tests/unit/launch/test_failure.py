@@ -64,15 +64,15 @@ def test_consequences():
 
 def test_round_trip_and_story(tmp_path):
     failure = describe_error(_caught(_misuse), rank=1, step=4)
-    assert read_failure(tmp_path, 1) is None
-    write_failure(failure, tmp_path)
-    assert read_failure(tmp_path, 1) == failure and failure_path(tmp_path, 1).exists()
+    assert read_failure(tmp_path, "worker-1") is None
+    write_failure(failure, tmp_path, "worker-1")
+    assert read_failure(tmp_path, "worker-1") == failure and failure_path(tmp_path, "worker-1").exists()
     assert failure.text("cpu").startswith("rank 1 (cpu) failed at step 4: ConfigError: run_ranks(num_ranks=0)")
     assert FailureReport(0, "killed by SIGKILL", "").text() == "rank 0 failed: killed by SIGKILL"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"colour": 1}'])
 def test_a_torn_file_is_an_error(tmp_path, text):
-    failure_path(tmp_path, 0).write_text(text)
+    failure_path(tmp_path, "worker-0").write_text(text)
     with pytest.raises(Exception, match="can't be read"):
-        read_failure(tmp_path, 0)
+        read_failure(tmp_path, "worker-0")

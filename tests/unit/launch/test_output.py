@@ -33,7 +33,7 @@ def _feed(monkeypatch, stream, pieces, view=None):
     ends = {}
     for rank in (0, 1):
         read, write = os.pipe()
-        outputs.add(rank, "stdout", read)
+        outputs.add(f"worker-{rank}", rank, "stdout", read)
         ends[rank] = write
     for rank, data in pieces:
         os.write(ends[rank], data)
@@ -67,7 +67,7 @@ def test_a_prompt_appears_and_the_next_line_is_not_glued_to_it(monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream)
     outputs = WorkerOutputs()
     read, write = os.pipe()
-    outputs.add(0, "stdout", read)
+    outputs.add("worker-0", 0, "stdout", read)
     os.write(write, b"prompt> ")
     outputs.pump(1.0)
     assert stream.getvalue() == ""

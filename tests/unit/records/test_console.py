@@ -51,6 +51,16 @@ def test_a_window_over_a_change_of_ranks_judges_the_last_ones() -> None:
     assert summary.num_samples == 512
 
 
+def test_a_rank_that_writes_from_now_on_begins_in_the_middle_of_a_line() -> None:
+    plain = ProgressLines(log_every_s=1e9)
+    plain.add(make_step(0))
+    plain.add(make_step(1))
+    plain.add(RunEvent("open", ""))
+    plain.add(make_step(2, shares=(256,), ranks=(RankTimes(compute_s=0.5),)))
+    (line,) = plain.finish()
+    assert "step 3" in line and "rank 1: share 85" in line
+
+
 def test_the_first_step_then_one_line_an_interval() -> None:
     plain = ProgressLines(log_every_s=10.0)
     shown = [step for step in range(100) if plain.add(make_step(step))]

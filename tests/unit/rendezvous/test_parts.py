@@ -103,7 +103,8 @@ def test_other_numbers_of_machines_are_refused(text):
         ({"nodes": "2", "host": "box1", "rdzv_backend": "etcd"}, "needs no backend such as etcd"),
         ({"wait_s": 3.0}, "--wait 3.0 has no effect on one machine"),
         ({"node_rank": 1}, "--node-rank 1 has no effect on one machine"),
-        ({"max_restarts": 3}, "--max-restarts 3"),
+        ({"nodes": "2", "host": "box1", "max_restarts": 3}, "--max-restarts 3: a run on several machines"),
+        ({"max_restarts": -1}, "--max-restarts -1"),
     ],
 )
 def test_options_that_contradict_or_do_nothing_are_refused(given_options, expected):

@@ -138,6 +138,7 @@ class Registry:
         except RuntimeError as error:
             raise PeerLostError(f"the state of rank {source} did not arrive: {error}") from error
         received = files.from_bytes(payload)
-        self._load(received["state"], self._objects.keys() - set(without))
+        state = {name: value for name, value in received["state"].items() if name not in without}
+        self._load(state, self._objects.keys() - set(without))
         extra: dict[str, Any] = received["extra"]
         return extra

@@ -32,8 +32,14 @@ class StepClock:
         self._current: Segment = "other"
         self._seconds: dict[Segment, float] = dict.fromkeys(SEGMENTS, 0.0)
         self._spans: list[tuple[Segment, torch.cuda.Event, torch.cuda.Event]] = []
-        self._since: float = time.perf_counter()
+        self.since_s: float = time.perf_counter()
+        """Time at which the host began the running segment, or last called `take` in it."""
         self._event: torch.cuda.Event | None = self._record() if self._cuda else None
+
+    @property
+    def current(self) -> Segment:
+        """The running segment; any thread may read it."""
+        return self._current
 
     def switch(self, name: Segment) -> Segment:
         """End the running segment, begin ``name``, and return the one that ran."""
@@ -43,10 +49,11 @@ class StepClock:
             if self._event is not None:
                 self._spans.append((before, self._event, event))
             self._event = event
+            self.since_s = time.perf_counter()
         else:
             now = time.perf_counter()
-            self._seconds[before] += now - self._since
-            self._since = now
+            self._seconds[before] += now - self.since_s
+            self.since_s = now
         self._current = name
         return before
 

@@ -122,7 +122,7 @@ def _reduce(tensor: torch.Tensor, kind: int, op: str, members: RankGroup, contro
     # gloo has no integers of 16 bits, and sums booleans as bytes.
     wire = result.to(torch.int32) if result.dtype in (torch.bool, torch.int16) else result.contiguous()
     try:
-        dist.all_reduce(wire, op=_OPERATIONS[op], group=members.control)
+        members.wait(dist.all_reduce(wire, op=_OPERATIONS[op], group=members.control, async_op=True))
     except RuntimeError as error:
         raise PeerLostError(f"run.reduce failed: {error}") from error
     if op == "mean":

@@ -7,7 +7,9 @@ which lists what each does: a `break` on one rank is an error, never a hang.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,10 @@ from numpy.typing import NDArray
 from evenload.errors import DesyncError, LaunchError, PeerLostError, StepError
 from evenload.training.comm.groups import RankGroup
 from evenload.training.comm.host_exchange import ROW_VALUES
+
+Result = TypeVar("Result")
+Guard = Callable[[Callable[[], object]], object]
+"""Runs a collective, again among the remaining ranks if ranks are lost in it, and returns its result."""
 
 _HEAD = 4
 CAPACITY = ROW_VALUES - _HEAD
@@ -44,7 +50,8 @@ class Operation(enum.IntEnum):
     GATHER = 16
     GATHER_BATCH = 17
     """A gather inside a loop over `run.batches`; see `Control.join_gathers`."""
-    SYNCHRONISE = 18
+    REBUILD = 18
+    SYNCHRONISE = 19
 
 
 _DOING = {
@@ -64,6 +71,7 @@ _DOING = {
     Operation.GROUP: "calls run.group",
     Operation.MAIN_FIRST: "is in run.main_first",
     Operation.GATHER: "calls run.gather",
+    Operation.REBUILD: "begins a generation",
     Operation.GATHER_BATCH: "calls run.gather in a loop over run.batches",
     Operation.SYNCHRONISE: "synchronises its island",
 }
@@ -92,6 +100,8 @@ class Control:
         self._position = (0, -1)
         self._without_batches: frozenset[int] = frozenset()
         self._send_nothing: Callable[[Sequence[int]], object] = len
+        self.guard: Guard | None = None
+        """Repeats collectives in which a rank is lost (elastic/); None: a lost rank is an error."""
 
     def join_gathers(self, without_batches: Collection[int], send_nothing: Callable[[Sequence[int]], object]) -> None:
         """Let ranks without batches take part in gathers inside the others' loops, from whichever exchange they wait in.
@@ -107,6 +117,23 @@ class Control:
         """Set the epoch and the step in the epoch of this rank, compared at each exchange; step -1 is outside of a step."""
         self._position = (epoch, step)
 
+    def guarded(self, collective: Callable[[], Result]) -> Result:
+        """Run a collective that all ranks call outside of a backward, with `guard`; what it contains is guarded as a whole."""
+        guard = self.guard
+        if guard is None:
+            return collective()
+        with self.unguarded():
+            return guard(collective)  # type: ignore[return-value]
+
+    @contextmanager
+    def unguarded(self) -> Iterator[None]:
+        """Let a lost rank be an error while the body runs, which deals with it."""
+        guard, self.guard = self.guard, None
+        try:
+            yield
+        finally:
+            self.guard = guard
+
     def exchange(self, operation: Operation, values: Sequence[float] = ()) -> list[list[float]]:
         """Exchange values and return those of all ranks, by rank; errors as in `exchange_table`."""
         rows: list[list[float]] = self.exchange_table(operation, values).tolist()
@@ -120,6 +147,9 @@ class Control:
             LaunchError: the script destroyed the process groups.
             PeerLostError: a rank is gone.
         """
+        return self.guarded(lambda: self._exchange_table(operation, values))
+
+    def _exchange_table(self, operation: Operation, values: Sequence[float]) -> NDArray[np.float64]:
         self.check_open(operation)
         if self.is_alone:
             return np.array([values], dtype=np.float64)
@@ -186,6 +216,9 @@ class Control:
 
     def agree(self, values: Sequence[int] | None) -> list[int]:
         """Return rank 0's integers on all ranks. The others pass None."""
+        return self.guarded(lambda: self._agree(values))
+
+    def _agree(self, values: Sequence[int] | None) -> list[int]:
         if self._groups.control is None:
             return list(values or ())
         own = list(values or ()) if self._groups.rank == 0 else []
@@ -198,10 +231,15 @@ class Control:
             return [int(value) for value in row[2 : 2 + length]]
         tensor = torch.tensor(own, dtype=torch.int64) if own else torch.empty(length, dtype=torch.int64)
         try:
-            dist.broadcast(tensor, group_src=0, group=self._groups.control)
+            self._groups.wait(dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True))
         except RuntimeError as error:
             raise PeerLostError(f"rank 0 is gone ({error})") from error
         return tensor.tolist()
+
+    def confirm(self) -> None:
+        """Wait until all ranks have the result of the collective before; PeerLostError if one is gone."""
+        if not self.is_alone and not self._groups.closed:
+            self._exchange_row(Operation.BARRIER, [0.0] * ROW_VALUES)
 
     def barrier(self, operation: Operation = Operation.BARRIER) -> None:
         self.exchange(operation)

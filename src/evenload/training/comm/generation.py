@@ -30,6 +30,8 @@ class Membership:
     workers: tuple[str, ...]
     store: str
     """`WorkerSpec.store`; empty for a single rank, or if the script made the process group."""
+    device_names: tuple[str, ...] = ()
+    """Names of the members' devices by rank, where they have changed since the start; empty: those of `WorkerSpec`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,24 +16,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, _world
 
-from evenload.errors import DesyncError, LaunchError, PeerLostError
+from evenload.errors import LaunchError, PeerLostError
+from evenload.training.comm import statistics
 from evenload.training.comm.backend import InnerRanks, find_inner
 from evenload.training.comm.collective_errors import check_setup
-from evenload.training.comm.generation import CollectiveAbortedError, ComputingGroups, Generation, Membership
+from evenload.training.comm.generation import ComputingGroups, Generation, Membership
 from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
 from evenload.training.comm.hierarchical_sum import HierarchicalSum, PendingBroadcast, split_ranks
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.pending import Pending, PendingCollectives
 from evenload.training.comm.shared_memory import SharedChannel
+from evenload.training.comm.store import connect, wait_for_members
 from evenload.training.comm.subset import Subset, begin_gather
 from evenload.training.comm.wire_groups import make_wire_groups
 
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
+
+_ended_groups: list[dist.ProcessGroup] = []
+"""The groups of generations that ended early, kept until the process ends: a peer's death may leave a thread of gloo blocked in
+one, and to destroy it would wait for that thread."""
 
 
 class Groups:
@@ -66,6 +72,8 @@ class Groups:
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._session = next(_sessions)
         self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._newest_number = membership.number
         self._collectives = PendingCollectives()
         self.begin = self._collectives.begin
         self._all: dist.ProcessGroup | None = None
@@ -128,14 +136,24 @@ class Groups:
             self._all = None
             self.generation = before
 
-    def rebuild(self, membership: Membership, rank: int) -> None:
-        """Begin a generation with other members; all of them call it, new ones by making their `Groups`.
+    def rebuild(self, membership: Membership, rank: int, check: Callable[[], None] = lambda: None) -> None:
+        """Begin a generation with other members; all of them call it, in whatever collective they were.
 
-        Everything of the generation before ends: collectives in progress raise PeerLostError, and so do its groups.
+        Everything of the generation before ends: collectives in progress raise PeerLostError, and so do its groups. `check` is
+        called while members are awaited; it raises to give up. PeerLostError or LaunchError: a member was lost meanwhile.
         """
         self._collectives.fail("the generation ended")
+        number = self.generation.number + 1
+        if dist.is_initialized() and not self.adopted:
+            _ended_groups.extend(_world.pg_map)
         self._end_groups()
-        self.generation = self._build(membership, rank)
+        with self._lock:  # an abort on behalf of this membership comes too late from here on
+            self._newest_number = membership.number
+            self._collectives.reopen()
+        if membership.store != self.membership.store:
+            self._store = None
+        self._session = -1  # joiners have had other sessions; the number of a membership is given once
+        self.generation = replace(self._build(membership, rank, check), number=number)
 
     def set_computing(self, ranks: Sequence[int]) -> None:
         """Begin a generation in which only these ranks share gradients and statistics. All ranks call it."""
@@ -177,12 +195,16 @@ class Groups:
             return Pending(None, blocking=False)
         return Pending(dist.all_reduce(torch.zeros(1), group=self._all, async_op=True), blocking=False)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, number: int | None = None) -> None:
         """Fail every collective in progress with `PeerLostError(reason)`; the groups can't be used afterwards.
 
-        Those through shared memory fail on the other ranks of this host, too.
+        Those through shared memory fail on the other ranks of this host, too. With the `number` of a membership nothing happens
+        if that one, or a later one, is being built already.
         """
-        self._collectives.fail(reason)
+        with self._lock:
+            if number is not None and number <= self._newest_number:
+                return
+            self._collectives.fail(reason)
         for shared in (self.generation.rows, self.generation.statistics):
             if isinstance(shared, HostExchange | SharedChannel):
                 shared.abort(reason)
@@ -212,38 +234,19 @@ class Groups:
         gather = self._gather_rows or self._gather_in(now.control)
         return np.asarray(gather(torch.tensor(row, dtype=torch.float64)).numpy())
 
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective on the CPU that began in one of the groups; an abort ends the wait with PeerLostError."""
+        self._collectives.begin(work, blocking=True).wait()
+
     def sum_statistics(self, tensor: torch.Tensor) -> None:
         """Sum a vector of statistics over all ranks, in place."""
-        if (group := self.generation.statistics) is None:
-            return
-        try:
-            if not isinstance(group, SharedChannel):
-                work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
-                self._collectives.begin(work, blocking=tensor.device.type == "cpu").wait()
-            elif tensor.device.type == "cpu":
-                group.sum(tensor)
-            else:  # a GPU among CPU ranks
-                group.sum(on_cpu := tensor.cpu())
-                tensor.copy_(on_cpu)
-        except DesyncError:
-            raise
-        except (RuntimeError, TimeoutError, PeerLostError) as error:
-            check_setup(error, what := "BatchNorm's statistics could not be summed")
-            raise CollectiveAbortedError(f"{what}: {error}") from error
+        if (group := self.generation.statistics) is not None:
+            statistics.sum_in(group, tensor, self._collectives.begin)
 
     def gather_statistics(self, own: torch.Tensor) -> torch.Tensor:
         """Gather all ranks' vectors of statistics, shape ``(world_size, len(own))``."""
-        if (group := self.generation.statistics) is None:
-            return own.unsqueeze(0)
-        try:
-            if isinstance(group, SharedChannel):
-                return group.gather(own.cpu()).to(own.device)
-            return self._gather_in(group)(own)
-        except DesyncError:
-            raise
-        except (RuntimeError, TimeoutError, PeerLostError) as error:
-            check_setup(error, what := "BatchNorm's statistics could not be gathered")
-            raise CollectiveAbortedError(f"{what}: {error}") from error
+        group = self.generation.statistics
+        return own.unsqueeze(0) if group is None else statistics.gather_in(group, own, self._gather_in)
 
     @property
     def nccl_ranks(self) -> tuple[int, ...]:
@@ -304,8 +307,7 @@ class Groups:
                 self._made = False
                 dist.destroy_process_group()
 
-    def _build(self, membership: Membership, rank: int) -> Generation:
-        self._collectives.reopen()
+    def _build(self, membership: Membership, rank: int, check: Callable[[], None] | None = None) -> Generation:
         world_size = len(membership.workers)
         everyone = tuple(range(world_size))
         if world_size == 1 and not self.adopted:
@@ -313,10 +315,12 @@ class Groups:
         if not self.adopted:
             try:
                 if self._store is None:
-                    self._store = self._connect(membership, rank)
+                    self._store = connect(membership, rank, self._timeout)
+                keys = PrefixStore(f"evenload/{self._session}/{membership.number}", self._store)
+                wait_for_members(keys, rank, world_size, self._timeout, check)
                 dist.init_process_group(
                     backend="cpu:gloo,cuda:nccl" if self._wanted_backend == "nccl" else "gloo",
-                    store=PrefixStore(f"evenload/{self._session}/{membership.number}", self._store),
+                    store=keys,
                     rank=rank,
                     world_size=world_size,
                     timeout=self._timeout,
@@ -405,14 +409,6 @@ class Groups:
     def _make_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
         return group if isinstance(group, dist.ProcessGroup) else None  # another value for a rank outside
-
-    def _connect(self, membership: Membership, rank: int) -> Store:
-        url = membership.store
-        if "://" in url:
-            store: Store = next(rendezvous(url, rank, len(membership.workers), timeout=self._timeout))[0]
-            return store
-        host, _, port = url.rpartition(":")
-        return TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=self._timeout)
 
 
 RankGroup = Groups | Subset

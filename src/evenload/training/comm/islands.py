@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -95,7 +95,7 @@ class IslandGroups(Groups):
         """Follow a collective of another group, so that `abort` ends its wait."""
         return self._collectives.begin(work, blocking=blocking)
 
-    def _build(self, membership: Membership, rank: int) -> Generation:
+    def _build(self, membership: Membership, rank: int, check: Callable[[], None] | None = None) -> Generation:
         if len(self._world_ranks) > 1:
             return super()._build(membership, rank)
         self._collectives.reopen()

@@ -29,10 +29,14 @@ class Subset:
     def world_size(self) -> int:
         return len(self.ranks)
 
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective in the group; PeerLostError if a member is gone."""
+        Pending(work, blocking=False).wait()
+
     def exchange_row(self, row: Sequence[float]) -> NDArray[np.float64]:
         """Exchange numbers and return those of all members, shape ``(num_ranks, len(row))``. PeerLostError if one is gone."""
         everyone, work = begin_gather(torch.tensor(row, dtype=torch.float64), self.control)
-        Pending(work, blocking=False).wait()
+        self.wait(work)
         rows: NDArray[np.float64] = everyone.numpy()
         return rows
 

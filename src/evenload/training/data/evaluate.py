@@ -10,6 +10,7 @@ Note [Equally many batches]
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import weakref
@@ -45,13 +46,15 @@ def evaluation_batches(
     device: torch.device,
     keyed_rng: bool = True,
     parts: EvaluationParts | None = None,
+    members: EvaluationMembers | None = None,
 ) -> Iterator[Any]:
     """Yield this rank's batches of a plain DataLoader: equally many on every rank, every sample once over all ranks.
 
     The loader's sampler, batch_sampler, workers, pin_memory and collate_fn are honoured. The ranks' parts of one round,
     joined by rank, are the samples in the loader's order. Every rank reads an iterable dataset whole (see stream.py).
     `weights` are the relative speeds of the ranks, at least 0, equal on all ranks. `parts` receives the sizes of this rank's
-    parts, for `run.gather`.
+    parts, for `run.gather`. Where ranks are lost in the loop, the others receive the batches of the lost ones, too, as `members`
+    knows (not of an iterable dataset).
 
     Raises:
         ConfigError: The loader was prepared for training, or is not a DataLoader.
@@ -68,11 +71,41 @@ def evaluation_batches(
     pin = bool(user_loader.pin_memory) and device.type == "cuda"
     reader = _reader_of(user_loader, seed, rank, keyed_rng, pin)
     parts = parts or EvaluationParts()
+    members = members or EvaluationMembers(world_size, rank)
     if isinstance(reader, StreamReader):
         batches = _stream_batches(reader, rank, weights, agree, epoch, parts)
     else:
-        batches = _map_batches(reader, user_loader, rank, weights, agree, seed, epoch, parts)
+        batches = _map_batches(
+            reader,
+            user_loader,
+            rank,
+            weights,
+            agree,
+            seed,
+            epoch,
+            parts,
+            members or EvaluationMembers(world_size, rank),
+        )
     return (move(batch, device) for batch in batches)
+
+
+class EvaluationMembers:
+    """The workers that evaluate; here they never change."""
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        self._world_size = world_size
+        self._rank = rank
+
+    def now(self) -> tuple[str, ...]:
+        """Return their ids, by rank."""
+        return tuple(map(str, range(self._world_size)))
+
+    def index(self) -> int:
+        """Return this worker's rank."""
+        return self._rank
+
+    def end_round(self) -> None:
+        """Wait until all of them have used their batches; equal on all of them, `now` then names those that are left."""
 
 
 def close_persistent_workers() -> None:
@@ -156,20 +189,64 @@ def _map_batches(
     seed: int,
     epoch: int,
     parts: EvaluationParts,
+    members: EvaluationMembers,
 ) -> Iterator[Any]:
     drawn = order.draw_order(loader, seed=seed, epoch=epoch, rank=rank, agree=agree)
-    spans = (_part(low, high, weights, rank) for low, high in cut_rounds(drawn.bounds, _num_members(weights)))
-    tasks = [ReadTask(epoch, low, tuple(drawn.keys(low, high))) for low, high in spans if low < high]
+    rounds = cut_rounds(drawn.bounds, _num_members(weights))
+    batches: dict[str, list[Sequence[int]]] = {
+        worker: [range(*span) for low, high in rounds if (span := _part(low, high, weights, other))[0] < span[1]]
+        for other, worker in enumerate(members.now())
+    }
     parts.begin(_ranks_without(drawn.num_samples, weights))
     try:
-        reader.read_ahead(epoch, lambda: iter(tasks))
-        for task in tasks:
-            batch = reader.get(task)
-            parts.add(len(task.keys))
-            yield batch
+        own = batches[members.now()[rank]]
+        while True:
+            tasks = [ReadTask(epoch, places[0], tuple(_keys(drawn, places))) for places in own]
+            reader.read_ahead(epoch, functools.partial(iter, tasks))
+            for task, places in zip(tasks, own, strict=True):
+                batch = reader.get(task)
+                for low, high in _runs(places):
+                    parts.add(high - low, low)
+                yield batch
+            members.end_round()
+            now = members.now()
+            if not (lost := [worker for worker in batches if worker not in now]):
+                break
+            left = [part for worker in lost for part in batches.pop(worker)[parts.num_gathered(worker) :]]
+            most = max(len(parts_of) for parts_of in batches.values())
+            cut = _cut_again(sorted(itertools.chain.from_iterable(left)), len(now), max(1, most))
+            own = cut[members.index()]
+            for worker, more in zip(now, cut, strict=True):
+                batches.setdefault(worker, []).extend(more)
+            parts.go_on([other for other, more in enumerate(cut) if not more])
     finally:
         parts.end()
         reader.pause()
+
+
+def _keys(drawn: order.SampleOrder, places: Sequence[int]) -> list[Any]:
+    return [key for low, high in _runs(places) for key in drawn.keys(low, high)]
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the spans of successive positions."""
+    if isinstance(places, range):
+        return [(places.start, places.stop)]
+    ends = [index for index in range(1, len(places)) if places[index] != places[index - 1] + 1]
+    return [(places[low], places[high - 1] + 1) for low, high in itertools.pairwise([0, *ends, len(places)])]
+
+
+def _cut_again(places: Sequence[int], world_size: int, most: int) -> list[list[Sequence[int]]]:
+    """Cut positions into at most `most` rounds over the ranks; return the batches of each."""
+    num_rounds = max(1, min(most, len(places) // world_size)) if places else 0
+    starts = [0, *itertools.accumulate(slice_sizes(len(places), num_rounds))] if num_rounds else [0]
+    cut: list[list[Sequence[int]]] = [[] for _ in range(world_size)]
+    for low, high in itertools.pairwise(starts):
+        for rank, batches in enumerate(cut):
+            first, end = _part(low, high, [1.0] * world_size, rank)
+            if first < end:
+                batches.append(places[first:end])
+    return cut
 
 
 def _stream_batches(
@@ -189,7 +266,7 @@ def _stream_batches(
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)
             if low < high:
-                parts.add(high - low)
+                parts.add(high - low, low)
                 yield reader.collate(batch.samples(low, high), low)
         check_same_stream(agree, rank, 0, "evaluation")
     finally:

@@ -3,8 +3,8 @@
 Note [Order of gathered values]
   `run.batches` cuts each round over the ranks, so the ranks' parts of one round, joined by rank, are in the loader's order. The
   parts of all rounds are not: each rank has a part of every round. A rank whose value has as many samples as it received from
-  the newest `run.batches` sends the sizes of its parts; where all ranks do, the parts are put back round by round. Every other
-  value is joined by rank.
+  the newest `run.batches` sends the positions of its parts; where all ranks do, the parts are put back in the loader's order.
+  Every other value is joined by rank.
 
 Note [Ranks without batches]
   A rank with a share of 0 has no batches, so it never reaches a gather inside the loop. It takes part from wherever it waits
@@ -13,6 +13,8 @@ Note [Ranks without batches]
 
 from __future__ import annotations
 
+import itertools
+import operator
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,22 +30,38 @@ from evenload.training.comm.groups import Groups
 
 
 class EvaluationParts:
-    """Sizes of this rank's parts of the newest `run.batches`, in the order of its rounds."""
+    """This rank's parts of the newest `run.batches`, in the order of its rounds."""
 
     def __init__(self, on_begin: Callable[[Collection[int]], object] = len) -> None:
         """`on_begin` receives the ranks without batches, when a loop begins."""
         self._on_begin = on_begin
         self.sizes: list[int] = []
+        self.starts: list[int] = []
+        """Position of the first sample of each part, in the loader's order."""
         self.is_running = False
         """True inside a loop over `run.batches`."""
+        self._gathered: list[tuple[str, ...]] = []
 
     def begin(self, without_batches: Collection[int]) -> None:
-        self.sizes = []
+        self.sizes, self.starts, self._gathered = [], [], []
         self.is_running = True
         self._on_begin(without_batches)
 
-    def add(self, num_samples: int) -> None:
+    def go_on(self, without_batches: Collection[int]) -> None:
+        """Continue the loop with the batches of ranks that were lost in it."""
+        self._on_begin(without_batches)
+
+    def add(self, num_samples: int, start: int) -> None:
         self.sizes.append(num_samples)
+        self.starts.append(start)
+
+    def note_gather(self, workers: tuple[str, ...]) -> None:
+        """Count a gather inside the loop among these workers: what they computed of one batch each is not lost with them."""
+        self._gathered.append(workers)
+
+    def num_gathered(self, worker: str) -> int:
+        """Return how many batches of a worker were gathered inside the loop."""
+        return sum(worker in workers for workers in self._gathered)
 
     def end(self) -> None:
         self.is_running = False
@@ -81,6 +99,8 @@ class _Sent:
     leaves: list[Any]
     sizes: list[int]
     """Sizes of the rank's parts of all rounds, if its value has that many samples; otherwise empty."""
+    starts: list[int]
+    """Their positions in the loader's order."""
 
 
 def gather_values(value: Any, parts: EvaluationParts, groups: Groups, control: Control) -> Any:
@@ -94,9 +114,11 @@ def gather_values(value: Any, parts: EvaluationParts, groups: Groups, control: C
     leaves: list[Any] = []
     outline = _flatten(value, leaves)
     counts = {_count(leaf) for leaf in leaves}
-    sizes = parts.sizes if counts == {sum(parts.sizes)} and len(parts.sizes) > 1 else []
+    sizes = parts.sizes if counts == {sum(parts.sizes)} and parts.sizes else []
     try:
-        own = pickle.dumps(_Sent(outline, [_pack(leaf) for leaf in leaves], sizes), protocol=pickle.HIGHEST_PROTOCOL)
+        own = pickle.dumps(
+            _Sent(outline, [_pack(leaf) for leaf in leaves], sizes, parts.starts), protocol=pickle.HIGHEST_PROTOCOL
+        )
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"run.gather can't send a {type(value).__name__} to another rank ({error}); pass tensors, arrays, numbers, "
@@ -107,6 +129,8 @@ def gather_values(value: Any, parts: EvaluationParts, groups: Groups, control: C
     payloads = _exchange_bytes(own, [int(row[0]) for row in table], groups)
     sent = {rank: pickle.loads(data) for rank, data in zip(groups.ranks, payloads, strict=True) if data}
     _check_outlines(sent, groups.rank)
+    if operation is Operation.GATHER_BATCH:
+        parts.note_gather(groups.membership.workers)
     order = _round_order(list(sent.values()))
     joined = [
         _join({rank: each.leaves[index] for rank, each in sent.items()}, leaf, order)
@@ -123,7 +147,7 @@ def _exchange_bytes(own: bytes, lengths: Sequence[int], groups: Groups) -> list[
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     everyone = [torch.empty_like(padded) for _ in lengths]
     try:
-        dist.all_gather(everyone, padded, group=groups.control)
+        groups.wait(dist.all_gather(everyone, padded, group=groups.control, async_op=True))
     except RuntimeError as error:
         raise PeerLostError(f"run.gather failed: {error}") from error
     return [part[:length].numpy().tobytes() for part, length in zip(everyone, lengths, strict=True)]
@@ -184,14 +208,10 @@ def _round_order(sent: Sequence[_Sent]) -> np.ndarray[Any, np.dtype[np.int64]] |
         {_count_packed(leaf) for leaf in each.leaves} != {total} for each, total in zip(sent, totals, strict=True)
     ):
         return None
-    next_place = [sum(totals[:index]) for index in range(len(sent))]
-    pieces = []
-    for round_index in range(max(len(each.sizes) for each in sent)):
-        for index, each in enumerate(sent):
-            size = each.sizes[round_index] if round_index < len(each.sizes) else 0
-            pieces.append(np.arange(next_place[index], next_place[index] + size))
-            next_place[index] += size
-    return np.concatenate(pieces)
+    places = itertools.accumulate((size for each in sent for size in each.sizes), initial=0)
+    parts = [(start, size) for each in sent for start, size in zip(each.starts, each.sizes, strict=True)]
+    pieces = [(start, np.arange(place, place + size)) for (start, size), place in zip(parts, places, strict=False)]
+    return np.concatenate([piece for _, piece in sorted(pieces, key=operator.itemgetter(0))])
 
 
 def _count_packed(leaf: Any) -> int:

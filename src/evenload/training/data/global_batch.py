@@ -100,14 +100,19 @@ class GlobalBatch:
         for low, high in self.unread_spans():
             self._held[low, high] = self._read(low, high)
 
-    def replan(self, plan: StepPlan) -> None:
-        """Split the same samples in another way (else StepError); keep unchanged parts, read the rest again."""
+    def replan(self, plan: StepPlan, rank: int | None = None) -> None:
+        """Split the same samples in another way (else StepError); keep unchanged parts, read the rest again.
+
+        `rank` is this rank in a new generation.
+        """
         if (plan.start, plan.num_samples) != (self.plan.start, self.plan.num_samples):
             raise StepError(
                 f"a step over samples {self.plan.start} to {self.plan.start + self.plan.num_samples} can't be replanned "
                 f"for samples {plan.start} to {plan.start + plan.num_samples}"
             )
         self.plan = plan
+        if rank is not None and len(self._ranks) == 1:
+            self._ranks = (rank,)
         self._first = None
         spans = set(self.spans())
         self._held = {span: data for span, data in self._held.items() if span in spans}

@@ -113,10 +113,10 @@ class GlobalLoader:
         else:
             self._reader = MapReader(
                 self.user_loaders,
-                is_joint=self.is_joint,
-                seed=seed,
-                rank=self._reader_rank,
-                device=device,
+                self.is_joint,
+                seed,
+                self._reader_rank,
+                device,
                 keyed=keyed_rng,
                 most_workers=most_workers,
             )
@@ -124,6 +124,8 @@ class GlobalLoader:
         self._resized: int | None = None
         self._generators_before: tuple[str, ...] | None = None
         self._begun = False
+        self.draws_alone = False
+        """True in a rank that joins until it has drawn the epoch in progress, which the others have drawn."""
         self._running: weakref.ref[Generator[GlobalBatch, None, None]] | None = None
         self._committed: weakref.ref[GlobalBatch] | None = None
 
@@ -250,6 +252,14 @@ class GlobalLoader:
         if cursor.generators:
             randomness.load_generators(self._generators, cursor.generators)
 
+    def set_rank(self, rank: int) -> None:
+        """Read as this rank from now on: the plans are those of another generation."""
+        self._reader_rank = rank
+        if len(self._ranks) == 1:
+            self._ranks = (rank,)
+        if isinstance(self._reader, MapReader):
+            self._reader.follow(rank)
+
     @property
     def reading(self) -> ReadSettings:
         return self._reader.reading
@@ -266,7 +276,8 @@ class GlobalLoader:
     def _map_steps(self, reader: MapReader) -> Generator[GlobalBatch, None, None]:
         planner, cursor = self._planner, self._cursor
         in_epoch = cursor.position + sum(count for _, count in cursor.ahead)
-        drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, planner.agree, self._resized)
+        agree, self.draws_alone = (None if self.draws_alone else planner.agree), False
+        drawn = reader.begin(cursor.epoch, cursor.samples_total - in_epoch, agree, self._resized)
         check_resumed(self._cursor, drawn, self.user_loader, is_joint=self.is_joint)
         self._generators_before = drawn.generators_before
         self._move(epoch_samples=drawn.num_samples, order_key=drawn.key)

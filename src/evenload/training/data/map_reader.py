@@ -70,7 +70,7 @@ class RestartingOrder:
 
     def _order_of(self, epoch: int) -> order.SampleOrder:
         if epoch not in self._orders:
-            self._orders[epoch] = self._draw_epoch(epoch, 0, lambda values: list(values or ()))
+            self._orders[epoch] = self._draw_epoch(epoch, 0, _keep)
             for past in sorted(self._orders)[:-_MOST_HELD]:
                 if past != epoch:
                     del self._orders[past]
@@ -86,6 +86,11 @@ class RestartingOrder:
                 f"its length is {len(self._loader.sampler)}: a loader that restarts needs equal epochs"  # type: ignore[arg-type]
             )
         return drawn
+
+
+def _keep(values: Sequence[int] | None) -> list[int]:
+    """Agree with no other rank."""
+    return list(values or ())
 
 
 @dataclass
@@ -118,11 +123,11 @@ class MapReader:
     def __init__(
         self,
         loaders: Sequence[DataLoader[Any]],
-        *,
         is_joint: bool,
         seed: int,
         rank: int,
         device: torch.device,
+        *,
         keyed: bool,
         most_workers: int | None,
     ) -> None:
@@ -162,12 +167,16 @@ class MapReader:
         return max((source.prefetcher.reading for source in self._sources), key=lambda reading: reading.num_workers)
 
     def begin(
-        self, epoch: int, units_before: int, agree: order.BroadcastIntegers, batch_size: int | None
+        self, epoch: int, units_before: int, agree: order.BroadcastIntegers | None, batch_size: int | None
     ) -> order.SampleOrder:
-        """Draw an epoch of the first loader, after `units_before` of earlier epochs; its bounds count units. Collective."""
+        """Draw an epoch of the first loader, after `units_before` of earlier epochs; its bounds count units.
+
+        Collective; without `agree` this rank draws alone, as rank 0 did.
+        """
         first, *others = self._sources
+        rank, agree = (0, _keep) if agree is None else (self._rank, agree)
         drawn = order.draw_order(
-            first.loader, seed=first.seed, epoch=epoch, rank=self._rank, agree=agree, batch_size=batch_size
+            first.loader, seed=first.seed, epoch=epoch, rank=rank, agree=agree, batch_size=batch_size
         )
         first.epoch, first.keys = epoch, drawn.keys
         if not self._is_joint:
@@ -179,10 +188,16 @@ class MapReader:
             if (restarting := source.restarting) is not None:
                 source.first_unit, source.keys = units_before, restarting.keys
                 low, high = (end * source.unit for end in (units_before, units_before + num_units))
-                found += [source.unit, restarting.num_samples, *restarting.draw(low, high, self._rank, agree)]
+                found += [source.unit, restarting.num_samples, *restarting.draw(low, high, rank, agree)]
         return replace(
             drawn, bounds=order.RegularBounds(num_units, self.num_units), key=zlib.crc32(repr(found).encode())
         )
+
+    def follow(self, rank: int) -> None:
+        """Continue as another rank."""
+        self._rank = rank
+        if self._tuner is not None:
+            self._tuner.follow(rank)
 
     def get(self, span: Span) -> Any:
         """Return the collated samples at these positions; of several loaders a tuple."""

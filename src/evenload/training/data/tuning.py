@@ -175,6 +175,14 @@ class WorkerTuner:
             _apply_change(best[self._rank], change, self._tried[best], self._rank, self._most), SettingsOrigin.TRIAL
         )
 
+    def follow(self, rank: int) -> None:
+        """Continue as another rank, among other ranks: the search begins anew from the present settings."""
+        self._rank = rank
+        self._left_out, self._window, self._sizes = SKIPPED_STEPS, [], ()
+        self._tried.clear()
+        self._changes.clear()
+        self.reading = replace(self.reading, origin=SettingsOrigin.TRIAL)
+
     def pin(self) -> None:
         self.reading = replace(self.reading, pinned=True)
 

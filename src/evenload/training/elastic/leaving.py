@@ -111,13 +111,8 @@ class ComputingRanks(StepListener):
                 context.engine.precision.load_state_dict(received["precision"])
 
     def _check_registered(self) -> None:
-        held = self._context.registry.values()
-        parts = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]
-        missing = [type(m).__name__ for m in self._models if not any(m is part for part in parts) and _trains(m)]
-        if not held:
-            self._stay("run.resume was not called, so the state of a rank that returns could not be restored")
-        elif missing := [*missing, *self._unregistered()]:
-            self._stay(f"{', '.join(missing)} was not passed to run.resume")
+        if reason := why_not_restored(self._context, self._models, self._unregistered):
+            self._stay(reason)
 
     def _stay(self, reason: str) -> None:
         if not self._context.engine.stays_because:
@@ -137,6 +132,19 @@ class ComputingRanks(StepListener):
             f"others may wait: {reason}",
             step=step.index,
         )
+
+
+def why_not_restored(
+    context: TrainingContext, models: Sequence[nn.Module], unregistered: Callable[[], Sequence[str]]
+) -> str:
+    """Return why the state of another rank would not make this rank equal to it; empty if it would."""
+    held = context.registry.values()
+    parts = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]
+    missing = [type(m).__name__ for m in models if not any(m is part for part in parts) and _trains(m)]
+    if not held:
+        return "run.resume was not called, so the state of a rank that returns could not be restored"
+    missing += unregistered()
+    return f"{', '.join(missing)} was not passed to run.resume" if missing else ""
 
 
 def _trains(model: nn.Module) -> bool:

@@ -32,6 +32,9 @@ class WorkerSpec:
     generation: int = 0
     workers: tuple[str, ...] = ("worker-0",)
     """Stable ids of all workers; the index is the rank."""
+    joining: bool = False
+    """True: a run is in progress. The worker runs the script as a world of one up to its first step, without writing into the run
+    folder, and is then admitted."""
     device: str = "auto"
     """``cuda:N`` or ``cpu``; ``auto``: the first GPU, else the CPU."""
     devices: tuple[str, ...] = ()
@@ -60,6 +63,8 @@ class WorkerSpec:
     """Folder of this launch for worker files and failure reports; empty without Evenload's launcher."""
     lifeline: int = -1
     """File descriptor of a pipe from the launcher: one byte starts the worker; its end means that the launcher is gone."""
+    channel: int = -1
+    """File descriptor of a socket to the supervisor for `membership_messages`; -1: none, and a lost rank ends the run."""
     origin: str = "alone"
     """The launcher: ``evenload``, ``spawn`` (`evenload.spawn`), ``torchrun``, ``slurm``, ``group`` (an existing process
     group) or ``alone``."""
@@ -76,6 +81,11 @@ class WorkerSpec:
     """Folder of the function that this worker calls (function_call.py); empty: it runs a script or a module."""
     throttle: Mapping[str, Any] = field(default_factory=dict)
     """Speed limit of this worker (throttle.py): ``factor`` and ``means`` (``quota`` or ``compute``); empty: none."""
+
+    @property
+    def worker(self) -> str:
+        """Stable id of this worker; files of the launch folder carry it."""
+        return self.workers[self.rank]
 
 
 def devices_without_effect(spec: WorkerSpec) -> str:

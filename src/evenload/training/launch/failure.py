@@ -37,6 +37,8 @@ class FailureReport:
     consequence: bool = False
     """The error only shows that another rank is gone; it is never the cause."""
     exit_code: int = 1
+    lost: bool = False
+    """The process or its device is gone, and the script is not at fault: the other ranks can go on without it."""
     time_s: float = 0.0
     """Seconds since the epoch."""
 
@@ -52,8 +54,8 @@ class FailureReport:
         return f"{head}\n{self.traceback.rstrip()}" if self.traceback else head
 
 
-def failure_path(launch_dir: Path, rank: int) -> Path:
-    return launch_dir / f"failure-{rank}.json"
+def failure_path(launch_dir: Path, worker: str) -> Path:
+    return launch_dir / f"failure-{worker}.json"
 
 
 def describe_error(error: BaseException, rank: int, step: int | None, exit_code: int = 1) -> FailureReport:
@@ -65,22 +67,23 @@ def describe_error(error: BaseException, rank: int, step: int | None, exit_code:
         traceback=formatted,
         step=step,
         consequence=is_consequence(error),
+        lost=_is_device_lost(error),
         exit_code=exit_code,
         time_s=time.time(),
     )
 
 
-def write_failure(failure: FailureReport, launch_dir: Path) -> None:
-    write_atomically(failure_path(launch_dir, failure.rank), json.dumps(dataclasses.asdict(failure)))
+def write_failure(failure: FailureReport, launch_dir: Path, worker: str) -> None:
+    write_atomically(failure_path(launch_dir, worker), json.dumps(dataclasses.asdict(failure)))
 
 
-def read_failure(launch_dir: Path, rank: int) -> FailureReport | None:
+def read_failure(launch_dir: Path, worker: str) -> FailureReport | None:
     try:
-        return FailureReport(**json.loads(failure_path(launch_dir, rank).read_text()))
+        return FailureReport(**json.loads(failure_path(launch_dir, worker).read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise LaunchError(f"the failure report of rank {rank} in {launch_dir} can't be read: {error}") from error
+        raise LaunchError(f"the failure report of {worker} in {launch_dir} can't be read: {error}") from error
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -93,6 +96,11 @@ def is_consequence(error: BaseException) -> bool:
         sign in text
         for sign in ("Connection closed by peer", "Connection reset by peer", "this error originated at tensorpipe")
     )
+
+
+def _is_device_lost(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, RuntimeError) and "CUDA error" in text and any(sign in text for sign in _LOST_DEVICE)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -130,14 +138,15 @@ def write_whole_traceback(error: BaseException, folder: Path, rank: int) -> Path
     return path
 
 
+def is_users_file(name: str) -> bool:
+    """Return False for files of Evenload and of installed packages."""
+    return not name.startswith(("<", _PACKAGE)) and "site-packages" not in name
+
+
 def _place(error: BaseException) -> str:
     """Return the last line of the user's code in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(("<", _PACKAGE)) and "site-packages" not in frame.filename
-    ]
+    own = [frame for frame in frames if is_users_file(frame.filename)]
     return f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
 
 
@@ -198,15 +207,33 @@ def describe_end(rank: int, code: int, ended_s: float) -> FailureReport:
     """Return the report of a worker that wrote none, from its exit code (−N: signal N)."""
     if code > 0:
         message = _ARGUMENTS_HINT if code == _WRONG_ARGUMENTS else ""
-        return FailureReport(rank, f"it ended with exit code {code}", message, exit_code=code, time_s=ended_s)
+        return FailureReport(
+            rank, f"it ended with exit code {code}", message, exit_code=code, time_s=ended_s, lost=True
+        )
     name = signal.Signals(-code).name
     message = _SIGNAL_HINTS.get(name, "")
     # gloo aborts healthy processes when a peer is gone: seldom the cause.
     return FailureReport(
-        rank, f"killed by {name}", message, exit_code=128 - code, time_s=ended_s, consequence=name == "SIGABRT"
+        rank,
+        f"killed by {name}",
+        message,
+        exit_code=128 - code,
+        time_s=ended_s,
+        consequence=name == "SIGABRT",
+        lost=True,
     )
 
 
+_LOST_DEVICE = (
+    "uncorrectable ECC error",
+    "GPU is lost",
+    "fallen off the bus",
+    "no CUDA-capable device",
+    "devices are busy or unavailable",
+    "hardware stack error",
+    "uncorrectable NVLink error",
+)
+"""In messages of CUDA errors that come from the device; others, such as an assertion in a kernel, come from the script."""
 _WRONG_ARGUMENTS = 2
 """Exit code of argparse for wrong arguments."""
 _ARGUMENTS_HINT = (

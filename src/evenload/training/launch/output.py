@@ -7,7 +7,7 @@ import os
 import selectors
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,7 @@ class ProgressView(Protocol):
 
 @dataclass
 class _OutputStream:
+    worker: str
     rank: int
     name: str
     """``stdout`` or ``stderr``."""
@@ -58,10 +59,16 @@ class WorkerOutputs:
         self._open_lines: set[str] = set()
         """Targets whose last line is incomplete: rank 0's prompt or progress bar."""
 
-    def add(self, rank: int, name: str, descriptor: int) -> None:
+    def add(self, worker: str, rank: int, name: str, descriptor: int) -> None:
         """Own the read end of a worker's ``stdout`` or ``stderr``."""
         os.set_blocking(descriptor, False)
-        self._selector.register(descriptor, selectors.EVENT_READ, _OutputStream(rank, name))
+        self._selector.register(descriptor, selectors.EVENT_READ, _OutputStream(worker, rank, name))
+
+    def set_ranks(self, workers: Sequence[str]) -> None:
+        """Set the ranks of workers after a change: their indices in `workers`."""
+        for key in self._selector.get_map().values():
+            if key.data.worker in workers:
+                key.data.rank = workers.index(key.data.worker)
 
     def pump(self, timeout_s: float) -> bool:
         """Forward available output, waiting at most ``timeout_s`` for some; return True if there was any."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from evenload.job.processes import SessionProcess
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, write_spec
+from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.output import WorkerOutputs
 
 
@@ -26,9 +28,13 @@ def worker_variables(spec: WorkerSpec, path: Path, variables: Mapping[str, str])
 class WorkerProcess(SessionProcess):
     """A worker process in a session of its own; it waits for `go` before it does anything."""
 
-    def __init__(self, spec: WorkerSpec, arguments: Sequence[str], outputs: WorkerOutputs) -> None:
+    def __init__(
+        self, spec: WorkerSpec, arguments: Sequence[str], outputs: WorkerOutputs, with_channel: bool = False
+    ) -> None:
+        """Start the process; `with_channel`: with a socket for messages about the membership (`channel`)."""
         own_ends: list[int] = []
         worker_ends: list[int] = []
+        own_socket = None
         try:
             lifeline, self._lifeline = os.pipe()
             worker_ends.append(lifeline)
@@ -37,8 +43,12 @@ class WorkerProcess(SessionProcess):
                 read, write = os.pipe()
                 own_ends.append(read)
                 worker_ends.append(write)
-            self.spec = replace(spec, lifeline=lifeline)
-            path = Path(spec.launch_dir) / f"worker-{spec.rank}.json"
+            channel = -1
+            if with_channel:
+                own_socket, its_socket = socket.socketpair()
+                worker_ends.append(channel := its_socket.detach())
+            self.spec = replace(spec, lifeline=lifeline, channel=channel)
+            path = Path(spec.launch_dir) / f"{spec.worker}.json"
             write_spec(self.spec, path)
             super().__init__(
                 # -P: no file of the user's folder may shadow a module before the script runs.
@@ -47,17 +57,20 @@ class WorkerProcess(SessionProcess):
                 stdin=subprocess.DEVNULL,
                 stdout=worker_ends[1],
                 stderr=worker_ends[2],
-                pass_fds=(lifeline,),
+                pass_fds=(lifeline, channel) if with_channel else (lifeline,),
             )
         except BaseException:
             for descriptor in own_ends:
                 os.close(descriptor)
+            if own_socket is not None:
+                own_socket.close()
             raise
         finally:
             for descriptor in worker_ends:
                 os.close(descriptor)
-        outputs.add(spec.rank, "stdout", own_ends[1])
-        outputs.add(spec.rank, "stderr", own_ends[2])
+        outputs.add(spec.worker, spec.rank, "stdout", own_ends[1])
+        outputs.add(spec.worker, spec.rank, "stderr", own_ends[2])
+        self.channel = MessageChannel(own_socket, blocking=False) if own_socket is not None else None
 
     def go(self) -> None:
         # `poll` finds a worker that has already ended.
@@ -65,5 +78,9 @@ class WorkerProcess(SessionProcess):
             os.write(self._lifeline, b"g")
 
     def close(self) -> None:
-        """Close the pipe by which the worker monitors this process."""
-        os.close(self._lifeline)
+        """Close the pipe by which the worker monitors this process, and the channel; a second call does nothing."""
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        if self.channel is not None:
+            self.channel.close()

@@ -15,8 +15,9 @@ from evenload.job import EXIT_CODE
 from evenload.training.launch import worker
 from evenload.training.launch.environment import detect
 from evenload.training.launch.function_call import pack_call, read_result, write_call
+from evenload.training.launch.request import LaunchRequest
 from evenload.training.launch.stop_status import is_interactive
-from evenload.training.launch.supervisor import LaunchRequest, launch
+from evenload.training.launch.supervisor import launch
 
 _GUARD = (
     "evenload.spawn was called while a worker runs the script for its functions; put the call where only the script itself "

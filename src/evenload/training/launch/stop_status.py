@@ -46,17 +46,17 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
-def write(launch_dir: str, rank: int, status: StopStatus) -> None:
+def write(launch_dir: str, worker: str, status: StopStatus) -> None:
     """Write the status for the supervisor; without one (an empty ``launch_dir``) do nothing."""
     if not launch_dir:
         return
     with suppress(OSError):  # the launch may be over already, its folder gone
-        write_atomically(_path(Path(launch_dir), rank), status.value)
+        write_atomically(_path(Path(launch_dir), worker), status.value)
 
 
-def read(launch_dir: Path, ranks: Iterable[int]) -> StopStatus:
-    """Return the status of these ranks together: they can save only if each of them can, or has closed its run."""
-    found = {_read(launch_dir, rank) for rank in ranks} or {StopStatus.NOT_STARTED}
+def read(launch_dir: Path, workers: Iterable[str]) -> StopStatus:
+    """Return the status of these workers together: they can save only if each of them can, or has closed its run."""
+    found = {_read(launch_dir, worker) for worker in workers} or {StopStatus.NOT_STARTED}
     if StopStatus.CAN_SAVE in found and found <= {StopStatus.CAN_SAVE, StopStatus.CLOSED, StopStatus.EXITING}:
         return StopStatus.CAN_SAVE
     if found == {StopStatus.EXITING}:
@@ -67,9 +67,9 @@ def read(launch_dir: Path, ranks: Iterable[int]) -> StopStatus:
     return StopStatus.CLOSED
 
 
-def has_time(launch_dir: Path, rank: int, asked_s: float) -> bool:
-    """Return whether a rank that got SIGTERM at `asked_s` (monotonic) still may exit by itself: rank 0 may be saving."""
-    status = _read(launch_dir, rank) if rank == 0 else StopStatus.CLOSED
+def has_time(launch_dir: Path, worker: str, is_main: bool, asked_s: float) -> bool:
+    """Return whether a worker that got SIGTERM at `asked_s` (monotonic) still may exit by itself: rank 0 may be saving."""
+    status = _read(launch_dir, worker) if is_main else StopStatus.CLOSED
     limits_s = {StopStatus.CAN_SAVE: _SAVE_WAIT_S, StopStatus.SAVING: _SAVING_S}
     return time.monotonic() - asked_s < limits_s.get(status, _TERM_WAIT_S)
 
@@ -83,12 +83,12 @@ def is_aborted(launch_dir: str) -> bool:
     return (Path(launch_dir) / _ABORT_FILE).exists()
 
 
-def _read(launch_dir: Path, rank: int) -> StopStatus:
+def _read(launch_dir: Path, worker: str) -> StopStatus:
     try:
-        return StopStatus(_path(launch_dir, rank).read_text())
+        return StopStatus(_path(launch_dir, worker).read_text())
     except (OSError, ValueError):
         return StopStatus.NOT_STARTED
 
 
-def _path(launch_dir: Path, rank: int) -> Path:
-    return launch_dir / f"stop-{rank}"
+def _path(launch_dir: Path, worker: str) -> Path:
+    return launch_dir / f"stop-{worker}"

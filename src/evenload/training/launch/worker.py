@@ -30,11 +30,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from evenload.errors import ConfigError, EvenloadError, LaunchError
+from evenload.job import EXIT_CODE
 from evenload.training.launch import stop_status
 from evenload.training.launch.cuda_memory import allocator_variables
 from evenload.training.launch.environment import WorkerSpec, detect, devices_without_effect
 from evenload.training.launch.failure import (
     FailureReport,
+    describe_end,
     describe_error,
     is_consequence,
     write_failure,
@@ -104,6 +106,11 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(devices_without_effect(spec))
     except SystemExit as error:
         code = _exit_code(error)
+        if code not in (0, EXIT_CODE) and spec.launch_dir:
+            # The script's own decision: without a report it would count as a device that is lost.
+            with suppress(OSError):
+                failure = replace(describe_end(spec.rank, code, time.time()), lost=False)
+                write_failure(failure, Path(spec.launch_dir), spec.worker)
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         progress.exit_code = code
@@ -201,7 +208,9 @@ def _watch_supervisor(spec: WorkerSpec) -> None:
     """Wait for the supervisor's start byte, then kill this process group when the supervisor is gone."""
     if spec.lifeline < 0:
         return
-    os.set_inheritable(spec.lifeline, False)
+    for descriptor in (spec.lifeline, spec.channel):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
     _continue_with_supervisor()
     if not os.read(spec.lifeline, 1):
         os._exit(1)
@@ -279,7 +288,7 @@ def _report_failure(error: BaseException, spec: WorkerSpec, code: int) -> None:
     failure = _describe(error, spec.rank, code)
     if spec.launch_dir:
         with suppress(OSError):
-            write_failure(failure, Path(spec.launch_dir))
+            write_failure(failure, Path(spec.launch_dir), spec.worker)
             return
     print(f"evenload: {failure.text()}", file=sys.stderr)
 
@@ -294,7 +303,7 @@ def _exit(code: int, spec: WorkerSpec) -> None:
         _limit_clean_up(code)
     else:
         _join_threads()
-        stop_status.write(spec.launch_dir, spec.rank, StopStatus.EXITING)
+        stop_status.write(spec.launch_dir, spec.worker, StopStatus.EXITING)
     error = _run_callbacks()
     if error is not None and not code:
         code = 1
@@ -316,12 +325,12 @@ def saving(spec: WorkerSpec) -> Iterator[None]:
     while _exit_timers:
         _exit_timers.pop().cancel()
     progress.saving = True
-    stop_status.write(spec.launch_dir, spec.rank, StopStatus.SAVING)
+    stop_status.write(spec.launch_dir, spec.worker, StopStatus.SAVING)
     try:
         yield
     finally:
         progress.saving = False
-        stop_status.write(spec.launch_dir, spec.rank, StopStatus.CLOSED)
+        stop_status.write(spec.launch_dir, spec.worker, StopStatus.CLOSED)
         if limited:
             _limit_clean_up(progress.exit_code or 1)
 

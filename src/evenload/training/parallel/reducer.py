@@ -94,21 +94,19 @@ class BucketReducer(CallGradients):
         sizes: of buckets, as measured.
         """
         super().__init__(number_slots(models, keep), check, hooked)
-        self._groups = groups
-        self._segments = segments or BucketSegments()
+        self._groups, self._segments = groups, segments or BucketSegments()
         self._pins, self._sizes = pins, sizes
-        self._strategy = strategy
+        self._strategy, self._wire = strategy, wire
         self._grad_norms = grad_norms
-        self._wire = wire
         if grad_norms is not None:
             grad_norms.follow(self._held)
         self._lock = threading.Lock()  # a model cut over GPUs has a backward thread for each
         self._filled: set[int] = set()
         """Parameters whose slot holds this call's gradient."""
         self._plan: LaunchPlan | None = None
-        self._next = 0
+        self._next = self._num_seen = 0
         self._seen: set[int] = set()
-        self._num_seen = 0
+        self._is_published = True  # False until the call's sums are in `.grad`
         self._versions: list[int] = []
         """Of each bucket after the micro-batch before; empty before the first one."""
         self._hooks.watch(frozenset(id(slot.param) for slot in self.slots if not slot.is_small))
@@ -136,6 +134,7 @@ class BucketReducer(CallGradients):
 
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
+        self._is_published = False
         self._filled.clear()
         self._versions, self._next = [], 0
         for bucket in self.buckets:
@@ -198,6 +197,7 @@ class BucketReducer(CallGradients):
                     self._grad_norms.summed(bucket.memory.gradients)
             changed = {self._bucket_of[index] for index in self._summed_hooks.run(touched, self._view_of)}
             self._publish(touched)
+            self._is_published = True
         kept = [bucket for bucket in reduced if bucket not in changed]
         is_finite = self.on_device or self._is_finite(kept)
         return is_finite and all_finite(bucket.memory.gradients for bucket in changed)
@@ -212,9 +212,8 @@ class BucketReducer(CallGradients):
 
     def abort(self) -> None:
         """End an attempt that failed on this rank: restore earlier gradients without waiting for other ranks."""
-        was_live = self._live
         self._close()
-        if was_live:
+        if not self._is_published:
             for bucket in self.buckets:
                 if bucket.pending is not None:
                     bucket.forget()
@@ -408,6 +407,7 @@ class BucketReducer(CallGradients):
         return stash.add_(view)
 
     def _restore(self) -> None:
+        self._is_published = True
         for bucket in self.buckets:
             if bucket.was_zero:
                 bucket.flat.zero_()

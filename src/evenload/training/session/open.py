@@ -20,6 +20,7 @@ from evenload.config import COMMAND_LINE, LOCAL_SETTINGS, SETTINGS, SPAWN, Confi
 from evenload.errors import ConfigError
 from evenload.job import attempt
 from evenload.records.loggers.catalogue import check_loggers
+from evenload.records.reader import last_step_in
 from evenload.records.recorder import Recorder
 from evenload.training.checkpoint.registry import Registry
 from evenload.training.comm.adopted import adopt_group
@@ -96,7 +97,10 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         "inner_backend": spec.inner_backend,
         "has_wire": config.wire != "fp32",
     }
-    groups = Groups(Membership(spec.generation, spec.workers, spec.store), spec.rank, **options)
+    # A worker that joins a run is a world of one until the others admit it (elastic/).
+    alone = Membership(spec.generation, (spec.worker,), "", spec.device_names[spec.rank : spec.rank + 1])
+    members = alone if spec.joining else Membership(spec.generation, spec.workers, spec.store)
+    groups = Groups(members, 0 if spec.joining else spec.rank, **options)
     offer_store()
     control = Control(groups)
     _check_same_settings(config, control)
@@ -124,6 +128,10 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             _move_aside(folder, old)
             old.clear()
             recorder.open(_open_records(spec, config, folder, writes))
+
+    def take_records() -> None:
+        records = _open_records(spec, config, folder, writes=True)
+        recorder.take_over(records, last_step_in(folder))
 
     if config.fresh and writes and not old:
         _note_fresh(folder)
@@ -178,7 +186,9 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     worker.progress.initialised = True
     worker.progress.folder = folder
     return TrainingContext(
-        *(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry, open_folder),
+        *(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry),
+        take_records,
+        open_folder,
         step_groups,
         islands,
         wire,

@@ -64,10 +64,11 @@ def prepare_model(context: TrainingContext, model: nn.Module) -> nn.Module:
         )
     gradient_contract.check_hooks(model, ConfigError)
     _move(context, model)
-    shares_statistics = context.num_sharing > 1 and not isinstance(context.engine.strategy, AsyncStrategy)
-    if context.config.batch_norm == "global" and shares_statistics:
+    # With a channel other ranks may join later.
+    may_share = context.num_sharing > 1 or context.spec.channel >= 0
+    if context.config.batch_norm == "global" and may_share and not isinstance(context.engine.strategy, AsyncStrategy):
         converted, left = batchnorm.convert(model)
-        if converted:
+        if converted and context.num_sharing > 1:
             context.recorder.event(
                 "batch_norm",
                 f"{converted} BatchNorm modules of {name} take their statistics over all ranks "
@@ -165,7 +166,8 @@ def prepare_loader(
             rank=context.groups.rank,
             world_size=context.num_sharing,
             batch_size=usual,
-            balance=context.config.balance,
+            # Fixed shares are those of the ranks that began; one that joins gets its own from them.
+            balance="even" if context.joins and isinstance(context.config.balance, tuple) else context.config.balance,
             micro_batch=context.config.micro_batch,
             announce=announce,
             is_guess=is_guess,

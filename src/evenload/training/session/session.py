@@ -24,7 +24,9 @@ from evenload.training.comm.rpc import end_rpc
 from evenload.training.compute import batchnorm
 from evenload.training.data.evaluate import close_persistent_workers, evaluation_batches
 from evenload.training.data.gather import follow_evaluation, gather_values
-from evenload.training.elastic.leaving import ComputingRanks
+from evenload.training.elastic.evaluating import LiveEvaluationMembers
+from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
+from evenload.training.elastic.members import Members
 from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
 from evenload.training.measure import Measurement, read_options
@@ -67,12 +69,18 @@ class Session(StepListener):
             self._islands = IslandSynchroniser(context, context.islands, models, loaders, find)
             saver.islands = self._islands
         asynchronous = is_asynchronous(context.config, context.spec)
+        self._members: Members | None = None
+        trains = context.spec.mode == "train" and not asynchronous
+        if context.spec.channel >= 0 and trains and not context.config.dry_run:
+            self._members = Members(context, loaders, saver, self._why_not_restored)
+            saver.before_write = self._members.catch_up
         # Under async rank 0 computes nothing.
-        coupling = CouplingWatch(context, models) if context.spec.mode == "train" and not asynchronous else None
+        coupling = CouplingWatch(context, models) if trains else None
         self._stale_rates = (
             StalenessRates(context.engine.strategy) if context.config.staleness_lr == "inverse" else None
         )
         listeners: list[StepListener | None] = [
+            self._members,
             self._ranks,
             self._verifier,
             self._islands,
@@ -81,6 +89,7 @@ class Session(StepListener):
             coupling,
             self._advice,
             self._stopper,
+            None if self._members is None else self._members.stall_watch,
         ]
         if context.spec.mode == "measure":
             listeners.append(Measurement(context, read_options(context.spec.options), self._ranks))
@@ -91,6 +100,14 @@ class Session(StepListener):
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         )
+
+    def _why_not_restored(self) -> str:
+        """Return why this rank could not take the place of another, or another its; empty if it could."""
+        if self._context.islands is not None:
+            return "with strategy='local' the state of an island is not another's"
+        if self._context.wire is not None:
+            return f"with wire={self._context.config.wire!r} each rank holds errors of its own, which would be lost"
+        return why_not_restored(self._context, self._models, self._saver.unregistered)
 
     def prepare(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -156,6 +173,7 @@ class Session(StepListener):
                 device=context.device,
                 keyed_rng=context.config.dataset_rng == "keyed",
                 parts=self._evaluation_parts,
+                members=None if self._members is None else LiveEvaluationMembers(context),
             ),
         )
 
@@ -190,8 +208,11 @@ class Session(StepListener):
         context = self._context
         # A rank that left a step by an error does not reach the exchange where the others would wait.
         well = _ended_well(context.loop.stopped) and not (context.loop.failed and context.groups.world_size > 1)
+        well = well and not context.loop.left
         try:
             if well:
+                if self._members is not None:
+                    self._members.finish()
                 context.loop.settle()
                 if self._islands is not None:
                     self._islands.finish()
@@ -225,6 +246,8 @@ class Session(StepListener):
                     if context.step_groups is not context.groups:
                         context.step_groups.close()
                     context.groups.close()
+                if self._members is not None:
+                    self._members.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._contract.before_optimizer(optimizer)

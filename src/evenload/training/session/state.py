@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -55,6 +55,7 @@ class Saver:
         self._reason = ""
         """Of the checkpoint that is being written."""
         self.adaptive_batch: AdaptiveBatch | None = None
+        self.before_write: Callable[[], object] = dict  # a rank that missed the step receives the state (elastic/)
         self.took_s = 0.0
         """Seconds that the last complete checkpoint of this session took on rank 0; 0 before the first."""
         self.islands: IslandSynchroniser | None = None
@@ -167,11 +168,11 @@ class Saver:
         step_index, finished = context.loop.steps_done, self._finished
         self._last_step = self._written_step = step_index
         self._finished, self.was_finished = False, finished
-        if found is not None and found.damaged and context.groups.rank == 0:
+        if found is not None and found.damaged and context.rank == 0:
             self._decide("damaged_checkpoint", found.report(), damaged=[path.name for path, _ in found.damaged])
             if self._writes:
                 files.set_aside(found.damaged)
-        epochs = ", ".join(str(loader.epoch) for loader in self._loaders)
+        epochs = ", ".join(str(loader.loader.epoch) for loader in self._loaders)
         self._decide(
             "resumed",
             f"this run is finished at step {step_index} (epoch {epochs}); more epochs in the script continue it, --fresh starts "
@@ -316,7 +317,7 @@ class Saver:
     @property
     def _writes(self) -> bool:
         context = self._context
-        return context.groups.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
+        return context.rank == 0 and context.spec.mode == "train" and not context.config.dry_run
 
     @property
     def _is_split(self) -> bool:
@@ -356,6 +357,14 @@ class Saver:
         step = (loop := self._context.loop).step
         return step.index + step.batch.num_steps if step is not None and step.stats.calls else loop.steps_done
 
+    def last_save(self) -> tuple[float, int]:
+        """Return the seconds of the run and the step of the last checkpoint that all ranks wrote together."""
+        return self._last_s, self._last_step
+
+    def set_last_save(self, saved: tuple[float, int]) -> None:
+        """Continue as a rank whose `last_save` is `saved`."""
+        self._last_s, self._last_step = saved
+
     def _is_time(self, interval: tuple[float, str], step: int) -> bool:
         amount, unit = interval
         if unit == STEPS:
@@ -366,6 +375,7 @@ class Saver:
     def _write(self, step: int, *, waits: bool) -> None:
         """Write the state after `step` steps, beside the training unless it `waits`; all ranks call it."""
         context = self._context
+        self.before_write()
         context.loop.settle()
         if self.islands is not None:
             self.islands.finish()
@@ -391,7 +401,7 @@ class Saver:
     def _store(self, step: int, reason: str, *, waits: bool) -> None:
         """Write the state to disk, on rank 0: beside the training, or now (`waits`). CheckpointError if it can't be."""
         self.collect(waits=True)
-        epoch = self._loaders[0].epoch if self._loaders else None
+        epoch = self._loaders[0].loader.epoch if self._loaders else None
         self._reason = reason
         self._writer.start(step, self._context.registry.capture(), {"epoch": epoch}, waits=waits)
         written = self._writer.take(waits=True) if waits else None

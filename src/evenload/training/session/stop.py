@@ -47,7 +47,6 @@ class Stopper(StepListener):
         self._context = context
         self._saver = saver
         self._caught = contextlib.ExitStack()
-        self._is_main = context.groups.rank == 0
         self._saves = False
         self._reported_why_not = False
         self._num_samples = 0
@@ -55,6 +54,10 @@ class Stopper(StepListener):
         self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
         if self._acts:
             stop_requested()  # a wrong variable of the queue is an error at init, not in the first step
+
+    @property
+    def _is_main(self) -> bool:
+        return self._context.rank == 0 and not self._context.loop.left
 
     def listen(self) -> None:
         """Catch signals from now on; exit with code 75 if a stop was requested before the first step."""
@@ -66,7 +69,7 @@ class Stopper(StepListener):
             self._caught.enter_context(listening(numbers, stays=self._repeated(), is_end=self._end_if_ordered))
         self._saves = signal.SIGTERM in numbers
         if self._saves:
-            stop_status.write(context.spec.launch_dir, context.spec.rank, StopStatus.CAN_SAVE)
+            stop_status.write(context.spec.launch_dir, context.spec.worker, StopStatus.CAN_SAVE)
         rows = context.control.exchange(Operation.RESUME, [float(stop_requested())])
         if any(row[0] for row in rows):
             self._leave(f"stopped before step {context.loop.steps_done + 1} ({_reason()}); {go_on_text(self._go_on())}")
@@ -74,7 +77,7 @@ class Stopper(StepListener):
     def begin(self) -> None:
         """Report at the first step of this session whether a stop saves anything."""
         if self._acts and not self._saves:
-            stop_status.write(self._context.spec.launch_dir, self._context.spec.rank, StopStatus.CANNOT_SAVE)
+            stop_status.write(self._context.spec.launch_dir, self._context.spec.worker, StopStatus.CANNOT_SAVE)
 
     def close(self, well: bool) -> None:
         if not self._acts:
@@ -84,7 +87,7 @@ class Stopper(StepListener):
         is_leaving = worker.progress.exit_code == 0
         stop_status.write(
             self._context.spec.launch_dir,
-            self._context.spec.rank,
+            self._context.spec.worker,
             StopStatus.EXITING if is_leaving else StopStatus.CLOSED,
         )
         self._caught.close()

@@ -42,6 +42,8 @@ class UnpreparedUses:
         self._received: list[tuple[weakref.ref[torch.Tensor], int]] = []
         """Those that received a gradient, each with its version after that."""
         self._num_backwards = 0
+        self._compared: set[str] = set()
+        """The workers whose modules were compared with those of this rank."""
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def find(self, objects: Iterable[Any]) -> None:
@@ -67,6 +69,10 @@ class UnpreparedUses:
     def _own(self) -> set[int]:
         return {id(p) for model in self._models for p in model.parameters()}
 
+    @property
+    def _has_new_ranks(self) -> bool:
+        return not self._compared.issuperset(self._context.groups.membership.workers)
+
     def begin(self) -> None:
         """Watch until `end`; raise StepError if a tensor was trained by hand since the last backward."""
         self.release()
@@ -85,12 +91,14 @@ class UnpreparedUses:
                     "and pass that to run.prepare; freeze what is not trained (requires_grad_(False))"
                 )
         self._tensors = [(ref, _mark(tensor)) for ref, _ in self._tensors if (tensor := ref()) is not None]
-        if not self._num_backwards:
+        if self._has_new_ranks:
             self._handles += [m.register_forward_pre_hook(self._note) for m in _alive(self._others)]
 
     def end(self) -> None:
-        """Compare what was used, after the first backward; all ranks call it."""
+        """Compare what was used, after the first backward and the first with a rank that has joined; all ranks call it."""
         self.release()
+        compares = self._has_new_ranks
+        self._compared.update(self._context.groups.membership.workers)
         if self._context.groups.world_size == 1:
             return
         self._received = [
@@ -98,7 +106,7 @@ class UnpreparedUses:
             for ref, before in self._tensors
             if (tensor := ref()) is not None and _mark(tensor) != before
         ]
-        if not self._num_backwards:
+        if compares:
             self._compare()
         self._num_backwards += 1
         if self._num_backwards == _NUM_WATCHED:
@@ -126,7 +134,7 @@ class UnpreparedUses:
         own, parents = self._own(), _parents() if self._used else {}
         roots = {id(root): root for root in (_path(module, parents)[0] for module in self._used.values())}.values()
         named = [(name, p) for root in roots for name, p in root.named_parameters() if id(p) not in own]
-        self._used, self._others = {}, []
+        self._used = {}
         structure = zlib.crc32(repr([(name, tuple(p.shape), p.dtype) for name, p in named]).encode())
         key = fold(QueuedScalars(queue_checksums(p.detach() for _, p in named)).read()) if named else 0.0
         rows = self._context.control.exchange(Operation.BACKWARD, [float(structure), key])

@@ -38,6 +38,8 @@ class TrainingContext:
     engine: Engine
     loop: StepLoop
     registry: Registry
+    take_records: Callable[[], None]
+    """Lets this rank write the records, whose writer is gone."""
     open_folder: Callable[[], None]
     """Makes the run folder ready at the end of all checks: with ``--fresh`` it moves the old contents away first."""
     step_groups: Groups
@@ -49,6 +51,16 @@ class TrainingContext:
     link: LinkMeter | None = None
 
     @property
+    def joins(self) -> bool:
+        """True while this worker is a world of one that waits to join a run in progress, which it must not disturb."""
+        return self.spec.joining and self.groups.membership.number == self.spec.generation
+
+    @property
+    def rank(self) -> int:
+        """Rank as the script sees it; before it joins that of a later member, so that nothing is printed or written twice."""
+        return self.spec.rank if self.joins else self.groups.rank
+
+    @property
     def num_sharing(self) -> int:
         """Number of ranks, or of replicas of this process, that share a step."""
         strategy = self.engine.strategy
@@ -56,8 +68,8 @@ class TrainingContext:
 
 
 def device_names(context: TrainingContext) -> list[str]:
-    if context.spec.device_names:
-        return list(context.spec.device_names)
+    if names := context.groups.membership.device_names or context.spec.device_names:
+        return list(names)
     return [
         str(context.device) if context.groups.world_size == 1 else f"rank {r}" for r in range(context.groups.world_size)
     ]

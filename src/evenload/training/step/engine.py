@@ -13,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,10 +47,11 @@ from evenload.training.parallel.strategy import (
     StepResult,
     Strategy,
 )
+from evenload.training.step.attempt import Attempt
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.exchange import ReportExchange, check_trained, total, totals_of, where
 from evenload.training.step.planner import Planner
-from evenload.training.step.report import NO_REPORTS, Reports
+from evenload.training.step.recovery import Recovery
 from evenload.training.step.stats import StepRecorder, StepStats
 from evenload.training.step.totals_reader import TotalsReader
 
@@ -63,28 +63,6 @@ _FIRST_WAIT_S = 60.0
 """The same before any backward has succeeded: others may compile."""
 _INTERRUPTING = (*_OUT, RAISED, INTERRUPTED)
 """Statuses of ranks that left collectives of the forward."""
-
-
-@dataclass
-class Attempt:
-    """A `step.backward` in progress."""
-
-    batch: GlobalBatch
-    planner: Planner
-    stats: StepStats
-    loss_fn: LossFn
-    begins_update: bool
-    may_expect: bool = True
-    reads_late: bool = False
-    reports: Reports = NO_REPORTS
-    """Of all ranks, once they are exchanged."""
-    error: Exception | None = None
-    """Failure of this rank."""
-    failed_together: bool = False
-    """True while an exception would be raised on all ranks alike."""
-
-    def begin(self) -> None:
-        self.reports, self.error = NO_REPORTS, None
 
 
 class Engine:
@@ -127,7 +105,19 @@ class Engine:
         """The reason why this rank must compute in every step, even without samples; empty if it may leave (elastic/)."""
         self._reported_late = False
         self._longest_s = 0.0
+        self._recovery: Recovery | None = None
+        self.num_backwards = 0
+        """Backwards of this session whose gradients this rank received."""
         self.totals = TotalsReader(precision, recorder)
+
+    def continue_with(self, recovery: Recovery) -> None:
+        """Go on when a rank is lost; without `recovery` that is an error."""
+        self._recovery = self._exchange.recovery = recovery
+
+    def continue_clock(self, elapsed_s: float) -> None:
+        """Count the seconds of the run from here on as the rank does that sent `elapsed_s`."""
+        self.elapsed_s = elapsed_s
+        self._exchange.set_elapsed(elapsed_s)
 
     def attach(self, models: Sequence[nn.Module]) -> None:
         """Take the models of the job, which the strategy has attached."""
@@ -184,17 +174,41 @@ class Engine:
         attempt = Attempt(batch, planner, stats, loss_fn, begins_update=stats.calls == 0 or stepped)
         began_s = time.perf_counter()
         try:
-            with randomness.set_aside(self.device, self._other_gpus):
-                loss = self._attempts(attempt)
+            with randomness.set_aside(self.device, self._other_gpus), self.control.unguarded():
+                loss = self._until_no_rank_is_lost(attempt)
         except BaseException:
             self.strategy.rollback(together=attempt.failed_together)
             raise
         finally:
             self.clock.switch("optimizer")
-        stats.calls += 1
         stats.body_since_s = time.perf_counter()
         self._longest_s = max(self._longest_s, stats.body_since_s - began_s)
         return loss
+
+    def _until_no_rank_is_lost(self, attempt: Attempt) -> torch.Tensor:
+        batch, planner, stats = attempt.batch, attempt.planner, attempt.stats
+        while True:
+            if batch.plan.generation != planner.generation:
+                batch.replan(planner.plan_again(batch.plan, batch.global_step), planner.rank)
+            try:
+                loss = self._attempts(attempt)
+                stats.calls += 1
+                self.num_backwards += 1
+                return loss
+            except PeerLostError as error:
+                if self._recovery is None or attempt.gave_up:
+                    raise
+                self.strategy.rollback(together=False)
+                self._buffers.restore()
+                missed_loss = self._recovery.recover(error)
+            stats.redone = True
+            if missed_loss is not None:
+                self._buffers.forget()
+                for param in self.parameters.named.values():
+                    param.grad = None
+                stats.miss(missed_loss, planner.world_size)
+                return torch.full((), missed_loss, device=self.device)
+            attempt.may_expect = True
 
     def _attempts(self, attempt: Attempt) -> torch.Tensor:
         stats, grad_norms = attempt.stats, self._grad_norms
@@ -327,6 +341,7 @@ class Engine:
         if raised := [rank for rank, status in enumerate(statuses) if status == RAISED]:
             if attempt.error is not None and not isinstance(attempt.error, CollectiveAbortedError):
                 raise attempt.error
+            attempt.gave_up = True
             raise PeerLostError(
                 f"rank {', '.join(map(str, raised))} raised an exception in step.backward at step {batch.global_step}; this "
                 "rank gave the step up with it"

@@ -19,6 +19,7 @@ from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.strategy import AWAY, GlobalTotals, LocalResult
 from evenload.training.step.consistency import Consistency
 from evenload.training.step.planner import Planner
+from evenload.training.step.recovery import Recovery
 from evenload.training.step.report import OwnReport, RankReport, Reports, read_table
 from evenload.training.step.stats import StepStats
 
@@ -36,6 +37,11 @@ class ReportExchange:
         self._tuned_sizes: set[int] = set()
         """Micro-batches for whose sizes cuDNN has chosen its kernels."""
         self._metric_names: dict[int, tuple[str, ...]] = {}
+        self.recovery: Recovery | None = None
+
+    def set_elapsed(self, seconds: float) -> None:
+        """Continue with another rank's clock."""
+        self._started_s = time.monotonic() - seconds
 
     def begin(self) -> None:
         """Begin an attempt."""
@@ -103,6 +109,7 @@ class ReportExchange:
             seconds=seconds,
             metrics=result.metrics,
             squared_norm=result.squared_norm,
+            membership=0.0 if self.recovery is None else float(self.recovery.newest_number),
         )
 
 

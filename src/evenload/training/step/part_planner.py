@@ -20,7 +20,7 @@ from evenload.training.comm.groups import Groups
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.parallel.asynchronous.messages import Handout
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
-from evenload.training.step.plan_source import Shares
+from evenload.training.step.assignment import Shares
 from evenload.training.step.planner import Planner
 
 Value = TypeVar("Value")

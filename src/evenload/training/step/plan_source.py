@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterator, Sequence
 
 from evenload.balance.split import scale_shares
-
-Shares = tuple[int, ...]
+from evenload.training.data.loader import GlobalLoader
+from evenload.training.step.assignment import Shares
 
 
 class PlanSource:
@@ -32,3 +33,26 @@ class FixedProportions(PlanSource):
 
     def shares(self, global_step: int, num_samples: int) -> Shares:
         return scale_shares(self._proportions, num_samples)
+
+
+class StepsInOrder:
+    """The part of a planner that names the steps: all ranks compute each of them together, one after the other."""
+
+    in_order = True
+
+    def steps(self, todo: Sequence[int]) -> Iterator[int]:
+        return iter(todo)
+
+    def following(self, step: int, todo: Sequence[int]) -> Iterator[int]:
+        return iter(todo[bisect.bisect_right(todo, step) :])
+
+    def global_step(self, step: int, committed: int) -> int:
+        return committed
+
+    def step_index(self, step: int, done: int) -> int:
+        """Return the index over all loaders of a step of the epoch, after `done` steps."""
+        return done
+
+    def end_loop(self, loader: GlobalLoader, steps_done: int, *, left: bool) -> int:
+        """End a loop over this loader, which was `left` early, on all ranks; return the number of steps done by then."""
+        return steps_done

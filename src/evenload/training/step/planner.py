@@ -6,10 +6,9 @@ them into plans with the same integer arithmetic, so the loader's prefetch can p
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from evenload.balance.batch import best_split
 from evenload.balance.decision import Decision, Observation
@@ -20,9 +19,9 @@ from evenload.balance.split import Split, even_shares, micro_shares, num_micro, 
 from evenload.balance.values import Cost, StepPlan
 from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
-from evenload.training.data.loader import GlobalLoader
 from evenload.training.parallel.strategy import ReplicaTimes
-from evenload.training.step.plan_source import PlanSource, Shares
+from evenload.training.step.assignment import Caps, ShareAssignment, Shares, assignment_for, assignments_in
+from evenload.training.step.plan_source import PlanSource, StepsInOrder
 
 LEAD_STEPS = 2
 """A decision received in step s holds from step s + 2: step s + 1 is loaded already, s + 2 gets a step's time to load."""
@@ -31,23 +30,9 @@ QUANTA_IN_A_BATCH = 64
 """A compiled model's shares are multiples of this part of the batch: each new size may cost a compilation, and the loss
 from the coarser split stays small."""
 
-Caps = tuple[int | None, ...]
 
-
-@dataclass(frozen=True)
-class ShareAssignment:
-    from_step: int
-    shares: Shares
-    min_num_micro: int
-    caps: Caps
-    out: tuple[int, ...] = ()
-    """Ranks that leave the groups of gradients: their share is 0."""
-
-
-class Planner:
+class Planner(StepsInOrder):
     """The plans of one loader; the same on all ranks, except that rank 0 also decides."""
-
-    in_order = True
 
     def __init__(
         self,
@@ -85,7 +70,9 @@ class Planner:
         cap = None if micro_batch == "auto" else int(micro_batch)
         caps: Caps = (cap,) * world_size
         self._memory = MemoryCaps(caps)
-        self._adapts = balance == "auto" and world_size > 1
+        self._cap = cap
+        self._is_auto, self._is_even = balance == "auto", balance == "even"
+        self._adapts = self._is_auto and world_size > 1
         shares = even_shares(batch_size, world_size) if isinstance(balance, str) else tuple(balance)
         check_shares(shares, world_size)
         shares = scale_shares(shares, batch_size)  # as proportions, where they don't sum to the batch
@@ -136,22 +123,36 @@ class Planner:
     def agree(self, values: Sequence[int] | None) -> list[int]:
         return self._control.agree(values)
 
-    def steps(self, todo: Sequence[int]) -> Iterator[int]:
-        return iter(todo)
+    def plan_again(self, plan: StepPlan, global_step: int) -> StepPlan:
+        """Return the plan of the same step in the present generation."""
+        again = self.plan(plan.epoch, plan.step, global_step, plan.start, plan.num_samples)
+        return replace(again, attempt=plan.attempt + 1)
 
-    def following(self, step: int, todo: Sequence[int]) -> Iterator[int]:
-        return iter(todo[bisect.bisect_right(todo, step) :])
+    def shares_of(self, members: Sequence[int | None]) -> list[int]:
+        """Return what `follow` takes: the present assignment, for these ranks of the present generation; None joins.
 
-    def global_step(self, step: int, committed: int) -> int:
-        return committed
+        See `assignment_for`.
+        """
+        rule = "even" if self._is_even else "kept"
+        return assignment_for(self._assignments[-1], members, self._batch_size, self._cap, rule)
 
-    def step_index(self, step: int, done: int) -> int:
-        """Return the index over all loaders of a step of the epoch, after `done` steps."""
-        return done
+    def follow(self, generation: int, rank: int, values: Sequence[int], out: Sequence[int], from_step: int) -> None:
+        """Plan for another generation; `values` are rank 0's `shares_of`, equal on all ranks.
 
-    def end_loop(self, loader: GlobalLoader, steps_done: int, *, left: bool) -> int:
-        """End a loop over this loader, which was `left` early, on all ranks; return the number of steps done by then."""
-        return steps_done
+        The ranks `out` compute nothing in steps before `from_step`.
+        """
+        self._batch_size = values[0]
+        self._assignments = assignments_in(values, out, from_step)
+        shares = self._assignments[-1].shares
+        self.world_size, self.rank, self.generation = len(shares), rank, generation
+        self._adapts = self._is_auto and self.world_size > 1
+        self._memory = MemoryCaps((self._cap,) * self.world_size)
+        self.may_leave = [False] * self.world_size
+        self._pending = None
+        self._replica_times = []
+        self._revision += 1
+        self._cache.clear()
+        self._balancer = self._new_balancer(shares, self.num_micro)
 
     @property
     def assignments(self) -> tuple[ShareAssignment, ...]:
@@ -187,7 +188,7 @@ class Planner:
     ) -> None:
         """Learn on rank 0 what a step cost each rank, in own seconds, and `step_s` in all. All ranks call it."""
         times, self._replica_times = self._replica_times, []
-        if self._source.sets_shares:
+        if self._source.sets_shares or plan.generation != self.generation:  # a rank was lost after the backward
             return
         if self._is_guess:
             self._settle(plan.num_samples)

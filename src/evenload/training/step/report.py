@@ -31,6 +31,7 @@ _SCALARS: dict[str, Callable[[float], float]] = {
     "stop_requested": bool,
     "may_leave": bool,
     "has_zero": bool,
+    "membership": float,
 }
 """Fields of a row and their types; a checksum of the names of the metrics follows."""
 _SCALARS_OF = attrgetter(*_SCALARS)
@@ -72,6 +73,8 @@ class RankReport:
     """Name -> sum of weight x value; nothing in an attempt that failed here."""
     squared_norm: float | None = None
     """The squared norm of this rank's own gradient, in the units of its backwards; None in a step that measures none."""
+    membership: float = 0.0
+    """Number of the newest membership that the rank has received (elastic/)."""
 
     def row(self) -> list[float]:
         """Return the report as numbers, always equally many: a rank that failed early does not know the metrics."""

@@ -44,6 +44,8 @@ class StepStats:
         self.begun_s = time.perf_counter()
         self.body_since_s = self.begun_s
         """Time at which the user's code continued after the last backward."""
+        self.agreed_membership = 0
+        """Number of the newest membership that all ranks had received; the same on all ranks."""
         self._reports: Reports | None = None
         self._times = np.empty((0, len(SEGMENTS)))
         """Seconds of each rank in each segment."""
@@ -58,6 +60,13 @@ class StepStats:
         self._times = reports.seconds + self._times if len(self._times) == len(reports) else reports.seconds
         self._reports = reports
         self.stop_requested = self.stop_requested or reports.any("stop_requested")
+        self.agreed_membership = int(min(reports.column("membership")))
+
+    def miss(self, loss: float, world_size: int) -> None:
+        """Count a backward that other ranks have the gradients of, and this rank has not."""
+        self.calls += 1
+        self.loss, self.skipped, self.redone = loss, True, True
+        self._reports, self._times = None, np.zeros((world_size, len(SEGMENTS)))
 
     def own_seconds(self) -> list[float]:
         """Return the seconds that each rank computed, without waiting."""
@@ -95,7 +104,8 @@ class StepStats:
         return self.redone or not len(self._times) or bool(self._times[:, _COMPILE].any())
 
     def rank_times(self) -> tuple[RankTimes, ...]:
-        memory = self._reports.column("memory_bytes") if self._reports is not None else []
+        reports = self._reports
+        memory = reports.column("memory_bytes") if reports is not None else [0.0] * len(self._times)
         table: list[list[Any]] = self._times.tolist()
         # The segments have the same order in the records.
         return tuple(RankTimes(*(*times, int(held))) for times, held in zip(table, memory, strict=True))
@@ -114,6 +124,9 @@ class StepRecorder:
         """`on_device`: what is logged may lie on a device, which the host does not wait for."""
         self._recorder = recorder
         self._writes = writes
+        self._on_device = on_device
+        self._written = -1
+        """The last step that a rank before this one has written."""
         self._held: list[Callable[[Recorder], None]] = []
         self._unread_log = UnreadLog(self._write_log) if writes and on_device else None
         self._last_s: float | None = None
@@ -132,6 +145,13 @@ class StepRecorder:
             write(recorder)
         self._held.clear()
 
+    def take_over(self, recorder: Recorder, last_step: int) -> None:
+        """Write from now on, in place of a rank that is gone; `last_step` is the last that it has written."""
+        self._recorder, self._writes, self._written = recorder, True, last_step
+        self._held.clear()
+        self._unread_log = UnreadLog(self._write_log) if self._on_device else None
+        self._write_step()
+
     def step(self, index: int, plan: StepPlan, stats: StepStats, arm: str = "") -> None:
         """Record a step whose loop body has ended; one that a device holds a part of waits for the next."""
         if not plan.progress.num_samples:
@@ -139,7 +159,10 @@ class StepRecorder:
         now = time.perf_counter()
         since = stats.begun_s if self._last_s is None else self._last_s
         self._last_s = now
-        if not self._writes or not stats.calls:
+        if not stats.calls:
+            return
+        if not self._writes:
+            self._waiting = index, plan, stats, arm, now - since  # this rank may be the next that writes
             return
         if self._waiting is not None:
             self._write_step()
@@ -151,6 +174,8 @@ class StepRecorder:
         if self._waiting is None:
             return
         (index, plan, stats, arm, whole_s), self._waiting = self._waiting, None
+        if index <= self._written and not arm:
+            return
         if self._unread_log is not None:
             self._unread_log.write(index)
         ranks = stats.rank_times()
@@ -180,6 +205,8 @@ class StepRecorder:
 
     def write_waiting(self, *, waits: bool = True) -> None:
         """Write what waits for a device: the last step, and what was logged; without `waits` only what the host has."""
+        if not self._writes:
+            return
         if self._unread_log is not None:
             self._unread_log.write(waits=waits)
         self._write_step()

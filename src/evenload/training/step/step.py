@@ -18,6 +18,7 @@ from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 from evenload.training.step.update_watch import UpdateWatch
+from evenload.training.step.wrong_loops import not_a_batch, second_loop
 from evenload.wrong_calls import shows_usage, unknown_attribute
 
 
@@ -86,14 +87,14 @@ class Step:
         return self._loop.backward(self, loss_fn if batch_loss is None else CoupledLoss(loss_fn, batch_loss))
 
     def __iter__(self) -> Iterator[Any]:
-        raise _not_a_batch()
+        raise not_a_batch()
 
     def __getitem__(self, key: object) -> Any:
-        raise _not_a_batch()
+        raise not_a_batch()
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        raise _not_a_batch()
+        raise not_a_batch()
 
     def __getattr__(self, name: str) -> Any:
         raise unknown_attribute(self, name, STEP_ELSEWHERE)
@@ -120,15 +121,6 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step(index={self.index}, epoch={self.epoch}, num_samples={self.num_samples})"
-
-
-def _not_a_batch() -> StepError:
-    return StepError(
-        "a prepared loader yields steps, not batches; write\n"
-        "    for step in loader:\n"
-        "        loss = step.backward(loss_fn)\n"
-        "where loss_fn(batch) receives each micro-batch, such as `x, y = batch`, and returns the loss"
-    )
 
 
 class StepListener:
@@ -192,6 +184,12 @@ class StepLoop:
         self.defers_stop = False  # under strategy local islands learn of a request when they synchronise
         self.stopped = False
         """True if the script is being ended on request, with its state saved, on all ranks."""
+        self.left = False
+        """True if this rank has left the run on request, while the others continue (elastic/)."""
+        self.last_loss = 0.0
+        """Loss of the last step whose body has ended."""
+        self.before_use: Callable[[], None] = _nothing
+        """Called before the position or the steps of a loader are used: a rank that joins waits there."""
         self.unsound = ""
         """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
         self._listeners: dict[str, list[StepListener]] = {n: [] for n in vars(StepListener) if n[:3] in ("on_", "is_")}
@@ -210,6 +208,10 @@ class StepLoop:
     def stop(self) -> None:
         """Note that the script ends here on request, with its state saved."""
         self.left_early = self.stopped = True
+
+    def leave(self) -> None:
+        """Note that this rank leaves the run here."""
+        self.left_early = self.left = True
 
     def close(self) -> None:
         """Forget the running step: an exception may hold a loop that ends after the run."""
@@ -271,6 +273,7 @@ class StepLoop:
         at_boundary = finished and not step.arm and not (self.stop_requested and self.is_half_done)
         self.left_early = not finished
         if step.stats.calls:
+            self.last_loss = step.stats.loss
             slow_down(engine.throttle, engine.device, step.stats.body_since_s)
         engine.clock.switch("other")
         self.close()
@@ -334,17 +337,8 @@ class StepLoop:
 
     def check_alone(self, loader: GlobalLoader) -> None:
         """Raise StepError if a step is open: a step can't be of two loaders, and a loader has one loop at a time."""
-        if self.step is not None and self.step.loader is loader:
-            raise StepError(
-                "a loop over a prepared loader began inside a loop over the same loader, which has one loop at a time; end the "
-                "first by `break`, evaluate with run.batches(val_loader), or prepare a second DataLoader"
-            )
         if self.step is not None:
-            raise StepError(
-                "a step of one prepared loader began inside a step of another: a step has the batches of one loader, so zip and "
-                "nested loops over prepared loaders don't work. Prepare them together: model, loader = run.prepare(model, "
-                "(labeled, unlabeled)); then in `for step in loader`, loss_fn receives a tuple of their batches"
-            )
+            raise second_loop(same_loader=self.step.loader is loader)
 
     def check_between_steps(self, what: str) -> None:
         """Raise StepError if `what` would see gradients that no optimizer has used yet."""
@@ -353,6 +347,10 @@ class StepLoop:
                 f"{what} was called between step.backward and optimizer.step(), when the step is half done; call it at the "
                 "end of the loop body (after an update by hand through .data, call model.zero_grad() first)"
             )
+
+
+def _nothing() -> None:
+    """Nobody waits."""
 
 
 class StepLoader:
@@ -370,6 +368,7 @@ class StepLoader:
     @property
     def epoch(self) -> int:
         """Epoch of the running iteration, or of the next one; after `run.resume` the one to continue with."""
+        self._loop.before_use()
         return self.loader.epoch
 
     @property
@@ -395,6 +394,7 @@ class StepLoader:
     def _train(self) -> Generator[Step, None, StepListener | None]:
         """Yield steps to the end of the epoch, or until a listener's extra steps are due; return that listener."""
         loop = self._loop
+        loop.before_use()
         batches = iter(self.loader)
         while True:
             loop.check_alone(self.loader)

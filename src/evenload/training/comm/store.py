@@ -1,0 +1,44 @@
+"""The store through which the members of a generation find each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from evenload.training.comm.generation import Membership
+
+_POLL_S = 0.005
+
+
+def connect(membership: Membership, rank: int, timeout: timedelta) -> Store:
+    """Return the store of `Membership.store`; RuntimeError if it can't be reached."""
+    url = membership.store
+    if "://" in url:
+        store: Store = next(rendezvous(url, rank, len(membership.workers), timeout=timeout))[0]
+        return store
+    host, _, port = url.rpartition(":")
+    return TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=timeout)
+
+
+def wait_for_members(
+    keys: Store, rank: int, world_size: int, timeout: timedelta, check: Callable[[], None] | None
+) -> None:
+    """Wait until all members are here, calling `check` meanwhile, which raises to give up; without it return at once.
+
+    Gloo would wait for a member that dies on its way until its own time limit, and nothing wakes it.
+    """
+    if check is None:
+        return
+    keys.set(f"here/{rank}", "1")
+    names = [f"here/{other}" for other in range(world_size)]
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while not keys.check(names):
+        check()
+        if time.monotonic() > deadline_s:
+            missing = ", ".join(str(other) for other in range(world_size) if not keys.check([names[other]]))
+            raise RuntimeError(f"rank {missing} did not come within {timeout.total_seconds():g} s")
+        time.sleep(_POLL_S)

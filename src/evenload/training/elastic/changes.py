@@ -1,0 +1,75 @@
+"""`MembershipChanges`: the worker's end of the channel to its supervisor, read by a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from evenload.errors import PeerLostError
+from evenload.training.launch.membership_messages import MembershipChange, Message, MessageChannel, Suspects
+
+_SUSPECTS_AFTER_S = 2.0
+"""A collective that failed for so long without a change is reported: the supervisor may not know why."""
+_POLL_S = 0.1
+"""Longest wait without a look at signals, which only the main thread handles."""
+
+
+class MembershipChanges:
+    """The newest change that the supervisor sent."""
+
+    def __init__(self, channel: MessageChannel, worker: str, abort: Callable[[str, int], None]) -> None:
+        """`abort` is called in the thread with the reason and the number of each urgent change, as soon as it arrives."""
+        self._channel = channel
+        self._worker = worker
+        self._abort = abort
+        self._arrived = threading.Condition()
+        self.newest: MembershipChange | None = None
+        self.received_s = 0.0
+        """Time at which the newest change arrived, by `time.monotonic`."""
+        threading.Thread(target=self._read, name="evenload-membership", daemon=True).start()
+
+    @property
+    def newest_number(self) -> int:
+        return -1 if self.newest is None else self.newest.number
+
+    def send(self, message: Message) -> None:
+        self._channel.send(message)
+
+    def wait(self, after: int, timeout_s: float, error: PeerLostError | None = None) -> MembershipChange | None:
+        """Return the newest change with a number above `after` that concerns this worker; None if none comes in time.
+
+        With the `error` of a collective it is reported to the supervisor, if it does not know of a loss itself.
+        """
+        began_s = time.monotonic()
+        reported = error is None
+        with self._arrived:
+            while True:
+                change = self.newest
+                if change is not None and change.number > after and self._worker in (*change.workers, *change.left):
+                    return change
+                waited_s = time.monotonic() - began_s
+                if waited_s >= timeout_s or self._channel.ended:
+                    return None
+                if not reported and waited_s >= _SUSPECTS_AFTER_S:
+                    reported = True
+                    self.send(Suspects(self._worker, "", str(error)))
+                self._arrived.wait(_POLL_S)
+
+    def _read(self) -> None:
+        while not self._channel.ended:
+            for message in self._channel.receive():
+                if not isinstance(message, MembershipChange):
+                    continue
+                with self._arrived:
+                    if message.number <= self.newest_number:
+                        continue
+                    self.newest, self.received_s = message, time.monotonic()
+                    self._arrived.notify_all()
+                if message.urgent:
+                    self._abort("; ".join(lost.reason for lost in message.lost) or "a rank is lost", message.number)
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def close(self) -> None:
+        self._channel.close()

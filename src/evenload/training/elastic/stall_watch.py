@@ -1,0 +1,115 @@
+"""`StallWatch`: a thread that reports once a second what this rank does, and a wait that is longer than steps explain."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import FrameType
+
+from evenload.training.launch.failure import is_users_file
+from evenload.training.launch.membership_messages import Activity, Message, Waits
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.step import Step, StepListener
+
+_EVERY_S = 0.5
+_LEAST_DEADLINE_S = 4.5
+_FIRST_DEADLINE_S = 60.0
+_NUM_KNOWN = 8
+"""Steps after which the deadline is learned from them."""
+_NUM_KEPT = 500
+_STANDARD_LIBRARY = str(Path(os.__file__).parent)
+_COMPILES = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
+_SAVES = "evenload/training/checkpoint/"
+
+
+class StepDeadline:
+    """The seconds after which a wait in a step is longer than the steps so far explain."""
+
+    def __init__(self) -> None:
+        self._steps_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self.seconds = _FIRST_DEADLINE_S
+
+    def add(self, step_s: float) -> None:
+        """Add a usual step of this rank, waiting included.
+
+        The deadline is the largest of 4.5 s, 5 medians + 6 MAD (median absolute deviation), and twice the longest step.
+        """
+        self._steps_s.append(step_s)
+        count = len(self._steps_s)
+        if count < _NUM_KNOWN or (count & (count - 1) and count % 50):  # sorting takes long: now and then suffices
+            longest_s = 2 * step_s if count >= _NUM_KNOWN else 0.0
+            self.seconds = max(self.seconds, longest_s)
+            return
+        middle_s = median(self._steps_s)
+        mad_s = median(abs(one - middle_s) for one in self._steps_s)
+        self.seconds = max(_LEAST_DEADLINE_S, 5 * middle_s + 6 * mad_s, 2 * max(self._steps_s))
+
+
+class StallWatch(StepListener):
+    def __init__(self, context: TrainingContext, send: Callable[[Message], None]) -> None:
+        self._context = context
+        self._send = send
+        self._main = threading.main_thread().ident or 0
+        self._deadline = StepDeadline()
+        self._starts = True
+        """The first step of a loop runs, in which loaders start."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="evenload-stalls", daemon=True)
+
+    def on_begin(self, step: Step) -> None:
+        if not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
+
+    def on_trained(self, step: Step, usual: bool) -> None:
+        self._starts = False
+        if usual:
+            self._deadline.add(time.perf_counter() - step.stats.begun_s)
+
+    def on_loop_end(self) -> None:
+        self._starts = True
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        worker, clock = self._context.spec.worker, self._context.clock
+        is_second = False
+        while not self._closed.wait(_EVERY_S):
+            segment, seconds = clock.current, time.perf_counter() - clock.since_s
+            if self._context.loop.in_backward and segment in ("wait", "comm") and seconds > self._deadline.seconds:
+                self._send(Waits(worker, seconds))
+            is_second = not is_second
+            if is_second:
+                frame = sys._current_frames().get(self._main)
+                excuse = "its loader starts" if self._starts else find_excuse(frame)
+                self._send(Activity(worker, segment, seconds, find_position(frame), excuse))
+
+
+def find_position(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's code, such as ``train.py:31 in __getitem__``; empty if there is none."""
+    while frame is not None:
+        code = frame.f_code
+        if is_users_file(code.co_filename) and not code.co_filename.startswith(_STANDARD_LIBRARY):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def find_excuse(frame: FrameType | None) -> str:
+    """Return why a thread may take as long as it wants; empty if it may not."""
+    while frame is not None:
+        name = frame.f_code.co_filename.replace(os.sep, "/")
+        if any(part in name for part in _COMPILES):
+            return "it compiles"
+        if _SAVES in name:
+            return "it writes a checkpoint"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,408 @@
+"""The worker processes of a run on one machine, and who of them is a member: carries out the decisions of `MembershipDecider`.
+
+A lost worker ends the run only where the others can't go on without it: before the first step, without registered state, or
+when it was the last. Workers without a channel (several machines, `evenload.spawn`, the modes that compare ranks) never can.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from evenload.errors import ConfigError
+from evenload.job import EXIT_CODE
+from evenload.job.processes import stat_of
+from evenload.rendezvous.peer_monitor import FailureCause
+from evenload.training.launch.devices import RankDevice, parse_devices, plan_workers, read_host
+from evenload.training.launch.environment import WorkerSpec
+from evenload.training.launch.failure import FailureReport, describe_end, read_failure
+from evenload.training.launch.membership_decider import (
+    LOOP_ENDED,
+    NOT_BEGUN,
+    EndRun,
+    EndWorker,
+    Instruction,
+    MembershipDecider,
+    Notice,
+    SendChange,
+    StartWorker,
+    WorkerPlace,
+)
+from evenload.training.launch.membership_messages import (
+    Activity,
+    Capable,
+    Finished,
+    LostWorker,
+    MembershipChange,
+    Message,
+    Ready,
+    Suspects,
+    Switched,
+    Waits,
+)
+from evenload.training.launch.output import WorkerOutputs
+from evenload.training.launch.process import WorkerProcess
+from evenload.training.launch.replicas import throttle_of
+from evenload.training.launch.request import LaunchRequest
+from evenload.training.launch.stalls import StallMonitor
+from evenload.training.launch.target import resume_command
+from evenload.training.launch.throttle import ThrottleController
+
+_OPINIONS_S = 0.3
+"""Time from the first suspicion to the decision, for the opinions of the other ranks."""
+
+
+class RunMembers:
+    def __init__(
+        self, request: LaunchRequest, folder: Path, outputs: WorkerOutputs, open_store: Callable[[], str]
+    ) -> None:
+        """`open_store` returns the store's address, and opens it if it isn't yet."""
+        self._request = request
+        self._folder = folder
+        self._outputs = outputs
+        self._open_store = open_store
+        self._command = resume_command(request.arguments, is_call=bool(request.call))
+        self._throttle: ThrottleController | None = None
+        self._processes: dict[str, WorkerProcess] = {}
+        self._gone: set[str] = set()
+        """Workers whose end has been dealt with: lost, left, or never admitted."""
+        self._decider: MembershipDecider | None = None
+        self._specs: dict[int, WorkerSpec] = {}
+        """By place; the spec of its first worker."""
+        self._devices: dict[int, RankDevice] = {}
+        self._due: list[tuple[float, StartWorker]] = []
+        self._suspects: dict[str, Suspects] = {}
+        """The newest suspicion of each worker."""
+        self._suspected_s = 0.0
+        self._stalls = StallMonitor()
+        self._reported_stalls: set[str] = set()
+        self._next_step = 0
+        self._ends = False
+        self.end_cause: FailureCause | None = None
+        """Set when too few are left."""
+
+    def start(self, specs: Sequence[WorkerSpec], throttle: ThrottleController | None) -> None:
+        """Start the first workers of this machine."""
+        self._throttle = throttle
+        elastic = (
+            self._request.mode == "train"
+            and not self._request.call
+            and self._request.rendezvous is None
+            and not specs[0].replicas
+            and not specs[0].has_server
+        )
+        if elastic:
+            devices = parse_devices(self._request.devices, read_host())
+            self._devices = dict(enumerate(devices))
+            self._specs = dict(enumerate(specs))
+            places = {spec.worker: _place(index, spec, devices[index]) for index, spec in enumerate(specs)}
+            self._decider = MembershipDecider(places, specs[0].store, self._request.max_restarts)
+        for spec in specs:
+            self._start(spec)
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """The members, rank 0 first, and workers that have left but still run; not those that prepare to join."""
+        members = self._decider.members if self._decider is not None else tuple(self._processes)
+        outside = self._decider.joiners if self._decider is not None else ()
+        names = dict.fromkeys((*members, *self._processes))
+        return [
+            self._processes[name]
+            for name in names
+            if name in self._processes and name not in self._gone and (name in members or name not in outside)
+        ]
+
+    @property
+    def all_processes(self) -> list[WorkerProcess]:
+        return list(self._processes.values())
+
+    def rank_of(self, worker: WorkerProcess) -> int:
+        return worker.spec.rank if self._decider is None else self._decider.rank_of(worker.spec.worker)
+
+    def describe(self) -> list[str]:
+        """Describe each member in one line."""
+        names = self._decider.members if self._decider is not None else ()
+        return [f"rank {rank}: {self.where(name)}" for rank, name in enumerate(names)]
+
+    @property
+    def changes(self) -> bool:
+        """True while a worker is on its way in or out, and when the run ends before it has arrived."""
+        return bool(self._ends or self._due or (self._decider is not None and self._decider.changes))
+
+    def poll(self) -> None:
+        """Read messages, and see to workers that prepare to join, have left, or are due to start."""
+        decider = self._decider
+        if decider is None:
+            return
+        for name, process in list(self._processes.items()):
+            if process.channel is None or name in self._gone:
+                continue
+            process.channel.flush()
+            for message in process.channel.receive():
+                self._receive(decider, message)
+        self._poll_joiners(decider)
+        self._poll_leavers(decider)
+        self._judge_suspects(decider)
+        now_s = time.monotonic()
+        if self._stalls.is_due(now_s):
+            self._end_stalled(decider, now_s)
+        due = [start for due_s, start in self._due if due_s <= now_s]
+        self._due = [(due_s, start) for due_s, start in self._due if due_s > now_s]
+        for start in due:
+            if start.worker in decider.joiners:
+                self._start(self._joiner_spec(decider, start))
+
+    def absorb(self, failures: Mapping[str, FailureReport]) -> str | None:
+        """Go on without these members if that is possible; otherwise return what to add to the report of their failures."""
+        decider = self._decider
+        if decider is None or not failures:
+            return ""
+        joining = [name for name in failures if name in decider.joiners]  # its admission has not taken effect
+        if not all(failure.lost or name in joining for name, failure in failures.items()):
+            return ""
+        if why := decider.why_not_without(tuple(failures)):
+            earlier = "".join(f"\nlost before: {loss.reason}" for loss in decider.losses)
+            return earlier + ("" if why in (NOT_BEGUN, LOOP_ENDED) else f"\nthe run can't go on: {why}")
+        for name in failures:
+            self._forget(name)
+        losses = [LostWorker(name, f.text(self.where(name)), f.time_s) for name, f in failures.items()]
+        self._act(decider.lost(losses, restart=all(failure.lost for failure in failures.values())))
+        return None
+
+    @property
+    def earlier_losses(self) -> tuple[LostWorker, ...]:
+        return tuple(self._decider.losses) if self._decider is not None else ()
+
+    def stop_joins(self) -> None:
+        """End the workers that prepare to join: the run is about to end."""
+        if self._decider is not None:
+            self._ends = self._ends or self.changes
+            self._act(self._decider.finished())
+            self._due.clear()
+
+    def change_devices(self, text: str) -> list[str]:
+        """Request these devices, as ``-d`` names them, and return a line for each worker that joins or leaves.
+
+        ConfigError: an unknown device, or the members of this run can't change.
+        """
+        decider = self._decider
+        if decider is None:
+            raise ConfigError(
+                "the devices of this run can't change: it runs on several machines, in one process (strategy dp), or compares "
+                "its ranks"
+            )
+        if why := decider.why_not_without(()):
+            raise ConfigError(f"the devices of this run can't change now: {why}")
+        host = read_host()
+        wanted = list(parse_devices(text, host))
+        leaving: list[str] = []
+        for name in decider.staying:
+            device = self._devices[decider.places[name].index]
+            if device in wanted:
+                wanted.remove(device)
+            else:
+                leaving.append(name)
+        kept = [self._devices[decider.places[name].index] for name in decider.staying if name not in leaving]
+        specs = plan_workers([*kept, *wanted], host, self._request.settings)[len(kept) :]
+        if wanted:
+            decider.store = self._open_store()
+        used = {core for process in self.workers for core in process.spec.cores}
+        lines = []
+        for device, spec in zip(wanted, specs, strict=True):
+            index = len(self._specs)
+            base = replace(self._specs[0], throttle={}, local_rank=index)
+            self._specs[index] = replace(
+                base,
+                device=spec.device,
+                devices=spec.devices,
+                visible_devices=spec.visible_devices,
+                device_names=(spec.device_names[spec.rank],),
+                inner_backend=spec.inner_backend,
+                cores=() if used & {*spec.cores} else spec.cores,
+                num_threads=spec.num_threads,
+                rank=0,
+            )
+            self._devices[index] = device
+            self._act(decider.request_join(_place(index, self._specs[index], device)))
+            lines.append(f"{device.device} starts, and joins at the end of a step")
+        lines += [f"rank {decider.rank_of(name)} ({self.where(name)}) leaves at the end of a step" for name in leaving]
+        for name in leaving:
+            self._act(decider.request_leave(name))
+        return lines or ["these are the devices of the run already"]
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.close()
+
+    # -- messages -------------------------------------------------------------------------------------------------------
+
+    def _receive(self, decider: MembershipDecider, message: Message) -> None:
+        if isinstance(message, Capable):
+            self._act(decider.capable(message.worker, message.why_not))
+        elif isinstance(message, Ready):
+            self._act(decider.ready(message.worker))
+        elif isinstance(message, Switched):
+            before = decider.pending
+            instructions = decider.switched(message.worker, message.number)
+            self._next_step = max(self._next_step, message.step)  # a rank that joins may not know it yet
+            if before is not None and decider.pending is not before:
+                self._print_change(before)
+            self._act(instructions)
+        elif isinstance(message, Suspects):
+            if not self._suspects:
+                self._suspected_s = time.monotonic()
+            self._suspects[message.worker] = message
+        elif isinstance(message, Activity | Waits):
+            self._stalls.take(message, time.monotonic())
+        elif isinstance(message, Finished):
+            self.stop_joins()
+
+    def _print_change(self, change: MembershipChange) -> None:
+        num_ranks = len(change.workers)
+        ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        texts = [f"rank {change.workers.index(name)} ({self.where(name)}) has joined" for name in change.joined]
+        texts += [f"{self.where(name)} has left" for name in change.left]
+        if change.lost:
+            took_s = time.time() - max(loss.time_s for loss in change.lost)
+            texts.append(f"training goes on {took_s:.1f} s after the loss")
+        self._print(f"{'; '.join(texts)}: {ranks} from step {self._next_step}")
+
+    def _judge_suspects(self, decider: MembershipDecider) -> None:
+        """Decide who does not respond: the one that most suspect, if it still runs."""
+        if not self._suspects or time.monotonic() - self._suspected_s < _OPINIONS_S:
+            return
+        named = [message.suspect for message in self._suspects.values() if message.suspect in decider.members]
+        stopped = [name for name in decider.members if _is_stopped(self._processes[name])]
+        candidates = stopped or named
+        messages, self._suspects = self._suspects, {}
+        if not candidates:
+            return
+        suspect = max(dict.fromkeys(candidates), key=lambda name: (candidates.count(name), decider.rank_of(name)))
+        if self._processes[suspect].poll() is not None or suspect in self._gone:
+            return  # its end is dealt with
+        reason = next((message.reason for message in messages.values() if message.suspect == suspect), "")
+        state = "is stopped (SIGSTOP)" if suspect in stopped else "does not respond"
+        text = f"rank {decider.rank_of(suspect)} ({self.where(suspect)}) {state}{f': {reason}' if reason else ''}"
+        self._forget(suspect)
+        self._act(decider.lost([LostWorker(suspect, text, time.time())]))
+
+    def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
+        """Kill a member that stalls the others, if they can go on without it; print a line otherwise."""
+        members = [name for name in decider.members if name not in self._gone]
+        found = self._stalls.judge(members, [n for n in members if _is_stopped(self._processes[n])], now_s)
+        for name, reason in found.absent.items():
+            self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
+        for name, reason in found.stalled.items():
+            text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
+            if self._processes[name].poll() is not None:
+                continue  # its end is dealt with
+            if not (why := decider.why_not_without([name])):
+                self._forget(name)
+                self._act(decider.lost([LostWorker(name, text, time.time())]))
+            elif name not in self._reported_stalls:
+                self._reported_stalls.add(name)
+                self._print(f"{text}; the other ranks wait, because they can't go on without it: {why}")
+
+    # -- processes ------------------------------------------------------------------------------------------------------
+
+    def _poll_joiners(self, decider: MembershipDecider) -> None:
+        for name in decider.joiners:
+            process = self._processes.get(name)
+            if process is None or name in decider.members:  # not started yet; a member's end is dealt with in `absorb`
+                continue
+            report = read_failure(self._folder, name)
+            code = process.poll()
+            if report is None and code is None:
+                continue
+            report = report or read_failure(self._folder, name)
+            self._forget(name)
+            if report is None and code in (0, EXIT_CODE):
+                text, restart = f"{self.where(name)} ended before its first step", False
+            else:
+                failure = report or describe_end(decider.rank_of(name), code or 1, process.ended_s)
+                text, restart = failure.sentence(f"the joining {self.where(name)}"), failure.lost
+            self._act(decider.lost([LostWorker(name, text, time.time())], restart))
+
+    def _poll_leavers(self, decider: MembershipDecider) -> None:
+        for name, process in list(self._processes.items()):
+            if name in self._gone or (name in decider.members and not decider.leaves(name)):
+                continue
+            if name in decider.joiners or process.poll() is None:
+                continue
+            if process.code == 0:
+                self._gone.add(name)
+                self._act(decider.ended(name))
+            elif name not in decider.members:
+                self._gone.add(name)
+                self._print(describe_end(0, process.code or 1, 0.0).sentence(f"{self.where(name)}, which had left,"))
+
+    def _start(self, spec: WorkerSpec) -> None:
+        throttled = not spec.joining or spec.local_rank < len(self._request.throttle)
+        if self._throttle is not None and throttled:
+            spec = replace(spec, throttle=throttle_of(self._throttle, spec))
+        spec = replace(spec, launch_dir=str(self._folder), command=self._command)
+        process = WorkerProcess(spec, self._request.arguments, self._outputs, with_channel=self._decider is not None)
+        self._processes[spec.worker] = process
+        if self._throttle is not None and throttled:
+            self._throttle.admit(spec.local_rank, process.pid)
+        process.go()
+
+    def _joiner_spec(self, decider: MembershipDecider, start: StartWorker) -> WorkerSpec:
+        spec = self._specs[start.place.index]
+        members = decider.members
+        names = [decider.places[name].device_name for name in members]
+        return replace(
+            spec,
+            rank=len(members),
+            world_size=len(members) + 1,
+            workers=(*members, start.worker),
+            device_names=(*names, start.place.device_name),
+            generation=0,
+            store=decider.store,
+            joining=True,
+        )
+
+    def _forget(self, name: str) -> None:
+        """Kill a worker, if it still runs, whose end is dealt with."""
+        self._gone.add(name)
+        self._processes[name].kill()
+        self._processes[name].close()
+
+    def _act(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case SendChange(change, to):
+                    self._outputs.set_ranks(change.workers)
+                    self._suspects.clear()
+                    self._stalls.begin_generation()
+                    for name in to:
+                        if name not in self._gone and (channel := self._processes[name].channel) is not None:
+                            channel.send(change)
+                case StartWorker():
+                    self._due.append((time.monotonic() + instruction.delay_s, instruction))
+                case EndWorker(name):
+                    if name in self._processes:
+                        self._forget(name)
+                case EndRun(reason):
+                    self.end_cause = FailureCause(reason, 1, time_s=time.time())
+                case Notice(text):
+                    self._print(text)
+
+    def where(self, name: str) -> str:
+        return self._decider.places[name].device if self._decider is not None else self._processes[name].spec.device
+
+    def _print(self, text: str) -> None:
+        self._outputs.print_line(f"evenload: {text}")
+
+
+def _place(index: int, spec: WorkerSpec, device: RankDevice) -> WorkerPlace:
+    return WorkerPlace(
+        index, "+".join(device.devices) or device.device, spec.device_names[spec.rank], spec.inner_backend
+    )
+
+
+def _is_stopped(process: WorkerProcess) -> bool:
+    stat = stat_of(process.pid)
+    return stat is not None and stat.state in "Tt"

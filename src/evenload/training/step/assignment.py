@@ -1,0 +1,56 @@
+"""`ShareAssignment`: shares and limits of the ranks from a step on, and how it follows a change of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenload.balance.split import scale_shares
+
+Shares = tuple[int, ...]
+Caps = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class ShareAssignment:
+    from_step: int
+    shares: Shares
+    min_num_micro: int
+    caps: Caps
+    out: tuple[int, ...] = ()
+    """Ranks that leave the groups of gradients: their share is 0."""
+
+
+def assignment_for(
+    now: ShareAssignment, members: Sequence[int | None], batch_size: int, cap: int | None, rule: str
+) -> list[int]:
+    """Return an assignment for other ranks as integers, which `assignments_in` reads.
+
+    Args:
+        now: the assignment before.
+        members: of each rank its rank before; None for one that joins.
+        batch_size: the global batch.
+        cap: the limit of a rank that joins.
+        rule: ``kept``: in the proportions of `now`, and the mean share for a rank that joins; or ``even``.
+    """
+    known = [None if rank is None else now.shares[rank] for rank in members]
+    given = [share for share in known if share]
+    mean = max(1, round(sum(given) / len(given))) if given else 1
+    weights = tuple(mean if share is None else share for share in known)
+    if rule == "even" or not any(weights):
+        weights = (1,) * len(members)
+    shares = weights if sum(weights) == batch_size else scale_shares(weights, batch_size)
+    caps = [cap if rank is None else now.caps[rank] for rank in members]
+    return [batch_size, now.min_num_micro, *shares, *(-1 if limit is None else limit for limit in caps)]
+
+
+def assignments_in(values: Sequence[int], out: Sequence[int], from_step: int) -> list[ShareAssignment]:
+    """Return the assignments that integers hold; the ranks `out` compute nothing in steps before `from_step`."""
+    batch_size, least, *rest = values
+    shares = tuple(rest[: len(rest) // 2])
+    caps: Caps = tuple(None if limit < 0 else limit for limit in rest[len(shares) :])
+    if not out:
+        return [ShareAssignment(0, shares, least, caps)]
+    weights = tuple(0 if rank in out else max(share, 1) for rank, share in enumerate(shares))
+    at_first = ShareAssignment(0, scale_shares(weights, batch_size), least, caps, tuple(out))
+    return [at_first, ShareAssignment(from_step, shares, least, caps)]

@@ -1,0 +1,28 @@
+"""Errors of loops over a prepared loader that can't be right."""
+
+from __future__ import annotations
+
+from evenload.errors import StepError
+
+
+def not_a_batch() -> StepError:
+    return StepError(
+        "a prepared loader yields steps, not batches; write\n"
+        "    for step in loader:\n"
+        "        loss = step.backward(loss_fn)\n"
+        "where loss_fn(batch) receives each micro-batch, such as `x, y = batch`, and returns the loss"
+    )
+
+
+def second_loop(*, same_loader: bool) -> StepError:
+    """Return the error of a loop that begins inside a step, of the same loader or of another."""
+    if same_loader:
+        return StepError(
+            "a loop over a prepared loader began inside a loop over the same loader, which has one loop at a time; end the "
+            "first by `break`, evaluate with run.batches(val_loader), or prepare a second DataLoader"
+        )
+    return StepError(
+        "a step of one prepared loader began inside a step of another: a step has the batches of one loader, so zip and "
+        "nested loops over prepared loaders don't work. Prepare them together: model, loader = run.prepare(model, "
+        "(labeled, unlabeled)); then in `for step in loader`, loss_fn receives a tuple of their batches"
+    )

@@ -1,0 +1,103 @@
+"""A run whose ranks are killed, come back, join and leave, as a user sees it; its weights are those of an undisturbed one."""
+
+import os
+import signal
+import time
+
+import torch
+
+from evenload.records.reader import read_steps
+from evenload.training.launch.run_control import change_devices_of, members_of
+from tests.system.launch.scripts import Started, assert_gone
+
+SCRIPT = """
+import os, sys, time
+import torch, evenload
+from pathlib import Path
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+torch.set_default_dtype(torch.float64)
+run = evenload.init(seed=0, project_dir="run")
+torch.manual_seed(0)
+x = torch.randn(480, 8)
+data = TensorDataset(x, x.sin().sum(1, keepdim=True))
+sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+loader = DataLoader(data, batch_size=24, sampler=sampler)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+model, loader = run.prepare(model, loader)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 200)
+run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
+assert run.is_main == (run.rank == 0)
+Path(f"pid-{os.getpid()}").write_text(str(run.rank))
+def loss_fn(batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+for epoch in range(loader.epoch, 1000):
+    for step in loader:
+        loss = step.backward(loss_fn)
+        optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        run.log({"loss": loss})
+        if run.is_main:
+            Path("at").write_text(f"{step.index} {run.world_size}")
+        time.sleep(float(sys.argv[1]))
+        assert not run.any(False)  # ranks are lost in here, too
+    assert run.reduce(1) == run.world_size
+    if run.any(Path("finish").exists() or epoch + 1 == int(sys.argv[2])):
+        break
+if run.is_main:
+    torch.save({"weights": model.state_dict(), "epochs": epoch + 1}, "weights.pt")
+"""
+
+
+def wait(found, started, timeout_s=90):
+    deadline_s = time.monotonic() + timeout_s
+    while not found():
+        assert started.process.poll() is None, started.process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def at(folder):
+    """The newest step and the number of ranks."""
+    words = (folder / "at").read_text().split() if (folder / "at").exists() else []
+    return (int(words[0]), int(words[1])) if len(words) == 2 else (-1, 0)
+
+
+def pid_of(folder, rank):
+    return next(int(path.name[4:]) for path in folder.glob("pid-*") if path.read_text() == str(rank))
+
+
+def trains_on(started, folder, num_ranks):
+    """Wait for a step after the present one on so many ranks."""
+    now = at(folder)[0]
+    wait(lambda: at(folder)[0] > now + 2 and at(folder)[1] == num_ranks, started)
+
+
+def test_a_run_survives_and_its_weights_are_those_of_an_undisturbed_one(tmp_path):
+    torn, whole = tmp_path / "torn", tmp_path / "whole"
+    torn.mkdir()
+    whole.mkdir()
+    with Started(torn, SCRIPT, "-d", "cpu:2", arguments=["0.02", "0"], initialised=False) as started:
+        wait(lambda: at(torn)[0] > 3, started)
+        main = pid_of(torn, 0)
+        os.kill(main, signal.SIGKILL)  # the rank that decides, records and writes checkpoints
+        trains_on(started, torn, 1)
+        trains_on(started, torn, 2)  # its successor has joined
+        assert list(change_devices_of(torn / "run", "cpu:3")) == ["cpu starts, and joins at the end of a step"]
+        trains_on(started, torn, 3)
+        assert members_of(torn / "run") == ["rank 0: cpu", "rank 1: cpu", "rank 2: cpu"]
+        leaves = [f"rank {rank} (cpu) leaves at the end of a step" for rank in (1, 2)]
+        assert list(change_devices_of(torn / "run", "cpu")) == leaves
+        trains_on(started, torn, 1)
+        (torn / "finish").touch()
+        code, _, stderr = started.end(90)
+    assert code == 0, stderr
+    assert_gone([main])
+    assert "rank 0 (cpu) failed: killed by SIGKILL" in stderr and "it is restarted (1 of 3)" in stderr
+    found = torch.load(torn / "weights.pt")
+    assert [record.step for record in read_steps(torn / "run")] == [*range(20 * found["epochs"])]
+
+    with Started(whole, SCRIPT, "-d", "cpu", arguments=["0", str(found["epochs"])], initialised=False) as started:
+        assert started.end(120)[0] == 0
+    expected = torch.load(whole / "weights.pt")["weights"]
+    for name, value in found["weights"].items():
+        assert (value - expected[name]).norm() <= 1e-9 * expected[name].norm(), name

@@ -1,0 +1,43 @@
+"""Ranks that neither work nor die: stopped, or in a dataset that hangs. They are named and left out, and the run goes on."""
+
+import os
+import signal
+import time
+
+from tests.system.launch.scripts import Started, assert_gone
+from tests.system.launch.test_elastic import SCRIPT, at, pid_of, trains_on, wait
+
+HANGS = SCRIPT.replace(
+    "data = TensorDataset(",
+    """
+class Data(TensorDataset):
+    def __getitem__(self, index):
+        if Path(f"hang-{os.getpid()}").exists():
+            time.sleep(1000)
+        return super().__getitem__(index)
+data = Data(""",
+)
+
+
+def test_ranks_that_are_stopped_or_hang_are_named_and_left_out(tmp_path):
+    with Started(tmp_path, HANGS, "-d", "cpu:3", arguments=["0.02", "0"], initialised=False) as started:
+        wait(lambda: at(tmp_path)[0] > 12, started)
+        stopped_s = time.monotonic()
+        os.kill(pid_of(tmp_path, 2), signal.SIGSTOP)
+        trains_on(started, tmp_path, 2)
+        assert time.monotonic() - stopped_s < 12  # 4 s on an idle machine
+        trains_on(started, tmp_path, 3)
+        hanging = pid_of(tmp_path, 0)
+        (tmp_path / f"hang-{hanging}").touch()
+        trains_on(started, tmp_path, 2)
+        trains_on(started, tmp_path, 3)
+        (tmp_path / "finish").touch()
+        code, stdout, stderr = started.end(90)
+    assert code == 0, stderr
+    text = stdout + stderr
+    assert "rank 2 (cpu) does not respond: its process has been stopped (SIGSTOP) for 4." in text
+    assert (
+        "rank 0 (cpu) does not respond: it has waited for samples for " in text
+        and "in __getitem__; 2 ranks go on" in text
+    )
+    assert_gone([hanging])

@@ -1,0 +1,186 @@
+"""Who takes part: every event and its instructions, without processes."""
+
+import pytest
+
+from evenload.training.launch.membership_decider import (
+    EndRun,
+    EndWorker,
+    MembershipDecider,
+    Notice,
+    SendChange,
+    StartWorker,
+    WorkerPlace,
+)
+from evenload.training.launch.membership_messages import LostWorker, MembershipChange
+
+
+def started(num_workers=3, max_restarts=3, capable=True):
+    decider = MembershipDecider(
+        {f"worker-{i}": WorkerPlace(i, "cpu", f"CPU {i}") for i in range(num_workers)}, "host:1", max_restarts
+    )
+    if capable:
+        for worker in decider.members:
+            decider.capable(worker, "")
+    return decider
+
+
+def loss(worker):
+    return LostWorker(worker, f"{worker} was killed by SIGKILL", 1.0)
+
+
+def only(instructions, kind):
+    found = [instruction for instruction in instructions if isinstance(instruction, kind)]
+    assert len(found) == 1, instructions
+    return found[0]
+
+
+def none_of(instructions, *kinds):
+    return not any(isinstance(instruction, kinds) for instruction in instructions)
+
+
+def switch_all(decider, change):
+    got = []
+    for worker in change.workers:
+        got += decider.switched(worker, change.number)
+    return got
+
+
+def test_a_lost_member_changes_the_others_at_once_and_comes_back_at_a_boundary():
+    decider = started()
+    got = decider.lost([loss("worker-0")])
+    change = only(got, SendChange).change
+    assert change == MembershipChange(
+        1, ("worker-1", "worker-2"), (), (loss("worker-0"),), (), "host:1", True, ("CPU 1", "CPU 2"), "gloo"
+    )
+    assert "2 ranks go on; it is restarted (1 of 3)" in only(got, Notice).text
+    assert none_of(got, StartWorker), "the restart would take cores from the recovery"
+    assert decider.rank_of("worker-1") == 0 and decider.changes
+
+    assert decider.switched("worker-1", 1) == []
+    start = only(decider.switched("worker-2", 1), StartWorker)
+    assert start == StartWorker("worker-3", WorkerPlace(0, "cpu", "CPU 0"), 0.0)
+    sent = only(decider.ready("worker-3"), SendChange)
+    assert sent.to == sent.change.workers == ("worker-1", "worker-2", "worker-3") and not sent.change.urgent
+    assert sent.change.joined == ("worker-3",) and sent.change.lost == () and sent.change.number == 2
+    assert switch_all(decider, sent.change) == [] and not decider.changes
+
+
+def test_deaths_at_once_and_during_the_recovery_are_one_set_of_losses():
+    decider = started(4)
+    first = only(decider.lost([loss("worker-1"), loss("worker-3")]), SendChange).change
+    assert first.workers == ("worker-0", "worker-2")
+    decider.switched("worker-0", 1)
+    second = only(decider.lost([loss("worker-2")]), SendChange).change
+    assert second.workers == ("worker-0",) and second.number == 2 and second.urgent
+    assert [lost.worker for lost in second.lost] == ["worker-1", "worker-3", "worker-2"]
+    assert decider.switched("worker-0", 1) == [], "an older change counts no more"
+    starts = decider.switched("worker-0", 2)
+    assert [start.place.index for start in starts] == [1, 3, 2]
+
+
+def test_the_last_rank_ends_the_run_with_all_causes():
+    decider = started(2)
+    switch_all(decider, only(decider.lost([loss("worker-0")]), SendChange).change)
+    reason = only(decider.lost([loss("worker-1")]), EndRun).reason
+    assert "worker-0 was killed" in reason and "worker-1 was killed" in reason and "no rank is left" in reason
+
+
+@pytest.mark.parametrize("why", ["training has not begun", "run.resume was not called"])
+def test_where_survivors_cannot_go_on_the_run_ends(why):
+    decider = started(capable=False)
+    for worker in decider.members[: 1 if "begun" in why else 3]:
+        decider.capable(worker, "" if worker == "worker-0" else why)
+    assert why in only(decider.lost([loss("worker-0")]), EndRun).reason
+
+
+def test_restarts_end_and_joins_and_leaves_do_not_count():
+    decider = started(2, max_restarts=2)
+    worker = "worker-1"
+    for attempt in range(2):
+        starts = switch_all(decider, only(decider.lost([loss(worker)]), SendChange).change)
+        start = only(starts, StartWorker)
+        worker = start.worker
+        assert start.delay_s == (0.0, 1.0)[attempt]
+        switch_all(decider, only(decider.ready(worker), SendChange).change)
+    got = decider.lost([loss(worker)])
+    assert "its 2 restarts are used up (--max-restarts 2)" in only(got, Notice).text
+    assert switch_all(decider, only(got, SendChange).change) == [] and not decider.changes
+    for _ in range(4):
+        worker = only(decider.request_join(WorkerPlace(7, "cpu")), StartWorker).worker
+        switch_all(decider, only(decider.ready(worker), SendChange).change)
+        change = only(decider.request_leave(worker), SendChange).change
+        assert change.left == (worker,) and decider.leaves(worker)
+        switch_all(decider, change)
+        assert decider.ended(worker) == []
+    assert decider.members == ("worker-0",)
+
+
+def test_a_joiner_that_dies_before_it_is_admitted_disturbs_nobody():
+    decider = started(2, max_restarts=1)
+    worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
+    got = decider.lost([loss(worker)])
+    assert none_of(got, SendChange) and "before it could join; it is restarted (1 of 1)" in only(got, Notice).text
+    again = only(got, StartWorker).worker
+    got = decider.lost([loss(again)], restart=False)
+    assert none_of(got, SendChange, StartWorker) and not decider.changes
+
+
+def test_a_joiner_that_dies_during_its_admission_is_dropped_by_all():
+    decider = started(2)
+    worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
+    decider.ready(worker)
+    change = only(decider.lost([loss(worker)]), SendChange).change
+    assert change.urgent and change.workers == ("worker-0", "worker-1") and change.lost[0].worker == worker
+    only(switch_all(decider, change), StartWorker)
+
+
+def test_a_death_during_an_admission_starts_the_joiner_again_without_counting():
+    decider = started(3, max_restarts=1)
+    worker = only(decider.request_join(WorkerPlace(3, "cpu")), StartWorker).worker
+    decider.ready(worker)
+    got = decider.lost([loss("worker-2")])
+    assert only(got, SendChange).change.workers == ("worker-0", "worker-1")
+    assert only(got, EndWorker).worker == worker
+    starts = switch_all(decider, only(got, SendChange).change)
+    assert [start.place.index for start in starts] == [2, 3]
+
+
+def test_a_leave_is_repeated_after_a_death_and_one_that_was_over_is_no_failure():
+    decider = started(3)
+    decider.request_leave("worker-2")
+    change = only(decider.lost([loss("worker-1")]), SendChange).change
+    assert change.workers == ("worker-0", "worker-2") and change.left == ()
+    # Its leave was over on its own side: it has ended, and the others wait for it.
+    change = only(decider.ended("worker-2"), SendChange).change
+    assert change.urgent and change.workers == ("worker-0",) and change.lost[-1].reason == "rank 1 (cpu) has left"
+    decider = started(3)
+    decider.request_leave("worker-2")
+    got = switch_all(decider, only(decider.lost([loss("worker-1")]), SendChange).change)
+    assert only(got, SendChange).change.left == ("worker-2",)
+
+
+def test_one_change_at_a_boundary_is_outstanding_and_the_only_member_waits_for_its_successor():
+    decider = started(1)
+    assert decider.request_leave("worker-0") == []
+    first = only(decider.request_join(WorkerPlace(1, "cuda:1")), StartWorker).worker
+    second = only(decider.request_join(WorkerPlace(2, "cuda:2")), StartWorker).worker
+    change = only(decider.ready(first), SendChange).change
+    assert change.workers == ("worker-0", first)
+    assert decider.ready(second) == []
+    sent = only(switch_all(decider, change), SendChange)
+    assert sent.change.workers == (first, second) and sent.change.left == ("worker-0",)
+    assert sent.to == (first, second, "worker-0")
+
+
+def test_after_the_loop_nobody_joins():
+    decider = started(2)
+    worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
+    assert decider.finished() == [EndWorker(worker)]
+    assert decider.ready(worker) == [] and decider.request_join(WorkerPlace(3, "cpu")) == []
+    assert "the training loop has ended" in only(decider.lost([loss("worker-0")]), EndRun).reason
+
+
+def test_a_request_to_leave_of_a_joiner_ends_it():
+    decider = started(2)
+    worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
+    assert decider.request_leave(worker) == [EndWorker(worker)] and not decider.changes
