@@ -44,6 +44,19 @@ def read_checkpoint(run: Path, which: str | int) -> dict[str, Any]:
     return found.state
 
 
+def find_resumable(run: Path, *, may_clean: bool) -> tuple[files.FoundCheckpoint | None, CheckpointError | None]:
+    """Return the newest complete checkpoint that this rank sees, and the error if none can be used.
+
+    With `may_clean` (the rank that writes) it first removes what a writer left that was killed.
+    """
+    try:
+        if may_clean:
+            files.clean_up(run)
+        return files.read_newest(run), None
+    except CheckpointError as error:
+        return None, error
+
+
 def _find(run: Path, which: str | int) -> Path:
     """Return the folder of a checkpoint; CheckpointError if there is none."""
     if (run / files.SKELETON).is_file():

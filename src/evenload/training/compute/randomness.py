@@ -45,6 +45,21 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
         _cuda_generator(device).set_state(state["cuda"])
 
 
+def state_dict(device: torch.device) -> dict[str, Any]:
+    """Capture all generators in the values that a checkpoint holds: tensors, numbers and text."""
+    state = capture(device)
+    if state["numpy"] is not None:
+        kind, keys, *rest = state["numpy"]
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    return state
+
+
+def load_state_dict(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what `state_dict` returned."""
+    numpy_state = state["numpy"]
+    restore({**state, "numpy": None if numpy_state is None else tuple(numpy_state)}, device)
+
+
 @contextmanager
 def set_aside(device: torch.device, others: Sequence[torch.device] = ()) -> Iterator[None]:
     """Restore the generators after the body. `others`: see `other_gpus`."""

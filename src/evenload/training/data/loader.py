@@ -8,7 +8,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -24,36 +24,9 @@ from evenload.training.data.map_reader import MapReader
 from evenload.training.data.places import BatchPlace, RoundPlanner
 from evenload.training.data.prefetch import Span
 from evenload.training.data.resumed import check_resumed
+from evenload.training.data.step_planner import StepPlanner
 from evenload.training.data.stream import StreamReader, check_same_stream
 from evenload.training.data.tuning import ReadSettings, StepCost
-
-
-class StepPlanner(Protocol):
-    world_size: int
-    rank: int
-    in_order: bool
-    """True if all ranks execute all steps, in order; `global_step` is called only where it is False."""
-
-    def plan(self, epoch: int, epoch_step: int, global_step: int, start: int, num_samples: int) -> StepPlan:
-        """Return the plan of a step under the decisions known now; equal on all ranks when the step is executed."""
-
-    def revision(self) -> int:
-        """Return a number that grows when a decision changes plans of steps not yet executed."""
-
-    def next_batch_size(self) -> int | None:
-        """Return the global batch of the next epoch; None keeps it. All ranks call it between two epochs."""
-
-    def agree(self, values: Sequence[int] | None) -> list[int]:
-        """Broadcast rank 0's integers to all ranks."""
-
-    def steps(self, todo: Sequence[int]) -> Iterator[int]:
-        """Yield the steps of an epoch that this rank executes, of those left; all of them, in order, except under ``async``."""
-
-    def following(self, step: int, todo: Sequence[int]) -> Iterator[int]:
-        """Yield the steps that this rank will execute after `step`, as far as it is known."""
-
-    def global_step(self, step: int, committed: int) -> int:
-        """Return the global index of a step of the epoch; `committed` steps of all epochs are committed."""
 
 
 class GlobalLoader:

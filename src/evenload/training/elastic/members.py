@@ -43,7 +43,7 @@ from evenload.training.step.step import Step, StepListener, StepLoader
 
 @dataclass(frozen=True)
 class _Standing:
-    """How far a rank is: its row of the first exchange of a generation."""
+    """Progress of a rank: its row of the first exchange of a generation."""
 
     joins: bool
     is_behind: bool

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from evenload.errors import CheckpointError, EvenloadError
 from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import broadcast, files
+from evenload.training.checkpoint.load import find_resumable
 from evenload.training.checkpoint.options import STEPS, SavedValues, check_best, check_keep, check_values, parse_every
 from evenload.training.checkpoint.registry import OWN_STATE
 from evenload.training.checkpoint.retention import Retention, is_due
@@ -64,10 +65,6 @@ class Saver:
         """True while an optimizer steps: the weights may be half updated."""
 
     def state_dict(self) -> dict[str, Any]:
-        generators = randomness.capture(self._context.device)
-        if generators["numpy"] is not None:
-            kind, keys, *rest = generators["numpy"]
-            generators["numpy"] = [kind, keys.tolist(), *rest]
         return {
             "finished": self._finished,
             "steps_done": self._context.loop.steps_done,
@@ -76,7 +73,7 @@ class Saver:
                 for loader in self._loaders
             ],
             "precision": self._context.engine.precision.state_dict(),
-            "generators": generators,
+            "generators": randomness.state_dict(self._context.device),
             "values": check_values(self._values),
             "settings": dict(self._settings),
             **({} if self.adaptive_batch is None else {"batch": self.adaptive_batch.growth.state_dict()}),
@@ -111,10 +108,7 @@ class Saver:
         self._context.engine.precision.load_state_dict(state["precision"])
         if self._context.wire is not None and "wire" in state:
             self._context.wire.load_state_dict(state["wire"])
-        generators = dict(state["generators"])
-        if generators["numpy"] is not None:
-            generators["numpy"] = tuple(generators["numpy"])
-        randomness.restore(generators, self._context.device)
+        randomness.load_state_dict(state["generators"], self._context.device)
 
     def _load_batch(self, state: dict[str, Any] | None, *, in_epoch: bool) -> None:
         if self.adaptive_batch is not None:
@@ -138,7 +132,9 @@ class Saver:
         settings = ScriptSettings(named, self._loaders, context.config.seed)
         self._settings = settings.values
         context.recorder.event("script_settings", "", settings=self._settings)
-        found, unusable = self._find()
+        found, unusable = (
+            (None, None) if context.config.fresh else find_resumable(context.folder, may_clean=self._writes)
+        )
         rows = context.control.exchange(
             Operation.RESUME, broadcast.checkpoint_key(None if found is None else found.folder, unusable is not None)
         )
@@ -184,18 +180,6 @@ class Saver:
         if text:
             self._decide("settings", "\n".join([text, *notes]), changed=[vars(row) for row in changed])
         return SavedValues(self._values, loaded=True)
-
-    def _find(self) -> tuple[files.FoundCheckpoint | None, CheckpointError | None]:
-        """Return the newest complete checkpoint that this rank sees, and the error if none can be used."""
-        context = self._context
-        if context.config.fresh:
-            return None, None
-        try:
-            if self._writes:
-                files.clean_up(context.folder)
-            return files.read_newest(context.folder), None
-        except CheckpointError as error:
-            return None, error
 
     def _decide(self, kind: str, message: str, **fields: Any) -> None:
         self.decisions.append(message)
