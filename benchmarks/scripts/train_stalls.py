@@ -58,7 +58,7 @@ labels = torch.randint(0, 10, (24_400,), generator=generator)
 data = centres[labels] + 2.5 * torch.randn(24_400, 3, 16, 16, generator=generator)
 train_set = TensorDataset(data[:24_000], labels[:24_000])
 model = small_cnn()
-model, loader = run.prepare(model, DataLoader(train_set, batch_size=64, shuffle=True, drop_last=True))
+model, loader = run.prepare(model, DataLoader(train_set, batch_size=1024, shuffle=True, drop_last=True))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 curve: list[tuple[float, float]] = []
 num_samples, began_s, over = 0, 0.0, False
@@ -89,7 +89,7 @@ while not over:
         optimizer.step()
         optimizer.zero_grad()
         num_samples += step.num_samples
-        if run.is_main and step.index % 40 == 0:
+        if run.is_main and step.index % 5 == 0:
             curve.append((time.monotonic() - began_s, validate(model)))
     over = run.any(over)
 if run.is_main:

@@ -169,6 +169,7 @@ def check_updates(folder: Path, epochs: int, counted: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_the_bound_holds_in_ten_thousand_updates(tmp_path: Path) -> None:
     counted = run_ranks(count_updates, 4, str(tmp_path), 34, timeout_s=600.0)
     check_updates(tmp_path, 34, counted[0])

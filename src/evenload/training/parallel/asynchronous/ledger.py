@@ -79,10 +79,6 @@ class PartLedger:
         self._arrived.append(number)
         return True
 
-    def waits(self, worker: int) -> bool:
-        """Return whether a gradient of this worker has arrived and is not applied."""
-        return any(self._jobs[number].worker == worker for number in self._arrived)
-
     def next_update(self) -> PartJob | None:
         """Return the first gradient in the order of arrival that may be applied now, and count its update."""
         for number in self._arrived:

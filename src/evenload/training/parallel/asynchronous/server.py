@@ -122,11 +122,11 @@ class PartServer:
         """
         while True:
             self._receive()
-            self._hand_out(all_waiting=False)
+            # Updates first: each one that waits would use up a part of the staleness of what is handed out now.
             job = self.ledger.next_update()
             if job is not None:
                 return self._arrival(job)
-            self._hand_out(all_waiting=True)
+            self._hand_out()
             if self.ledger.is_done or (not self._can_continue() and not self.ledger.computing()):
                 return None
             with self._changed:
@@ -194,10 +194,10 @@ class PartServer:
     def _can_continue(self) -> bool:
         return any(worker not in self._left for worker in self.alive)
 
-    def _hand_out(self, *, all_waiting: bool) -> None:
-        """Hand out parts; without `all_waiting` only to workers whose gradients are all applied."""
+    def _hand_out(self) -> None:
+        """Hand out parts to all workers that wait, as far as the bound allows."""
         for worker in list(self._waiting):
-            if worker in self._left or (not all_waiting and self.ledger.waits(worker)):
+            if worker in self._left:
                 continue
             job = self.ledger.hand_out(worker, reserve=self._waiting[worker].reads_ahead)
             if job is None:
