@@ -39,6 +39,15 @@ ELSEWHERE = {
     "pip install 'evenload[ray]'": "pyproject.toml",
     "evenload submit --name first -- python train.py": "tests/system/docs/test_queue.py",
     "evenload ps": "tests/system/docs/test_queue.py",
+    "evenload show runs/train --web": "tests/system/views/test_run_page.py",
+    "evenload show runs/first --html": "tests/system/views/test_run_page.py",
+    "evenload show runs/first --html report.html": "tests/system/views/test_run_page.py",
+    "evenload show runs/first --web": "tests/system/views/test_run_page.py",
+    "evenload show runs/first --trace trace.json": "tests/unit/views/test_trace.py",
+    "evenload show runs/first --trace trace.json --steps 400:450": "tests/unit/views/test_trace.py",
+    "evenload change runs/gpt -d 0,1,cpu": "tests/system/launch/test_elastic.py",
+    "evenload run -d cpu:2 --strategy async train.py": "tests/system/launch/test_async.py",
+    "evenload run -d 0,1,2 --strategy async --staleness 8 train.py": "tests/ranks/exact/test_async.py",
     "evenload simulate --cluster own --cluster own+1 --policy default --policy fifo": "tests/system/docs/test_simulator.py",
 }
 START = ROOT / "docs" / "start.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,9 @@ def test_the_pages_commands_run(tmp_path: Path) -> None:
     }
     try:
         for command in (*commands_of(QUEUE), *commands_of(JOB_FILE)):
+            if command.endswith("--web"):
+                _serve(command, tmp_path, environment)
+                continue
             done = subprocess.run(
                 shlex.split(command),
                 cwd=tmp_path,
@@ -55,6 +59,20 @@ def test_the_pages_commands_run(tmp_path: Path) -> None:
                 assert "job 1 (first)" in done.stdout and "30/30 100 %" in done.stdout
     finally:
         box.close()
+
+
+def _serve(command: str, folder: Path, environment: dict[str, str]) -> None:
+    """Start a page's server, and end it by Ctrl-C once it has named its address."""
+    server = subprocess.Popen(
+        shlex.split(command), cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert server.stdout is not None and "http://127.0.0.1:" in server.stdout.readline(), command
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=30) == 0, command
+    finally:
+        server.kill()
+        server.communicate()
 
 
 def test_the_unit_is_the_packages() -> None:

@@ -115,7 +115,7 @@ def _keep_full(made: Box, work: Path, rng: random.Random, counts: CrashCounts) -
                 if needs["max_devices"] == 1 and rng.random() < 0.5:
                     spec |= {"share_device": True, "peak_bytes": 30 * 2**20}
                 command = [sys.executable, str(work / "program.py"), str(work), str(rng.randint(2, 30))]
-                program = {"command": command, "folder": str(work), "grace_s": 20.0}
+                program = {"command": command, "folder": str(work), "grace_s": 20.0, "requeue": True}
                 counts.unsure += 1
                 counts.submitted.append(client.call("submit", spec=spec, program=program)["job"])
                 counts.unsure -= 1
@@ -148,12 +148,13 @@ def _strike(kind: str, made: Box, boot: Path, rng: random.Random, counts: CrashC
     else:
         made.kill()
         counts.killed_runners |= set(before)
-        while runners := made.runners():  # before their programs: none may live to tell of the end
-            counts.killed_runners |= set(runners.values())
-            kill(list(runners))
-            time.sleep(0.02)
-        until(lambda: not kill(made.processes()), lambda: f"there still are {made.processes()}")
-        boot.write_text(str(uuid.UUID(int=rng.getrandbits(128))))
+        for _ in range(2):  # a runner may have started another daemon, which knows the boot of before
+            while runners := made.runners():  # before their programs: none may live to tell of the end
+                counts.killed_runners |= set(runners.values())
+                kill(list(runners))
+                time.sleep(0.02)
+            until(lambda: not kill(made.processes()), lambda: f"there still are {made.processes()}")
+            boot.write_text(str(uuid.UUID(int=rng.getrandbits(128))))
     if rng.random() < 0.3:
         time.sleep(rng.uniform(0, 0.5))  # away for a while
     began_s = time.monotonic()

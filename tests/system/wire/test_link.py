@@ -74,9 +74,10 @@ def test_bytes_on_the_interface_are_those_of_the_docs(folders: list[Path]) -> No
     for folder in folders:
         counted: dict[str, float] = json.loads((folder / "bytes.json").read_text())
         for name in FORMATS:
-            # Rows of control, and packets without data: 4 to 8 kB a step, whatever the model.
+            # Rows of control, and packets without data: 4 to 8 kB a step, whatever the model. The last packets of a step may be
+            # counted with the next.
             rest = counted[name] - sent_bytes(name, SIZE, 2)
-            assert 0 < rest < 0.05 * sent_bytes(name, SIZE, 2) + 10e3, (name, counted)
+            assert abs(rest) < 0.05 * sent_bytes(name, SIZE, 2) + 10e3, (name, counted)
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from evenload.scheduler import paths, presence
 from evenload.scheduler.daemon.daemon import run_daemon
 from evenload.scheduler.daemon.log import DaemonLog
 
+_LOOK_EVERY_S = 0.25
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the daemon here, or start it in the background and return once it accepts requests."""
@@ -38,8 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_still_gone(folder: Path, wait_s: float) -> bool:
-    """Wait, and return True if the daemon is missing then and no other process is starting it."""
-    time.sleep(wait_s)
+    """Return True if the daemon is missing all that time and no other process is starting it."""
+    until_s = time.monotonic() + wait_s
+    while time.monotonic() < until_s:
+        if not presence.is_missing(folder):
+            return False
+        time.sleep(_LOOK_EVERY_S)
     with contextlib.suppress(OSError), (folder / paths.START_LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return presence.is_missing(folder)

@@ -370,7 +370,7 @@ class Saver:
         if context.wire is not None:
             context.wire.gather()
         with context.clock.segment("other"):
-            if self._writes:
+            if context.groups.rank == 0:
                 try:
                     self._store(step, "", waits=waits)
                 except CheckpointError as error:
