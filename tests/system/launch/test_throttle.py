@@ -18,7 +18,7 @@ from evenload.training.launch.throttle import (
     parse_throttle,
     request_speeds,
 )
-from tests.system.launch.scripts import cpu_groups, run
+from tests.system.launch.scripts import Started, cpu_groups, run
 
 
 def _groups_work():
@@ -108,8 +108,10 @@ def test_the_burner_follows_a_change_and_the_unthrottled_pay_nothing(tmp_path):
 @needs_quota
 def test_a_launch_under_a_quota_leaves_no_group_behind_also_after_an_error(tmp_path):
     body = """
+import re
 place = Path("/proc/self/cgroup").read_text()
 print(f"rank {spec.rank}", spec.throttle, place.count(f"/rank-{spec.rank}"))
+print("group of", re.search(r"evenload-(\d+)", place)[1], "found")
 import subprocess
 print("child", subprocess.run(["cat", "/proc/self/cgroup"], capture_output=True, text=True).stdout.count("/rank-"))
 from evenload.testing.faults import set_throttle
@@ -120,12 +122,14 @@ if spec.rank == 1:
     raise ValueError("broken")
 time.sleep(1000)
 """
-    before = cpu_groups()
-    code, stdout, stderr = run(tmp_path, body, "-d", "cpu:2", "--throttle", "1,0.5")
+    with Started(tmp_path, body, "-d", "cpu:2", "--throttle", "1,0.5") as started:
+        supervisor = started.process.pid
+        code, stdout, stderr = started.end(40)
     assert code == 1 and "ValueError: broken" in stderr
     assert "rank 1 {'factor': 0.5, 'means': 'quota'} 1\n" in stdout and "child 1\n" in stdout
     assert "applied True" in stdout and "throttled to 0.5 of its speed" in stdout
-    assert set(cpu_groups()) <= set(before)
+    assert f"group of {supervisor} found" in stdout
+    assert not [path for path in cpu_groups() if f"evenload-{supervisor}" in path]
 
 
 def test_ranks_that_share_cores_get_their_part_of_them(tmp_path):
