@@ -23,6 +23,7 @@ _USAGE = {
     "start": "evenload queue start",
     "service": "evenload queue service",
     "repair": "evenload queue repair",
+    "report": "evenload queue report [MONTH], such as 2026-11",
     "set": "evenload queue set NAME=VALUE..., such as policy=fifo",
     "limit": "evenload queue limit USER NAME=VALUE..., such as max_devices=2",
     "reserve": "evenload queue reserve DEVICE[,DEVICE...] TIME [USER...], such as gpu0,gpu1 2h ann",
@@ -34,10 +35,14 @@ def queue(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[show|stop|start|service|repair|set|limit|reserve|release] ...", help="Action. Default: show."
+            metavar="[show|stop|start|service|repair|report|set|limit|reserve|release] ...", help="Action. Default: show."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the report as CSV.")] = False,
+    by: Annotated[
+        str | None, typer.Option(metavar="KEYS", help="Sum the report by some of month,group,user. Default: all.")
+    ] = None,
     web: Annotated[
         bool, typer.Option("--web", help="Serve a page of the queue to browsers of this machine, until Ctrl-C.")
     ] = False,
@@ -47,7 +52,8 @@ def queue(
     """Show or change the queue's settings. Only its owner and its admins may change them.
 
     stop: stop the daemon; jobs continue, and the next submit (or start) restarts it. service: have systemd start
-    the daemon at boot and whenever it dies. repair: make a damaged queue whole from its backups. set NAME=VALUE:
+    the daemon at boot and whenever it dies. repair: make a damaged queue whole from its backups. report [MONTH]: list
+    jobs, device-hours, waits and preemptions by month, group and user. set NAME=VALUE:
     change a setting. limit USER NAME=VALUE: set max_devices, max_running, max_queued or share. reserve DEVICES
     TIME [USER...]: reserve devices from now on for these users, or for nobody. release RESERVATION: end a
     reservation.
@@ -55,13 +61,18 @@ def queue(
     if port is not None and not web:
         raise ConfigError("--port needs --web")
     if web:
-        if words or json:
-            raise ConfigError("--web shows the queue and takes no action and no --json")
+        if words or json or csv or by is not None:
+            raise ConfigError("--web shows the queue and takes no action, no --json, no --csv and no --by")
         _serve_page(folder_of(queue), port or 0)
         return
     action, *given = words or ["show"]
     if action not in _USAGE:
         raise ConfigError(f"evenload queue {action}: unknown action; actions: {', '.join(_USAGE)}")
+    if action == "report":
+        _report(folder_of(queue), given, by, "json" if json else "csv" if csv else "")
+        return
+    if csv or by is not None:
+        raise ConfigError(f"--csv and --by are for evenload queue report, not for {action}")
     if action in ("service", "repair"):
         if given:
             raise ConfigError(f"expected {_USAGE[action]}")
@@ -104,6 +115,29 @@ def _service(folder: Path) -> None:
         with connect(folder, start=False) as client:
             client.call("stop")  # systemd starts its own at once; jobs go on meanwhile
     print(f"the queue's daemon starts at boot, and again if it dies: {install(folder)}")
+
+
+def _report(folder: Path, given: list[str], by: str | None, form: str) -> None:
+    """Print the report from the queue's file if it can be read, else from the daemon."""
+    from evenload.scheduler.job_lookup import has_readable_file
+    from evenload.scheduler.store.reader import Reader
+    from evenload.scheduler.store.usage import REPORT_KEYS, report_table, usage_rows
+    from evenload.views.queue.usage import report_csv, report_json, report_lines
+
+    if len(given) > 1:
+        raise ConfigError(f"expected {_USAGE['report']}")
+    keys, month = REPORT_KEYS if by is None else tuple(by.split(",")), given[0] if given else ""
+    if has_readable_file(folder):
+        from evenload.scheduler.daemon.queue_file import read_queue_file
+
+        with Reader(folder) as reader:
+            table = report_table(usage_rows(reader, read_queue_file(folder).groups, keys, month), keys)
+    else:
+        from evenload.scheduler.client import connect
+
+        with connect(folder, start=False) as client:
+            table = client.call("report", by=list(keys), month=month)
+    print({"json": report_json, "csv": report_csv, "": report_lines}[form](table))
 
 
 def _repair(folder: Path) -> None:

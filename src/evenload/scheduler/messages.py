@@ -22,6 +22,7 @@ set        settings={name: value}                                       {setting
 limits     user, and max_devices, max_running, max_queued, share        {user: UserRow}
 reserve    devices, start_s, end_s, users=[]                            {reservation: ReservationRow}
 unreserve  reservation                                                  {}
+report     by=[month, group, user], month                               {by, rows: [UsageRow, …]} (`store.usage`)
 wait       after=number of an event, timeout_s=30                       {last: number}: once there is a later one
 stop                                                                    {pid}: the daemon ends, its jobs go on
 ========== ============================================================ ===============================================

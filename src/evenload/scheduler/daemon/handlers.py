@@ -24,7 +24,7 @@ from evenload.scheduler.daemon.requests import Caller, JobPart, check_name, job_
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.job_lookup import row_of_attempt
 from evenload.scheduler.messages import LARGEST_PAGE
-from evenload.scheduler.store import rows
+from evenload.scheduler.store import rows, usage
 
 _LONGEST_WAIT_S = 300.0
 
@@ -58,6 +58,7 @@ class RequestHandlers:
             "reserve": self._reserve,
             "unreserve": self._unreserve,
             "wait": self._wait,
+            "report": self._report,
             "stop": self._stop,
         }
 
@@ -311,6 +312,11 @@ class RequestHandlers:
         self._check_admin(caller, "unreserve")
         self.state.record(events.ReservationEnded(self.state.clock.now_s(), reservation))
         return {}
+
+    def _report(
+        self, caller: Caller, *, by: tuple[str, ...] = usage.REPORT_KEYS, month: str = ""
+    ) -> dict[str, Any]:
+        return usage.report_table(usage.usage_rows(self.state.reader, self.state.settings.groups, by, month), by)
 
     def _wait(self, caller: Caller, *, after: int | None = None, timeout_s: float = 30.0) -> DelayedReply:
         if timeout_s < 0:

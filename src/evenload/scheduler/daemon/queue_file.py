@@ -12,6 +12,9 @@
     [limits.bob]               # what a user may have
     max_devices = 2
 
+    [groups.vision]            # in reports; other users count in their Unix group
+    users = ["ann", "bob"]
+
     [cpu]                      # on a machine without GPUs, unless slots are given
     slots = 4
 
@@ -60,6 +63,8 @@ class QueueFile:
     max_priority: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Limits] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """User → group."""
     cpu_slots: int | None = None
     devices: tuple[DeviceRule, ...] = ()
     look_every_s: float = 2.0
@@ -84,6 +89,11 @@ class _LogTable:
 
 
 @dataclass(frozen=True, slots=True)
+class _GroupTable:
+    users: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _DeviceTable:
     match: str
     use: bool = True
@@ -103,6 +113,7 @@ class _File:
     max_priority: int = field(default=0, metadata={"min": -(2**31)})
     settings: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Limits] = field(default_factory=dict)
+    groups: Mapping[str, _GroupTable] = field(default_factory=dict)
     cpu: _CpuTable = _CpuTable()
     device: tuple[_DeviceTable, ...] = ()
     watch: _WatchTable = _WatchTable()
@@ -133,12 +144,23 @@ def _read(table: Mapping[str, Any], *, is_system: bool) -> QueueFile:
         max_priority=given.max_priority,
         settings=given.settings,
         limits=given.limits,
+        groups=_groups(given.groups),
         cpu_slots=given.cpu.slots,
         devices=tuple(map(_rule, given.device)),
         look_every_s=given.watch.every_s,
         ghost_bytes=given.watch.ghost_bytes,
         log_bytes=given.log.bytes,
     )
+
+
+def _groups(given: Mapping[str, _GroupTable]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, group in given.items():
+        for user in group.users:
+            if user in found:
+                raise ConfigError(f"groups: {user} is in {found[user]} and in {name}; expected one group for each user")
+            found[user] = name
+    return found
 
 
 def _rule(given: _DeviceTable) -> DeviceRule:

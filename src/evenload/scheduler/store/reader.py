@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -184,6 +185,32 @@ class Reader:
             "ORDER BY a.fence DESC LIMIT ?"
         )
         return list(map(AttemptLine._make, self._query(statement, since_s, limit)))
+
+    def device_use(self, since_s: float = -math.inf) -> list[tuple[str, str, float, float | None]]:
+        """Return user, devices (a JSON list), begin and end of each attempt that held devices at or after a time."""
+        statement = (
+            "SELECT j.user, a.devices, a.began_s, a.ended_s FROM attempts a JOIN jobs j ON j.id = a.job "
+            "WHERE a.ended_s IS NULL OR a.ended_s > ?"
+        )
+        return self._query(statement, since_s)
+
+    def waits(self, states: Sequence[JobState]) -> list[tuple[str, float, float]]:
+        """Return user, time of submission and wait of each job in one of the states."""
+        where, values = _where(states, None)
+        return self._query(
+            f"SELECT user, submitted_s, coalesce(json_extract(body, '$.waited_s'), 0.0) FROM jobs {where}", *values
+        )
+
+    def events_of(self, kind: str, condition: str) -> list[tuple[str, float]]:
+        """Return the job's user and the time of each event of a kind (as stored) for which an SQL expression of its columns `e` holds."""
+        return self._query(
+            f"SELECT j.user, e.time_s FROM events e JOIN jobs j ON j.id = e.job WHERE e.kind = ? AND {condition}", kind
+        )
+
+    def prices(self) -> dict[str, float]:
+        """Return device → price per hour, of those that have one."""
+        statement = "SELECT id, json_extract(body, '$.price_per_hour') AS price FROM devices WHERE price > 0"
+        return dict(self._query(statement))
 
     def log(self, after: int = 0, job: str | None = None) -> Iterator[LogEntry]:
         """Yield the entries after number `after`, of one job or of all."""

@@ -1,0 +1,133 @@
+"""Use of a queue's devices by month, group and user, from its attempts and its log."""
+
+from __future__ import annotations
+
+import grp
+import json
+import pwd
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core import events
+from evenload.scheduler.core.states import ENDED, JobState
+from evenload.scheduler.store.reader import Reader
+
+REPORT_KEYS = ("month", "group", "user")
+
+
+@dataclass(slots=True)
+class UsageRow:
+    """The use of one month, group and user; a key that isn't asked for is empty, and the row sums over it."""
+
+    month: str
+    """Of the calendar, such as ``2026-11``; a job that runs on past a month's end counts in both."""
+    group: str
+    user: str
+    num_jobs: int = 0
+    """Jobs submitted in the month."""
+    device_s: float = 0.0
+    """Device-seconds held in the month, until now for jobs that run."""
+    waited_s: float = 0.0
+    """Time for which jobs submitted in the month could have run but had no devices."""
+    num_preempted: int = 0
+    """Stops in the month for other jobs' sake."""
+    cost: float = 0.0
+    """At the devices' present prices; 0 where none has one."""
+
+
+def usage_rows(
+    reader: Reader,
+    groups: Mapping[str, str],
+    by: Sequence[str] = REPORT_KEYS,
+    month: str = "",
+) -> list[UsageRow]:
+    """Return the rows in the order of their keys.
+
+    Args:
+        reader: of the queue.
+        groups: user → group; any other user has their Unix group.
+        by: some of `REPORT_KEYS`.
+        month: only this month, as ``2026-11``; all if empty.
+
+    Raises:
+        ConfigError: an unknown key, or a month of another form.
+    """
+    _check(by, month)
+    clock, found = reader.clock(), dict[tuple[str, ...], UsageRow]()
+    now_s, ahead_s = clock.now_s(), clock.ahead_s
+    prices, known = reader.prices(), dict(groups)
+
+    def row_of(user: str, in_month: str) -> UsageRow | None:
+        if month and in_month != month:
+            return None
+        if user not in known:
+            known[user] = unix_group(user)
+        values = {"month": in_month, "group": known[user], "user": user}
+        key = {name: value if name in by else "" for name, value in values.items()}
+        return found.setdefault(tuple(key.values()), UsageRow(**key))
+
+    for user, devices, began_s, ended_s in reader.device_use():
+        held = json.loads(devices)
+        price = sum(prices.get(device, 0.0) for device in held) / 3600
+        for in_month, seconds in months(began_s + ahead_s, (now_s if ended_s is None else ended_s) + ahead_s):
+            if (row := row_of(user, in_month)) is not None:
+                row.device_s += seconds * len(held)
+                row.cost += seconds * price
+    for user, submitted_s, waited_s in _waits(reader, now_s):
+        if (row := row_of(user, month_at(submitted_s + ahead_s))) is not None:
+            row.num_jobs += 1
+            row.waited_s += waited_s
+    stopped = events.stored_kind(events.StopRequested)
+    for user, time_s in reader.events_of(stopped, "json_extract(e.body, '$.then') IS NULL"):
+        if (row := row_of(user, month_at(time_s + ahead_s))) is not None:
+            row.num_preempted += 1
+    return [found[key] for key in sorted(found)]
+
+
+def report_table(rows: Sequence[UsageRow], by: Sequence[str]) -> dict[str, Any]:
+    """Return the rows as plain values, as the daemon's `report` replies."""
+    return {"by": list(by), "rows": [asdict(row) for row in rows]}
+
+
+def months(began_s: float, ended_s: float) -> Iterator[tuple[str, float]]:
+    """Yield the months of a span of the wall clock, and the seconds in each."""
+    while began_s < ended_s:
+        at = time.localtime(began_s)
+        next_s = time.mktime((at.tm_year, at.tm_mon + 1, 1, 0, 0, 0, 0, 0, -1))
+        yield f"{at.tm_year}-{at.tm_mon:02}", min(next_s, ended_s) - began_s
+        began_s = next_s
+
+
+def month_at(time_s: float) -> str:
+    return time.strftime("%Y-%m", time.localtime(time_s))
+
+
+def unix_group(user: str) -> str:
+    """Return a user's primary group on this machine; the user's own name without one."""
+    try:
+        return grp.getgrgid(pwd.getpwnam(user).pw_gid).gr_name
+    except KeyError:
+        return user
+
+
+def _waits(reader: Reader, now_s: float) -> Iterator[tuple[str, float, float]]:
+    """Yield user, time of submission and wait of each job ever."""
+    yield from reader.waits(tuple(ENDED))
+    for line in reader.jobs(states=tuple(state for state in JobState if state not in ENDED)):
+        if (job := reader.job(line.id)) is not None:
+            yield line.user, line.submitted_s, job.waited_until(now_s)
+
+
+def _check(by: Sequence[str], month: str) -> None:
+    if unknown := [name for name in by if name not in REPORT_KEYS]:
+        raise ConfigError(f"--by {unknown[0]}: expected some of {', '.join(REPORT_KEYS)}, separated by commas")
+    if month:
+        try:
+            is_month = time.strftime("%Y-%m", time.strptime(month, "%Y-%m")) == month
+        except ValueError:
+            is_month = False
+        if not is_month:
+            raise ConfigError(f"month {month!r}: expected a year and a month, such as 2026-11")

@@ -1,0 +1,38 @@
+"""`evenload queue report` of a queue with real jobs."""
+
+from __future__ import annotations
+
+import csv
+import getpass
+import io
+import json
+import time
+from pathlib import Path
+
+from evenload.scheduler.client import connect
+from tests.system.cli.queue_box import box_in
+
+
+def test_the_report_has_the_hours_of_the_jobs(tmp_path: Path) -> None:
+    """The same from the file and from the daemon, as a table, JSON and CSV; the group is that of queue.toml."""
+    user = getpass.getuser()
+    with box_in(tmp_path) as box:
+        with (box.queue / "queue.toml").open("a") as file:
+            file.write(f'[groups.vision]\nusers = ["{user}"]\n')
+        numbers = [box.submit("--", "sleep", "0.2") for _ in range(2)]
+        for number in numbers:
+            box.wait(number, "SUCCEEDED")
+        (row,) = json.loads(box.run("queue", "report", "--json").out)
+        assert (row["user"], row["group"], row["num_jobs"], row["num_preempted"]) == (user, "vision", 2, 0)
+        held_s = sum(box.job(number)["held_s"] for number in numbers)
+        assert abs(row["device_hours"] * 3600 - held_s) < 0.01 < held_s
+        with connect(box.queue, start=False) as line:
+            (other,) = line.call("report", by=["group"])["rows"]
+        assert (other["user"], other["group"]) == ("", "vision") and abs(other["device_s"] - held_s) < 0.01
+        (cells,) = csv.DictReader(io.StringIO(box.run("queue", "report", "--csv", "--by", "user").out))
+        assert cells["user"] == user and float(cells["device_hours"]) == row["device_hours"]
+        text = box.run("queue", "report", time.strftime("%Y-%m"))
+        assert text.out.splitlines()[0].split()[:4] == ["month", "group", "user", "jobs"] and "vision" in text.out
+        assert "nothing was submitted" in box.run("queue", "report", "1999-01").out
+        for wrong in (("report", "may"), ("report", "--by", "kind"), ("show", "--csv")):
+            assert box.run("queue", *wrong).code == 2, wrong

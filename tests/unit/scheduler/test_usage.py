@@ -1,0 +1,81 @@
+"""Use of devices by month, group and user."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core import events
+from evenload.scheduler.core.values import Device
+from evenload.scheduler.store.reader import Reader
+from evenload.scheduler.store.usage import UsageRow, months, unix_group, usage_rows
+from evenload.scheduler.store.writer import QueueStore
+from evenload.views.queue.usage import report_csv, report_lines
+from tests.unit.scheduler.queue import spec
+
+HOUR_S = 3600.0
+GROUPS = {"ann": "vision", "bob": "vision"}
+
+
+def _november_s() -> float:
+    return time.mktime((2024, 11, 1, 0, 0, 0, 0, 0, -1))
+
+
+def _rows(folder: Path, by: tuple[str, ...] = ("month", "group", "user"), month: str = "") -> list[UsageRow]:
+    with Reader(folder) as reader:
+        return usage_rows(reader, GROUPS, by, month)
+
+
+def test_a_job_over_the_end_of_a_month_counts_in_both(tmp_path: Path) -> None:
+    """It waits an hour, holds two devices for two hours before the end and one after, and is preempted then."""
+    end_s = _november_s()
+    with QueueStore(tmp_path, holder="test") as store:
+        for number in (0, 1):
+            store.record(events.DeviceAdded(end_s - 9 * HOUR_S, Device(f"d{number}", "h", price_per_hour=2.0 * number)))
+        for name, user in (("1", "ann"), ("2", "cid")):
+            extra = {"command": ["true"]}
+            store.record(events.Submitted(end_s - 3 * HOUR_S, name, spec(user=user)), extra=extra)
+        store.record(events.Placed(end_s - 2 * HOUR_S, "1", ("d0", "d1"), 1))
+        store.record(events.JobStarted(end_s - 2 * HOUR_S, "1"))
+        store.record(events.StopRequested(end_s + HOUR_S, "1", reason="for another"))
+        store.record(events.Yielded(end_s + HOUR_S, "1"))
+        store.record(events.Cancelled(end_s + 2 * HOUR_S, "1"))
+        store.record(events.Cancelled(end_s + 2 * HOUR_S, "2"))
+        store.commit()
+    group = unix_group("cid")
+    assert _rows(tmp_path) == [
+        UsageRow("2024-10", group, "cid", num_jobs=1, waited_s=5 * HOUR_S),
+        UsageRow("2024-10", "vision", "ann", num_jobs=1, device_s=4 * HOUR_S, waited_s=2 * HOUR_S, cost=4.0),
+        UsageRow("2024-11", "vision", "ann", device_s=2 * HOUR_S, num_preempted=1, cost=2.0),
+    ]
+    (october,) = _rows(tmp_path, ("month",), "2024-10")
+    assert (october.num_jobs, october.device_s, october.group) == (2, 4 * HOUR_S, "")
+    with Reader(tmp_path) as reader:
+        stored = reader.job("1")
+    assert stored is not None and sum(row.device_s for row in _rows(tmp_path)) == stored.service_device_s
+    table = {"by": ["group"], "rows": [vars_of(row) for row in _rows(tmp_path, ("group",))]}
+    assert report_csv(table).splitlines()[-1] == "vision,1,6.0,2.0,1,6.0"
+    assert report_lines(table).splitlines()[-1].split() == ["total", "2", "6.00", "7.00", "1", "6.00"]
+
+
+def vars_of(row: UsageRow) -> dict[str, object]:
+    return {name: getattr(row, name) for name in UsageRow.__slots__}
+
+
+def test_months_follow_the_calendar() -> None:
+    """Also over a change of summer time, and a year's end."""
+    began_s = time.mktime((2024, 12, 31, 22, 0, 0, 0, 0, -1))
+    assert list(months(began_s, began_s + 3 * HOUR_S)) == [("2024-12", 2 * HOUR_S), ("2025-01", HOUR_S)]
+    whole = list(months(began_s, began_s + 400 * 86400.0))
+    assert len(whole) == 15 and sum(seconds for _, seconds in whole) == 400 * 86400.0
+    assert list(months(5.0, 5.0)) == []
+
+
+@pytest.mark.parametrize(("by", "month", "named"), [(("kind",), "", "--by kind"), (("user",), "2024-1", "2024-1")])
+def test_a_wrong_request_is_named(tmp_path: Path, by: tuple[str, ...], month: str, named: str) -> None:
+    QueueStore(tmp_path, holder="test").close()
+    with pytest.raises(ConfigError, match=named):
+        _rows(tmp_path, by, month)
