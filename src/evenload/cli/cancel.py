@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,10 +29,9 @@ def cancel(
             print(f"job {job} of {backend}: stop requested")
         return
 
-    def act(client: Client, job: str) -> str:
-        (row,) = client.call("cancel", jobs=[job], now=now)["jobs"]
-        if row["state"] == "CANCELLED":
-            return "cancelled"
-        return "ending now" if now else "asked to save and stop; cancel again, or with --now, to end it at once"
+    def act(client: Client, ids: list[str]) -> Iterable[tuple[str, str]]:
+        asked = "ending now" if now else "asked to save and stop; cancel again, or with --now, to end it at once"
+        for row in client.call("cancel", jobs=ids, now=now)["jobs"]:
+            yield row["id"], "cancelled" if row["state"] == "CANCELLED" else asked
 
     act_on_jobs(jobs, queue, NOT_ENDED, act)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,15 +60,15 @@ def change(
         return
     fields = _fields(values)
 
-    def act(client: Client, job: str) -> str:
+    def act(client: Client, ids: list[str]) -> Iterable[tuple[str, str]]:
         if fields:
-            client.call("change", job=job, **fields)
+            client.call("change", job=ids[0], **fields)
         if hold or release:
-            client.call("hold" if hold else "release", jobs=[job])
+            client.call("hold" if hold else "release", jobs=ids)
         words = [*(["held" if hold else "released"] if hold or release else []), *values]
-        return f"{', '.join(words)}{' changed' if values else ''}"
+        return [(job, f"{', '.join(words)}{' changed' if values else ''}") for job in ids]
 
-    act_on_jobs(jobs, queue, ("PENDING",) if hold or release else NOT_ENDED, act)
+    act_on_jobs(jobs, queue, ("PENDING",) if hold or release else NOT_ENDED, act, at_once=not fields)
 
 
 def _change_runs(runs: Sequence[str], texts: Sequence[str], values: Mapping[str, Any], holds: bool) -> None:

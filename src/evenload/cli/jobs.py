@@ -36,31 +36,48 @@ def ids_of(texts: Sequence[str], folder: Path) -> list[str]:
 
 
 def act_on_jobs(
-    texts: Sequence[str], queue: Path | None, states: Sequence[str], act: Callable[[Client, str], str]
+    texts: Sequence[str],
+    queue: Path | None,
+    states: Sequence[str],
+    act: Callable[[Client, list[str]], Iterable[tuple[str, str]]],
+    *,
+    at_once: bool = True,
 ) -> None:
-    """Call `act` on each of the jobs and print what it returns; exit with code 2 if one fails."""
+    """Call `act` on the jobs of each text and print the lines (job, text) it returns; exit with code 2 if one fails.
+
+    With `at_once`, all jobs of an array or a range are one call (a thousand calls would take half a minute), and one call
+    each where the queue refuses that.
+    """
     from evenload.scheduler.client import connect
 
     folder, failed = folder_of(queue), False
     with connect(folder, start=False) as client:
-        for job in _targets(texts, folder, client, states):
-            try:
-                print(f"job {job}: {act(client, job)}", flush=True)
-            except EvenloadError as error:
-                failed = True
-                print(f"evenload: error: {error}", file=sys.stderr)
+        for text in texts:
+            ids = _targets(text, folder, client, states)
+            parts = [ids] if at_once else [[job] for job in ids]
+            while parts:
+                part = parts.pop(0)
+                try:
+                    print("\n".join(f"job {job}: {line}" for job, line in act(client, part)), flush=True)
+                except EvenloadError as error:
+                    if len(part) > 1:
+                        parts = [[job] for job in part]
+                        continue
+                    failed = True
+                    print(f"evenload: error: {error}", file=sys.stderr)
     if failed:
         raise typer.Exit(2)
 
 
-def _targets(texts: Sequence[str], folder: Path, client: Client, states: Sequence[str]) -> Iterable[str]:
-    """Yield the jobs to act on: of a range or an array those in one of the states; a single job in any state."""
-    for text in texts:
-        ids = ids_of([text], folder)
-        if len(ids) == 1:
-            yield ids[0]
-            continue
-        found = [job for job in ids if client.call("job", job=job)["job"]["state"] in states]
-        if not found:
-            raise QueueError(f"nothing to do: none of the {len(ids)} jobs of {text} is {' or '.join(states)}")
-        yield from found
+def _targets(text: str, folder: Path, client: Client, states: Sequence[str]) -> list[str]:
+    """Return the jobs to act on: of a range or an array those in one of the states; a single job in any state."""
+    from evenload.scheduler.job_lookup import listed_jobs
+
+    ids = ids_of([text], folder)
+    if len(ids) == 1:
+        return ids
+    in_states = {row["id"] for row in listed_jobs(client, states=list(states))}
+    found = [job for job in ids if job in in_states]
+    if not found:
+        raise QueueError(f"nothing to do: none of the {len(ids)} jobs of {text} is {' or '.join(states)}")
+    return found

@@ -75,6 +75,7 @@ class Reader:
         if not path.is_file():
             raise QueueError(f"there is no queue in {folder}")
         self._path = path
+        self._last_first: tuple[str, dict[str, Any] | None] | None = None
         with contextlib.ExitStack() as stack, self._sql_errors():
             self._connection = sqlite3.connect(
                 f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, isolation_level=None
@@ -169,7 +170,13 @@ class Reader:
             return None
         from evenload.scheduler.store.rows import whole_program
 
-        return whole_program(dict(json.loads(found[0][0])), self.program)
+        return whole_program(dict(json.loads(found[0][0])), self._first_program)
+
+    def _first_program(self, name: str) -> dict[str, Any] | None:
+        """Return the program that those of an array differ from; the last one is kept, as programs never change."""
+        if self._last_first is None or self._last_first[0] != name:
+            self._last_first = (name, self.program(name))
+        return self._last_first[1]
 
     def attempts(self, name: str) -> list[AttemptRecord]:
         from evenload.scheduler.store import tables
