@@ -53,8 +53,8 @@ def queue(
 
     stop: stop the daemon; jobs continue, and the next submit (or start) restarts it. service: have systemd start
     the daemon at boot and whenever it dies. repair: make a damaged queue whole from its backups. report [MONTH]: list
-    jobs, device-hours, waits and preemptions by month, group and user. set NAME=VALUE:
-    change a setting. limit USER NAME=VALUE: set max_devices, max_running, max_queued or share. reserve DEVICES
+    jobs, device-hours, waits and preemptions by month, group and user. set NAME=VALUE: change a setting. limit USER
+    NAME=VALUE: set max_devices, max_running, max_queued, share or budget_device_hours (a month). reserve DEVICES
     TIME [USER...]: reserve devices from now on for these users, or for nobody. release RESERVATION: end a
     reservation.
     """
@@ -128,10 +128,11 @@ def _report(folder: Path, given: list[str], by: str | None, form: str) -> None:
         raise ConfigError(f"expected {_USAGE['report']}")
     keys, month = REPORT_KEYS if by is None else tuple(by.split(",")), given[0] if given else ""
     if has_readable_file(folder):
-        from evenload.scheduler.daemon.queue_file import read_queue_file
+        from evenload.scheduler.daemon.queue_file import groups_of_users, read_queue_file
 
         with Reader(folder) as reader:
-            table = report_table(usage_rows(reader, read_queue_file(folder).groups, keys, month), keys)
+            groups = groups_of_users(read_queue_file(folder).groups)
+            table = report_table(usage_rows(reader, groups, keys, month), keys)
     else:
         from evenload.scheduler.client import connect
 
@@ -185,7 +186,7 @@ def _set(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
 def _limit(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     user, *rest = given
     read: dict[str, Callable[[str], Any]] = {
-        "share": float,
+        **dict.fromkeys(("share", "budget_device_hours"), float),
         **dict.fromkeys(("max_devices", "max_running", "max_queued"), int),
     }
     changes = {}
@@ -257,6 +258,16 @@ def _status_text(status: Mapping[str, Any]) -> str:
             for u in status["users"]
         ]
         parts.append("\n".join(aligned([("user", "devices", "recent device-hours", *names), *rows])))
+    if budgets := [group for group in (*status["users"], *status["groups"]) if group["budget_device_hours"] is not None]:
+        rows = [
+            (
+                f"group {row['group']}" if "group" in row else row["user"],
+                f"{row['month_device_hours']:.2f}",
+                f"{row['budget_device_hours']:g}",
+            )
+            for row in budgets
+        ]
+        parts.append("\n".join(aligned([("budget of", "device-hours this month", "budget"), *rows])))
     if status["reservations"]:
         rows = [
             (

@@ -19,7 +19,8 @@ job        job                                                          {job: Jo
                                                                         environment to others), attempts: [AttemptRow]}
 status                                                                  StatusRow
 set        settings={name: value}                                       {settings: {…}}
-limits     user, and max_devices, max_running, max_queued, share        {user: UserRow}
+limits     user, and max_devices, max_running, max_queued, share,       {user: UserRow}
+           budget_device_hours
 reserve    devices, start_s, end_s, users=[]                            {reservation: ReservationRow}
 unreserve  reservation                                                  {}
 report     by=[month, group, user], month                               {by, rows: [UsageRow, …]} (`store.usage`)
@@ -163,6 +164,8 @@ class StatusRow(TypedDict):
     settings: dict[str, Any]
     counts: dict[str, int]
     users: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    """Groups of `queue.toml`: users, budget, and the device-hours of this month (0 while no budget is set)."""
     reservations: list[dict[str, Any]]
     last: int
     """Number of the last event, for ``wait``."""

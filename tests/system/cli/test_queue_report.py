@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from evenload.scheduler.client import connect
-from tests.system.cli.queue_box import box_in
+from tests.system.cli.queue_box import box_in, until
 
 
 def test_the_report_has_the_hours_of_the_jobs(tmp_path: Path) -> None:
@@ -36,3 +36,20 @@ def test_the_report_has_the_hours_of_the_jobs(tmp_path: Path) -> None:
         assert "nothing was submitted" in box.run("queue", "report", "1999-01").out
         for wrong in (("report", "may"), ("report", "--by", "kind"), ("show", "--csv")):
             assert box.run("queue", *wrong).code == 2, wrong
+
+
+def test_a_spent_budget_leaves_idle_devices(tmp_path: Path) -> None:
+    """A job that cannot be preempted waits with that reason until the budget is raised; another uses what is idle."""
+    user = getpass.getuser()
+    with box_in(tmp_path) as box:
+        first = box.submit("--", "sleep", "0.5")
+        box.wait(first, "SUCCEEDED")
+        assert box.run("queue", "limit", user, "budget_device_hours=0.0001").code == 0
+        until(lambda: box.run("queue").out.count("0.0001") == 1, lambda: box.run("queue").out)
+        fixed = box.submit("--", "sleep", "0.1")
+        until(lambda: f"the budget of {user} is spent" in box.job(fixed)["reason"], lambda: str(box.job(fixed)))
+        idle = box.submit("--requeue", "--", "sleep", "0.1")
+        box.wait(idle, "SUCCEEDED")
+        assert box.job(fixed)["state"] == "PENDING" and "is spent" in box.run("ps").out
+        box.run("queue", "limit", user, "budget_device_hours=none")
+        box.wait(fixed, "SUCCEEDED")

@@ -226,9 +226,11 @@ class Limits:
     max_queued: int | None = None
     """Jobs that have not ended; a further submit is refused by the shell (`QueueState.refusal`)."""
     share: float = 1.0
+    budget_device_hours: float | None = None
+    """Device-hours a calendar month; after that jobs get idle devices only (`core.budgets`)."""
 
     def __post_init__(self) -> None:
-        for name in ("max_devices", "max_running", "max_queued"):
+        for name in ("max_devices", "max_running", "max_queued", "budget_device_hours"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value}: expected at least 0, or None for no limit")

@@ -237,7 +237,8 @@ class Daemon:
         began_s = time.monotonic()
         if began_s < self._decide_at_s or not (self._state.has_changed or is_tick):
             return
-        snapshot = self._store.queue_state.snapshot()
+        self._state.budgets.read(self._store.queue_state.users, self._state.settings.groups, self._state.clock)
+        snapshot, _ = self._state.snapshot()
         if unseen := self._attempts.unseen():
             snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being scanned"), **snapshot.closed})
         now_s = self._state.clock.now_s()

@@ -20,6 +20,7 @@ from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job, JobSpec, Limits, Reservation, settings_from
 from evenload.scheduler.daemon import replies, requests
+from evenload.scheduler.daemon.queue_file import groups_of_users
 from evenload.scheduler.daemon.requests import Caller, JobPart, check_name, job_names
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.job_lookup import row_of_attempt
@@ -236,7 +237,7 @@ class RequestHandlers:
             limit=limit + 1,
             newest_first=newest_first,
         )
-        forecasts = self.state.forecasts(queue_state.snapshot())
+        forecasts = self.state.forecasts()
         rows = []
         for line in lines[:limit]:
             job = queue_state.jobs.get(line.id)
@@ -260,7 +261,7 @@ class RequestHandlers:
             program.pop(flag, None)
         if not caller.is_admin and program.get("uid") != caller.uid:
             program = {key: program[key] for key in ("command", "folder") if key in program}
-        forecast = self.state.forecasts(queue_state.snapshot()).get(found.id) if live is not None else None
+        forecast = self.state.forecasts().get(found.id) if live is not None else None
         return {
             "job": replies.job_row(self.state, found, forecast),
             "spec": replies.spec_row(self.state, found.spec),
@@ -316,7 +317,8 @@ class RequestHandlers:
     def _report(
         self, caller: Caller, *, by: tuple[str, ...] = usage.REPORT_KEYS, month: str = ""
     ) -> dict[str, Any]:
-        return usage.report_table(usage.usage_rows(self.state.reader, self.state.settings.groups, by, month), by)
+        groups = groups_of_users(self.state.settings.groups)
+        return usage.report_table(usage.usage_rows(self.state.reader, groups, by, month), by)
 
     def _wait(self, caller: Caller, *, after: int | None = None, timeout_s: float = 30.0) -> DelayedReply:
         if timeout_s < 0:

@@ -14,6 +14,7 @@
 
     [groups.vision]            # in reports; other users count in their Unix group
     users = ["ann", "bob"]
+    budget_device_hours = 500  # a calendar month, of all of them together
 
     [cpu]                      # on a machine without GPUs, unless slots are given
     slots = 4
@@ -57,14 +58,20 @@ class DeviceRule:
 
 
 @dataclass(frozen=True, slots=True)
+class UserGroup:
+    users: tuple[str, ...]
+    budget_device_hours: float | None = field(default=None, metadata={"min": 0})
+    """Device-hours a calendar month of all its users together."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueueFile:
     shared: bool = False
     admins: frozenset[int] = frozenset()
     max_priority: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Limits] = field(default_factory=dict)
-    groups: Mapping[str, str] = field(default_factory=dict)
-    """User → group."""
+    groups: Mapping[str, UserGroup] = field(default_factory=dict)
     cpu_slots: int | None = None
     devices: tuple[DeviceRule, ...] = ()
     look_every_s: float = 2.0
@@ -89,11 +96,6 @@ class _LogTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupTable:
-    users: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _DeviceTable:
     match: str
     use: bool = True
@@ -113,7 +115,7 @@ class _File:
     max_priority: int = field(default=0, metadata={"min": -(2**31)})
     settings: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Limits] = field(default_factory=dict)
-    groups: Mapping[str, _GroupTable] = field(default_factory=dict)
+    groups: Mapping[str, UserGroup] = field(default_factory=dict)
     cpu: _CpuTable = _CpuTable()
     device: tuple[_DeviceTable, ...] = ()
     watch: _WatchTable = _WatchTable()
@@ -138,13 +140,14 @@ def read_queue_file(folder: Path) -> QueueFile:
 def _read(table: Mapping[str, Any], *, is_system: bool) -> QueueFile:
     given = validation.build(_File, table, "")
     settings_from(given.settings)
+    groups_of_users(given.groups)
     return QueueFile(
         shared=is_system if given.shared is None else given.shared,
         admins=frozenset(map(_uid, given.admins)),
         max_priority=given.max_priority,
         settings=given.settings,
         limits=given.limits,
-        groups=_groups(given.groups),
+        groups=given.groups,
         cpu_slots=given.cpu.slots,
         devices=tuple(map(_rule, given.device)),
         look_every_s=given.watch.every_s,
@@ -153,9 +156,10 @@ def _read(table: Mapping[str, Any], *, is_system: bool) -> QueueFile:
     )
 
 
-def _groups(given: Mapping[str, _GroupTable]) -> dict[str, str]:
+def groups_of_users(groups: Mapping[str, UserGroup]) -> dict[str, str]:
+    """Return user → group; a `ConfigError` where a user is in two."""
     found: dict[str, str] = {}
-    for name, group in given.items():
+    for name, group in groups.items():
         for user in group.users:
             if user in found:
                 raise ConfigError(f"groups: {user} is in {found[user]} and in {name}; expected one group for each user")

@@ -89,6 +89,7 @@ def status_row(state: DaemonState) -> StatusRow:
         "settings": asdict(queue_state.settings),
         "counts": {str(name): num for name, num in state.reader.counts().items()},
         "users": [user_row(state, name) for name in queue_state.users],
+        "groups": [group_row(state, name) for name in state.settings.groups],
         "reservations": [reservation_row(state, name) for name in queue_state.reservations],
         "last": state.store.last,
         "problems": list(state.problems.values()),
@@ -102,7 +103,18 @@ def user_row(state: DaemonState, name: str) -> dict[str, Any]:
         "user": name,
         "num_devices": user.num_devices,
         "usage_device_s": user.usage_until(state.clock.now_s(), queue_state.settings.half_life_s),
+        "month_device_hours": state.budgets.used_hours.get(name, 0.0),
         **asdict(user.limits),
+    }
+
+
+def group_row(state: DaemonState, name: str) -> dict[str, Any]:
+    group = state.settings.groups[name]
+    return {
+        "group": name,
+        "users": list(group.users),
+        "month_device_hours": state.budgets.hours_of(group.users),
+        "budget_device_hours": group.budget_device_hours,
     }
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from evenload.scheduler.clock import QueueClock
+from evenload.scheduler.core.budgets import within_budgets
 from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.snapshot import QueueSnapshot
-from evenload.scheduler.core.states import ENDED
+from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.daemon.budgets import Budgets
 from evenload.scheduler.daemon.devices import LocalDevice
 from evenload.scheduler.daemon.eta_cache import EtaCache
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
@@ -61,10 +63,12 @@ class DaemonState:
     has_changed: bool = True
     """An event was recorded since the last decision."""
     memory_history: MemoryHistory = field(init=False)
+    budgets: Budgets = field(init=False)
     _eta_cache: EtaCache = field(default_factory=EtaCache)
 
     def __post_init__(self) -> None:
         self.memory_history = MemoryHistory(self.reader)
+        self.budgets = Budgets(self.reader)
 
     def record(self, entry: Entry, **rest: Any) -> tuple[Job, ...]:
         """`QueueStore.record`, which also notes that there is something to decide, and jobs that have ended."""
@@ -85,5 +89,21 @@ class DaemonState:
     def held(self, device: str) -> DeviceUse | None:
         return None if self.scan is None else self.scan.held.get(device)
 
-    def forecasts(self, snapshot: QueueSnapshot) -> Mapping[str, Forecast]:
-        return self._eta_cache.forecasts(snapshot, self.store.last, self.clock.now_s())
+    def snapshot(self) -> tuple[QueueSnapshot, dict[str, str]]:
+        """Return the queue to decide on, and the reasons of jobs that are left out of it."""
+        return within_budgets(self.store.queue_state.snapshot(), self.budgets.spent)
+
+    def forecasts(self) -> Mapping[str, Forecast]:
+        spent = self.budgets.spent
+        snapshot, waits = self.snapshot()
+        found = self._eta_cache.forecasts(snapshot, self.store.last, self.clock.now_s())
+        if not spent:
+            return found
+        found = {**found, **{job: Forecast(reason) for job, reason in waits.items()}}
+        for job in snapshot.jobs:
+            if (reason := spent.get(job.spec.user)) and job.id in found and job.spec.preemptible:
+                known = found[job.id]
+                text = f"{reason}, so it uses idle devices only"
+                text = f"{text}; {known.reason}" if job.state is JobState.PENDING else text
+                found[job.id] = replace(known, reason=text)
+        return found

@@ -95,10 +95,15 @@ def report_table(rows: Sequence[UsageRow], by: Sequence[str]) -> dict[str, Any]:
 def months(began_s: float, ended_s: float) -> Iterator[tuple[str, float]]:
     """Yield the months of a span of the wall clock, and the seconds in each."""
     while began_s < ended_s:
-        at = time.localtime(began_s)
-        next_s = time.mktime((at.tm_year, at.tm_mon + 1, 1, 0, 0, 0, 0, 0, -1))
-        yield f"{at.tm_year}-{at.tm_mon:02}", min(next_s, ended_s) - began_s
+        next_s = month_began_s(began_s, further=1)
+        yield month_at(began_s), min(next_s, ended_s) - began_s
         began_s = next_s
+
+
+def month_began_s(time_s: float, further: int = 0) -> float:
+    """Return when the calendar month of a time began, or one so many months further."""
+    at = time.localtime(time_s)
+    return time.mktime((at.tm_year, at.tm_mon + further, 1, 0, 0, 0, 0, 0, -1))
 
 
 def month_at(time_s: float) -> str:
