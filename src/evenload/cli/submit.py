@@ -93,6 +93,9 @@ def submit(
     ] = None,
     link: Annotated[list[str] | None, typer.Option(metavar="DIR", help="Folder that the snapshot links to.")] = None,
     grace: Annotated[str | None, typer.Option(metavar="TIME", help="Time to save and stop. Default: 60s.")] = None,
+    idle_end: Annotated[
+        str | None, typer.Option(metavar="TIME", help="End it once its devices have been idle for TIME.")
+    ] = None,
     requeue: Annotated[bool, typer.Option("--requeue", help="Allow a restart from the beginning.")] = False,
     retries: Annotated[int | None, typer.Option(help="Number of retries if the job fails.")] = None,
     notify: Annotated[

@@ -62,6 +62,8 @@ class JobFile:
     links: tuple[str, ...] | None = None
     """Folders that a snapshot links to instead of copying them; None: `snapshots.LINKED`."""
     grace_s: float = DEFAULT_GRACE_S
+    idle_end_s: float | None = None
+    """It is ended once all of its devices have been idle for so long; None: never."""
     requeue: bool = False
     retries: int = 0
     notify: tuple[str, ...] = ()
@@ -130,6 +132,7 @@ def to_program(job: JobFile, uid: int, folder: str, *, snapshot: str = "", index
         snapshot=snapshot,
         environment=job.environment_of(index),
         grace_s=job.grace_s,
+        idle_end_s=job.idle_end_s,
         requeue=job.requeue,
         notify=job.notify,
         backend=job.backend,
@@ -158,6 +161,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], Callable[..., Any]]
     "snapshot": (read.read_bool, ("snapshot",), bool),
     "links": (read.read_paths, ("links",), list),
     "grace": (read.read_duration_s, ("grace_s",), read.duration_text),
+    "idle_end": (read.read_duration_s, ("idle_end_s",), read.duration_text),
     "requeue": (read.read_bool, ("requeue",), bool),
     "retries": (read.read_count(0, 1000, "a number of retries"), ("retries",), int),
     "notify": (read.read_notify, ("notify",), list),
@@ -231,6 +235,8 @@ def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) 
         raise ConfigError(
             f"{where['share_device']}: a job that shares a device can have only one; this job requests {job.max_devices}"
         )
+    if job.idle_end_s is not None and job.backend != "local":
+        raise ConfigError(f"{where['idle_end']}: only the local queue watches its devices; remove it")
     if not job.array and any("{index}" in word for word in job.command):
         raise ConfigError('the command contains {index}, but the job is not an array: add array = "0-9" or --array 0-9')
     if job.estimate_s and job.hard_limit_s and job.estimate_s > job.hard_limit_s:

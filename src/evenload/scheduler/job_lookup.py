@@ -166,6 +166,7 @@ def row_of_job(folder: Path, job: Job, clock: QueueClock) -> JobRow:
         "is_held": job.is_held,
         "shares": [],
         "peak_bytes": job.peak_bytes,
+        "idle_s": {},
         "log": str(log_path(folder, job.id)),
     }
 

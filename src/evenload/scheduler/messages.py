@@ -100,6 +100,8 @@ class JobRow(TypedDict):
     """Other jobs on its device."""
     peak_bytes: int
     """Measured memory peak on a device that it may share; 0 if not measured."""
+    idle_s: dict[str, float]
+    """Devices of it that have been idle for long, and for how long."""
     log: str
     """Path of its output."""
 

@@ -40,6 +40,8 @@ class JobProgram:
     """Variables on top of the runner's own."""
     grace_s: float = field(default=60.0, metadata={"min": 0})
     """From the request to stop to SIGKILL."""
+    idle_end_s: float | None = field(default=None, metadata={"min": 0})
+    """It is ended once all of its devices have been idle for so long; None for never."""
     requeue: bool = False
     """It may be ended and started from the beginning although it can't save."""
     notify: tuple[str, ...] = field(default=(), metadata={"check": _check_text})

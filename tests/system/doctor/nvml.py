@@ -85,6 +85,11 @@ class StandInNvml:
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=GIB) for pid in self._card(handle).get("pids", ())]
 
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        if (percent := self._card(handle).get("percent")) is None:
+            raise self.NVMLError("Not Supported")
+        return SimpleNamespace(gpu=percent, memory=0)
+
     def nvmlSystemGetDriverVersion(self) -> str:
         return "570.86.10"
 

@@ -20,6 +20,7 @@ from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.attempt_specs import attempt_spec
 from evenload.scheduler.daemon.endings import ending, final
 from evenload.scheduler.daemon.external_processes import closed_reason, join_refusal
+from evenload.scheduler.daemon.idle import IdleWatch
 from evenload.scheduler.daemon.learning import Learning
 from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.peaks import MemoryPeaks
@@ -59,6 +60,7 @@ class Attempts:
         self._state, self._log, self._scan_soon = state, log, scan_soon
         self._learning = Learning(state)
         self._peaks = MemoryPeaks(state, log)
+        self._idle = IdleWatch(state)
         self._pending: list[_PendingRunner] = []
         self._released_s: dict[str, float] = {}
         """GPU → when a job last released it, by the monotonic clock."""
@@ -85,6 +87,7 @@ class Attempts:
                 measures=False,  # its first progress may be long ago
                 done=job.done,
             )
+            self._state.runners.live[job.id].idle_end_s = None if stored is None else stored.program.idle_end_s
         if num:
             self._log.write(f"{num} running jobs adopted")
 
@@ -116,6 +119,7 @@ class Attempts:
             state.folder, attempt, stored.program, state.devices, state.settings.log_bytes, shares=shares
         )
         state.runners.launch(attempt, order, learns=stored.learns, measures=stored.measures, done=job.done)
+        state.runners.live[name].idle_end_s = stored.program.idle_end_s
 
     def register(self, connection: ClientConnection, *, job: str, attempt: int, fence: int) -> dict[str, Any] | None:
         """Return the reply, None where it follows after a scan; raise a `StaleError` for an old fence."""
@@ -273,6 +277,7 @@ class Attempts:
         Recorded are an attempt's first report, its first with a speed, then one a minute.
         """
         self._peaks.measure(record)
+        self._idle.measure(record)
         for live in self._state.runners.read_reports():
             now_s = time.monotonic()
             has_speed = live.report is not None and live.report.steps_per_s > 0

@@ -39,6 +39,8 @@ class DeviceUse:
 
     holders: tuple[DeviceProcess, ...] = ()
     used_bytes: int = 0
+    utilisation: float | None = None
+    """Part of the last moments in which it computed; None where the driver doesn't report it (parts of a GPU)."""
     problem: str = ""
     """Reason why the scan failed; empty if it didn't."""
 
@@ -170,7 +172,7 @@ def scan_devices(nvml: Any, gpus: Iterable[VisibleGpu], runners: Iterable[int]) 
         if processes and stats is None:
             stats = all_stats()
         holders = tuple(_holder(process, runner_of(int(process.pid), ours, stats or {})) for process in processes)
-        found[gpu.uuid] = DeviceUse(holders, used_bytes)
+        found[gpu.uuid] = DeviceUse(holders, used_bytes, _utilisation(nvml, gpu.handle))
     return found
 
 
@@ -185,6 +187,13 @@ def _used_bytes(nvml: Any, handle: Any) -> int:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
     except (nvml.NVMLError, AttributeError, TypeError):
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def _utilisation(nvml: Any, handle: Any) -> float | None:
+    try:
+        return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+    except (nvml.NVMLError, AttributeError):
+        return None
 
 
 def _holder(process: Any, runner: int) -> DeviceProcess:

@@ -103,6 +103,8 @@ class RequestHandlers:
         program = requests.program_from(part.program, caller)
         spec = requests.spec_from({**part.spec, "array": array} if array else part.spec, caller.name)
         spec = self._in_queue_time(spec, part.spec)
+        if program.idle_end_s is not None and not self.state.settings.idle_below:
+            raise ConfigError("idle_end_s has no effect: this queue's idle_below is 0, so no device counts as idle")
         learns = "preemptible" not in part.spec
         if learns:
             spec = replace(spec, preemptible=program.requeue)

@@ -27,6 +27,8 @@
     [watch]
     every_s = 2.0
     ghost_bytes = 536870912    # memory without a process that is taken to be the driver's own
+    idle_below = 0.05          # a device of which less is used is idle; 0 for never
+    idle_after_s = 1800        # it is named once it has been idle for so long
 
     [log]
     bytes = 1073741824         # the log of a job is kept below this
@@ -76,6 +78,8 @@ class QueueFile:
     devices: tuple[DeviceRule, ...] = ()
     look_every_s: float = 2.0
     ghost_bytes: int = 512 * 2**20
+    idle_below: float = 0.05
+    idle_after_s: float = 1800.0
     log_bytes: int = 2**30
 
 
@@ -88,6 +92,8 @@ class _CpuTable:
 class _WatchTable:
     every_s: float = field(default=2.0, metadata={"min": 0.05})
     ghost_bytes: int = field(default=512 * 2**20, metadata={"min": 0})
+    idle_below: float = field(default=0.05, metadata={"min": 0})
+    idle_after_s: float = field(default=1800.0, metadata={"min": 0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,8 @@ def _read(table: Mapping[str, Any], *, is_system: bool) -> QueueFile:
         devices=tuple(map(_rule, given.device)),
         look_every_s=given.watch.every_s,
         ghost_bytes=given.watch.ghost_bytes,
+        idle_below=given.watch.idle_below,
+        idle_after_s=given.watch.idle_after_s,
         log_bytes=given.log.bytes,
     )
 

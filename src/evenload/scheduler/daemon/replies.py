@@ -14,6 +14,7 @@ from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.sharing import excess_bytes
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, JobSpec
+from evenload.scheduler.daemon.idle import long_idle_s
 from evenload.scheduler.daemon.maintenance import shifted
 from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
@@ -40,6 +41,7 @@ def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> J
         row["total"] = job.total if report.total is None else float(report.total)
     if live is not None:
         row["peak_bytes"] = max(job.peak_bytes, live.peak_bytes)
+        row["idle_s"] = long_idle_s(state, live)
     return row
 
 

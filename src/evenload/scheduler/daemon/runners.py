@@ -61,6 +61,16 @@ class LiveAttempt:
     """The recorded report has a speed."""
     peak_bytes: int = 0
     """Measured peak of its memory on a device that it may share."""
+    busy_s: dict[str, float] = field(default_factory=dict)
+    """Device → when it was last seen in use, by the queue's clock."""
+    idle_s: dict[str, float] = field(default_factory=dict)
+    """Device → for how long it has been idle."""
+    idle_end_s: float | None = None
+    """The job ends once all of its devices have been idle for so long."""
+    has_idle_note: bool = False
+    """Its log says that a device is idle."""
+    cpu_use: tuple[float, int] | None = None
+    """When its CPU time was last read, by the monotonic clock, and that time in ticks."""
     is_gone: bool = False
     was_gone: bool = False
     """It had ended before this daemon looked for it."""
@@ -163,6 +173,13 @@ class Runners:
             if live.report is not None:
                 live.requested_step = live.report.step + live.report.steps_per_s * max(0.0, now_s - live.reported_s)
         send_signal(live.identity.pid, signal.SIGUSR1, live.identity.start_ticks)
+
+    def note(self, job: str, text: str) -> None:
+        """Have a runner write a line to its job's log; a full disk loses it."""
+        live = self.live[job]
+        if live.identity is not None and not live.is_gone:
+            with contextlib.suppress(OSError):
+                files.write_note(live.folder, text)
 
     def collect(self) -> list[EndedAttempt]:
         """Return the attempts that have ended, each until `forget`. None of their processes runs any more."""

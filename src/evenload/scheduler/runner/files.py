@@ -26,6 +26,7 @@ RESERVE = ".result.reserve"
 _RESERVE_BYTES = 16 * 1024
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 PEAK = "peak.json"
+NOTE = "note.json"
 TERMS = "terms.json"
 PROTOCOL = "protocol"
 """One byte: 1 where the program's files name Evenload, so that it can be expected to report although it hasn't yet."""
@@ -202,6 +203,19 @@ def may_report(folder: Path) -> bool:
         return (folder / PROTOCOL).read_bytes() == b"1"
     except OSError:
         return True
+
+
+def write_note(folder: Path, text: str) -> None:
+    _write(folder / NOTE, {"text": text})
+
+
+def read_note(folder: Path) -> str:
+    """Read the daemon's last note for the job's log; empty without one."""
+    try:
+        row = _read(folder / NOTE)
+    except QueueError:
+        row = None
+    return "" if row is None else str(row.get("text", ""))
 
 
 def write_peak(folder: Path, fence: int, peak_bytes: int) -> None:

@@ -44,6 +44,7 @@ class ProgramSupervisor:
         self._measure_at_s = 0.0
         self._log_size, self._log_seen_s = 0, time.monotonic()
         self._until_full_s = 2 * _ENDING_EVERY_S
+        self._note = files.read_note(folder)
         self.is_terminated = False
         """Set on SIGTERM to this runner itself: the machine shuts down, or an admin ends it."""
 
@@ -90,6 +91,9 @@ class ProgramSupervisor:
             if self._code is None and not self._was_killed:
                 self._write_log(f"it didn't end within {self._spec.grace_s:g} s of the request: killed")
             self._kill()
+        if (note := files.read_note(self._folder)) != self._note:
+            self._note = note
+            self._write_log(note)
         self._trim_log()
         self._daemon.look()
         if self._spec.measures:

@@ -16,7 +16,7 @@ from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.job_lookup import has_readable_file, row_of_attempt, row_of_job, stored_job
 from evenload.scheduler.job_syntax import bytes_text, duration_text
 from evenload.views.queue.job_run import folder_of_run, of_job
-from evenload.views.queue.text import aligned, clean, gigabytes, moment, progress, short_list, span
+from evenload.views.queue.text import aligned, clean, gigabytes, idle, moment, progress, short_list, span
 
 _ENDED = {str(state) for state in ENDED}
 _ENDINGS = {"Yielded": "saved and stopped", "NotSaved": "stopped, not saved", "Ended": "ended", "Lost": "lost"}
@@ -127,6 +127,7 @@ def _facts(summary: JobSummary) -> Iterator[tuple[str, str]]:
     yield "snapshot", _snapshot(program)
     yield "requested", _requested(job, summary.spec)
     yield "memory", f"{gigabytes(job['peak_bytes'])} of its device at peak" if job.get("peak_bytes") else ""
+    yield "idle", idle(job, {name: str(device["label"]) for name, device in summary.devices.items()})
     yield "shares with", f"job {', '.join(job['shares'])}" if job.get("shares") else ""
     speed = f", {job['rate_per_s']:.3g}/s" if job["rate_per_s"] else ""
     yield "progress", f"{progress(job)}{speed}" if progress(job) else ""

@@ -237,8 +237,15 @@ def _running_row(job: Mapping[str, Any], now_s: float, names: Mapping[str, str])
     devices = [clean(names.get(device, device)) for device in job["devices"]]
     return (
         job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], short_list(devices), progress(job),
-        speed, span(eta_s - now_s) if eta_s is not None else "", clean(job["reason"])[:120] or _shared(job),
+        speed, span(eta_s - now_s) if eta_s is not None else "", idle(job, names) or clean(job["reason"])[:120] or _shared(job),
     )  # fmt: skip
+
+
+def idle(job: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Return the devices of a job that have been idle for long, and for how long; empty for none."""
+    idle_s: Mapping[str, float] = job.get("idle_s") or {}
+    listed = short_list([clean(names.get(device, device)) for device in idle_s])
+    return f"idle for {span(min(idle_s.values()))}: {listed}" if idle_s else ""
 
 
 def _shared(job: Mapping[str, Any]) -> str:
