@@ -110,6 +110,7 @@ def submit(
     ] = None,
     queue: Queue = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the request; submit nothing.")] = False,
+    pty: Annotated[bool, typer.Option("--pty", help="Run it in this terminal, interactively; exit with its code.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the job; exit with its exit code.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the jobs' ids as JSON.")] = False,
 ) -> None:
@@ -140,6 +141,12 @@ def submit(
     if path is not None and command:
         values["command"] = _longer(values.get("command"), command)
     job = job_from(values, sources)
+    if pty:
+        if wait or json:
+            raise ConfigError(f"--pty with {'--wait' if wait else '--json'}: it waits itself, and prints what the job prints")
+        from evenload.scheduler.submit.interactive import interactive_job
+
+        job = interactive_job(job, dict(os.environ))
     if wait and job.backend != "local":
         raise ConfigError(f"--wait is for the local queue; use evenload show --backend {job.backend} JOB")
     queue_folder = folder_of(queue)
@@ -151,6 +158,8 @@ def submit(
     _print_submitted(submitted, queue_folder, json)
     if is_first and not json:
         _offer_service(queue_folder)
+    if pty:
+        raise typer.Exit(_interact(submitted.ids[0], queue_folder))
     if wait:
         raise typer.Exit(_wait(submitted.ids, queue_folder))
 
@@ -235,6 +244,15 @@ def _snapshot_line(snapshot: TreeSnapshot) -> str:
 def _first_of(names: Sequence[str], num: int = 6) -> str:
     listed = names if len(names) <= num else [*names[: num - 1], f"and {len(names) - num + 1} more"]
     return ", ".join(listed)
+
+
+def _interact(job: str, queue: Path) -> int:
+    from evenload.scheduler.submit.interactive import run_interactively
+
+    if not run_interactively(queue, job):
+        print(f"evenload: job {job} is cancelled", file=sys.stderr)
+        return 130
+    return _wait([job], queue)
 
 
 def _wait(ids: Sequence[str], queue: Path) -> int:

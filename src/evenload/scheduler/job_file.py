@@ -30,7 +30,7 @@ DEFAULT_GRACE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """A job request. Each field but the last two is a key of the file or a part of one."""
+    """A job request. Each field but the last three is a key of the file or a part of one."""
 
     command: tuple[str, ...]
     name: str = ""
@@ -68,6 +68,8 @@ class JobFile:
     retries: int = 0
     notify: tuple[str, ...] = ()
     share_device: bool = False
+    pty: bool = False
+    """It has a terminal; no key of a file: somebody must sit at the other end."""
     backend: str = "local"
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -134,6 +136,7 @@ def to_program(job: JobFile, uid: int, folder: str, *, snapshot: str = "", index
         grace_s=job.grace_s,
         idle_end_s=job.idle_end_s,
         requeue=job.requeue,
+        pty=job.pty,
         notify=job.notify,
         backend=job.backend,
         options=dict(job.backend_options),

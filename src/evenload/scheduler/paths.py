@@ -52,18 +52,18 @@ def attempt_folder(folder: Path, job: str, attempt: int) -> Path:
 
 
 @contextlib.contextmanager
-def socket_address(folder: Path) -> Iterator[str]:
-    """Yield a path of the queue's socket that fits into the 107 bytes of an address, valid inside the ``with`` block.
+def socket_address(folder: Path, name: str = SOCKET) -> Iterator[str]:
+    """Yield a path of a socket, by default the queue's, that fits into the 107 bytes of an address, valid inside the ``with`` block.
 
     A longer path is reached through an open folder.
     """
-    path = str(folder / SOCKET)
+    path = str(folder / name)
     if len(os.fsencode(path)) <= 107:
         yield path
         return
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{descriptor}/{SOCKET}"
+        yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
 

@@ -44,6 +44,8 @@ class JobProgram:
     """It is ended once all of its devices have been idle for so long; None for never."""
     requeue: bool = False
     """It may be ended and started from the beginning although it can't save."""
+    pty: bool = False
+    """It has a terminal, to which its owner's client connects (`runner.terminal`)."""
     notify: tuple[str, ...] = field(default=(), metadata={"check": _check_text})
     """Where to report how it ended: ``command:…``, ``webhook:URL``, ``mail:ADDRESS``."""
     backend: str = "local"

@@ -57,6 +57,7 @@ def attempt_spec(
         log_bytes=log_bytes,
         cores=cores,
         note=f"attempt {number} on {labels}, {at}" if number > 1 else "",
+        pty=program.pty,
         measures=shares and not any(found[device].is_gpu for device in attempt.devices),
     )
 

@@ -17,6 +17,7 @@ from evenload.scheduler.runner import files
 from evenload.scheduler.runner.daemon_watch import DaemonWatch
 from evenload.scheduler.runner.files import AttemptSpec, RunnerResult
 from evenload.scheduler.runner.start import open_log, start
+from evenload.scheduler.runner.terminal import ProgramTerminal
 from evenload.scheduler.runner.watch import ProgramSupervisor
 
 _WAIT_FOR_DAEMON_S = 120.0
@@ -88,13 +89,15 @@ def _is_admitted(spec: AttemptSpec, watch: DaemonWatch) -> bool:
 
 def _run(folder: Path, spec: AttemptSpec, wakeup: int, watch: DaemonWatch) -> RunnerResult:
     """Run the program to its end. It starts once the disk has room for its result; until then this waits."""
-    log = -1
+    log, terminal = -1, None
     while True:
         try:
             files.reserve_result(folder)
             log = open_log(spec) if log < 0 else log
             _note(log, spec.note)
-            started = start(folder, spec, log)
+            if spec.pty and terminal is None:
+                terminal = ProgramTerminal(folder, spec.uid, log)
+            started = start(folder, spec, log, terminal)
             break
         except (EvenloadError, OSError) as error:
             if isinstance(error, OSError) and files.is_full_disk(error):
@@ -102,7 +105,7 @@ def _run(folder: Path, spec: AttemptSpec, wakeup: int, watch: DaemonWatch) -> Ru
                 continue
             _note(log, str(error))
             return RunnerResult(spec.fence, None, problem=str(error), **files.ended_now())
-    supervisor = ProgramSupervisor(folder, spec, started, log, wakeup, watch)
+    supervisor = ProgramSupervisor(folder, spec, started, log, wakeup, watch, terminal)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         supervisor.is_terminated = True

@@ -57,6 +57,8 @@ class AttemptSpec:
     """A line written to the log before the program starts."""
     measures: bool = False
     """Measure the program's use of the machine's memory."""
+    pty: bool = False
+    """The program has a terminal."""
 
 
 @dataclass(frozen=True, slots=True)

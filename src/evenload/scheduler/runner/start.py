@@ -17,6 +17,7 @@ from evenload.scheduler import snapshots
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec
 from evenload.scheduler.runner.processes import ProcessMarkers
+from evenload.scheduler.runner.terminal import ProgramTerminal, take_terminal
 
 _NAME = "evenload"
 _SCRIPT_BYTES = 2**20
@@ -56,7 +57,9 @@ def open_log(spec: AttemptSpec) -> int:
     return log
 
 
-def start(folder: Path, spec: AttemptSpec, log: int) -> StartedProgram:
+def start(
+    folder: Path, spec: AttemptSpec, log: int, terminal: ProgramTerminal | None = None
+) -> StartedProgram:
     """Start the program and return once it is executed; raise a `QueueError` with the reason where it can't be.
 
     A full disk is an `OSError`: nothing has begun, and the caller may try again. The program's markers are on disk before
@@ -77,7 +80,7 @@ def start(folder: Path, spec: AttemptSpec, log: int) -> StartedProgram:
             end_with_parent()
             protocol = files.open_protocol(folder)
             _write_markers(folder, cgroup)
-            _become(folder, spec, log, runner, protocol)
+            _become(folder, spec, log, runner, protocol, terminal)
         except BaseException as error:
             os.write(child_problem, f"{error}".encode(errors="replace")[:2000] or b"unknown")
             if files.is_full_disk(error):
@@ -120,12 +123,17 @@ def _names_evenload(spec: AttemptSpec) -> bool:
     return False
 
 
-def _become(folder: Path, spec: AttemptSpec, log: int, runner: int, protocol: int) -> None:
+def _become(
+    folder: Path, spec: AttemptSpec, log: int, runner: int, protocol: int, terminal: ProgramTerminal | None
+) -> None:
     """Turn this forked child into the program; never returns."""
     os.setsid()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
+    if terminal is not None:
+        take_terminal(terminal.slave)
+    else:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

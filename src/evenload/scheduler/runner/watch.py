@@ -17,11 +17,14 @@ from evenload.scheduler.runner.daemon_watch import DaemonWatch
 from evenload.scheduler.runner.files import AttemptSpec, RunnerRequest, RunnerResult
 from evenload.scheduler.runner.memory import resident_bytes
 from evenload.scheduler.runner.start import StartedProgram
+from evenload.scheduler.runner.terminal import ProgramTerminal
 
 _CHECK_EVERY_S = 1.0
 _ENDING_EVERY_S = 0.05
 _MIN_PEAK_GROWTH = 1.02
 """A peak of memory is written when it is this many times the one written before."""
+_HANG_UP_AFTER_S = 2.0
+"""An interactive program that goes on after SIGTERM gets SIGHUP so much later."""
 _LEFTOVER_GRACE_S = 3.0
 """Time after SIGTERM for processes that a program leaves behind when it ends by itself."""
 
@@ -30,7 +33,14 @@ class ProgramSupervisor:
     """One program, from its start to the end of its last process."""
 
     def __init__(
-        self, folder: Path, spec: AttemptSpec, program: StartedProgram, log: int, wakeup: int, daemon: DaemonWatch
+        self,
+        folder: Path,
+        spec: AttemptSpec,
+        program: StartedProgram,
+        log: int,
+        wakeup: int,
+        daemon: DaemonWatch,
+        terminal: ProgramTerminal | None = None,
     ) -> None:
         self._folder, self._spec, self._program = folder, spec, program
         self._log, self._wakeup, self._daemon = log, wakeup, daemon
@@ -45,6 +55,10 @@ class ProgramSupervisor:
         self._log_size, self._log_seen_s = 0, time.monotonic()
         self._until_full_s = 2 * _ENDING_EVERY_S
         self._note = files.read_note(folder)
+        self._terminal = terminal
+        self._hang_up_s: float | None = None
+        if terminal is not None:
+            terminal.has_started()
         self.is_terminated = False
         """Set on SIGTERM to this runner itself: the machine shuts down, or an admin ends it."""
 
@@ -54,6 +68,8 @@ class ProgramSupervisor:
             self._check()
             is_ending = self._code is not None or self._was_killed
             self._sleep(_ENDING_EVERY_S if is_ending else min(_CHECK_EVERY_S, self._until_full_s / 2))
+        if self._terminal is not None:
+            self._terminal.close()
         self._trim_log()
         processes.remove_cgroup(self._program.cgroup)
         return RunnerResult(
@@ -82,6 +98,8 @@ class ProgramSupervisor:
     def _check(self) -> None:
         now_s = time.monotonic()
         self._follow_requests(now_s)
+        if self._terminal is not None and self._code is None:
+            self._follow_terminal(self._terminal, now_s)
         if self._code is not None and not self._has_signalled_rest:
             self._has_signalled_rest = True
             if self._deadline_s is None:
@@ -98,6 +116,15 @@ class ProgramSupervisor:
         self._daemon.look()
         if self._spec.measures:
             self._measure(now_s)
+
+    def _follow_terminal(self, terminal: ProgramTerminal, now_s: float) -> None:
+        """End an interactive program whose terminal was closed; hang up one that a stop request did not end."""
+        if terminal.is_hung_up and self._deadline_s is None:
+            self._write_log("its terminal was closed")
+            self._deadline_s = now_s + self._spec.grace_s
+        if self._hang_up_s is not None and now_s >= self._hang_up_s:  # an interactive shell ignores SIGTERM
+            self._hang_up_s = None
+            send_signal(self._program.pid, signal.SIGHUP, self._program.start_ticks)
 
     def _measure(self, now_s: float) -> None:
         if now_s < self._measure_at_s:
@@ -128,6 +155,8 @@ class ProgramSupervisor:
             with contextlib.suppress(OSError):
                 request_stop(files.terms_of(self._folder, self._spec), request.reason)
             send_signal(self._program.pid, signal.SIGTERM, self._program.start_ticks)
+            if self._terminal is not None:
+                self._hang_up_s = now_s + min(_HANG_UP_AFTER_S, self._spec.grace_s / 2)
 
     def _kill(self) -> None:
         self._was_killed = self._was_killed or self._code is None
@@ -141,7 +170,10 @@ class ProgramSupervisor:
     def _sleep(self, most_s: float) -> None:
         if self._deadline_s is not None:
             most_s = min(most_s, max(_ENDING_EVERY_S, self._deadline_s - time.monotonic()))
-        if select.select([self._wakeup], [], [], most_s)[0]:
+        if self._hang_up_s is not None:
+            most_s = min(most_s, max(0.0, self._hang_up_s - time.monotonic()))
+        terminal = self._terminal
+        if terminal.wait(self._wakeup, most_s) if terminal else select.select([self._wakeup], [], [], most_s)[0]:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self._wakeup, 4096):
                     pass
