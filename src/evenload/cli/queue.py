@@ -26,7 +26,7 @@ _USAGE = {
     "report": "evenload queue report [MONTH], such as 2026-11",
     "set": "evenload queue set NAME=VALUE..., such as policy=fifo",
     "limit": "evenload queue limit USER NAME=VALUE..., such as max_devices=2",
-    "reserve": "evenload queue reserve DEVICE[,DEVICE...] TIME [USER...], such as gpu0,gpu1 2h ann",
+    "reserve": "evenload queue reserve DEVICE[,DEVICE...] TIME [USER...] [--at TIME] [--every day], such as gpu0,gpu1 2h ann",
     "release": "evenload queue release RESERVATION",
 }
 
@@ -39,6 +39,10 @@ def queue(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Begin of a reservation: 09:00, mon 09:00, 2026-12-01 09:00.")
+    ] = None,
+    every: Annotated[str | None, typer.Option(metavar="day|weekday|week", help="Repeat a reservation.")] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print the report as CSV.")] = False,
     by: Annotated[
         str | None, typer.Option(metavar="KEYS", help="Sum the report by some of month,group,user. Default: all.")
@@ -55,8 +59,8 @@ def queue(
     the daemon at boot and whenever it dies. repair: make a damaged queue whole from its backups. report [MONTH]: list
     jobs, device-hours, waits and preemptions by month, group and user. set NAME=VALUE: change a setting. limit USER
     NAME=VALUE: set max_devices, max_running, max_queued, share or budget_device_hours (a month). reserve DEVICES
-    TIME [USER...]: reserve devices from now on for these users, or for nobody. release RESERVATION: end a
-    reservation.
+    TIME [USER...]: reserve devices for these users, or for nobody, from now on (or --at a time, --every day). release
+    RESERVATION: end a reservation.
     """
     if port is not None and not web:
         raise ConfigError("--port needs --web")
@@ -73,6 +77,8 @@ def queue(
         return
     if csv or by is not None:
         raise ConfigError(f"--csv and --by are for evenload queue report, not for {action}")
+    if (at or every) and action != "reserve":
+        raise ConfigError(f"--at and --every are for evenload queue reserve, not for {action}")
     if action in ("service", "repair"):
         if given:
             raise ConfigError(f"expected {_USAGE[action]}")
@@ -82,7 +88,10 @@ def queue(
 
     with connect(folder_of(queue), start=action == "start") as client:
         try:
-            answer, text = _ACTIONS[action](client, given)
+            if action == "reserve":
+                answer, text = _reserve(client, given, at, every)
+            else:
+                answer, text = _ACTIONS[action](client, given)
         except (ValueError, IndexError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -198,19 +207,26 @@ def _limit(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     return answer, f"{user}: " + ", ".join(f"{name} {answer['user'][name]}" for name in read)
 
 
-def _reserve(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
-    from evenload.scheduler.job_syntax import read_duration_s
+def _reserve(
+    client: Client, given: list[str], at: str | None, every: str | None
+) -> tuple[Mapping[str, Any], str]:
+    from evenload.scheduler.job_syntax import read_duration_s, read_time_of_day_s
+    from evenload.views.queue.text import moment
 
     devices, lasts, *users = given
-    start_s = time.time()
+    now_s = time.time()
     names = devices.split(",")
     try:
+        start_s = now_s if at is None else read_time_of_day_s(at, now_s)
         end_s = start_s + read_duration_s(lasts)
     except ValueError as error:
-        raise ConfigError(f"{lasts}: expected {error}") from None
-    answer = client.call("reserve", devices=names, start_s=start_s, end_s=end_s, users=users)
+        raise ConfigError(f"{lasts if at is None else f'{lasts} --at {at}'}: expected {error}") from None
+    fields = {} if every is None else {"every": every}
+    answer = client.call("reserve", devices=names, start_s=start_s, end_s=end_s, users=users, **fields)
     for_whom = ", ".join(users) or "nobody (maintenance)"
-    return answer, f"reservation {answer['reservation']['id']}: {devices} for {for_whom}, {lasts} from now on"
+    begin = "now on" if at is None else moment(start_s)
+    repeated = "" if every is None else f", every {every}"
+    return answer, f"reservation {answer['reservation']['id']}: {devices} for {for_whom}, {lasts} from {begin}{repeated}"
 
 
 def _release(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
@@ -224,7 +240,6 @@ _ACTIONS: dict[str, Callable[[Client, list[str]], tuple[Mapping[str, Any], str]]
     "start": _start,
     "set": _set,
     "limit": _limit,
-    "reserve": _reserve,
     "release": _release,
 }
 
@@ -276,8 +291,9 @@ def _status_text(status: Mapping[str, Any]) -> str:
                 moment(r["start_s"]),
                 moment(r["end_s"]),
                 ",".join(r["users"]) or "nobody",
+                r.get("every", ""),
             )
             for r in status["reservations"]
         ]
-        parts.append("\n".join(aligned([("reservation", "devices", "from", "to", "for"), *rows])))
+        parts.append("\n".join(aligned([("reservation", "devices", "from", "to", "for", "every"), *rows])))
     return "\n\n".join(parts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import unicodedata
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +22,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _UNITS_BYTES = {
     "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
 }  # fmt: skip
+_WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _LONGEST_NAME, _LONGEST_JOB = 100, 200
 _NAME_SIGNS = frozenset("_.+=@,-")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -119,6 +121,27 @@ def read_duration_s(value: Any) -> float:
     if "".join(number + unit for number, unit in parts) != value or not 0 < seconds < math.inf:
         raise ValueError("a time with its unit, such as 90s, 45m, 2h or 1d12h")
     return seconds
+
+
+def read_time_of_day_s(value: str, now_s: float) -> float:
+    """Parse `09:00` (the next), `mon 09:00` or `2026-12-01 09:00`, by the wall clock; return seconds since 1970."""
+    found = re.fullmatch(r"(?:(\d{4})-(\d\d)-(\d\d) |([a-z]{3}) )?(\d{1,2}):(\d\d)", value.strip().lower())
+    expected = "a time such as 09:00, mon 09:00 or 2026-12-01 09:00"
+    if found is None or (found[4] and found[4] not in _WEEKDAYS) or int(found[5]) > 23 or int(found[6]) > 59:
+        raise ValueError(expected)
+    clock_time = (int(found[5]), int(found[6]), 0, 0, 0, -1)
+    if found[1]:
+        date = (int(found[1]), int(found[2]), int(found[3]))
+        time_s = time.mktime((*date, *clock_time))
+        if time.localtime(time_s)[:3] != date:
+            raise ValueError(expected)
+        return time_s
+    today = time.localtime(now_s)
+    for days in range(8):
+        time_s = time.mktime((today.tm_year, today.tm_mon, today.tm_mday + days, *clock_time))
+        if time_s >= now_s and found[4] in (None, _WEEKDAYS[time.localtime(time_s).tm_wday]):
+            return time_s
+    raise ValueError(expected)
 
 
 def read_limits_s(value: Any) -> tuple[float | None, float | None]:

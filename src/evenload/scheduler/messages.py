@@ -21,7 +21,7 @@ status                                                                  StatusRo
 set        settings={name: value}                                       {settings: {…}}
 limits     user, and max_devices, max_running, max_queued, share,       {user: UserRow}
            budget_device_hours
-reserve    devices, start_s, end_s, users=[]                            {reservation: ReservationRow}
+reserve    devices, start_s, end_s, users=[], every=""                  {reservation: ReservationRow}
 unreserve  reservation                                                  {}
 report     by=[month, group, user], month                               {by, rows: [UsageRow, …]} (`store.usage`)
 wait       after=number of an event, timeout_s=30                       {last: number}: once there is a later one

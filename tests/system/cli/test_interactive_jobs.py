@@ -152,7 +152,7 @@ def test_ctrl_c_before_the_start_cancels(box: Box, tmp_path: Path) -> None:
         box.wait(holder, "RUNNING")
     with terminal(box, "--", *SHELL) as shown:
         number = _number(shown)
-        shown.wait_for(r"watch: ")
+        shown.wait_for(r"Ctrl-C cancels")
         time.sleep(0.5)
         shown.write("\x03")
         assert shown.ended() == 130

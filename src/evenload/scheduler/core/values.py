@@ -253,6 +253,9 @@ class User:
         return self.usage_device_s * decay + self.num_devices * half_life_s / math.log(2) * (1 - decay)
 
 
+RECURRENCES = ("day", "weekday", "week")
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Devices kept for some users during a window of time."""
@@ -263,8 +266,15 @@ class Reservation:
     end_s: float
     users: frozenset[str]
     """Only their jobs may use the devices meanwhile; no jobs if empty (maintenance)."""
+    every: str = ""
+    """One of `RECURRENCES`: a shell sets the next window once this one is over. Empty: this window alone."""
 
     def __post_init__(self) -> None:
+        if self.every and self.every not in RECURRENCES:
+            raise ConfigError(f"reservation {self.id}: every={self.every!r}: expected one of {', '.join(RECURRENCES)}")
+        most_days = 7 if self.every == "week" else 1
+        if self.every and self.end_s - self.start_s > most_days * 86400.0:
+            raise ConfigError(f"reservation {self.id} lasts longer than the time until the next, every {self.every}")
         if not self.start_s < self.end_s:
             raise ConfigError(f"reservation {self.id}: from {self.start_s} s to {self.end_s} s: expected start < end")
         if not self.devices:

@@ -25,7 +25,13 @@ from evenload.scheduler.daemon.devices import LocalDevice, find_devices
 from evenload.scheduler.daemon.external_processes import GpuMonitor
 from evenload.scheduler.daemon.handlers import DelayedReply, RequestHandlers
 from evenload.scheduler.daemon.log import DaemonLog
-from evenload.scheduler.daemon.maintenance import clock_events, device_events, external_process_events, file_events
+from evenload.scheduler.daemon.maintenance import (
+    clock_events,
+    device_events,
+    external_process_events,
+    file_events,
+    recurring_events,
+)
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.daemon.requests import caller_of
 from evenload.scheduler.daemon.runners import EndedAttempt, Runners
@@ -132,6 +138,8 @@ class Daemon:
             self._tick_at_s = time.monotonic() + TICK_S
             self._server.check_times()
             self._follow_clock()
+            for event in recurring_events(self._store.queue_state, self._state.clock):
+                self._state.record(event)
             self._alive.write(self._state.clock.now_s())
             self._backups.run_if_due(self._state.clock.now_s(), self._store.last)
             self._state.problems.pop("backup", None)

@@ -300,14 +300,21 @@ class RequestHandlers:
         return {"user": replies.user_row(self.state, name)}
 
     def _reserve(
-        self, caller: Caller, *, devices: tuple[str, ...], start_s: float, end_s: float, users: tuple[str, ...] = ()
+        self,
+        caller: Caller,
+        *,
+        devices: tuple[str, ...],
+        start_s: float,
+        end_s: float,
+        users: tuple[str, ...] = (),
+        every: str = "",
     ) -> dict[str, Any]:
         self._check_admin(caller, "reserve")
         labels = {found.label: name for name, found in self.state.devices.items()}
         reserved = frozenset(labels.get(name, name) for name in devices)
         name = f"r{self.state.store.last + 1}"
         ahead_s = self.state.clock.ahead_s
-        made = Reservation(name, reserved, start_s - ahead_s, end_s - ahead_s, frozenset(users))
+        made = Reservation(name, reserved, start_s - ahead_s, end_s - ahead_s, frozenset(users), every)
         self.state.record(events.ReservationSet(self.state.clock.now_s(), made))
         return {"reservation": replies.reservation_row(self.state, name)}
 

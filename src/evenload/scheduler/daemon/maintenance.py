@@ -6,9 +6,11 @@ Pure: the recorded queue and the state of the machine go in, events come out.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Limits, Reservation, settings_from
@@ -17,6 +19,7 @@ from evenload.scheduler.daemon.external_processes import GpuScan, closed_reason,
 from evenload.scheduler.daemon.queue_file import QueueFile
 
 _MISSING = "isn't found in this machine now"
+_SATURDAY = 5
 _REPEAT_S = 30.0
 """A reason with only other numbers is recorded again no more often than this."""
 
@@ -47,6 +50,34 @@ def device_events(queue_state: QueueState, found: Mapping[str, LocalDevice], now
 
 def shifted(reservation: Reservation, by_s: float) -> Reservation:
     return replace(reservation, start_s=reservation.start_s + by_s, end_s=reservation.end_s + by_s)
+
+
+def recurring_events(queue_state: QueueState, clock: QueueClock) -> list[events.QueueEvent]:
+    """Return the events that set the next window of each recurring reservation whose window is over."""
+    now_s, ahead_s = clock.now_s(), clock.ahead_s
+    return [
+        events.ReservationSet(now_s, shifted(next_window(shifted(reservation, ahead_s), now_s + ahead_s), -ahead_s))
+        for reservation in queue_state.reservations.values()
+        if reservation.every and reservation.end_s <= now_s
+    ]
+
+
+def next_window(reservation: Reservation, now_s: float) -> Reservation:
+    """Return a recurring reservation with its first window that ends after a time; all by the wall clock.
+
+    It begins at the same time of day, also after a change of summer time, and lasts as long as before.
+    """
+    at, length_s = time.localtime(reservation.start_s), reservation.end_s - reservation.start_s
+    step = 7 if reservation.every == "week" else 1
+    days = 0
+    while True:
+        days += step
+        clock_time = (at.tm_hour, at.tm_min, at.tm_sec)
+        start_s = time.mktime((at.tm_year, at.tm_mon, at.tm_mday + days, *clock_time, 0, 0, -1))
+        if reservation.every == "weekday" and time.localtime(start_s).tm_wday >= _SATURDAY:
+            continue
+        if start_s + length_s > now_s:
+            return replace(reservation, start_s=start_s, end_s=start_s + length_s)
 
 
 def clock_events(queue_state: QueueState, step_s: float, now_s: float) -> list[events.QueueEvent]:

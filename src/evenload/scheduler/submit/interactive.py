@@ -65,13 +65,16 @@ def run_interactively(queue: Path, job: str) -> bool:
 
 def _started(client: Client, job: str) -> int | None:
     """Return the attempt that runs; None where the job has ended."""
-    last = 0
+    last, is_first = 0, True
     while True:
         row = _row(client, job)
         if row["state"] in ENDED:
             return None
         if row["state"] == JobState.RUNNING:
             return int(row["attempt"])
+        if is_first:
+            print(f"waiting for devices; Ctrl-C cancels job {job}", file=sys.stderr, flush=True)
+            is_first = False
         last = client.call("wait", after=last, timeout_s=_WAIT_S)["last"]
 
 

@@ -208,7 +208,8 @@ def _reserved(row: Mapping[str, Any], now_s: float) -> str:
     if not now_s < row["end_s"] or row["start_s"] > now_s + 86400:
         return ""
     from_ = f"from {moment(row['start_s'])} " if row["start_s"] > now_s else ""
-    return f"reserved {from_}for {clean(', '.join(row['users'])) or 'nobody'} until {moment(row['end_s'])}"
+    every = f", every {row['every']}" if row.get("every") else ""
+    return f"reserved {from_}for {clean(', '.join(row['users'])) or 'nobody'} until {moment(row['end_s'])}{every}"
 
 
 def _holder(device: Mapping[str, Any], names: Mapping[str, str]) -> str:

@@ -1,0 +1,75 @@
+"""Windows of recurring reservations by the calendar, and the times that people write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from evenload.errors import ConfigError
+from evenload.scheduler.core.values import Reservation
+from evenload.scheduler.daemon.maintenance import next_window
+from evenload.scheduler.job_syntax import read_time_of_day_s
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def _at(*moment: int) -> float:
+    return time.mktime((*moment, 0, 0, 0, -1))
+
+
+def _next(every: str, start_s: float, now_s: float) -> float:
+    reservation = Reservation("r1", frozenset({"d0"}), start_s, start_s + 2 * HOUR_S, frozenset({"ann"}), every)
+    found = next_window(reservation, now_s)
+    assert found.end_s - found.start_s == 2 * HOUR_S and found.every == every
+    return found.start_s
+
+
+def test_the_next_window_has_the_same_time_of_day() -> None:
+    """Over the changes of summer time, a weekend, and a daemon that was away for weeks."""
+    saturday = _at(2025, 3, 29, 9, 0)
+    assert _next("day", saturday, saturday + 2 * HOUR_S) == _at(2025, 3, 30, 9, 0) == saturday + 23 * HOUR_S
+    assert _next("week", saturday, saturday + 2 * HOUR_S) == _at(2025, 4, 5, 9, 0)
+    friday = _at(2025, 10, 24, 9, 0)
+    assert _next("weekday", friday, friday + 2 * HOUR_S) == _at(2025, 10, 27, 9, 0) == friday + 73 * HOUR_S
+    assert _next("day", friday, _at(2025, 12, 3, 10, 0)) == _at(2025, 12, 3, 9, 0)
+    assert _next("day", friday, _at(2025, 12, 3, 11, 0)) == _at(2025, 12, 4, 9, 0)
+
+
+def test_a_reservation_may_not_overlap_its_next() -> None:
+    with pytest.raises(ConfigError, match="longer than the time until the next"):
+        Reservation("r1", frozenset({"d0"}), 0.0, 25 * HOUR_S, frozenset(), "day")
+    with pytest.raises(ConfigError, match="day, weekday, week"):
+        Reservation("r1", frozenset({"d0"}), 0.0, HOUR_S, frozenset(), "month")
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("09:00", (2025, 10, 25, 9, 0)),
+        ("11:30", (2025, 10, 24, 11, 30)),
+        ("mon 9:05", (2025, 10, 27, 9, 5)),
+        ("fri 09:00", (2025, 10, 31, 9, 0)),
+        ("fri 12:00", (2025, 10, 24, 12, 0)),
+        ("2026-12-01 09:00", (2026, 12, 1, 9, 0)),
+    ],
+)
+def test_times_that_people_write(text: str, moment: tuple[int, ...]) -> None:
+    """At ten on a Friday, before the end of summer time."""
+    assert read_time_of_day_s(text, _at(2025, 10, 24, 10, 0)) == _at(*moment)
+
+
+@pytest.mark.parametrize("text", ["9", "24:00", "09:60", "someday 09:00", "2026-02-30 09:00", "2026-12-01"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 09:00"):
+        read_time_of_day_s(text, 0.0)
