@@ -16,7 +16,8 @@ change     job, and any of the fields of `CHANGEABLE`                   {job: Jo
 list       user, states, ended=false, after=0, limit=1000,              {jobs: [JobRow, …], more: bool, counts: {state:
            newest_first=false                                           number}}
 job        job                                                          {job: JobRow, program (to its owner; without
-                                                                        environment to others), attempts: [AttemptRow]}
+                                                                        environment to others), attempts: [AttemptRow],
+                                                                        listens: [address, …] (to its owner)}
 status                                                                  StatusRow
 set        settings={name: value}                                       {settings: {…}}
 limits     user, and max_devices, max_running, max_queued, share,       {user: UserRow}

@@ -16,7 +16,7 @@ def test_the_next_window_follows(tmp_path: Path) -> None:
         began_s = time.time()
         made = box.run("queue", "reserve", ",".join(labels), "2s", "nobody-here", "--every", "day")
         assert made.code == 0 and "from now on, every day" in made.out, made
-        waiting = box.submit("--", "true")
+        waiting = box.submit("--time", ":10m", "--", "true")
 
         def window() -> tuple[float, float]:
             (row,) = json.loads(box.run("queue", "--json").out)["reservations"]

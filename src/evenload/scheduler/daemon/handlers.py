@@ -20,6 +20,7 @@ from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job, JobSpec, Limits, Reservation, settings_from
 from evenload.scheduler.daemon import replies, requests
+from evenload.scheduler.daemon.listening import listening_addresses
 from evenload.scheduler.daemon.queue_file import groups_of_users
 from evenload.scheduler.daemon.requests import Caller, JobPart, check_name, job_names
 from evenload.scheduler.daemon.state import DaemonState
@@ -268,8 +269,17 @@ class RequestHandlers:
             "job": replies.job_row(self.state, found, forecast),
             "spec": replies.spec_row(self.state, found.spec),
             "program": program,
+            "listens": self._listens(caller, found, program),
             "attempts": [row_of_attempt(attempt, self.state.clock.ahead_s) for attempt in reader.attempts(found.id)],
         }
+
+    def _listens(self, caller: Caller, job: Job, program: Mapping[str, Any]) -> list[str]:
+        """Return the addresses on which a running job listens, to its owner and the admins."""
+        live = self.state.runners.live.get(job.id)
+        is_own = caller.is_admin or program.get("uid") == caller.uid
+        if live is None or live.identity is None or not is_own:
+            return []
+        return listening_addresses(live.identity.pid)
 
     def _status(self, caller: Caller) -> dict[str, Any]:
         return dict(replies.status_row(self.state))

@@ -36,6 +36,8 @@ class JobSummary:
     lost: Mapping[int, float]
     """Attempt → steps that were lost and repeated later; only if the queue's file can be read."""
     now_s: float
+    listens: Sequence[str] = ()
+    """Addresses on which its processes listen now."""
 
 
 def summarize_job(folder: Path, job: str) -> JobSummary:
@@ -52,7 +54,14 @@ def summarize_job(folder: Path, job: str) -> JobSummary:
             row = client.call("job", job=job)
             devices = {device["id"]: device for device in client.call("status")["devices"]}
     return JobSummary(
-        row["job"], row.get("spec", {}), row["program"], row["attempts"], devices, _lost(folder, job), time.time()
+        row["job"],
+        row.get("spec", {}),
+        row["program"],
+        row["attempts"],
+        devices,
+        _lost(folder, job),
+        time.time(),
+        row.get("listens", ()),
     )
 
 
@@ -81,6 +90,7 @@ def as_table(summary: JobSummary) -> dict[str, Any]:
         "program": {name: value for name, value in summary.program.items() if name != "environment"},
         "attempts": [dict(attempt) for attempt in summary.attempts],
         "lost_work": {str(attempt): work for attempt, work in summary.lost.items()},
+        "listens": list(summary.listens),
         "device_hours": device_hours(summary),
         "cost": money,
         "energy_kwh": energy,
@@ -127,6 +137,7 @@ def _facts(summary: JobSummary) -> Iterator[tuple[str, str]]:
     yield "snapshot", _snapshot(program)
     yield "requested", _requested(job, summary.spec)
     yield "memory", f"{gigabytes(job['peak_bytes'])} of its device at peak" if job.get("peak_bytes") else ""
+    yield "listens on", ", ".join(summary.listens)
     yield "idle", idle(job, {name: str(device["label"]) for name, device in summary.devices.items()})
     yield "shares with", f"job {', '.join(job['shares'])}" if job.get("shares") else ""
     speed = f", {job['rate_per_s']:.3g}/s" if job["rate_per_s"] else ""
