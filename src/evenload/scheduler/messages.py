@@ -15,7 +15,7 @@ release    jobs                                                         {jobs: [
 change     job, and any of the fields of `CHANGEABLE`                   {job: JobRow}
 list       user, states, ended=false, after=0, limit=1000,              {jobs: [JobRow, …], more: bool, counts: {state:
            newest_first=false                                           number}}
-job        job                                                          {job: JobRow, program (to its owner; without
+job        job, listens=false                                           {job: JobRow, program (to its owner; without
                                                                         environment to others), attempts: [AttemptRow],
                                                                         listens: [address, …] (to its owner)}
 status                                                                  StatusRow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,11 @@ def test_a_long_path_has_a_short_address(tmp_path: Path) -> None:
     deep.mkdir()
     with socket_address(deep) as address:
         assert len(address) < 108
+
+
+def test_addresses_of_listening_sockets_are_read() -> None:
+    from evenload.scheduler.daemon.listening import _readable
+
+    words = [int.from_bytes(part, sys.byteorder) for part in (b"\x7f\0\0\1", b"\0\0\0\0", b"\0\0\0\1")]
+    assert _readable(f"{words[0]:08X}") == "127.0.0.1"
+    assert _readable(f"{words[1]:08X}" * 3 + f"{words[2]:08X}") == "::1"

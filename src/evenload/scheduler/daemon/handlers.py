@@ -253,7 +253,7 @@ class RequestHandlers:
         counts = {str(state): num for state, num in reader.counts(user).items()}
         return {"jobs": rows, "more": len(lines) > limit, "counts": counts}
 
-    def _job(self, caller: Caller, *, job: str) -> dict[str, Any]:
+    def _job(self, caller: Caller, *, job: str, listens: bool = False) -> dict[str, Any]:
         queue_state, reader = self.state.store.queue_state, self.state.reader
         live = queue_state.jobs.get(job)
         found = live or reader.job(job)
@@ -269,7 +269,7 @@ class RequestHandlers:
             "job": replies.job_row(self.state, found, forecast),
             "spec": replies.spec_row(self.state, found.spec),
             "program": program,
-            "listens": self._listens(caller, found, program),
+            "listens": self._listens(caller, found, program) if listens else [],
             "attempts": [row_of_attempt(attempt, self.state.clock.ahead_s) for attempt in reader.attempts(found.id)],
         }
 

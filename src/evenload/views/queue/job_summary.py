@@ -51,7 +51,7 @@ def summarize_job(folder: Path, job: str) -> JobSummary:
         row = _stored(folder, job)
     else:
         with client:
-            row = client.call("job", job=job)
+            row = client.call("job", job=job, listens=True)
             devices = {device["id"]: device for device in client.call("status")["devices"]}
     return JobSummary(
         row["job"],
