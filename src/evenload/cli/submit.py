@@ -85,6 +85,9 @@ def submit(
         list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Set a variable; NAME alone inherits it.")
     ] = None,
     folder: Annotated[str | None, typer.Option(metavar="DIR", help="Folder to run in. Default: this one.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Run in this container image, by podman or apptainer.")
+    ] = None,
     snapshot: Annotated[
         bool | None,
         typer.Option(

@@ -57,6 +57,8 @@ class JobFile:
     inherit: tuple[str, ...] = ()
     folder: str = ""
     """Absolute; empty: the folder in which the job is submitted."""
+    image: str = ""
+    """Container image in which the command runs; empty for none."""
     snapshot: bool | None = None
     """None: yes if the folder is in a git work tree."""
     links: tuple[str, ...] | None = None
@@ -132,6 +134,7 @@ def to_program(job: JobFile, uid: int, folder: str, *, snapshot: str = "", index
         folder=folder,
         uid=uid,
         snapshot=snapshot,
+        image=job.image,
         environment=job.environment_of(index),
         grace_s=job.grace_s,
         idle_end_s=job.idle_end_s,
@@ -161,6 +164,7 @@ KEYS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], Callable[..., Any]]
     "environment": (read.read_environment, ("environment",), dict),
     "inherit": (read.read_variables, ("inherit",), list),
     "folder": (read.read_text, ("folder",), str),
+    "image": (read.read_text, ("image",), str),
     "snapshot": (read.read_bool, ("snapshot",), bool),
     "links": (read.read_paths, ("links",), list),
     "grace": (read.read_duration_s, ("grace_s",), read.duration_text),
@@ -240,6 +244,9 @@ def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) 
         )
     if job.idle_end_s is not None and job.backend != "local":
         raise ConfigError(f"{where['idle_end']}: only the local queue watches its devices; remove it")
+    if job.image and job.backend != "local":
+        hint = 'write it as image below [kubernetes]' if job.backend == "kubernetes" else "start the container in the command"
+        raise ConfigError(f"{where['image']}: only the local queue starts containers; {hint}")
     if not job.array and any("{index}" in word for word in job.command):
         raise ConfigError('the command contains {index}, but the job is not an array: add array = "0-9" or --array 0-9')
     if job.estimate_s and job.hard_limit_s and job.estimate_s > job.hard_limit_s:

@@ -36,6 +36,8 @@ class JobProgram:
     """Its owner, from the socket's peer credentials; never from the client's message."""
     snapshot: str = field(default="", metadata={"check": _check_snapshot})
     """A copy of the working tree, taken at the submit; it runs there. Empty for none."""
+    image: str = field(default="", metadata={"check": _check_text})
+    """Container image in which it runs; empty for none."""
     environment: Mapping[str, str] = field(default_factory=dict, metadata={"check": _check_text})
     """Variables on top of the runner's own."""
     grace_s: float = field(default=60.0, metadata={"min": 0})

@@ -58,6 +58,8 @@ def attempt_spec(
         cores=cores,
         note=f"attempt {number} on {labels}, {at}" if number > 1 else "",
         pty=program.pty,
+        image=program.image,
+        mounts=tuple(filter(None, (program.folder, program.snapshot))) if program.image else (),
         measures=shares and not any(found[device].is_gpu for device in attempt.devices),
     )
 

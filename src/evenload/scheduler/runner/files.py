@@ -59,6 +59,10 @@ class AttemptSpec:
     """Measure the program's use of the machine's memory."""
     pty: bool = False
     """The program has a terminal."""
+    image: str = ""
+    """Container image in which the program runs; empty for none."""
+    mounts: tuple[str, ...] = ()
+    """Folders that the container shows under their own paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ def read_spec(folder: Path) -> AttemptSpec:
     row = _read(folder / SPEC_FILE)
     if row is None:
         raise QueueError(f"{folder / SPEC_FILE} is missing: the daemon writes it before it starts a runner")
-    return AttemptSpec(**{**row, "command": tuple(row["command"]), "cores": tuple(row.get("cores", ()))})
+    return AttemptSpec(**{**row, "command": tuple(row["command"]), "cores": tuple(row.get("cores", ())), "mounts": tuple(row.get("mounts", ()))})
 
 
 def write_request(folder: Path, request: RunnerRequest) -> None:

@@ -14,6 +14,7 @@ from evenload.errors import QueueError
 from evenload.job.processes import end_with_parent, stat_of
 from evenload.job.protocol import VARIABLE, write_contract
 from evenload.scheduler import snapshots
+from evenload.scheduler.container import container_command, find_runtime
 from evenload.scheduler.runner import files, processes
 from evenload.scheduler.runner.files import AttemptSpec
 from evenload.scheduler.runner.processes import ProcessMarkers
@@ -160,7 +161,17 @@ def _become(
     if _names_evenload(spec):
         files.note_protocol(protocol)
     environment = {**spec.environment, VARIABLE: str(folder / files.TERMS)}
+    command = list(spec.command)
+    if spec.image:
+        command, environment = container_command(
+            find_runtime(environment.get("PATH", os.defpath)),
+            spec.image,
+            command,
+            folder=spec.folder,
+            mounts=(*spec.mounts, str(folder)),
+            variables=environment,
+        )
     try:
-        os.execvpe(spec.command[0], spec.command, environment)
+        os.execvpe(command[0], command, environment)
     except OSError as error:
-        raise QueueError(f"the command {spec.command[0]!r} can't be started: {error.strerror}") from None
+        raise QueueError(f"the command {command[0]!r} can't be started: {error.strerror}") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 from evenload.scheduler import working_tree
+from evenload.scheduler.container import find_runtime
 from evenload.scheduler.backends.interface import check_inherited, resolved
 from evenload.scheduler.job_file import JobFile
 from evenload.scheduler.notify import find_sendmail
@@ -53,7 +54,9 @@ def check_job(job: JobFile, here: Path, variables: Mapping[str, str]) -> Checked
     names = job.inherit if is_in_container else (*SHELL_VARIABLES, *job.inherit)
     environment = {name: variables[name] for name in names if name in variables}
     path = job.environment.get("PATH", environment.get("PATH", os.defpath))
-    if not is_in_container:
+    if job.image:
+        find_runtime(path)
+    elif not is_in_container:
         for index in job.indices():
             _check_command(job.command_of(index), folder, path)
     if job.backend == "local":
