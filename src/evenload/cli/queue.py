@@ -35,7 +35,8 @@ def queue(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[show|stop|start|service|repair|report|set|limit|reserve|release] ...", help="Action. Default: show."
+            metavar="[show|stop|start|service|repair|report|set|limit|reserve|release] ...",
+            help="Action. Default: show.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
@@ -207,9 +208,7 @@ def _limit(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     return answer, f"{user}: " + ", ".join(f"{name} {answer['user'][name]}" for name in read)
 
 
-def _reserve(
-    client: Client, given: list[str], at: str | None, every: str | None
-) -> tuple[Mapping[str, Any], str]:
+def _reserve(client: Client, given: list[str], at: str | None, every: str | None) -> tuple[Mapping[str, Any], str]:
     from evenload.scheduler.job_syntax import read_duration_s, read_time_of_day_s
     from evenload.views.queue.text import moment
 
@@ -226,7 +225,10 @@ def _reserve(
     for_whom = ", ".join(users) or "nobody (maintenance)"
     begin = "now on" if at is None else moment(start_s)
     repeated = "" if every is None else f", every {every}"
-    return answer, f"reservation {answer['reservation']['id']}: {devices} for {for_whom}, {lasts} from {begin}{repeated}"
+    return (
+        answer,
+        f"reservation {answer['reservation']['id']}: {devices} for {for_whom}, {lasts} from {begin}{repeated}",
+    )
 
 
 def _release(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
@@ -273,7 +275,9 @@ def _status_text(status: Mapping[str, Any]) -> str:
             for u in status["users"]
         ]
         parts.append("\n".join(aligned([("user", "devices", "recent device-hours", *names), *rows])))
-    if budgets := [group for group in (*status["users"], *status["groups"]) if group["budget_device_hours"] is not None]:
+    if budgets := [
+        group for group in (*status["users"], *status["groups"]) if group["budget_device_hours"] is not None
+    ]:
         rows = [
             (
                 f"group {row['group']}" if "group" in row else row["user"],

@@ -85,9 +85,7 @@ def submit(
         list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Set a variable; NAME alone inherits it.")
     ] = None,
     folder: Annotated[str | None, typer.Option(metavar="DIR", help="Folder to run in. Default: this one.")] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Run in this container image, by podman or apptainer.")
-    ] = None,
+    image: Annotated[str | None, typer.Option(help="Run in this container image, by podman or apptainer.")] = None,
     snapshot: Annotated[
         bool | None,
         typer.Option(
@@ -113,7 +111,9 @@ def submit(
     ] = None,
     queue: Queue = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the request; submit nothing.")] = False,
-    pty: Annotated[bool, typer.Option("--pty", help="Run it in this terminal, interactively; exit with its code.")] = False,
+    pty: Annotated[
+        bool, typer.Option("--pty", help="Run it in this terminal, interactively; exit with its code.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the job; exit with its exit code.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the jobs' ids as JSON.")] = False,
 ) -> None:
@@ -146,7 +146,9 @@ def submit(
     job = job_from(values, sources)
     if pty:
         if wait or json:
-            raise ConfigError(f"--pty with {'--wait' if wait else '--json'}: it waits itself, and prints what the job prints")
+            raise ConfigError(
+                f"--pty with {'--wait' if wait else '--json'}: it waits itself, and prints what the job prints"
+            )
         from evenload.scheduler.submit.interactive import interactive_job
 
         job = interactive_job(job, dict(os.environ))

@@ -154,7 +154,9 @@ def stat_of(pid: int) -> ProcessStat | None:
     fields = text[text.rfind(b")") + 2 :].split()  # the name before it may hold anything
     if len(fields) < 20:
         return None
-    return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), sum(map(int, fields[11:15])))
+    return ProcessStat(
+        fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), sum(map(int, fields[11:15]))
+    )
 
 
 def all_stats() -> dict[int, ProcessStat]:

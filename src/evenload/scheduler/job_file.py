@@ -245,7 +245,11 @@ def _check(job: JobFile, values: Mapping[str, Any], sources: Mapping[str, str]) 
     if job.idle_end_s is not None and job.backend != "local":
         raise ConfigError(f"{where['idle_end']}: only the local queue watches its devices; remove it")
     if job.image and job.backend != "local":
-        hint = 'write it as image below [kubernetes]' if job.backend == "kubernetes" else "start the container in the command"
+        hint = (
+            "write it as image below [kubernetes]"
+            if job.backend == "kubernetes"
+            else "start the container in the command"
+        )
         raise ConfigError(f"{where['image']}: only the local queue starts containers; {hint}")
     if not job.array and any("{index}" in word for word in job.command):
         raise ConfigError('the command contains {index}, but the job is not an array: add array = "0-9" or --array 0-9')

@@ -53,9 +53,9 @@ def attempt_folder(folder: Path, job: str, attempt: int) -> Path:
 
 @contextlib.contextmanager
 def socket_address(folder: Path, name: str = SOCKET) -> Iterator[str]:
-    """Yield a path of a socket, by default the queue's, that fits into the 107 bytes of an address, valid inside the ``with`` block.
+    """Yield a path of a socket, by default the queue's, that fits into the 107 bytes of an address.
 
-    A longer path is reached through an open folder.
+    It is valid inside the ``with`` block; a longer path is reached through an open folder.
     """
     path = str(folder / name)
     if len(os.fsencode(path)) <= 107:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.cli.queue_box import PATIENCE_S, SLOTS, Box, box_in, until
+from tests.system.cli.queue_box import PATIENCE_S, SLOTS, Box, box_in
 
 SHELL = ("bash", "--norc", "--noprofile", "-i")
 _CLIENT = """
@@ -162,7 +162,9 @@ def test_ctrl_c_before_the_start_cancels(box: Box, tmp_path: Path) -> None:
 
 def test_much_output_arrives_whole(box: Box) -> None:
     """More than is kept for a client, and the last line of a program that ends at once."""
-    with terminal(box, "--", sys.executable, "-c", "print('x' * 79 + '\\n', end='') or [print(i) for i in range(40000)]") as shown:
+    with terminal(
+        box, "--", sys.executable, "-c", "print('x' * 79 + '\\n', end='') or [print(i) for i in range(40000)]"
+    ) as shown:
         assert shown.ended() == 0
         assert [int(line) for line in re.findall(r"^(\d+)\r?$", shown.text, re.MULTILINE)] == list(range(40000))
 

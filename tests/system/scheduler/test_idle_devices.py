@@ -69,7 +69,9 @@ def test_the_address_of_a_server_is_shown() -> None:
         job = queue.submit(sys.executable, "-c", server, "127.0.0.1", "AF_INET", server)
         until(lambda: queue.output(job).count("port") == 2, lambda: queue.story(job))
         ports = [int(line.split()[1]) for line in queue.output(job).splitlines()]
-        assert sorted(queue.call("job", job=job, listens=True)["listens"]) == sorted([f"127.0.0.1:{ports[0]}", f"127.0.0.2:{ports[1]}"])
+        assert sorted(queue.call("job", job=job, listens=True)["listens"]) == sorted(
+            [f"127.0.0.1:{ports[0]}", f"127.0.0.2:{ports[1]}"]
+        )
         assert f"127.0.0.1:{ports[0]}" in job_text(summarize_job(queue.folder, job))
         queue.call("cancel", jobs=[job], now=True)
         queue.wait_for(job, "CANCELLED")

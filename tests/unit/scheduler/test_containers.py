@@ -37,7 +37,7 @@ def test_apptainer_shows_gpus_where_there_are_some() -> None:
 
 
 def test_without_a_runtime_nothing_is_submitted(tmp_path: Path) -> None:
-    job = job_from({"command": ["a-program-of-the-image"], "image": "img", "folder": str(tmp_path)})
+    job = job_from({"command": ["a-program-of-the-image"], "image": "img", "folder": str(tmp_path), "snapshot": False})
     with pytest.raises(ConfigError, match="none of podman, apptainer, singularity"):
         check_job(job, tmp_path, {"PATH": str(tmp_path)})
     runtime = tmp_path / "apptainer"

@@ -31,7 +31,9 @@ class Budgets:
     def read(self, users: Mapping[str, User], groups: Mapping[str, UserGroup], clock: QueueClock) -> None:
         """Bring `used_hours` and `spent` up to date."""
         budgets = {name: user.limits.budget_device_hours for name, user in users.items()}
-        if all(hours is None for hours in (*budgets.values(), *(group.budget_device_hours for group in groups.values()))):
+        if all(
+            hours is None for hours in (*budgets.values(), *(group.budget_device_hours for group in groups.values()))
+        ):
             self.used_hours, self.spent, self._read_again_s = {}, {}, 0.0
             return
         began_s = time.monotonic()

@@ -333,9 +333,7 @@ class RequestHandlers:
         self.state.record(events.ReservationEnded(self.state.clock.now_s(), reservation))
         return {}
 
-    def _report(
-        self, caller: Caller, *, by: tuple[str, ...] = usage.REPORT_KEYS, month: str = ""
-    ) -> dict[str, Any]:
+    def _report(self, caller: Caller, *, by: tuple[str, ...] = usage.REPORT_KEYS, month: str = "") -> dict[str, Any]:
         groups = groups_of_users(self.state.settings.groups)
         return usage.report_table(usage.usage_rows(self.state.reader, groups, by, month), by)
 

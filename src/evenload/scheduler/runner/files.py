@@ -121,7 +121,14 @@ def read_spec(folder: Path) -> AttemptSpec:
     row = _read(folder / SPEC_FILE)
     if row is None:
         raise QueueError(f"{folder / SPEC_FILE} is missing: the daemon writes it before it starts a runner")
-    return AttemptSpec(**{**row, "command": tuple(row["command"]), "cores": tuple(row.get("cores", ())), "mounts": tuple(row.get("mounts", ()))})
+    return AttemptSpec(
+        **{
+            **row,
+            "command": tuple(row["command"]),
+            "cores": tuple(row.get("cores", ())),
+            "mounts": tuple(row.get("mounts", ())),
+        }
+    )
 
 
 def write_request(folder: Path, request: RunnerRequest) -> None:

@@ -58,9 +58,7 @@ def open_log(spec: AttemptSpec) -> int:
     return log
 
 
-def start(
-    folder: Path, spec: AttemptSpec, log: int, terminal: ProgramTerminal | None = None
-) -> StartedProgram:
+def start(folder: Path, spec: AttemptSpec, log: int, terminal: ProgramTerminal | None = None) -> StartedProgram:
     """Start the program and return once it is executed; raise a `QueueError` with the reason where it can't be.
 
     A full disk is an `OSError`: nothing has begun, and the caller may try again. The program's markers are on disk before

@@ -209,7 +209,7 @@ class Reader:
         )
 
     def events_of(self, kind: str, condition: str) -> list[tuple[str, float]]:
-        """Return the job's user and the time of each event of a kind (as stored) for which an SQL expression of its columns `e` holds."""
+        """Return the job's user and the time of each event of a stored kind for which an SQL condition on `e` holds."""
         return self._query(
             f"SELECT j.user, e.time_s FROM events e JOIN jobs j ON j.id = e.job WHERE e.kind = ? AND {condition}", kind
         )

@@ -66,8 +66,8 @@ def usage_rows(
         if user not in known:
             known[user] = unix_group(user)
         values = {"month": in_month, "group": known[user], "user": user}
-        key = {name: value if name in by else "" for name, value in values.items()}
-        return found.setdefault(tuple(key.values()), UsageRow(**key))
+        key = tuple(value if name in by else "" for name, value in values.items())
+        return found.setdefault(key, UsageRow(key[0], key[1], key[2]))
 
     for user, devices, began_s, ended_s in reader.device_use():
         held = json.loads(devices)

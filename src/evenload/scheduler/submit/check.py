@@ -11,8 +11,8 @@ from pathlib import Path
 
 from evenload.errors import ConfigError
 from evenload.scheduler import working_tree
-from evenload.scheduler.container import find_runtime
 from evenload.scheduler.backends.interface import check_inherited, resolved
+from evenload.scheduler.container import find_runtime
 from evenload.scheduler.job_file import JobFile
 from evenload.scheduler.notify import find_sendmail
 

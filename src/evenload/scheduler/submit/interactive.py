@@ -42,9 +42,7 @@ def interactive_job(job: JobFile, variables: dict[str, str]) -> JobFile:
     if not (os.isatty(_INPUT) and os.isatty(_OUTPUT)):
         raise ConfigError("--pty needs a terminal as its input and output; without one, submit with --wait")
     inherit = job.inherit if "TERM" not in variables or "TERM" in job.environment else (*job.inherit, "TERM")
-    return replace(
-        job, pty=True, saves=False, snapshot=bool(job.snapshot), inherit=tuple(dict.fromkeys(inherit))
-    )
+    return replace(job, pty=True, saves=False, snapshot=bool(job.snapshot), inherit=tuple(dict.fromkeys(inherit)))
 
 
 def run_interactively(queue: Path, job: str) -> bool:
@@ -136,7 +134,8 @@ def _relay(connection: socket.socket, resized: int) -> None:
     frames = Frames()
     connection.sendall(_window())
     while True:
-        readable = select.select([_INPUT, connection, resized], [], [])[0]
+        wanted: list[int | socket.socket] = [_INPUT, connection, resized]
+        readable = select.select(wanted, [], [])[0]
         try:
             if resized in readable:
                 os.read(resized, 4096)
