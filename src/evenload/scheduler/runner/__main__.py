@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from evenload.errors import EvenloadError, QueueError, StaleError
+from evenload.job import EXIT_CODE
 from evenload.job.processes import become_reaper
 from evenload.scheduler import client
 from evenload.scheduler.runner import files
@@ -21,10 +22,10 @@ from evenload.scheduler.runner.terminal import ProgramTerminal
 from evenload.scheduler.runner.watch import ProgramSupervisor
 
 _WAIT_FOR_DAEMON_S = 120.0
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-_KILL_WAVE_S = 1.0
-"""Whoever kills a program may kill its whole tree, this runner included, in any order. Only a runner that outlives the program by
-this long says that the program alone was killed: the job failed then, and is lost and goes on from its last save otherwise."""
+_KILL_WAVE_S = 0.5
+"""Whoever kills a program may kill its whole tree, this runner included, in any order, and a shell whose child is killed exits
+with a code of its own. Only a runner that outlives a failed program by this long calls it a failure; else the job is lost, and
+goes on from its last save."""
 _RETRY_S = 0.5
 """Time between two attempts to write to a full disk."""
 
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
         result = _run(folder, spec, wakeup, watch)
     except QueueError as error:
         result = RunnerResult(spec.fence, None, requested="stop", problem=str(error), **files.ended_now())
-    if result.code in _KILLED and not result.requested:
+    if result.code not in (None, 0, EXIT_CODE) and not result.requested:
         time.sleep(_KILL_WAVE_S)
     _write_result(folder, result)
     watch.look(is_last=True)

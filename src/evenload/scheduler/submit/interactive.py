@@ -113,7 +113,7 @@ def _raw_terminal() -> Iterator[int]:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     try:
-        tty.setraw(_INPUT)
+        tty.setraw(_INPUT, termios.TCSADRAIN)  # what was typed while the job waited stays
         yield resized
     finally:
         with contextlib.suppress(termios.error):  # the terminal is gone
