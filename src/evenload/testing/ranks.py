@@ -28,6 +28,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evenload.errors import ConfigError, RankFailedError
+from evenload.job.processes import end_with_parent
 from evenload.training.launch.devices import RankDevice, own_cores, plan_workers, read_host
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, read_spec, write_spec
 from evenload.training.launch.failure import is_consequence
@@ -228,6 +229,7 @@ def _make_throttle(folder: Path, num_ranks: int, overrides: dict[str, Any]) -> T
 def _run_rank(pipe: Connection, call: bytes, environment: dict[str, str], folder: str, stacks: str) -> None:
     """Run one rank in the child; never return."""
     os.setsid()
+    end_with_parent()  # the server ends when the caller is killed
     gc.freeze()  # what the server imported stays shared memory: no collection, and no search of objects, writes to it
     os.environ.clear()
     os.environ.update(environment)

@@ -135,6 +135,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
 
     if config.fresh and writes and not old:
         _note_fresh(folder)
+    control.barrier(Operation.INIT)  # the folder exists when init returns, on every rank of this machine
     clock = StepClock(device)
     precision = Precision(config.precision, device)
     grad_norms = GradNorms() if config.batch_max is not None and spec.mode == "train" else None
