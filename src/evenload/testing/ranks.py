@@ -11,9 +11,11 @@ import gc
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -28,7 +30,6 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evenload.errors import ConfigError, RankFailedError
-from evenload.job.processes import end_with_parent
 from evenload.training.launch.devices import RankDevice, own_cores, plan_workers, read_host
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, read_spec, write_spec
 from evenload.training.launch.failure import is_consequence
@@ -226,14 +227,22 @@ def _make_throttle(folder: Path, num_ranks: int, overrides: dict[str, Any]) -> T
     return throttle
 
 
+def _end_with_caller(pipe: int) -> None:
+    """Kill this process group when the reader of the pipe is gone: the caller was killed, and the server lives on."""
+    caller = select.poll()
+    caller.register(pipe, 0)
+    caller.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
 def _run_rank(pipe: Connection, call: bytes, environment: dict[str, str], folder: str, stacks: str) -> None:
     """Run one rank in the child; never return."""
     os.setsid()
-    end_with_parent()  # the server ends when the caller is killed
     gc.freeze()  # what the server imported stays shared memory: no collection, and no search of objects, writes to it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    threading.Thread(target=_end_with_caller, args=(pipe.fileno(),), name="evenload-caller", daemon=True).start()
     # The rank's children, such as a loader's workers, start as under the launcher. With this process's start method each of
     # them would import torch again, which takes seconds.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)

@@ -38,7 +38,7 @@ for epoch in range(loader.epoch, 1000):
         run.log({"loss": loss})
         if run.is_main:
             with open("at", "a") as file:
-                file.write(f"{step.index} {run.world_size}\n")
+                print(step.index, run.world_size, file=file)
         time.sleep(float(sys.argv[1]))
         assert not run.any(False)  # ranks are lost in here, too
     assert run.reduce(1) == run.world_size
