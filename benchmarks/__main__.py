@@ -24,6 +24,7 @@ NAMES = (
     "adapt",
     "efficiency",
     "uneven",
+    "phantom",
     "left_out",
     "consistency",
     "loading",

@@ -54,8 +54,12 @@ TINY_GPT = Size("gpt", 12, 16, 32, 1)
 BERT = Size("bert", 64, 64, 256, 4)
 """As Hugging Face's: 4.3 million parameters, steps of about half a second on two CPU cores."""
 _VOCABULARY = 4096
-UNEVEN = {"bert": BERT, "cnn": CNN}
-"""Those of ``benchmarks uneven``."""
+SHORT = Size("cnn", 54)
+"""Steps of about 5 ms on a core and a half."""
+SHORT_MLP = Size("mlp", 96)
+"""The same."""
+UNEVEN = {"bert": BERT, "cnn": CNN, "short_cnn": SHORT, "short_mlp": SHORT_MLP}
+"""Those of ``benchmarks uneven`` and ``benchmarks phantom``."""
 MANY = Size("many", 32)
 """800 parameters of 100 elements: steps of about 15 ms on two CPU cores."""
 ONE_MS = Size("cnn", 6)
@@ -68,6 +72,9 @@ def build(size: Size) -> tuple[nn.Module, Dataset[Any]]:
         return small_cnn(), images()
     if size.model == "bert":
         return SentenceClassifier(size), sentences(size)
+    if size.model == "mlp":
+        layers = [nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+        return nn.Sequential(*layers), TensorDataset(torch.randn(24_000, 256), torch.randint(0, 10, (24_000,)))
     if size.model == "many":
         generator = torch.Generator().manual_seed(0)
         x, y = torch.randn(24_000, 10, generator=generator), torch.randint(0, 10, (24_000,), generator=generator)

@@ -80,14 +80,14 @@ class Balancer:
         self._caps = caps
         self._ranks = RankCosts(world_size)
         self._blocks = StepBlocks()
-        self.short_steps = ShortSteps()
+        self._short_steps = ShortSteps()
+        self.take_note = self._short_steps.take_note
         self._num_seen = 0
         """Steps seen, which are the time in all that follows."""
         self._num_warmup = num_warmup
         self._under: tuple[tuple[int, ...], int] | None = None
         self._num_under = 0
-        self._num_pending = 0
-        self._num_since_change = _LOST_AFTER
+        self._num_pending, self._num_since_change = 0, _LOST_AFTER
         self._changes = SpeedChanges(world_size)
         self._is_measured = False
         self._last_kind: str | None = None
@@ -146,7 +146,7 @@ class Balancer:
         has_changed, is_of_speed = bool(found), self._changes.add(now, observation.first_step, found)
         is_new = is_of_speed and bool(self._changes.reported())
         if is_of_speed and not (self._blocks.is_short and self._search.before):
-            self.short_steps.is_confirmed = self.short_steps.is_confirmed and not is_new
+            self._short_steps.is_confirmed = self._short_steps.is_confirmed and not is_new
             self._search.forget(is_new=is_new and not self._blocks.is_short)
         else:
             self._search.add(now, under, observation.parts or (observation.seconds,), whole_s)
@@ -163,10 +163,10 @@ class Balancer:
         if verdict is not None and verdict.back is not None:
             return self._go_back(verdict, verdict.back)
         if self._blocks.is_short:
-            self.short_steps.is_confirmed = self.short_steps.is_confirmed or verdict is not None
+            self._short_steps.is_confirmed = self._short_steps.is_confirmed or verdict is not None
             if (before := self._search.before) is not None:
-                return self._end_trial(before) if is_new and not self.short_steps.is_confirmed else None
-            is_due = verdict is not None or self.short_steps.is_due(self._num_under, self._ranks.num_steps)
+                return self._end_trial(before) if is_new and not self._short_steps.is_confirmed else None
+            is_due = verdict is not None or self._short_steps.is_due(self._num_under, self._ranks.num_steps)
             decision = self._look(observation.step) if is_due else None
             return decision or (self._try_return(whole_s) or self._try_neighbours() if self._ranks.has_fits else None)
         since_last = self._num_under - max(_LOOKS)
@@ -259,17 +259,17 @@ class Balancer:
         if whole_s is None or not self._search.may_try(self._num_seen):
             return None
         new = split.shares, split.num_micro
-        is_worse = self.short_steps.is_confirmed and self._search.forbids(self._num_seen, new, now)
+        is_worse = self._short_steps.is_confirmed and self._search.forbids(self._num_seen, new, now)
         if is_worse or gain < _SURE * self._ranks.gain_error(*now, self.may_leave):
             return None
         evidence = whole_s, self._ranks.num_steps
-        found = self.short_steps.allowed(now, new, costs, self.may_leave, self.quantum, *evidence)
+        found = self._short_steps.allowed(now, new, costs, self.may_leave, self.quantum, *evidence)
         if found is None:
             return None
         (shares, count), least_saved_s = found
         goal = Split(shares, max(count, num_micro(shares, self._caps)), split.expected_s)
         kind, rank, factor, what = self._explain(step, goal)
-        what = what if self.short_steps.is_confirmed else f"{what}, on trial"
+        what = what if self._short_steps.is_confirmed else f"{what}, on trial"
         return self._move(goal, kind, rank, factor, what, before_s, least_saved_s)
 
     def _explain(self, step: int, split: Split) -> tuple[str, int | None, float | None, str]:
@@ -280,7 +280,7 @@ class Balancer:
         return explain_move(self.shares, split.shares, self._changes.reported(), idle_s, usual)
 
     def _try_neighbours(self) -> Decision | None:
-        if not self._is_measured or (self._blocks.is_short and not self.short_steps.is_confirmed):
+        if not self._is_measured or (self._blocks.is_short and not self._short_steps.is_confirmed):
             return None
         found = self._search.propose(self._num_seen, (self.shares, self.num_micro), self._caps, self.quantum)
         if found is None:

@@ -11,68 +11,45 @@ seconds show that, so it is tried, on steps that count like all others:
 
 A replica without samples does nothing at all (in separate processes it would compute one that doesn't count), so shares
 among the others are those of a `Balancer` that knows only them.
+
+Short steps scatter with heavy tails (blocks.py), so their trials last longer. One without a replica is made only where the times
+in turns promise a gain, and the replica is left out only if the steps became surely shorter: by the least gain of
+short_steps.py, and by more than the noise.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
+from evenload.balance.blocks import BLOCK_S
+from evenload.balance.contention import TURNS, Contention, ReplicaObservation, contention
 from evenload.balance.decision import Decision, Observation
+from evenload.balance.neighbours import mean_and_error
 from evenload.balance.rebalance import Balancer
+from evenload.balance.short_steps import LEAST_GAIN, LEAST_OWN_S, LEAST_SAVED_S
 from evenload.balance.split import Caps, even_shares, num_micro, split_batch
 from evenload.balance.values import Cost
 from evenload.errors import ConfigError
 
-TURNS = 2
-"""Steps in turns: the first may warm caches for the second, and of two times the shorter one counts."""
 LEAST_HELP = 0.02
 """A replica stays if the steps are at least this part shorter with it."""
 _SETTLED = 8
 """So many steps under the same shares, before anything is tried."""
+_LOOK_EVERY = 16
 _TRIAL = 5
 """Steps without a replica; the first doesn't count."""
+_SETTLED_S, _TRIAL_S, _TURNS_S = 0.8, 0.5, 0.1
+"""The same for short steps, in seconds together; by then the last move of the `Balancer` has been judged."""
+_MOST_STEPS = 2048
+_SURE = 3.0
+"""Standard errors by which short steps must be shorter."""
 _LOST_AFTER = 32
 _RETRY_AFTER = 1000
-
-
-@dataclass(frozen=True)
-class ReplicaObservation:
-    """Times of each replica in one step; zeros for one without samples."""
-
-    step: int
-    shares: tuple[int, ...]
-    num_micro: int
-    own_s: tuple[float, ...]
-    """Own seconds of forward and backward, without waiting in BatchNorm or for a turn."""
-    cpu_s: tuple[float, ...]
-    """Seconds in which the replica's thread was on a processor, or ready for one."""
-    together_s: float
-    """From the first beginning to the last end, the sums of gradients included."""
-    in_turns: bool
-    left_out: bool = False
-    """The step doesn't represent the next ones."""
-
-
-@dataclass(frozen=True)
-class Contention:
-    """Mutual slow-down of the replicas of one process."""
-
-    side_by_side_s: float
-    """Own seconds of the slowest replica, side by side."""
-    alone_s: tuple[float, ...]
-    """Of each replica in turns; 0 for one without samples."""
-    waiting_s: tuple[float, ...]
-    """Of each: how much longer than in turns it was blocked. It waited for the interpreter."""
-    separate_s: float
-    """Seconds that the slowest would need without that waiting."""
-
-    @property
-    def gain(self) -> float:
-        """Factor by which separate processes would be faster, by this measure."""
-        return self.side_by_side_s / self.separate_s
 
 
 @dataclass(frozen=True)
@@ -85,7 +62,10 @@ class _ReplicaTrial:
     shares: tuple[int, ...]
     num_micro: int
     usual_s: float
-    """Median seconds of the steps before."""
+    """Median seconds of the steps before; of short steps the mean."""
+    usual_error_s: float
+    """Standard error of the mean of short steps; 0 of others."""
+    num_steps: int
 
 
 class ReplicaBalancer:
@@ -114,13 +94,18 @@ class ReplicaBalancer:
         self._caps: tuple[int | None, ...] = tuple(caps) if caps is not None else (None,) * num_replicas
         self._adapts = adapts
         self._costs: list[Cost | None] = [None] * num_replicas
-        self._recent: deque[ReplicaObservation] = deque(maxlen=2 * _SETTLED)
+        self._recent: deque[ReplicaObservation] = deque(maxlen=_MOST_STEPS)
         self._turns: list[ReplicaObservation] = []
         self._turns_left = 0
         self._contention: Contention | None = None
-        self._is_measured = False
+        self._alone: dict[int, Cost] | None = None
+        """Of each replica in turns, as if all of it were its samples'; None until then."""
+        self._side_by_side_s = 0.0
+        self._note: str | None = None
+        self._has_noted = False
         self._trial: _ReplicaTrial | None = None
         self._tried: list[ReplicaObservation] = []
+        self._num_settled = 0
         self._num_waiting = 0
         self._settled_on: set[tuple[int, ...]] = set()
         self._doubted: int | None = None
@@ -140,8 +125,18 @@ class ReplicaBalancer:
         return self._inner is None or self._inner.foresees
 
     @property
+    def rest_s(self) -> float:
+        """As of `Balancer`."""
+        return self._inner.rest_s if self._inner is not None else 0.0
+
+    @property
     def takes_turns(self) -> bool:
         return self._turns_left > 0
+
+    def take_note(self) -> str | None:
+        """Return the line about steps that are too short to balance, once."""
+        note, self._note = self._note, None
+        return note
 
     def take_contention(self) -> Contention | None:
         """Return what was found since the last call, once."""
@@ -169,7 +164,11 @@ class ReplicaBalancer:
             self._recent.clear()
         self._recent.append(seen)
         self._since_left_out += 1
-        return self._try_something(seen.step) if len(self._recent) >= _SETTLED else None
+        self._num_settled = self._num_settled + 1 if len(self._recent) > 1 else 1
+        is_due = self._num_settled % (_SETTLED if self._alone is None else _LOOK_EVERY) == 0
+        if not is_due or self._num_settled < self._num_needed(_SETTLED, _SETTLED_S):
+            return None
+        return self._try_something()
 
     def set_caps(self, caps: Caps) -> Decision | None:
         """Set new limits of memory; return shares that keep them if the present ones don't."""
@@ -213,8 +212,11 @@ class ReplicaBalancer:
                 tuple(seen.shares[rank] for rank in self._active),
                 seen.num_micro,
                 tuple(seen.own_s[rank] for rank in self._active),
+                seen.step_s or seen.together_s,
             )
         )
+        if (note := self._inner.take_note()) is not None and not self._has_noted:
+            self._note, self._has_noted = note, True
         if (costs := self._inner.costs) is not None:
             for rank, cost in zip(self._active, costs, strict=True):
                 self._costs[rank] = cost
@@ -244,15 +246,16 @@ class ReplicaBalancer:
 
     # -- what is tried --------------------------------------------------------------------------------------------------
 
-    def _try_something(self, step: int) -> Decision | None:
+    def _try_something(self) -> Decision | None:
         self._num_waiting = 0
-        if not self._is_measured and len(self._active) > 1:
-            self._turns_left = TURNS
+        if self._alone is None and len(self._active) > 1:
+            self._turns_left = self._num_needed(TURNS, _TURNS_S)
             return None
         if not self._adapts or (self._inner is not None and self._inner.costs is None):
             return None
-        if len(self._active) > 1 and self._active not in self._settled_on:
-            rank = min(self._active, key=lambda r: (self.shares[r], -r))
+        may_pay = len(self._active) > 1 and self._active not in self._settled_on
+        if may_pay and (not self._is_short or self._may_be_shorter_without()):
+            rank = self._smallest()
             return self._begin_trial(rank, [r for r in self._active if r != rank], returns=False)
         if self._since_left_out >= _RETRY_AFTER and len(self._active) < len(self.shares):
             self._since_left_out = 0
@@ -270,7 +273,32 @@ class ReplicaBalancer:
         return Cost(0.0, max(self._usual_s(), 1e-9) / self.num_samples)
 
     def _usual_s(self) -> float:
-        return median(seen.together_s for seen in self._recent) if self._recent else 0.0
+        newest = itertools.islice(reversed(self._recent), 2 * _SETTLED)
+        return median(seen.together_s for seen in newest) if self._recent else 0.0
+
+    @property
+    def _is_short(self) -> bool:
+        return bool(self._recent) and self._usual_s() < BLOCK_S
+
+    def _num_needed(self, usual: int, least_s: float) -> int:
+        """Return how many steps show something: `usual`, of short ones those of `least_s` seconds."""
+        if not self._is_short:
+            return usual
+        return min(max(usual, math.ceil(least_s / max(self._usual_s(), 1e-9))), _MOST_STEPS)
+
+    def _newest(self, usual: int, least_s: float) -> list[ReplicaObservation]:
+        return list(self._recent)[-self._num_needed(usual, least_s) :]
+
+    def _smallest(self) -> int:
+        return min(self._active, key=lambda r: (self.shares[r], -r))
+
+    def _may_be_shorter_without(self) -> bool:
+        """Return whether the smallest share might be left out of short steps, by what the others need in turns."""
+        costs = [cost for r, cost in (self._alone or {}).items() if r in self._active and r != self._smallest()]
+        with_s = min(self._side_by_side_s, fmean(seen.together_s for seen in self._newest(_TRIAL, _TRIAL_S)))
+        if not costs or with_s < LEAST_OWN_S:
+            return False
+        return with_s - split_batch(self.num_samples, costs).expected_s > max(LEAST_SAVED_S, LEAST_GAIN * with_s)
 
     def _begin_trial(self, rank: int, active: Sequence[int], *, returns: bool) -> Decision | None:
         caps = [self._caps[r] for r in active]
@@ -282,8 +310,10 @@ class ReplicaBalancer:
             shares[r] = share
         if returns and not shares[rank]:
             return None
-        usual_s = self._usual_s()
-        self._trial = _ReplicaTrial(rank, returns, tuple(shares), split.num_micro, usual_s)
+        usual_s, error_s, num_steps = self._usual_s(), 0.0, self._num_needed(_TRIAL, _TRIAL_S)
+        if self._is_short:
+            usual_s, error_s = mean_and_error([seen.together_s for seen in self._newest(_TRIAL, _TRIAL_S)])
+        self._trial = _ReplicaTrial(rank, returns, tuple(shares), split.num_micro, usual_s, error_s, num_steps)
         self._tried.clear()
         self._num_waiting = 0
         return Decision(tuple(shares), split.num_micro, "trial", rank, None, "", usual_s, split.expected_s)
@@ -295,11 +325,19 @@ class ReplicaBalancer:
                 self._trial = None
             return None
         self._tried.append(seen)
-        if len(self._tried) < _TRIAL:
+        if len(self._tried) < trial.num_steps:
             return None
         tried_s = median(one.together_s for one in self._tried[1:])
+        helps = (
+            tried_s <= (1 - LEAST_HELP) * trial.usual_s
+            if trial.returns
+            else trial.usual_s <= (1 - LEAST_HELP) * tried_s
+        )
+        if trial.usual_error_s:
+            tried_s, error_s = mean_and_error([one.together_s for one in self._tried[1:]])
+            least_s = max(LEAST_SAVED_S, LEAST_GAIN * trial.usual_s, _SURE * math.hypot(error_s, trial.usual_error_s))
+            helps = (trial.usual_s - tried_s > least_s) == trial.returns
         with_s, without_s = (tried_s, trial.usual_s) if trial.returns else (trial.usual_s, tried_s)
-        helps = with_s <= (1 - LEAST_HELP) * without_s
         self._trial = None
         everyone = tuple(sorted({*self._active, trial.rank}))
         if not trial.returns and not helps and self._doubted != trial.rank:
@@ -343,25 +381,11 @@ class ReplicaBalancer:
             self._turns.append(seen)
         if self._turns_left or not self._turns:
             return
-        self._contention = contention(list(self._recent), self._turns)
-        self._is_measured = True
+        self._contention = contention(self._newest(2 * _SETTLED, _TRIAL_S), self._turns)
+        self._side_by_side_s = self._contention.side_by_side_s
+        times_s = zip(self._turns[0].shares, self._contention.alone_s, strict=True)
+        self._alone = {r: Cost(0.0, time_s / share) for r, (share, time_s) in enumerate(times_s) if share}
         self._turns.clear()
-
-
-def contention(side_by_side: Sequence[ReplicaObservation], in_turns: Sequence[ReplicaObservation]) -> Contention:
-    """Return what replicas cost one another, from steps with the same shares, at least one of each kind."""
-    ranks = range(len(side_by_side[0].shares))
-    own_s = [median(seen.own_s[rank] for seen in side_by_side) for rank in ranks]
-    off_s = [median(seen.own_s[rank] - seen.cpu_s[rank] for seen in side_by_side) for rank in ranks]
-    alone_s = tuple(min(seen.own_s[rank] for seen in in_turns) for rank in ranks)
-    alone_off_s = [min(seen.own_s[rank] - seen.cpu_s[rank] for seen in in_turns) for rank in ranks]
-    waiting_s = tuple(
-        # Never more than it took longer: a processor that others hold is no wait for the interpreter.
-        max(0.0, min(off - alone_off, own - alone))
-        for off, alone_off, own, alone in zip(off_s, alone_off_s, own_s, alone_s, strict=True)
-    )
-    separate_s = max(own - waiting for own, waiting in zip(own_s, waiting_s, strict=True))
-    return Contention(max(own_s), alone_s, waiting_s, separate_s)
 
 
 def _seconds(time_s: float) -> str:

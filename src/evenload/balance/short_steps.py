@@ -20,9 +20,9 @@ from evenload.balance.split import MayLeave, slowest_s
 from evenload.balance.values import Cost
 
 LEAST_OWN_S = 0.0005
-_LEAST_SAVED_S = 0.0001
+LEAST_SAVED_S = 0.0001
 """A plan and the exchange of a step take about as long; they vary by as much."""
-_LEAST_GAIN = 0.05
+LEAST_GAIN = 0.05
 _LEAST_CONFIRMED_GAIN = 0.02
 """Of the whole step. It is smaller once a move was confirmed: then the ranks are unequal for sure."""
 _BIG_GAIN = 0.15
@@ -76,11 +76,11 @@ class ShortSteps:
         before_s = slowest_s(costs, *now, may_leave)
         saved_s = before_s - slowest_s(costs, *new, may_leave)
         if before_s < LEAST_OWN_S:
-            if saved_s > _LEAST_GAIN * before_s:
+            if saved_s > LEAST_GAIN * before_s:
                 self._note_once(before_s, whole_s)
             return None
-        least_gain = _LEAST_CONFIRMED_GAIN if self.is_confirmed else _LEAST_GAIN
-        if saved_s < _LEAST_SAVED_S or saved_s < whole_s * max(least_gain, _LEAST_OF_MOVED * _part_taken(now, new)):
+        least_gain = _LEAST_CONFIRMED_GAIN if self.is_confirmed else LEAST_GAIN
+        if saved_s < LEAST_SAVED_S or saved_s < whole_s * max(least_gain, _LEAST_OF_MOVED * _part_taken(now, new)):
             return None
         goal: Key | None = new
         if not self.is_confirmed:

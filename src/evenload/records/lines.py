@@ -63,7 +63,8 @@ def event_line(event: RunEvent) -> bytes:
 
 def late_metrics_line(late: LateMetrics) -> bytes:
     """Encode late metrics, newline included."""
-    return _encode({"step": late.step, "log": late.metrics, "time": round(late.time, 6)})
+    media = {"media": late.media} if late.media else {}
+    return _encode({"step": late.step, "log": late.metrics, "time": round(late.time, 6), **media})
 
 
 def parse_line(line: bytes) -> Record | None:
@@ -79,7 +80,7 @@ def parse_line(line: bytes) -> Record | None:
         if "kind" in row:
             return RunEvent(row["kind"], row["message"], float(row["time"]), row["step"], row.get("fields", {}))
         if "log" in row:
-            return LateMetrics(row["step"], _floats(row["log"]), float(row["time"]))
+            return LateMetrics(row["step"], _floats(row["log"]), float(row["time"]), row.get("media", {}))
         return _parse_step(row)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):

@@ -15,6 +15,7 @@ from evenload.records import lines
 from evenload.records.console import ProgressLines
 from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.loggers.logger_thread import LoggerThread, close_logger_threads, start_logger_threads
+from evenload.records.media import kind_of, write_media
 from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 CONFIG_FILE = "config.toml"
@@ -51,6 +52,7 @@ class Recorder:
         self._folder = folder
         self._lock = threading.Lock()
         self._pending: dict[int, dict[str, float]] = {}
+        self._pending_media: dict[int, dict[str, str]] = {}
         self._last_step = -1
         self._closed = folder is None
         self._console = ProgressLines(log_every_s) if console and folder is not None else None
@@ -99,23 +101,35 @@ class Recorder:
                     self._write_late(LateMetrics(earlier, self._pending.pop(earlier)))
                 self._last_step = record.step
             self._steps.write(lines.step_line(record, {**record.metrics, **logged} if logged else record.metrics))
+            if not record.arm:
+                self._write_media(record.step)
             for thread in self._logger_threads:
                 thread.wake()
             self._show(record)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Record numbers, or objects that convert to one; raise `StepError` for others, also on ranks that write nothing."""
+        """Record numbers, or objects that convert to one, and images, texts, histograms and tables (media.py).
+
+        Raises:
+            StepError: a value is neither; also on ranks that write nothing.
+        """
+        shown = {str(name): value for name, value in metrics.items() if is_media(name, value)}
         for name, value in metrics.items():
-            if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            if str(name) not in shown and not hasattr(value, "__float__"):
                 raise _not_a_number(name, value)
-        if self._closed:
+        if self._closed or self._folder is None:
             return
-        numbers = {str(name): as_float(name, value) for name, value in metrics.items()}
+        numbers = {str(name): as_float(name, value) for name, value in metrics.items() if str(name) not in shown}
+        files = {name: write_media(self._folder, name, step, value) for name, value in shown.items()}
         with self._lock:
-            if step > self._last_step:
+            if numbers and step > self._last_step:
                 self._pending.setdefault(step, {}).update(numbers)
-            else:
+            elif numbers:
                 self._write_late(LateMetrics(step, numbers))
+            if files:
+                self._pending_media.setdefault(step, {}).update(files)
+            if step <= self._last_step:
+                self._write_media(step)
                 for thread in self._logger_threads:
                     thread.wake()
 
@@ -141,6 +155,8 @@ class Recorder:
             for step, metrics in self._pending.items():
                 self._write_late(LateMetrics(step, metrics))
             self._pending.clear()
+            for step in list(self._pending_media):
+                self._write_media(step)
         close_logger_threads(self._logger_threads, succeeded)
         self.event("close", "")
         with self._lock:
@@ -155,6 +171,11 @@ class Recorder:
 
     def _write_late(self, logged: LateMetrics) -> None:
         self._steps.write(lines.late_metrics_line(logged))
+
+    def _write_media(self, step: int) -> None:
+        """Write the line of what was logged in this step, after that of the step."""
+        if files := self._pending_media.pop(step, None):
+            self._write_late(LateMetrics(step, {}, media=files))
 
     def _show(self, record: Record) -> None:
         if self._console is not None:
@@ -211,12 +232,22 @@ def as_float(name: object, value: Any) -> float:
         raise _not_a_number(name, value) from error
 
 
+def is_media(name: object, value: Any) -> bool:
+    """Return whether a value is an image, a text, a histogram or a table; StepError for a number as text."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            float(value)
+            raise StepError(f"run.log: {name!r} is the text {value!r}; expected a number: log it without formatting it")
+    return kind_of(value) is not None
+
+
 def _not_a_number(name: object, value: Any) -> StepError:
-    shown = repr(value)
+    shape = getattr(value, "shape", None)
+    shown = repr(value) if not shape else f"a {type(value).__name__} of shape {tuple(shape)}"
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return StepError(
-        f"run.log: {name!r} is {shown}; expected a number, or a tensor with one element; "
-        "images, text, histograms and tables go to run.tracker('tensorboard') or another logger"
+        f"run.log: {name!r} is {shown}; expected a number, or a tensor with one element (x.mean()), an image (channels, height, "
+        "width), a text, a histogram (np.histogram(x)) or a table (a list of dicts); others go to run.tracker(name)"
     )
 
 

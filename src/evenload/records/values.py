@@ -80,6 +80,8 @@ class LateMetrics:
     step: int
     metrics: Mapping[str, float]
     time: float = field(default_factory=_time.time)
+    media: Mapping[str, str] = field(default_factory=dict)
+    """Images, texts, histograms and tables: files in the run folder (media.py)."""
 
 
 Record = StepRecord | RunEvent | LateMetrics

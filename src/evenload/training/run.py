@@ -221,6 +221,16 @@ class Run:
         """Write numbers to the run's records and loggers, at the current step. Every rank may call it.
 
         A number that lies on a GPU is not waited for: it is copied as it is now, and written with the record of its step.
+
+        Images, texts, histograms and tables become files in the run folder, and are sent to the loggers that have them.
+
+        Args:
+            metrics: numbers or tensors with one element; images (pictures of Pillow, figures of matplotlib, arrays or tensors of
+                shape (channels, height, width) or (height, width, channels), floats from 0 to 1 or integers to 255); texts;
+                histograms (counts and edges, what `numpy.histogram` returns); tables (lists of dicts).
+
+        Raises:
+            StepError: a value is none of these.
         """
         self._session.log(metrics)
 

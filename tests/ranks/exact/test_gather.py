@@ -24,8 +24,11 @@ class Scores(NamedTuple):
 
 
 class Stream(IterableDataset[Any]):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
     def __iter__(self) -> Any:
-        return iter(torch.arange(41))
+        return iter(torch.arange(self.num_samples))
 
 
 def _prepare(folder: str, balance: tuple[int, ...]) -> evenload.Run:
@@ -41,7 +44,8 @@ def gather_all(folder: str, balance: tuple[int, ...]) -> dict[str, Any]:
     for kind, loader in {
         "few": DataLoader(range(2)),
         "uneven": DataLoader(range(101), batch_size=7),
-        "stream": DataLoader(Stream(), batch_size=8),
+        "stream": DataLoader(Stream(41), batch_size=8),
+        "few of a stream": DataLoader(Stream(2), batch_size=8),
     }.items():
         inside, after, names = [], [], []
         for batch in run.batches(loader):
@@ -76,7 +80,7 @@ def gather_all(folder: str, balance: tuple[int, ...]) -> dict[str, Any]:
 def test_gathered_values_are_in_the_loaders_order(balance: tuple[int, ...], tmp_path: Path) -> None:
     ranks = run_ranks(gather_all, 3, str(tmp_path), balance)
     for rank, found in enumerate(ranks):
-        for kind, size in {"few": 2, "uneven": 101, "stream": 41}.items():
+        for kind, size in {"few": 2, "uneven": 101, "stream": 41, "few of a stream": 2}.items():
             everything = list(range(size))
             assert found[f"{kind} after"] == (everything, torch.float16, "Scores"), kind
             assert found[f"{kind} names"] == [f"sample {index}" for index in everything]
@@ -124,32 +128,57 @@ def test_an_evaluation_that_ends_early(tmp_path: Path) -> None:
         assert results == [list(range(30))] * 2
 
 
-def evaluate_f1(folder: str) -> list[float]:
-    """The recipes of docs/evaluation.md: sklearn, torchmetrics and evaluate on gathered predictions."""
+OWN_METRIC = """
+import datasets, evaluate, sklearn.metrics
+
+class MacroF1(evaluate.Metric):
+    def _info(self):
+        kinds = datasets.Features({"predictions": datasets.Value("int32"), "references": datasets.Value("int32")})
+        return evaluate.MetricInfo(description="F1", citation="", inputs_description="", features=kinds)
+
+    def _compute(self, predictions, references):
+        return {"f1": float(sklearn.metrics.f1_score(references, predictions, average="macro"))}
+"""
+
+
+def evaluate_f1(folder: str, packages: tuple[str, ...]) -> dict[str, float]:
+    """The recipes of docs/evaluation.md: differences of sklearn, torchmetrics and evaluate to the F1 of all samples."""
     run = _prepare(folder, (24, 6, 2))
     scores, truth = torch.randn(101, 5, generator=torch.Generator().manual_seed(1)), torch.arange(101) % 5
+    val_loader = DataLoader(TensorDataset(scores, truth), batch_size=16)
     predictions: list[int] = []
     labels: list[int] = []
-    for x, y in run.batches(DataLoader(TensorDataset(scores, truth), batch_size=16)):
+    for x, y in run.batches(val_loader):
         predictions += x.argmax(1).tolist()
         labels += y.tolist()
     predictions, labels = run.gather((predictions, labels))
     from sklearn.metrics import f1_score
 
-    results = [float(f1_score(labels, predictions, average="macro"))]
-    with contextlib.suppress(ImportError):
+    results = {"sklearn": float(f1_score(labels, predictions, average="macro"))}
+    if "torchmetrics" in packages:
         import torchmetrics
 
-        metric = torchmetrics.F1Score("multiclass", num_classes=5, average="macro", sync_on_compute=False)
-        results.append(float(metric(torch.tensor(predictions), torch.tensor(labels))))
-        for x, y in run.batches(DataLoader(TensorDataset(scores, truth), batch_size=16)):
-            inside = torchmetrics.F1Score("multiclass", num_classes=5, average="macro", sync_on_compute=False)
+        options = {"num_classes": 5, "average": "macro", "sync_on_compute": False}
+        metric = torchmetrics.F1Score("multiclass", **options)
+        results["torchmetrics"] = float(metric(torch.tensor(predictions), torch.tensor(labels)))
+        inside = torchmetrics.F1Score("multiclass", **options)
+        for x, y in run.batches(val_loader):
             inside.update(*run.gather((x, y)))
+        results["torchmetrics inside the loop"] = float(inside.compute())
+    if "evaluate" in packages:
+        import evaluate
+
+        # evaluate.load("f1") downloads it; a metric of one's own is loaded in the same way.
+        found = evaluate.load(f"{folder}/macro_f1.py").compute(predictions=predictions, references=labels)
+        results["evaluate"] = found["f1"]
     expected = float(f1_score(truth, scores.argmax(1), average="macro"))
     run.close()
-    return [abs(result - expected) for result in results]
+    return {name: abs(result - expected) for name, result in results.items()}
 
 
-def test_f1_of_gathered_predictions(tmp_path: Path) -> None:
-    for differences in run_ranks(evaluate_f1, 3, str(tmp_path)):
-        assert differences and max(differences) < 1e-6
+@pytest.mark.parametrize("package", ["sklearn", "torchmetrics", "evaluate"])
+def test_f1_of_gathered_predictions(package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package, reason=f"the package {package} is missing")
+    (tmp_path / "macro_f1.py").write_text(OWN_METRIC)
+    for differences in run_ranks(evaluate_f1, 3, str(tmp_path), (package,)):
+        assert package in differences and max(differences.values()) < 1e-6, differences

@@ -70,6 +70,14 @@ def test_small_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_phantom(tmp_path: Path) -> None:
+    result = quick(tmp_path, "phantom")
+    assert [case["name"] for case in result["equal"]] == ["docs/start.md", "mlp", "gan"]
+    assert all(case["num_steps"] >= 40 and case["gain"]["low"] <= case["gain"]["high"] for case in result["equal"])
+    assert result["unequal"][0]["over_best_static"] > 0 and len(result["bars"]) == 3
+
+
+@pytest.mark.slow
 def test_adapt(tmp_path: Path) -> None:
     result = quick(tmp_path, "adapt")
     assert len(result["runs"]) == 1 and result["traces"]["count"] == result["spikes"]["count"] == 5

@@ -27,7 +27,12 @@ import logging; logging.disable()
 options = json.loads(Path("options.json").read_text())
 recorder = Recorder(RUN, loggers=("mlflow",), logger_options=options, hyperparameters={"seed": 4, "precision": "no"})
 record(recorder, range(5, 70))  # 5 is done again
-recorder.log({"val@1": 0.5}, 69)
+recorder.log({"val@1": 0.5, "note": "odd", "errors": [{"id": 3}]}, 69)
+import numpy
+own, run_id = recorder.tracker("mlflow")  # what run.tracker("mlflow") returns
+sent_before = len(own.get_metric_history(run_id, "acc"))
+own.log_text(run_id, "a text", "own/note.txt")
+own.log_image(run_id, numpy.zeros((4, 4, 3), dtype="uint8"), "own/seen.png")
 recorder.step(make_step(70, loss=float("nan")))
 recorder.close()
 from mlflow import MlflowClient
@@ -41,7 +46,8 @@ found = {
     "name": run.info.run_name, "status": run.info.status, "params": run.data.params,
     "tags": {key: value for key, value in run.data.tags.items() if not key.startswith("mlflow.")},
     "acc": history("acc"), "loss": history("loss"), "val": history("val_1"), "share": history("share/rank1")[:2],
-    "told": told(),
+    "told": told(), "sent_before": sent_before, "own": [file.path for file in client.list_artifacts(run.info.run_id, "own")],
+    "media": [file.path for name in ("note", "errors") for file in client.list_artifacts(run.info.run_id, f"media/{name}")],
 }
 # A run that was deleted there
 client.delete_run(run.info.run_id)
@@ -79,6 +85,8 @@ def test_steps_are_neither_lost_nor_doubled_and_outages_are_told(tmp_path: Path)
     assert [step for step, _ in found["loss"]] == list(range(71))
     assert found["loss"][70][1] != found["loss"][70][1]
     assert found["val"] == [[69, 0.5]]
+    assert found["sent_before"] == 70 and found["own"] == ["own/note.txt", "own/seen.png"]
+    assert found["media"] == ["media/note/step-69.txt", "media/errors/step-69.table.json"]
     assert found["share"] == [[0, 85.0], [1, 85.0]]
     (deleted,) = found["deleted"]
     assert deleted.startswith("mlflow is disabled: the MLflow run ") and "was deleted; remove " in deleted

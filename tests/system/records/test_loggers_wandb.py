@@ -49,6 +49,8 @@ for step in job.loader:
     if step.index == 2:
         table = wandb.Table(columns=["text"], data=[["a"]])
         run.tracker("wandb").log({"texts": table, "own": 1}, step=step.index)
+        weights = torch.histogram(torch.randn(9), 3)
+        run.log({"seen": torch.rand(3, 8, 8), "note": "odd", "weights": weights, "errors": [{"id": 3}]})
 run.close()
 """
 HANGS = """
@@ -156,3 +158,5 @@ def test_run_tracker_is_wandbs_run(tmp_path: Path) -> None:
     rows = {row["_step"]: row for row in rows_in(file)}
     assert sorted(rows) == [0, 1, 2, 3] and all("loss" in row for row in rows.values())
     assert rows[2]["own"] == 1 and "texts" in " ".join(rows[2])
+    for name in ("seen", "note", "weights", "errors"):
+        assert name in " ".join(rows[2]), name

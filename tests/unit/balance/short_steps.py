@@ -171,7 +171,7 @@ def run_kind(name: str, seed: int, world_size: int = 2, num_samples: int = 64, s
         if decision is not None:
             trace.decisions.append(decision)
             coming.append((step + LEAD, decision.shares))
-        if (note := balancer.short_steps.take_note()) is not None:
+        if (note := balancer.take_note()) is not None:
             trace.notes.append(note)
         step += 1
     return trace

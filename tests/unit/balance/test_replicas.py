@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from evenload.balance.replicas import Contention, ReplicaBalancer, ReplicaObservation, contention
+from evenload.balance.contention import Contention, ReplicaObservation, contention
+from evenload.balance.replicas import ReplicaBalancer
 from evenload.errors import ConfigError
-
-LEAD = 2
+from tests.unit.balance.short_steps import KINDS, LEAD, Moment
 
 
 class Machine:
@@ -179,3 +179,46 @@ def test_shares_that_do_not_fit_are_refused() -> None:
 def test_contention_of_replicas_without_samples() -> None:
     one = ReplicaObservation(0, (64, 0), 1, (0.064, 0.0), (0.064, 0.0), 0.064, False)
     assert contention([one], [one]) == Contention(0.064, (0.064, 0.0), (0.0, 0.0), 0.064)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "0.1 ms, stalls",
+        "0.6 ms, bursts",
+        "1 ms, heavy tail",
+        "2 ms, two modes",
+        "3 ms, other programs",
+        "5 ms, heavy tail",
+    ],
+)
+def test_equal_replicas_with_short_steps_stay_equal(kind: str) -> None:
+    usual_s, fixed, noise = KINDS[kind]
+    rng, balancer, now_s, notes = random.Random(kind), ReplicaBalancer(64, 2), 0.0, []
+    shares, coming = balancer.shares, []
+    for step in range(3000):
+        while coming and coming[0][0] <= step:
+            shares = coming.pop(0)[1]
+        assert max(abs(share - 32) for share in shares) <= 3.2, (step, shares)
+        in_turns = balancer.takes_turns
+        parts = [(fixed + (1 - fixed) * share / 32) * usual_s for share in shares]
+        own_s = tuple(max(1e-6, noise(rng, Moment(part, rank, step, now_s, 2))) for rank, part in enumerate(parts))
+        together_s = sum(own_s) if in_turns else max(own_s)
+        now_s += together_s + 0.0003
+        seen = ReplicaObservation(step, shares, 1, own_s, own_s, together_s, in_turns, step == 0, together_s + 0.0003)
+        decision = balancer.observe(seen)
+        if decision is not None:
+            assert not balancer.foresees, "no gain is announced"
+            coming.append((step + LEAD, decision.shares))
+        notes.append(balancer.take_note())
+    assert sum(note is not None for note in notes) <= 1
+
+
+def test_one_that_slows_short_steps_is_left_out_only_where_the_gain_is_certain() -> None:
+    machine = Machine([0.00003, 0.00003], slowed=lambda active: 4.0, noise=0.2)
+    machine.run(4000)
+    assert machine.shares == (64, 0) and "only slows the rest" in machine.aloud[-1][3]
+    # Where all of a batch takes one replica as long as a half takes both, nothing is certain: both stay.
+    machine = Machine([0.00003, 0.00003], slowed=lambda active: 2.0, noise=0.2)
+    machine.run(4000)
+    assert set(machine.history) == {(32, 32)} and machine.told == []

@@ -47,7 +47,7 @@ def test_too_short_steps_are_named_once_and_stay() -> None:
     for step in range(20_000):
         seconds = 0.0001 * rng.gauss(1, 0.05), 0.0003 * rng.gauss(1, 0.05)
         assert balancer.observe(Observation(step, (32, 32), 1, seconds, 0.0013)) is None
-        notes.append(balancer.short_steps.take_note())
+        notes.append(balancer.take_note())
     assert [note for note in notes if note] == [
         "steps of 1.3 ms are too short to balance: no rank computes longer than 0.3 ms in one, which doesn't show its "
         "speed; the shares stay"

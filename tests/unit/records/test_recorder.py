@@ -101,10 +101,10 @@ def test_log_of_steps_that_were_passed_over_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [None, "run"])
-def test_log_takes_numbers_alone(tmp_path: Path, folder: str | None) -> None:
+def test_log_refuses_what_is_no_number_and_cannot_be_shown(tmp_path: Path, folder: str | None) -> None:
     recorder = Recorder(None if folder is None else tmp_path / folder)
-    with pytest.raises(StepError, match=r"run.log: 'note' is 'hello'; expected a number"):
-        recorder.log({"note": "hello"}, 0)
+    with pytest.raises(StepError, match=r"run.log: 'note' is b'hello'; expected a number"):
+        recorder.log({"note": b"hello"}, 0)
     with pytest.raises(StepError, match=r"'x' is \[1, 2\]"):
         recorder.log({"x": [1, 2]}, 0)
     recorder.close()

@@ -20,6 +20,8 @@ class StepScalars:
     """By name; may be NaN or infinite."""
     replaces: bool = False
     """Training went back to a checkpoint: discard what was written for this step and all later ones."""
+    media: Mapping[str, str] = field(default_factory=dict)
+    """Images, texts, histograms and tables: files in the run folder (records/media.py)."""
 
 
 @dataclass(frozen=True)

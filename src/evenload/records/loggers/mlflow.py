@@ -37,6 +37,7 @@ class MLflow:
     def __init__(self, context: LoggerContext) -> None:
         self._mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
+        self._folder = context.folder
         options = context.options
         try:
             self._client: Any = self._mlflow.MlflowClient(tracking_uri=options.get("tracking_uri"))
@@ -78,6 +79,9 @@ class MLflow:
             if error.error_code in PERMANENT_ERRORS:
                 raise RefusedError(str(error)) from error
             raise
+        for row in batch:
+            for name, file in row.media.items():
+                self._client.log_artifact(self.run_id, str(self._folder / file), f"media/{metric_name(name)}")
 
     def close(self, succeeded: bool) -> None:
         self._client.set_terminated(self.run_id, status="FINISHED" if succeeded else "FAILED")

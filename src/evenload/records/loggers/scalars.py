@@ -85,7 +85,7 @@ def to_scalars(
                 sent = newest if replaces else sent  # only the first repeated step is marked
         elif isinstance(record, LateMetrics) and not passing:
             target = found if record.step <= newest else uncommitted
-            target.append(StepScalars(record.step, record.time, record.metrics))
+            target.append(StepScalars(record.step, record.time, record.metrics, media=record.media))
     return found, replace(position, newest=newest, own_loss=own_loss, passing=passing)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from evenload.records.loggers.logger import LoggerContext, StepScalars
+from evenload.records.media import HISTOGRAM, IMAGE, TABLE, Histogram, read_histogram, read_table, size_of_png
 
 
 class TensorBoard:
@@ -26,6 +29,7 @@ class TensorBoard:
         self._record_writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         self.run_id = ""
         self.newest_step: int | None = None
+        self._run_folder = context.folder
         target = context.folder / "tensorboard"
         target.mkdir(parents=True, exist_ok=True)
         num_earlier = len(list(target.glob("events.out.tfevents.*")))
@@ -49,9 +53,45 @@ class TensorBoard:
                 start = self._event_pb.SessionLog(status=self._event_pb.SessionLog.START)
                 events.append(self._event_pb.Event(wall_time=row.time, step=row.step, session_log=start))
             values = [self._summary_pb.Summary.Value(tag=tag, simple_value=value) for tag, value in row.scalars.items()]
+            values += [self._shown(name, self._run_folder / file) for name, file in row.media.items()]
             summary = self._summary_pb.Summary(value=values)
             events.append(self._event_pb.Event(wall_time=row.time, step=row.step, summary=summary))
         self._append(events)
+
+    def _shown(self, tag: str, path: Path) -> Any:
+        """Return the value of a summary for a file of `records.media`; a table is a text in Markdown."""
+        summary: Any = self._summary_pb.Summary
+        if path.name.endswith(IMAGE):
+            data = path.read_bytes()
+            width, height, channels = size_of_png(data)
+            image = summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=data)
+            return summary.Value(tag=tag, image=image)
+        if path.name.endswith(HISTOGRAM):
+            return summary.Value(tag=tag, histo=self._histogram(read_histogram(path)))
+        text = _markdown(*read_table(path)) if path.name.endswith(TABLE) else path.read_text()
+        tensor_pb: Any = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
+        types_pb: Any = importlib.import_module("tensorboard.compat.proto.types_pb2")
+        shape_pb: Any = importlib.import_module("tensorboard.compat.proto.tensor_shape_pb2")
+        shape = shape_pb.TensorShapeProto(dim=[shape_pb.TensorShapeProto.Dim(size=1)])
+        tensor = tensor_pb.TensorProto(dtype=types_pb.DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+        data_class = self._summary_pb.DATA_CLASS_TENSOR
+        plugin = self._summary_pb.SummaryMetadata.PluginData(plugin_name="text")
+        metadata = self._summary_pb.SummaryMetadata(plugin_data=plugin, data_class=data_class)
+        return summary.Value(tag=tag, tensor=tensor, metadata=metadata)
+
+    def _histogram(self, found: Histogram) -> Any:
+        # The moments are those of the middles of the bins.
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(found.edges)]
+        pairs = list(zip(found.counts, middles, strict=True))
+        return self._summary_pb.HistogramProto(
+            min=found.edges[0],
+            max=found.edges[-1],
+            num=sum(found.counts),
+            sum=sum(count * middle for count, middle in pairs),
+            bucket_limit=found.edges[1:],
+            bucket=found.counts,
+            **{"sum_squares": sum(count * middle**2 for count, middle in pairs)},
+        )
 
     def close(self, succeeded: bool) -> None:
         self._file.close()
@@ -83,6 +123,11 @@ class TensorBoard:
             self._file.truncate()
             raise
         self._size += len(data)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines)
 
 
 def _hyperparameters(settings: Mapping[str, Any], group: str, time_s: float) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from evenload.errors import ConfigError
 from evenload.records.loggers.logger import LoggerContext, StepScalars
 from evenload.records.loggers.wandb_files import newest_step_in
+from evenload.records.media import HISTOGRAM, IMAGE, TABLE, read_histogram, read_table
 
 INIT_TIMEOUT_S = 20.0
 
@@ -26,6 +27,7 @@ class WeightsAndBiases:
 
     def __init__(self, context: LoggerContext) -> None:
         self._wandb: Any = importlib.import_module("wandb")
+        self._folder = context.folder
         arguments: dict[str, Any] = {**context.options, "reinit": "create_new", "allow_val_change": True}
         try:
             own = self._wandb.setup().settings
@@ -56,7 +58,17 @@ class WeightsAndBiases:
 
     def write(self, batch: Sequence[StepScalars]) -> None:
         for row in batch:
-            self._run.log(dict(row.scalars), step=row.step)
+            shown = {name: self._shown(self._folder / file) for name, file in row.media.items()}
+            self._run.log({**row.scalars, **shown}, step=row.step)
+
+    def _shown(self, path: Path) -> Any:
+        """Return W&B's own object for a file of `records.media`."""
+        if path.name.endswith(IMAGE):
+            return self._wandb.Image(str(path))
+        if path.name.endswith(HISTOGRAM):
+            return self._wandb.Histogram(np_histogram=read_histogram(path))
+        columns, rows = read_table(path) if path.name.endswith(TABLE) else (["text"], [[path.read_text()]])
+        return self._wandb.Table(columns=columns, data=rows)
 
     def close(self, succeeded: bool) -> None:
         """Finish the W&B run; wait until everything is uploaded, or on disk if offline."""

@@ -257,11 +257,14 @@ def _stream_batches(
     epoch: int,
     parts: EvaluationParts,
 ) -> Iterator[Any]:
-    parts.begin(_ranks_without(len(weights), weights))
     try:
         reader.begin(epoch)
         position = 0
-        for batch in _stream_rounds(reader, _num_members(weights)):
+        rounds = _stream_rounds(reader, _num_members(weights))
+        first = list(itertools.islice(rounds, 1))
+        # A round has fewer samples than ranks only where the whole stream has.
+        parts.begin(_ranks_without(sum(map(len, first)), weights))
+        for batch in itertools.chain(first, rounds):
             check_same_stream(agree, rank, len(batch), "evaluation")
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)

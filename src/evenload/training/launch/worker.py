@@ -44,6 +44,7 @@ from evenload.training.launch.failure import (
 )
 from evenload.training.launch.function_call import MAIN_NAME, read_call, run_call
 from evenload.training.launch.hints import hint_for
+from evenload.training.launch.print_once import is_printed_elsewhere
 from evenload.training.launch.stop_status import StopStatus
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -258,17 +259,27 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def report_uncaught(world_size: int, rank: int) -> None:
-    """Print errors of Evenload that nobody catches with the message first, where the script runs without our launcher."""
+    """Print errors that nobody catches where the script runs without our launcher: those of Evenload with the message first.
+
+    An error that all ranks raise alike is printed once.
+    """
     before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if not isinstance(error, EvenloadError) and not hint_for(error):
+        failure = _describe(error, rank, 1)
+        is_ours = isinstance(error, EvenloadError) or bool(hint_for(error))
+        is_elsewhere = None
+        if world_size > 1 and isinstance(error, Exception):
+            is_elsewhere = is_printed_elsewhere(f"{failure.kind}: {failure.message}")
+        if is_elsewhere:
+            return
+        if not is_ours:
             before(kind, error, trace)
             return
-        where = f"rank {rank}" if world_size > 1 else "the script"
-        text = _describe(error, rank, 1).sentence(where)
-        # All ranks usually fail alike: rank 0 shows the traceback.
-        print(f"evenload: {text if rank == 0 else text.splitlines()[0]}", file=sys.stderr, flush=True)
+        text = failure.sentence(f"rank {rank}" if world_size > 1 else "the script")
+        # All ranks usually fail alike: the first of them, or rank 0, shows the traceback.
+        whole = rank == 0 or (is_elsewhere is False and not failure.consequence)
+        print(f"evenload: {text if whole else text.splitlines()[0]}", file=sys.stderr, flush=True)
 
     if before is sys.__excepthook__:
         sys.excepthook = report

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from evenload.balance.contention import Contention
 from evenload.balance.decision import Decision
-from evenload.balance.replicas import Contention
 from evenload.errors import ConfigError, DesyncError, StepError
 from evenload.hardware import usable_cores
 from evenload.training.comm.control import Operation

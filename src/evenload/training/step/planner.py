@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from evenload.balance.batch import best_split
+from evenload.balance.contention import Contention, ReplicaObservation
 from evenload.balance.decision import Decision, Observation
 from evenload.balance.memory_caps import MemoryCaps
 from evenload.balance.rebalance import Balancer
-from evenload.balance.replicas import Contention, ReplicaBalancer, ReplicaObservation
+from evenload.balance.replicas import ReplicaBalancer
 from evenload.balance.split import Split, even_shares, micro_shares, num_micro, scale_shares, slice_sizes
 from evenload.balance.values import Cost, StepPlan
 from evenload.errors import ConfigError, DataError
@@ -194,34 +195,34 @@ class Planner(StepsInOrder):
             self._settle(plan.num_samples)
         self._try_higher_caps(step)
         decision: Decision | None = None
+        own_s = tuple(None if rank in plan.out else time_s for rank, time_s in enumerate(seconds))
+        seen = Observation(step, plan.shares, plan.num_micro, own_s, step_s or None, left_out)
         if isinstance(self._balancer, ReplicaBalancer):
-            decision = self._observe_replicas(self._balancer, step, plan, times, left_out)
+            decision = self._observe_replicas(self._balancer, seen, times)
         elif self._balancer is not None:
-            own_s = tuple(None if rank in plan.out else time_s for rank, time_s in enumerate(seconds))
             self._balancer.may_leave = (False, *self.may_leave[1:])
-            decision = self._balancer.observe(
-                Observation(step, plan.shares, plan.num_micro, own_s, step_s or None, left_out)
-            )
-            if (note := self._balancer.short_steps.take_note()) is not None:
-                self._announce(Decision(self.shares, self.num_micro, "too_short", None, None, note, 0.0, 0.0), step)
+            decision = self._balancer.observe(seen)
+        if self._balancer is not None and (note := self._balancer.take_note()) is not None:
+            self._announce(Decision(self.shares, self.num_micro, "too_short", None, None, note, 0.0, 0.0), step)
         self._pending = decision or self._pending
 
     def _observe_replicas(
-        self, balancer: ReplicaBalancer, step: int, plan: StepPlan, times: Sequence[ReplicaTimes], left_out: bool
+        self, balancer: ReplicaBalancer, seen: Observation, times: Sequence[ReplicaTimes]
     ) -> Decision | None:
         if not times:
             return None
         own_s, cpu_s, together_s, in_turns = zip(*times, strict=True)
         decision = balancer.observe(
             ReplicaObservation(
-                step,
-                plan.shares,
-                plan.num_micro,
+                seen.step,
+                seen.shares,
+                seen.num_micro,
                 tuple(sum(column) for column in zip(*own_s, strict=True)),
                 tuple(sum(column) for column in zip(*cpu_s, strict=True)),
                 sum(together_s),
                 all(in_turns),
-                left_out or len(set(in_turns)) > 1,
+                seen.left_out or len(set(in_turns)) > 1,
+                seen.step_s,
             )
         )
         if (found := balancer.take_contention()) is not None and self._on_contention is not None:
@@ -306,12 +307,11 @@ class Planner(StepsInOrder):
             return {}
         if isinstance(balancer, ReplicaBalancer) and pending.kind in ("trial", "left_out", "returned"):
             return {}  # found by a trial, and announced with its measurements
-        rest_s = balancer.rest_s if isinstance(balancer, Balancer) else 0.0
         even = even_shares(self._batch_size, self.world_size)
         equal_s = max(cost.predict_s(share, pending.num_micro) for cost, share in zip(costs, even, strict=True))
         alone_s = min(cost.predict_s(self._batch_size, pending.num_micro) for cost in costs)
-        expected_s = pending.expected_s + rest_s
-        return {"over_equal": (equal_s + rest_s) / expected_s, "over_best_alone": alone_s / expected_s}
+        expected_s = pending.expected_s + balancer.rest_s
+        return {"over_equal": (equal_s + balancer.rest_s) / expected_s, "over_best_alone": alone_s / expected_s}
 
     @property
     def num_micro(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from evenload.balance.noise import Norms
 from evenload.balance.values import StepPlan
-from evenload.records.recorder import Recorder
+from evenload.records.recorder import Recorder, is_media
 from evenload.records.values import RankTimes, StepRecord
 from evenload.training.comm.clock import SEGMENTS
 from evenload.training.compute.device_sums import UnreadTotals
@@ -199,7 +199,10 @@ class StepRecorder:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         if self._unread_log is not None:
-            self._unread_log.add(metrics, step)
+            shown = {name: value for name, value in metrics.items() if is_media(name, value)}
+            if shown:
+                self._write_log(shown, step)
+            self._unread_log.add({name: value for name, value in metrics.items() if name not in shown}, step)
         else:
             self._write_log(metrics, step)
 
