@@ -1,4 +1,4 @@
-"""What the replicas of one process cost one another: they share an interpreter, and often cores and memory."""
+"""Contention of the replicas of one process: they share an interpreter, and often cores and memory."""
 
 from __future__ import annotations
 

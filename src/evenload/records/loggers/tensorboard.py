@@ -83,15 +83,13 @@ class TensorBoard:
         # The moments are those of the middles of the bins.
         middles = [(low + high) / 2 for low, high in itertools.pairwise(found.edges)]
         pairs = list(zip(found.counts, middles, strict=True))
-        return self._summary_pb.HistogramProto(
-            min=found.edges[0],
-            max=found.edges[-1],
-            num=sum(found.counts),
-            sum=sum(count * middle for count, middle in pairs),
-            bucket_limit=found.edges[1:],
-            bucket=found.counts,
-            **{"sum_squares": sum(count * middle**2 for count, middle in pairs)},
-        )
+        moments = {
+            "num": sum(found.counts),
+            "sum": sum(count * middle for count, middle in pairs),
+            "sum_squares": sum(count * middle**2 for count, middle in pairs),
+        }
+        edges = {"min": found.edges[0], "max": found.edges[-1], "bucket_limit": found.edges[1:]}
+        return self._summary_pb.HistogramProto(bucket=found.counts, **edges, **moments)
 
     def close(self, succeeded: bool) -> None:
         self._file.close()
