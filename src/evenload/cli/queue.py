@@ -196,8 +196,9 @@ def _set(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
 def _limit(client: Client, given: list[str]) -> tuple[Mapping[str, Any], str]:
     user, *rest = given
     read: dict[str, Callable[[str], Any]] = {
-        **dict.fromkeys(("share", "budget_device_hours"), float),
+        "share": float,
         **dict.fromkeys(("max_devices", "max_running", "max_queued"), int),
+        "budget_device_hours": float,
     }
     changes = {}
     for name, value in _pairs(rest).items():
