@@ -56,11 +56,6 @@ def read_rendezvous_config(
         raise ConfigError(
             f"{nodes[0]} {nodes[1]}: --host is missing; give the name or address of one of the machines, the same on all"
         )
-    if given.max_restarts:
-        raise ConfigError(
-            f"--max-restarts {given.max_restarts}: a run on several machines ends when a rank is lost; leave it out, and start "
-            "the same command again to resume from the newest checkpoint"
-        )
     _check_node_rank(given.node_rank, most)
     if given.wait_s is not None and not 0 < given.wait_s < float("inf"):
         raise ConfigError(f"--wait {given.wait_s:g}: expected seconds, more than 0")

@@ -73,6 +73,11 @@ class Connection:
         family = writer.get_extra_info("socket").family
         self.lost = ""
         """The reason why no more messages will come; empty while they may."""
+        self.is_silent = False
+        """It is lost by silence: the other side may still be there."""
+        self.silence_s = SILENCE_S
+        self.received_s = time.monotonic()
+        """When the last message came, heartbeats included."""
         self.own_host = str(writer.get_extra_info("sockname", ("",))[0])
         self.peer = Address(family, writer.get_extra_info("peername") or ("0.0.0.0", 0))
 
@@ -95,14 +100,19 @@ class Connection:
         """Return the next message, heartbeats left out; None once the connection is lost."""
         while not self.lost:
             try:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(self.silence_s):
                     line = await self._reader.readuntil(b"\n")
+                self.received_s = time.monotonic()
                 message = json.loads(line)
                 if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
                     raise ValueError(_INVALID)
             except TimeoutError:
-                self.lost = f"nothing was received for {SILENCE_S:.0f} s: the machine or the network between is down"
+                self.is_silent = True
+                self.lost = (
+                    f"nothing was received for {self.silence_s:.0f} s: the machine or the network between is down"
+                )
             except OSError as error:
+                self.is_silent = error.errno in _UNREACHABLE
                 self.lost = f"the connection broke ({error.strerror or error})"
             except asyncio.IncompleteReadError:
                 self.lost = "it closed the connection"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -39,14 +39,39 @@ class _Member:
     connection: Connection
     info: HostInfo
     target: ProbeTarget
+    launch_id: str
+    """The same when a machine connects again after the network was down."""
     clock_offset_s: float = 0.0
     """Its clock minus ours."""
     failures: list[Any] | None = None
     """The outcomes of its probes, by node rank; None until it has reported."""
 
 
+@dataclass(frozen=True)
+class LateMember:
+    """A machine that connects to a run in progress; it was compared with the coordinator's."""
+
+    connection: Connection
+    info: HostInfo
+    target: ProbeTarget
+    clock_offset_s: float
+    launch_id: str
+
+
+def closed_reason(config: RendezvousConfig, built: World) -> str:
+    """Return the text with which machines are refused that can't join a run in progress."""
+    return (
+        f"the run at {config.endpoint} began at {time.strftime('%H:%M:%S')} with "
+        f"{', '.join(machine.name for machine in built.machines)}, and no machine can join it now; wait for its end, or "
+        "choose another port"
+    )
+
+
 class Coordinator:
-    """Accepts members from `start` until `close`; `gather` waits for them and `assign` numbers them."""
+    """Accepts members from `start` until `close`; `gather` waits for them and `assign` numbers them.
+
+    Later ones join the run that is in progress (`join_later`), as long as fewer than the largest number of machines take part.
+    """
 
     def __init__(
         self, config: RendezvousConfig, info: HostInfo, listener: socket.socket, log: Callable[[str], None]
@@ -62,8 +87,13 @@ class Coordinator:
         self._members: list[_Member] = []
         self._error: LaunchError | None = None
         self._changed = asyncio.Event()
-        self._closed_reason = ""
-        """The text with which later connections are refused."""
+        self._early: list[_Member] = []
+        self._in_run = set[Connection]()
+        """Connections of machines that joined later, which the monitor has."""
+        self._why_closed: Callable[[], str] = str
+        """Returns the text with which connections are refused; empty: they are not."""
+        self.join_later: Callable[[LateMember], Awaitable[str]] | None = None
+        """Set once a run is in progress that machines may join: takes one in, or returns why it can't join."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, sock=self._listener, limit=MAX_MESSAGE_BYTES)
@@ -101,12 +131,10 @@ class Coordinator:
         members = [members[index - 1] for index in indices[1:]]
         if members:
             await self._check_reachability(members, built)
-        self._closed_reason = (
-            f"the run at {self._config.endpoint} began at {time.strftime('%H:%M:%S')} with "
-            f"{', '.join(machine.name for machine in built.machines)}, and no machine can join it now; wait for its end, or "
-            "choose another port"
-        )
+        self._why_closed = lambda: "the run begins now; start the same command again to join it"
         kept = {member.connection for member in members}
+        self._early = [member for member in self._members if member.connection not in kept]
+        kept |= {member.connection for member in self._early}
         others = [connection for connection in self._handlers if connection not in kept]
         await self._stop_handlers()
         for connection in others:
@@ -116,12 +144,21 @@ class Coordinator:
         for node_rank, member in enumerate(members, start=1):
             member.connection.send("start", node_rank=node_rank, world=built, store_port=store_port)
             name, ranks = built.machines[node_rank].name, built.describe_ranks(node_rank)
-            peers.append(Peer(member.connection, name, ranks, member.clock_offset_s))
+            peers.append(Peer(member.connection, name, ranks, member.clock_offset_s, member.launch_id))
+        self._members.clear()
         return built, peers
+
+    def run_in_progress(
+        self, why_closed: Callable[[], str], join_later: Callable[[LateMember], Awaitable[str]] | None
+    ) -> None:
+        """Let later machines join the run by `join_later`; None: refuse them, as doctors are, by what `why_closed` returns."""
+        self.join_later, self._why_closed = join_later, why_closed
+        for member in self._early:  # it came after the machines were counted
+            self._handlers[member.connection] = asyncio.create_task(self._join_late(member))
 
     async def refuse_all(self, text: str) -> None:
         """End the rendezvous with the same text on all machines."""
-        self._closed_reason = text
+        self._why_closed = lambda: text
         connections = list(self._handlers)
         await self._stop_handlers()
         for connection in connections:
@@ -145,11 +182,17 @@ class Coordinator:
         try:
             await self._serve(connection)
         except LaunchError as error:
+            if self.join_later is not None:
+                connection.send("refuse", text=str(error))
+                self._handlers.pop(connection, None)
+                await connection.finish(0.2)
+                return
             self._error = error
             self._changed.set()
         else:
             self._handlers.pop(connection, None)
-            await connection.finish(0.2)
+            if connection not in self._in_run:
+                await connection.finish(0.2)
 
     async def _serve(self, connection: Connection) -> None:
         member = None
@@ -158,14 +201,15 @@ class Coordinator:
                 hello = await connection.receive()
                 if hello is None or hello["kind"] != "hello":
                     return
-                if self._closed_reason:
-                    connection.send("refuse", text=self._closed_reason)
-                elif hello.get("what") == "doctor":
+                is_doctor = hello.get("what") == "doctor"
+                if (is_doctor or self.join_later is None) and (reason := self._why_closed()):
+                    connection.send("refuse", text=reason)
+                elif is_doctor:
                     self._doctors.add(self._handlers.pop(connection))
                 else:
                     member = await self._introduce(connection, hello)
         except TimeoutError:
-            if not self._closed_reason:
+            if not self._why_closed():
                 text = (
                     f"{connection.peer.host} connected, but its introduction did not arrive whole within {_HELLO_S:.0f} s: it "
                     f"is another program, or large packets are lost on the way (MTU); type there: {self._doctor()}"
@@ -173,7 +217,10 @@ class Coordinator:
                 self._log(text)
                 connection.send("refuse", text=text)
             return
-        if member is not None:
+        if member is not None and self.join_later is not None:
+            self._compare(member)
+            await self._join_late(member)
+        elif member is not None:
             self._admit(member)
             await self._follow(member)
         elif connection not in self._handlers:
@@ -204,12 +251,30 @@ class Coordinator:
         if reply is None or reply["kind"] != "clock":
             self._log_left(connection, info, is_stopped=reply is not None)
             return None
-        member = _Member(connection, info, target)
+        member = _Member(connection, info, target, printable(hello.get("launch_id", ""), 50))
         with suppress(KeyError, TypeError, ValueError):
             member.clock_offset_s = float(reply["time_s"]) - (sent_s + time.time()) / 2
         return member
 
+    async def _join_late(self, member: _Member) -> None:
+        """Let a machine join the run in progress, or refuse it."""
+        connection = member.connection
+        self._handlers.pop(connection, None)
+        late = LateMember(connection, member.info, member.target, member.clock_offset_s, member.launch_id)
+        reason = await self.join_later(late) if self.join_later is not None else self._why_closed()
+        if reason:
+            self._log(f"{member.info.label} can't join the run: {reason}")
+            connection.send("refuse", text=reason)
+            await connection.finish(0.2)
+        else:
+            self._in_run.add(connection)
+
     def _admit(self, member: _Member) -> None:
+        self._compare(member)
+        self._members.append(member)
+        self._changed.set()
+
+    def _compare(self, member: _Member) -> None:
         """Compare a machine with this one; LaunchError if they can't train together."""
         info = member.info
         differences = host_info.compare(self._info_towards([member]), info, member.clock_offset_s)
@@ -220,8 +285,6 @@ class Coordinator:
         for note in differences.notes:
             self._log(f"note: {note}")
             member.connection.send("note", text=f"note: {note}")
-        self._members.append(member)
-        self._changed.set()
 
     async def _follow(self, member: _Member) -> None:
         """Receive from a member until it leaves, or its ranks are assigned."""

@@ -45,6 +45,8 @@ class LocalLaunch:
     arguments: tuple[str, ...]
     settings: Mapping[str, Any]
     slots: tuple[DeviceSlot, ...]
+    may_change: bool = False
+    """Machines may join the run while it is in progress, and be lost."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from evenload.rendezvous.settings import RendezvousConfig
 from evenload.rendezvous.world import World
 from evenload.version import __version__
 
+_LAUNCH_ID = secrets.token_hex(8)
+"""By it the coordinator knows a machine that connects again after the network was down."""
 _RETRY_S = 0.5
 _STATUS_S = 3.0
 _ANSWER_S = 5.0
@@ -30,6 +33,8 @@ class MemberAssignment:
     world: World
     store_port: int
     coordinator_name: str
+    is_late: bool
+    """The run is in progress: the coordinator says which ranks begin."""
 
 
 async def connect_to_coordinator(
@@ -118,6 +123,7 @@ class _Join:
             info=self._info,
             probe_port=target.port,
             probe_token=target.token,
+            launch_id=_LAUNCH_ID,
         )
         self._connection.start_heartbeats()
         try:
@@ -182,4 +188,5 @@ class _Join:
             world.from_message(message["world"]),
             int(message["store_port"]),
             self._coordinator_name,
+            bool(message.get("is_late")),
         )

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from evenload.errors import LaunchError
 from evenload.rendezvous.address import CONTAINER_BRIDGES, Address, is_own, listen_at, resolve, route_of
-from evenload.rendezvous.coordinator import Coordinator
+from evenload.rendezvous.coordinator import Coordinator, closed_reason
 from evenload.rendezvous.event_loop import EventLoopThread
 from evenload.rendezvous.host_info import LocalLaunch, collect_host_info
+from evenload.rendezvous.late_machines import LateMachines
 from evenload.rendezvous.member import connect_to_coordinator, join
 from evenload.rendezvous.peer_monitor import CoordinatorMonitor, MemberMonitor, PeerMonitor
 from evenload.rendezvous.settings import Endpoint, RendezvousConfig
@@ -25,9 +26,11 @@ class RendezvousResult:
     world: World
     monitor: PeerMonitor
     store: str
-    """``host:port`` of the store; empty for a world of one rank."""
+    """``host:port`` of the store."""
     listener: socket.socket | None
     """The store's port, where this machine serves it."""
+    is_late: bool = False
+    """The run is in progress."""
 
     def assignments(self) -> tuple[RankAssignment, ...]:
         return self.world.assignments(self.node_rank, self.store)
@@ -90,9 +93,11 @@ async def _coordinate(
         )
         raise
     monitor = CoordinatorMonitor(loop, peers, coordinator.close)
-    if world.world_size == 1:
-        store.close()
-        return RendezvousResult(0, world, monitor, "", None)
+    late = LateMachines(config, world, monitor, int(store.getsockname()[1]), log)
+    if launch.may_change:
+        coordinator.run_in_progress(late.why_closed, late.take_in)
+    else:
+        coordinator.run_in_progress(lambda: closed_reason(config, world), None)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
     return RendezvousResult(0, world, monitor, str(Endpoint(host, int(store.getsockname()[1]))), store)
 
@@ -116,6 +121,7 @@ async def _join(
         monitor=MemberMonitor(loop, connection, assignment.coordinator_name),
         store=str(Endpoint(connection.peer.host, assignment.store_port)),
         listener=None,
+        is_late=assignment.is_late,
     )
 
 

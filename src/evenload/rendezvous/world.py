@@ -38,7 +38,7 @@ class RankAssignment:
     store: str
     """``host:port`` of the store, as this machine reaches it."""
     interface: str
-    """For gloo and NCCL; empty on one machine."""
+    """For gloo and NCCL."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,7 @@ class World:
 
     def assignments(self, node_rank: int, store: str) -> tuple[RankAssignment, ...]:
         """Return the assignments of one machine's ranks, by local rank; ``store`` as that machine reaches it."""
-        several = len(self.machines) > 1
-        names = tuple(
-            f"{machine.name} {slot.name}" if several else slot.name
-            for machine in self.machines
-            for slot in machine.slots
-        )
+        names = tuple(f"{machine.name} {slot.name}" for machine in self.machines for slot in machine.slots)
         machine = self.machines[node_rank]
         return tuple(
             RankAssignment(
@@ -95,7 +90,7 @@ class World:
                 device_names=names,
                 backend=common_backend(self._inner_backends),
                 store=store,
-                interface=machine.interface if several else "",
+                interface=machine.interface,
             )
             for local_rank in range(len(machine.slots))
         )

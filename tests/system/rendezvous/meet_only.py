@@ -34,10 +34,10 @@ print(
     flush=True,
 )
 print(f"names {', '.join(spec.device_names)}; store {spec.store}", flush=True)
-result.monitor.report_ended()
-while not result.monitor.all_ended:
+result.monitor.report_ended(0)
+while result.monitor.end_code is None:
     time.sleep(0.01)
-    assert result.monitor.end_cause is None and not result.monitor.causes, result.monitor.causes
+    assert result.monitor.end_cause is None and result.monitor.coordinator_lost is None, result.monitor.coordinator_lost
 result.monitor.close()
 if result.listener is not None:
     result.listener.close()

@@ -21,7 +21,14 @@ from evenload.rendezvous.address import Route, chosen_interface, numeric
 from evenload.rendezvous.connection import MAX_MESSAGE_BYTES, ConnectFailure, Connection
 from evenload.rendezvous.event_loop import EventLoopThread
 from evenload.rendezvous.host_info import DeviceSlot, HostInfo, compare
-from evenload.rendezvous.peer_monitor import CoordinatorMonitor, FailureCause, MemberMonitor, Peer
+from evenload.rendezvous.peer_monitor import (
+    COORDINATOR,
+    CoordinatorMonitor,
+    FailureCause,
+    MemberMonitor,
+    Peer,
+    cause_of_loss,
+)
 from evenload.rendezvous.probe import DataSummary, HostMeasurement, HostReport
 from evenload.rendezvous.settings import Endpoint, parse_endpoint, parse_nodes
 from evenload.training.launch.environment import WorkerSpec
@@ -103,7 +110,6 @@ def test_other_numbers_of_machines_are_refused(text):
         ({"nodes": "2", "host": "box1", "rdzv_backend": "etcd"}, "needs no backend such as etcd"),
         ({"wait_s": 3.0}, "--wait 3.0 has no effect on one machine"),
         ({"node_rank": 1}, "--node-rank 1 has no effect on one machine"),
-        ({"nodes": "2", "host": "box1", "max_restarts": 3}, "--max-restarts 3: a run on several machines"),
         ({"max_restarts": -1}, "--max-restarts -1"),
     ],
 )
@@ -290,41 +296,55 @@ def _wait(condition):
         time.sleep(0.01)
 
 
-def test_causes_are_ordered_by_the_coordinators_clock(monitors):
+def _event(monitor):
+    found = []
+    _wait(lambda: found or found.extend(monitor.received()) or found)
+    return found[0]
+
+
+def test_times_are_by_the_coordinators_clock(monitors):
     coordinator, member = monitors
-    member.report_failure(FailureCause("late by its own clock", time_s=1101.0))
-    _wait(lambda: coordinator.causes)
-    (cause,) = coordinator.causes
-    assert cause.time_s == 1001.0 and cause.text == "late by its own clock"
-    coordinator.end_run(cause)
+    member.send(COORDINATOR, "worker_state", worker="worker-1", time_s=1101.0)
+    event = _event(coordinator)
+    assert (event.node, event.kind, event.content["time_s"]) == (1, "worker_state", 1001.0)
+    coordinator.send(1, "kill_worker", worker="worker-1")
+    assert _event(member).content["worker"] == "worker-1"
+    member.end_run(FailureCause("SIGINT on box2", 130, time_s=1103.0))
+    _wait(lambda: coordinator.end_cause is not None)
+    assert coordinator.end_cause.time_s == 1003.0
+
+
+def test_the_cause_of_an_end_reaches_all_at_any_length(monitors):
+    coordinator, member = monitors
+    coordinator.end_run(FailureCause("x" * 3_000_000))
     _wait(lambda: member.end_cause is not None)
-    assert member.end_cause == cause and not member.decides
+    assert member.end_cause.text.startswith("xxx")
 
 
-def test_an_error_of_any_length_is_sent(monitors):
+def test_all_end_once_the_coordinator_says_so(monitors):
     coordinator, member = monitors
-    member.report_failure(FailureCause("x" * 3_000_000))
-    _wait(lambda: coordinator.causes)
-    assert coordinator.causes[0].text.startswith("xxx")
-
-
-def test_all_end_once_each_has_ended(monitors):
-    coordinator, member = monitors
-    coordinator.report_ended()
-    time.sleep(0.1)
-    assert not coordinator.all_ended and not member.all_ended
-    member.report_ended()
-    _wait(lambda: coordinator.all_ended and member.all_ended)
+    assert member.end_code is None
+    coordinator.report_ended(75)
+    _wait(lambda: member.end_code == 75)
     member.close()
-    assert not coordinator.causes and coordinator.end_cause is None
+    assert not coordinator.received() and coordinator.end_cause is None
 
 
-def test_the_loss_of_either_side_is_a_cause_on_the_other(monitors):
+def test_each_side_notices_the_loss_of_the_other(monitors):
     coordinator, member = monitors
     member._loop.run(_close(member._connection))
-    _wait(lambda: coordinator.causes and member.causes)
-    assert coordinator.causes[0].text.startswith("box2 (rank 1) is gone: it closed the connection.")
-    assert member.causes[0].text.startswith("box1, the coordinator, is gone:") and member.decides
+    lost = _event(coordinator)
+    assert cause_of_loss(lost).text.startswith("box2 (rank 1) is gone: it closed the connection.")
+    _wait(lambda: member.coordinator_lost is not None)
+    assert cause_of_loss(member.coordinator_lost).text.startswith("box1, the coordinator, is gone:")
+    assert not member.coordinator_lost.is_silent
+
+
+def test_silence_is_known_as_such(monitors):
+    coordinator, member = monitors
+    coordinator.limit_silence(0.2)  # nobody sends heartbeats here
+    _wait(lambda: member.coordinator_lost is not None)
+    assert member.coordinator_lost.is_silent and "nothing was received for 0 s" in member.coordinator_lost.reason
 
 
 async def _close(connection):

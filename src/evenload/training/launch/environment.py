@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,21 @@ class WorkerSpec:
     def worker(self) -> str:
         """Stable id of this worker; files of the launch folder carry it."""
         return self.workers[self.rank]
+
+
+def at_device(base: WorkerSpec, planned: WorkerSpec, used_cores: Collection[int]) -> WorkerSpec:
+    """Return the spec of a worker that joins at another device, which another one was `planned` for; rank 0 of one."""
+    return replace(
+        base,
+        device=planned.device,
+        devices=planned.devices,
+        visible_devices=planned.visible_devices,
+        device_names=(planned.device_names[planned.rank],),
+        inner_backend=planned.inner_backend,
+        cores=() if {*used_cores} & {*planned.cores} else planned.cores,
+        num_threads=planned.num_threads,
+        rank=0,
+    )
 
 
 def devices_without_effect(spec: WorkerSpec) -> str:

@@ -34,6 +34,9 @@ class WorkerPlace:
     inner_backend: str = ""
     """`WorkerSpec.inner_backend`."""
     node: int = 0
+    """The machine; 0: the coordinator's."""
+    local_rank: int = 0
+    """Index of the device on its machine; used where that is not the coordinator's."""
 
 
 @dataclass(frozen=True)

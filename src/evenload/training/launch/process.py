@@ -11,8 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from evenload.job.processes import SessionProcess
+from evenload.job.processes import SessionProcess, stat_of
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, write_spec
+from evenload.training.launch.failure import FailureReport, read_failure
 from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.output import WorkerOutputs
 
@@ -71,6 +72,15 @@ class WorkerProcess(SessionProcess):
         outputs.add(spec.worker, spec.rank, "stdout", own_ends[1])
         outputs.add(spec.worker, spec.rank, "stderr", own_ends[2])
         self.channel = MessageChannel(own_socket, blocking=False) if own_socket is not None else None
+
+    def read_failure(self) -> FailureReport | None:
+        """Return the error that the worker has reported; None: none yet."""
+        return read_failure(Path(self.spec.launch_dir), self.spec.worker)
+
+    def is_stopped(self) -> bool:
+        """Return True for a process that SIGSTOP or a debugger holds."""
+        stat = stat_of(self.pid)
+        return stat is not None and stat.state in "Tt"
 
     def go(self) -> None:
         # `poll` finds a worker that has already ended.

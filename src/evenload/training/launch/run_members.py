@@ -1,7 +1,8 @@
-"""The worker processes of a run on one machine, and who of them is a member: carries out the decisions of `MembershipDecider`.
+"""The workers of a run, on this machine and on those it coordinates, and who of them is a member: carries out the decisions of
+`MembershipDecider`.
 
 A lost worker ends the run only where the others can't go on without it: before the first step, without registered state, or
-when it was the last. Workers without a channel (several machines, `evenload.spawn`, the modes that compare ranks) never can.
+when it was the last. Workers without a channel (`evenload.spawn`, the modes that compare ranks) never can.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from evenload.errors import ConfigError
 from evenload.job import EXIT_CODE
-from evenload.job.processes import stat_of
-from evenload.rendezvous.peer_monitor import FailureCause
+from evenload.rendezvous.peer_monitor import FailureCause, PeerJoined, PeerLost, PeerMonitor, cause_of_loss
 from evenload.training.launch.devices import RankDevice, parse_devices, plan_workers, read_host
-from evenload.training.launch.environment import WorkerSpec
-from evenload.training.launch.failure import FailureReport, describe_end, read_failure
+from evenload.training.launch.environment import WorkerSpec, at_device
+from evenload.training.launch.failure import FailureReport, describe_end
+from evenload.training.launch.host_workers import HostWorkers, can_change
 from evenload.training.launch.membership_decider import (
     LOOP_ENDED,
     NOT_BEGUN,
@@ -42,32 +43,30 @@ from evenload.training.launch.membership_messages import (
     Switched,
     Waits,
 )
-from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
-from evenload.training.launch.replicas import throttle_of
-from evenload.training.launch.request import LaunchRequest
+from evenload.training.launch.remote_workers import RemoteMachines, RemoteWorker, places_of
 from evenload.training.launch.stalls import StallMonitor
-from evenload.training.launch.target import resume_command
-from evenload.training.launch.throttle import ThrottleController
 
+if TYPE_CHECKING:
+    from evenload.rendezvous.world import World
+
+_SILENCE_S = 5.0
+"""A machine from which nothing comes for so long is lost, once all ranks train: their start keeps a machine busy for longer."""
 _OPINIONS_S = 0.3
 """Time from the first suspicion to the decision, for the opinions of the other ranks."""
 
 
 class RunMembers:
-    def __init__(
-        self, request: LaunchRequest, folder: Path, outputs: WorkerOutputs, open_store: Callable[[], str]
-    ) -> None:
+    def __init__(self, host: HostWorkers, peers: PeerMonitor, open_store: Callable[[], str]) -> None:
         """`open_store` returns the store's address, and opens it if it isn't yet."""
-        self._request = request
-        self._folder = folder
-        self._outputs = outputs
+        self._host = host
+        self._machines = RemoteMachines(peers, host.print_line)
         self._open_store = open_store
-        self._command = resume_command(request.arguments, is_call=bool(request.call))
-        self._throttle: ThrottleController | None = None
-        self._processes: dict[str, WorkerProcess] = {}
+        self._workers: dict[str, WorkerProcess | RemoteWorker] = {}
         self._gone: set[str] = set()
         """Workers whose end has been dealt with: lost, left, or never admitted."""
+        self._places: dict[str, WorkerPlace] = {}
+        """Of the first workers."""
         self._decider: MembershipDecider | None = None
         self._specs: dict[int, WorkerSpec] = {}
         """By place; the spec of its first worker."""
@@ -79,47 +78,48 @@ class RunMembers:
         self._stalls = StallMonitor()
         self._reported_stalls: set[str] = set()
         self._next_step = 0
+        self._limits_silence = False
         self._ends = False
         self.end_cause: FailureCause | None = None
         """Set when too few are left."""
 
-    def start(self, specs: Sequence[WorkerSpec], throttle: ThrottleController | None) -> None:
-        """Start the first workers of this machine."""
-        self._throttle = throttle
-        elastic = (
-            self._request.mode == "train"
-            and not self._request.call
-            and self._request.rendezvous is None
-            and not specs[0].replicas
-            and not specs[0].has_server
-        )
+    def start(self, specs: Sequence[WorkerSpec], world: World | None = None) -> None:
+        """Start the first workers of this machine; `world`: all machines, of which this is the first."""
+        elastic = can_change(self._host.request, specs[0])
+        if world is not None:
+            self._places = dict(zip(specs[0].workers, places_of(world), strict=True))
+        elif elastic:
+            self._devices = dict(enumerate(parse_devices(self._host.request.devices, read_host())))
+            self._places = {spec.worker: _place(index, spec, self._devices[index]) for index, spec in enumerate(specs)}
         if elastic:
-            devices = parse_devices(self._request.devices, read_host())
-            self._devices = dict(enumerate(devices))
             self._specs = dict(enumerate(specs))
-            places = {spec.worker: _place(index, spec, devices[index]) for index, spec in enumerate(specs)}
-            self._decider = MembershipDecider(places, specs[0].store, self._request.max_restarts)
+            self._decider = MembershipDecider(self._places, specs[0].store, self._host.request.max_restarts)
+        self._machines.num_places = len(self._places)
         for spec in specs:
-            self._start(spec)
+            self._workers[spec.worker] = self._host.start(spec, with_channel=elastic)
+        for place in [place for place in self._places.values() if place.node != 0]:
+            spec = replace(specs[0], rank=place.index, local_rank=place.local_rank, device=place.device)
+            self._workers[spec.worker] = self._machines.add(spec, place)
 
     @property
-    def workers(self) -> list[WorkerProcess]:
+    def workers(self) -> list[WorkerProcess | RemoteWorker]:
         """The members, rank 0 first, and workers that have left but still run; not those that prepare to join."""
-        members = self._decider.members if self._decider is not None else tuple(self._processes)
+        members = self._decider.members if self._decider is not None else tuple(self._workers)
         outside = self._decider.joiners if self._decider is not None else ()
-        names = dict.fromkeys((*members, *self._processes))
+        names = dict.fromkeys((*members, *self._workers))
         return [
-            self._processes[name]
+            self._workers[name]
             for name in names
-            if name in self._processes and name not in self._gone and (name in members or name not in outside)
+            if name in self._workers and name not in self._gone and (name in members or name not in outside)
         ]
 
     @property
-    def all_processes(self) -> list[WorkerProcess]:
-        return list(self._processes.values())
+    def own_workers(self) -> list[WorkerProcess]:
+        """Those of `workers` that run on this machine."""
+        return [worker for worker in self.workers if isinstance(worker, WorkerProcess)]
 
-    def rank_of(self, worker: WorkerProcess) -> int:
-        return worker.spec.rank if self._decider is None else self._decider.rank_of(worker.spec.worker)
+    def rank_of(self, worker: str) -> int:
+        return self._workers[worker].spec.rank if self._decider is None else self._decider.rank_of(worker)
 
     def describe(self) -> list[str]:
         """Describe each member in one line."""
@@ -133,10 +133,11 @@ class RunMembers:
 
     def poll(self) -> None:
         """Read messages, and see to workers that prepare to join, have left, or are due to start."""
+        self._follow_machines()
         decider = self._decider
         if decider is None:
             return
-        for name, process in list(self._processes.items()):
+        for name, process in list(self._workers.items()):
             if process.channel is None or name in self._gone:
                 continue
             process.channel.flush()
@@ -145,14 +146,19 @@ class RunMembers:
         self._poll_joiners(decider)
         self._poll_leavers(decider)
         self._judge_suspects(decider)
+        if not self._limits_silence and decider.why_not_without(()) != NOT_BEGUN:
+            self._limits_silence = True
+            self._machines.limit_silence(_SILENCE_S)
         now_s = time.monotonic()
         if self._stalls.is_due(now_s):
             self._end_stalled(decider, now_s)
         due = [start for due_s, start in self._due if due_s <= now_s]
         self._due = [(due_s, start) for due_s, start in self._due if due_s > now_s]
         for start in due:
-            if start.worker in decider.joiners:
-                self._start(self._joiner_spec(decider, start))
+            if self._machines.is_lost(start.place.node):
+                self._act(decider.request_leave(start.worker))
+            elif start.worker in decider.joiners:
+                self._start_joiner(decider, start)
 
     def absorb(self, failures: Mapping[str, FailureReport]) -> str | None:
         """Go on without these members if that is possible; otherwise return what to add to the report of their failures."""
@@ -171,10 +177,6 @@ class RunMembers:
         self._act(decider.lost(losses, restart=all(failure.lost for failure in failures.values())))
         return None
 
-    @property
-    def earlier_losses(self) -> tuple[LostWorker, ...]:
-        return tuple(self._decider.losses) if self._decider is not None else ()
-
     def stop_joins(self) -> None:
         """End the workers that prepare to join: the run is about to end."""
         if self._decider is not None:
@@ -190,8 +192,7 @@ class RunMembers:
         decider = self._decider
         if decider is None:
             raise ConfigError(
-                "the devices of this run can't change: it runs on several machines, in one process (strategy dp), or compares "
-                "its ranks"
+                "the devices of this run can't change: it runs in one process (strategy dp), or compares its ranks"
             )
         if why := decider.why_not_without(()):
             raise ConfigError(f"the devices of this run can't change now: {why}")
@@ -205,25 +206,14 @@ class RunMembers:
             else:
                 leaving.append(name)
         kept = [self._devices[decider.places[name].index] for name in decider.staying if name not in leaving]
-        specs = plan_workers([*kept, *wanted], host, self._request.settings)[len(kept) :]
+        specs = plan_workers([*kept, *wanted], host, self._host.request.settings)[len(kept) :]
         if wanted:
             decider.store = self._open_store()
-        used = {core for process in self.workers for core in process.spec.cores}
+        used = {core for process in self.own_workers for core in process.spec.cores}
         lines = []
         for device, spec in zip(wanted, specs, strict=True):
             index = len(self._specs)
-            base = replace(self._specs[0], throttle={}, local_rank=index)
-            self._specs[index] = replace(
-                base,
-                device=spec.device,
-                devices=spec.devices,
-                visible_devices=spec.visible_devices,
-                device_names=(spec.device_names[spec.rank],),
-                inner_backend=spec.inner_backend,
-                cores=() if used & {*spec.cores} else spec.cores,
-                num_threads=spec.num_threads,
-                rank=0,
-            )
+            self._specs[index] = at_device(replace(self._specs[0], throttle={}, local_rank=index), spec, used)
             self._devices[index] = device
             self._act(decider.request_join(_place(index, self._specs[index], device)))
             lines.append(f"{device.device} starts, and joins at the end of a step")
@@ -232,11 +222,40 @@ class RunMembers:
             self._act(decider.request_leave(name))
         return lines or ["these are the devices of the run already"]
 
-    def close(self) -> None:
-        for process in self._processes.values():
-            process.close()
-
     # -- messages -------------------------------------------------------------------------------------------------------
+
+    def _follow_machines(self) -> None:
+        for event in self._machines.poll():
+            if isinstance(event, PeerLost):
+                self._lose_machine(event)
+            elif isinstance(event, PeerJoined):
+                self._print(f"{event.machine.name} is here; its devices start, and join at the end of a step")
+            elif event.kind == "stop_joins":
+                self.stop_joins()
+        if (decider := self._decider) is not None and (why := decider.why_not_without(())) != NOT_BEGUN:
+            for place in self._machines.take_places():
+                self._act(decider.request_join(place) if not why else [])  # at the end they wait for the others
+
+    def _lose_machine(self, lost: PeerLost) -> None:
+        """Go on without a machine and its ranks, or end the run."""
+        names = [name for name in self._machines.lose(lost.node) if name not in self._gone]
+        self._gone.update(names)
+        decider = self._decider
+        ends = names if decider is None else [name for name in names if name in decider.members]
+        why = NOT_BEGUN if decider is None else decider.why_not_without(ends)
+        if ends and why:
+            reason = "" if why == NOT_BEGUN else f"\nthe run can't go on: {why}"
+            self.end_cause = replace(cause := cause_of_loss(lost), text=cause.text + reason)
+            return
+        if decider is None:
+            return
+        self._print(f"{lost.name} is gone: {lost.reason}")
+        self._due = [(due_s, start) for due_s, start in self._due if start.place.node != lost.node]
+        for name in [name for name in decider.staying if decider.places[name].node == lost.node and name not in names]:
+            self._act(decider.request_leave(name))  # it was about to be restarted there
+        texts = [f"rank {decider.rank_of(name)} ({self.where(name)}) is lost with its machine" for name in names]
+        losses = [LostWorker(name, text, time.time()) for name, text in zip(names, texts, strict=True)]
+        self._act(decider.lost(losses, restart=False))
 
     def _receive(self, decider: MembershipDecider, message: Message) -> None:
         if isinstance(message, Capable):
@@ -274,13 +293,13 @@ class RunMembers:
         if not self._suspects or time.monotonic() - self._suspected_s < _OPINIONS_S:
             return
         named = [message.suspect for message in self._suspects.values() if message.suspect in decider.members]
-        stopped = [name for name in decider.members if _is_stopped(self._processes[name])]
+        stopped = [name for name in decider.members if self._workers[name].is_stopped()]
         candidates = stopped or named
         messages, self._suspects = self._suspects, {}
         if not candidates:
             return
         suspect = max(dict.fromkeys(candidates), key=lambda name: (candidates.count(name), decider.rank_of(name)))
-        if self._processes[suspect].poll() is not None or suspect in self._gone:
+        if self._workers[suspect].poll() is not None or suspect in self._gone or self._machines.is_quiet(suspect):
             return  # its end is dealt with
         reason = next((message.reason for message in messages.values() if message.suspect == suspect), "")
         state = "is stopped (SIGSTOP)" if suspect in stopped else "does not respond"
@@ -290,13 +309,13 @@ class RunMembers:
 
     def _end_stalled(self, decider: MembershipDecider, now_s: float) -> None:
         """Kill a member that stalls the others, if they can go on without it; print a line otherwise."""
-        members = [name for name in decider.members if name not in self._gone]
-        found = self._stalls.judge(members, [n for n in members if _is_stopped(self._processes[n])], now_s)
+        members = [name for name in decider.members if name not in self._gone and not self._machines.is_quiet(name)]
+        found = self._stalls.judge(members, [name for name in members if self._workers[name].is_stopped()], now_s)
         for name, reason in found.absent.items():
             self._print(f"rank {decider.rank_of(name)} ({self.where(name)}): {reason}; the other ranks wait")
         for name, reason in found.stalled.items():
             text = f"rank {decider.rank_of(name)} ({self.where(name)}) does not respond: {reason}"
-            if self._processes[name].poll() is not None:
+            if self._workers[name].poll() is not None:
                 continue  # its end is dealt with
             if not (why := decider.why_not_without([name])):
                 self._forget(name)
@@ -309,14 +328,14 @@ class RunMembers:
 
     def _poll_joiners(self, decider: MembershipDecider) -> None:
         for name in decider.joiners:
-            process = self._processes.get(name)
+            process = self._workers.get(name)
             if process is None or name in decider.members:  # not started yet; a member's end is dealt with in `absorb`
                 continue
-            report = read_failure(self._folder, name)
+            report = process.read_failure()
             code = process.poll()
             if report is None and code is None:
                 continue
-            report = report or read_failure(self._folder, name)
+            report = report or process.read_failure()
             self._forget(name)
             if report is None and code in (0, EXIT_CODE):
                 text, restart = f"{self.where(name)} ended before its first step", False
@@ -326,7 +345,7 @@ class RunMembers:
             self._act(decider.lost([LostWorker(name, text, time.time())], restart))
 
     def _poll_leavers(self, decider: MembershipDecider) -> None:
-        for name, process in list(self._processes.items()):
+        for name, process in list(self._workers.items()):
             if name in self._gone or (name in decider.members and not decider.leaves(name)):
                 continue
             if name in decider.joiners or process.poll() is None:
@@ -338,52 +357,44 @@ class RunMembers:
                 self._gone.add(name)
                 self._print(describe_end(0, process.code or 1, 0.0).sentence(f"{self.where(name)}, which had left,"))
 
-    def _start(self, spec: WorkerSpec) -> None:
-        throttled = not spec.joining or spec.local_rank < len(self._request.throttle)
-        if self._throttle is not None and throttled:
-            spec = replace(spec, throttle=throttle_of(self._throttle, spec))
-        spec = replace(spec, launch_dir=str(self._folder), command=self._command)
-        process = WorkerProcess(spec, self._request.arguments, self._outputs, with_channel=self._decider is not None)
-        self._processes[spec.worker] = process
-        if self._throttle is not None and throttled:
-            self._throttle.admit(spec.local_rank, process.pid)
-        process.go()
-
-    def _joiner_spec(self, decider: MembershipDecider, start: StartWorker) -> WorkerSpec:
-        spec = self._specs[start.place.index]
-        members = decider.members
+    def _start_joiner(self, decider: MembershipDecider, start: StartWorker) -> None:
+        members, place = decider.members, start.place
         names = [decider.places[name].device_name for name in members]
-        return replace(
-            spec,
-            rank=len(members),
-            world_size=len(members) + 1,
-            workers=(*members, start.worker),
-            device_names=(*names, start.place.device_name),
-            generation=0,
-            store=decider.store,
-            joining=True,
-        )
+        fields: dict[str, Any] = {
+            "rank": len(members),
+            "world_size": len(members) + 1,
+            "workers": (*members, start.worker),
+            "device_names": (*names, place.device_name),
+            "generation": 0,
+            "joining": True,
+        }
+        if place.node == 0:
+            spec = replace(self._specs[place.index], **fields, store=decider.store)
+            self._workers[start.worker] = self._host.start(spec, with_channel=True)
+            return
+        spec = replace(self._specs[0], **fields, local_rank=place.local_rank, device=place.device)
+        self._workers[start.worker] = self._machines.start(spec, place, fields)
 
     def _forget(self, name: str) -> None:
         """Kill a worker, if it still runs, whose end is dealt with."""
         self._gone.add(name)
-        self._processes[name].kill()
-        self._processes[name].close()
+        self._workers[name].kill()
+        self._workers[name].close()
 
     def _act(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case SendChange(change, to):
-                    self._outputs.set_ranks(change.workers)
+                    self._host.outputs.set_ranks(change.workers)
                     self._suspects.clear()
                     self._stalls.begin_generation()
                     for name in to:
-                        if name not in self._gone and (channel := self._processes[name].channel) is not None:
+                        if name not in self._gone and (channel := self._workers[name].channel) is not None:
                             channel.send(change)
                 case StartWorker():
                     self._due.append((time.monotonic() + instruction.delay_s, instruction))
                 case EndWorker(name):
-                    if name in self._processes:
+                    if name in self._workers:
                         self._forget(name)
                 case EndRun(reason):
                     self.end_cause = FailureCause(reason, 1, time_s=time.time())
@@ -391,18 +402,14 @@ class RunMembers:
                     self._print(text)
 
     def where(self, name: str) -> str:
-        return self._decider.places[name].device if self._decider is not None else self._processes[name].spec.device
+        places = self._places if self._decider is None else self._decider.places
+        return places[name].device if name in places else self._workers[name].spec.device
 
     def _print(self, text: str) -> None:
-        self._outputs.print_line(f"evenload: {text}")
+        self._host.print_line(text)
 
 
 def _place(index: int, spec: WorkerSpec, device: RankDevice) -> WorkerPlace:
     return WorkerPlace(
         index, "+".join(device.devices) or device.device, spec.device_names[spec.rank], spec.inner_backend
     )
-
-
-def _is_stopped(process: WorkerProcess) -> bool:
-    stat = stat_of(process.pid)
-    return stat is not None and stat.state in "Tt"

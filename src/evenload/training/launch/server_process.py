@@ -11,6 +11,7 @@ from evenload.config import Config
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport
 from evenload.training.launch.process import WorkerProcess
+from evenload.training.launch.remote_workers import RemoteWorker
 
 _MAY_LOSE_FILE = "may_lose_workers"
 """File in the launch folder: the ranks of this machine go on without one that was killed."""
@@ -56,7 +57,7 @@ class LostWorkers:
         self._print_line = print_line
         self._ranks: set[int] = set()
 
-    def takes(self, worker: WorkerProcess, failure: FailureReport) -> bool:
+    def takes(self, worker: WorkerProcess | RemoteWorker, failure: FailureReport) -> bool:
         """Return whether the run goes on without this worker: not if it reported an error of the script."""
         rank = worker.spec.rank
         if rank in self._ranks:

@@ -12,10 +12,13 @@ from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.target import target_file
 
 
-def local_launch(arguments: Sequence[str], settings: Mapping[str, Any], specs: Sequence[WorkerSpec]) -> LocalLaunch:
+def local_launch(
+    arguments: Sequence[str], settings: Mapping[str, Any], specs: Sequence[WorkerSpec], may_change: bool = False
+) -> LocalLaunch:
     """Describe this machine's part of a run; ``specs`` are numbered as if it were alone."""
     return LocalLaunch(
         script=target_file(arguments),
+        may_change=may_change,
         arguments=tuple(arguments[2:] if arguments[0] == "-m" else arguments[1:]),
         settings=settings,
         slots=tuple(

@@ -17,16 +17,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenload.errors import LaunchError
 from evenload.job import EXIT_CODE, grace_left_s
-from evenload.rendezvous.peer_monitor import FailureCause, PeerMonitor
+from evenload.rendezvous.peer_monitor import FailureCause, PeerMonitor, cause_of_loss
 from evenload.training.launch import stop_status
 from evenload.training.launch.devices import own_cores, read_host
 from evenload.training.launch.environment import WorkerSpec
-from evenload.training.launch.failure import FailureReport, describe_end, read_failure
+from evenload.training.launch.failure import FailureReport, describe_end
+from evenload.training.launch.host_workers import HostWorkers, can_change
 from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
+from evenload.training.launch.relayed_members import RelayedMembers
+from evenload.training.launch.remote_workers import RemoteWorker
 from evenload.training.launch.replicas import make_throttle
 from evenload.training.launch.request import LaunchRequest, plan
 from evenload.training.launch.run_control import RunControl
@@ -45,11 +49,17 @@ _NOT_SAVED = (
     "nothing was saved: the script doesn't call run.resume(model=..., optimizer=...), which lets it save and stop, or it handles "
     "SIGTERM itself"
 )
+
+if TYPE_CHECKING:
+    from evenload.rendezvous.settings import RendezvousConfig
+    from evenload.rendezvous.world import World
 _POLL_S = 0.04
 _CAUSE_WAIT_S = 2.0
 """Time to wait for the rank that is the cause when others have only lost a peer."""
 _EARLIER_CAUSE_WAIT_S = 0.2
 """Time to wait for an earlier cause when one is known."""
+_AGAIN_S = 60.0
+"""Time in which a machine that lost the coordinator tries to reach it."""
 _END_CAUSE_WAIT_S = 4.0
 """Time to wait for the coordinator's decision on the cause."""
 
@@ -94,7 +104,7 @@ class _Supervisor:
         self._report = report
         self._folder = folder
         self._outputs = WorkerOutputs()
-        self._members = RunMembers(request, folder, self._outputs, self._open_store)
+        self._host = HostWorkers(request, folder, self._outputs)
         self._num_ranks = 0
         self._control = RunControl(folder) if request.mode == "train" and request.rendezvous is None else None
         self._run_folder: Path | None = None
@@ -103,8 +113,10 @@ class _Supervisor:
         self._store: StoreServer | None = None
         self._store_address = ""
         self._peers = PeerMonitor()
+        self._members: RunMembers | RelayedMembers = RunMembers(self._host, self._peers, self._open_store)
+        self._world: World | None = None
         self._machine = ""
-        self._own_causes: dict[str, FailureCause] = {}
+        self._causes_by_worker: dict[str, FailureCause] = {}
         """By worker."""
         self._throttle: ThrottleController | None = None
         self._view = request.view
@@ -118,17 +130,17 @@ class _Supervisor:
 
     def run(self, specs: Sequence[WorkerSpec], num_cores: Sequence[float]) -> int:
         """Start the workers, wait until all have ended, and return the exit code."""
-        specs = self._join_world(specs)
+        planned, specs = specs, self._join_world(specs)
         if self.received_signals:
             return self._end_by_signal()
         if self._request.throttle:
             factors = with_servers_speed(self._request.throttle, specs)
-            self._throttle = make_throttle(self._folder, factors, specs, num_cores)
+            self._throttle = self._host.throttle = make_throttle(self._folder, factors, specs, num_cores)
         self._num_ranks = specs[0].world_size
-        self._members.start(specs, self._throttle)
+        self._members.start(specs, self._world)
         if self._listener is not None:
             self._open_store()
-        while self._is_running():
+        while self._is_running() or self._joins_again(planned):
             if self._store is not None and self._store.error is not None:
                 self._peers.end_run(FailureCause(f"the store can't be served: {self._store.error}"))
                 raise LaunchError(f"the store can't be served: {self._store.error}")
@@ -138,11 +150,11 @@ class _Supervisor:
         if self._peers.end_cause is not None or self._causes():
             return self._end_failed()
         self._close_output()
-        if all(worker.code != EXIT_CODE for worker in self._members.workers):
-            return 0
-        if self._members.workers[0].spec.node_rank != 0:  # on rank 0's machine rank 0 reports it
+        code = self._peers.end_code or 0
+        if code and all(self._members.rank_of(worker.spec.worker) for worker in self._members.own_workers):
+            # On rank 0's machine rank 0 reports it.
             self._report("all ranks saved and stopped; start the same command again on all machines to go on")
-        return EXIT_CODE
+        return code
 
     @property
     def store_is_starting(self) -> bool:
@@ -150,10 +162,9 @@ class _Supervisor:
 
     def close(self) -> None:
         """End all workers and release all resources; safe at any time."""
-        for worker in self._members.all_processes:
-            worker.kill()
+        self._host.kill()
         self._close_output()
-        self._members.close()
+        self._host.close()
         if self._control is not None:
             self._control.close()
         self._peers.close()
@@ -164,9 +175,9 @@ class _Supervisor:
         if self._throttle is not None:
             self._throttle.close()
 
-    def _join_world(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
+    def _join_world(self, specs: Sequence[WorkerSpec], config: RendezvousConfig | None = None) -> Sequence[WorkerSpec]:
         """Open the store's port, on several machines after the rendezvous, and return the workers with their global ranks."""
-        config = self._request.rendezvous
+        config = config or self._request.rendezvous
         if config is None:
             if len(specs) == 1:
                 return specs
@@ -175,18 +186,47 @@ class _Supervisor:
         from evenload.rendezvous.rendezvous import run_rendezvous
         from evenload.training.launch.several_machines import assign, local_launch
 
-        launch = local_launch(self._request.arguments, self._request.settings, specs)
+        may_change = can_change(self._request, specs[0])
+        launch = local_launch(self._request.arguments, self._request.settings, specs, may_change)
         result = run_rendezvous(config, launch, lambda: bool(self.received_signals), _print)
         if result is None:
             return specs
         self._peers, self._listener = result.monitor, result.listener
         machines = result.world.machines
+        if self._peers.coordinates:
+            self._members = RunMembers(self._host, self._peers, self._open_store)
+        else:
+            self._members = RelayedMembers(self._host, self._peers, result.store, result.is_late)
+        self._world = result.world
         self._machine = machines[result.node_rank].name
-        for line in result.world.describe():
+        for line in result.world.describe() if not result.is_late else ():
             _print(line)
+        if result.is_late:
+            _print(f"the run on {machines[0].name} is in progress; the devices here join at the end of a step")
         if result.node_rank != 0:
             _print(f"progress is shown on {machines[0].name}, which writes the run folder")
         return assign(specs, result.assignments())
+
+    def _joins_again(self, planned: Sequence[WorkerSpec]) -> bool:
+        """Join the run again, with new workers, when the network was down: the other machines go on meanwhile.
+
+        LaunchError: the coordinator does not answer in time, or refuses.
+        """
+        lost, config = self._peers.coordinator_lost, self._request.rendezvous
+        if lost is None or config is None or not lost.is_silent or self.received_signals:
+            return False
+        wait_s = max(_AGAIN_S, config.connect_wait_s)
+        self._outputs.print_line(
+            f"evenload: {lost.name} is gone: {lost.reason}. The ranks here have ended; this machine tries for {wait_s:.0f} s to "
+            "join again"
+        )
+        self._host.forget()
+        self._peers.close()
+        self._peers = PeerMonitor()
+        specs = self._join_world(planned, replace(config, wait_s=wait_s))
+        if not self.received_signals:
+            self._members.start(specs, self._world)
+        return not self.received_signals
 
     def _open_store(self) -> str:
         """Return the store's address; open it first if a run of one rank has none."""
@@ -200,10 +240,11 @@ class _Supervisor:
     def _is_running(self) -> bool:
         if self._must_end() or self._peers.end_cause is not None or self._causes():
             return False
-        if any(worker.poll() is None for worker in self._members.workers):
-            return True
-        self._peers.report_ended()
-        return not self._peers.all_ended
+        if isinstance(self._members, RunMembers):
+            workers = self._members.workers
+            if all(worker.poll() is not None for worker in workers):
+                self._peers.report_ended(EXIT_CODE if any(worker.code == EXIT_CODE for worker in workers) else 0)
+        return self._peers.end_code is None
 
     def _must_end(self) -> bool:
         """Return True when a signal ends the ranks; forward a first signal to ranks that can stop by themselves."""
@@ -220,12 +261,12 @@ class _Supervisor:
             )
             self._outputs.print_line(f"evenload: {name}: {what}; once more ends it at once")
             self._members.stop_joins()
-            for worker in self._members.workers if status is StopStatus.CAN_SAVE else ():
+            for worker in self._members.own_workers if status is StopStatus.CAN_SAVE else ():
                 worker.send_signal(self.received_signals[0])
         return not self._stop_forwarded
 
     def _stop_status(self) -> StopStatus:
-        return stop_status.read(self._folder, (worker.spec.worker for worker in self._members.workers))
+        return stop_status.read(self._folder, (worker.spec.worker for worker in self._members.own_workers))
 
     def _tick(self) -> None:
         """Forward output, or wait for a moment, then poll everything else."""
@@ -237,7 +278,7 @@ class _Supervisor:
             self._run_folder = Path((self._folder / RUN_FOLDER_FILE).read_text().strip())
             if self._view is not None:
                 self._view.follow(self._run_folder)
-        if self._control is not None:
+        if self._control is not None and isinstance(self._members, RunMembers):
             self._control.poll(self._members.change_devices, self._members.changes)
             if self._run_folder is not None and not self.received_signals:
                 self._control.announce(self._run_folder, self._members.describe())
@@ -245,11 +286,14 @@ class _Supervisor:
             self._view.poll()
 
     def _causes(self) -> list[FailureCause]:
-        """Return the known causes of a failure on all machines, the most likely first."""
+        """Return the known causes of a failure on all machines, the most likely first; on a member, a lost coordinator."""
+        if not isinstance(self._members, RunMembers):
+            lost = self._peers.coordinator_lost
+            return [] if lost is None else [cause_of_loss(lost)]
         failures = {
             worker.spec.worker: failure
             for worker in self._members.workers
-            if worker.spec.worker not in self._own_causes and (failure := self._failure(worker)) is not None
+            if worker.spec.worker not in self._causes_by_worker and (failure := self._failure(worker)) is not None
         }
         rest = self._members.absorb(failures)
         if rest is None:
@@ -258,29 +302,25 @@ class _Supervisor:
         for name, failure in failures.items():
             if self._lost.takes(workers[name], failure):
                 continue
-            where = self._members.where(name) + (f" on {self._machine}" if self._machine else "")
-            cause = FailureCause(failure.text(where) + rest, failure.exit_code, failure.consequence, failure.time_s)
-            self._own_causes[name] = cause
-            self._peers.report_failure(cause)
-        lost = [self._members.end_cause] if self._members.end_cause is not None else []
-        return sorted(
-            [*self._own_causes.values(), *lost, *self._peers.causes],
-            key=lambda cause: (cause.consequence, cause.time_s),
-        )
+            text = failure.text(self._members.where(name)) + rest
+            self._causes_by_worker[name] = FailureCause(text, failure.exit_code, failure.consequence, failure.time_s)
+        lost_members = [self._members.end_cause] if self._members.end_cause is not None else []
+        causes = [*self._causes_by_worker.values(), *lost_members]
+        return sorted(causes, key=lambda cause: (cause.consequence, cause.time_s))
 
-    def _failure(self, worker: WorkerProcess) -> FailureReport | None:
-        name, rank = worker.spec.worker, self._members.rank_of(worker)
-        report = read_failure(self._folder, name)
+    def _failure(self, worker: WorkerProcess | RemoteWorker) -> FailureReport | None:
+        name, rank = worker.spec.worker, self._members.rank_of(worker.spec.worker)
+        report = worker.read_failure()
         code = worker.poll()
         if report is None and code and (code != EXIT_CODE or self._ended_unexpectedly(name)):
             # It may have written its report and exited after the first read.
-            report = read_failure(self._folder, name) or describe_end(rank, code, worker.ended_s)
+            report = worker.read_failure() or describe_end(rank, code, worker.ended_s)
         # With exit code 75 it saved and stopped on request, as all are about to.
         return None if report is None else replace(report, rank=rank)
 
     def _ended_unexpectedly(self, worker: str) -> bool:
         """Return True if the other ranks did not expect this one to end: they only report a lost peer."""
-        others = [cause for other, cause in self._own_causes.items() if other != worker]
+        others = [cause for other, cause in self._causes_by_worker.items() if other != worker]
         return bool(others) and all(cause.consequence for cause in others)
 
     def _end_failed(self) -> int:
@@ -288,10 +328,10 @@ class _Supervisor:
         began, num_signals = time.monotonic(), len(self.received_signals)
         while len(self.received_signals) == num_signals and self._peers.end_cause is None:
             wait_s = _END_CAUSE_WAIT_S
-            if self._peers.decides:
+            if self._peers.coordinates or self._peers.coordinator_lost is not None:
                 wait_s = _CAUSE_WAIT_S if self._causes()[0].consequence else _EARLIER_CAUSE_WAIT_S
             nobody_left = self._request.rendezvous is None and all(
-                worker.poll() is not None for worker in self._members.workers
+                worker.poll() is not None for worker in self._members.own_workers
             )
             if time.monotonic() - began > wait_s or nobody_left:
                 break
@@ -307,7 +347,7 @@ class _Supervisor:
         number = self.received_signals[0]
         name = signal.Signals(number).name
         on = f" on {self._machine}" if self._machine else ""
-        num_ranks = len(self._members.workers) if self._request.rendezvous is None else self._num_ranks
+        num_ranks = len(self._members.workers) if isinstance(self._members, RunMembers) else self._num_ranks
         count = f"the {num_ranks} ranks" if num_ranks > 1 else "the run"
         code, why = 128 + number, ""
         status = StopStatus.CAN_SAVE if self._stop_forwarded else self._stop_status()
@@ -328,7 +368,7 @@ class _Supervisor:
         num_signals = len(self.received_signals)
         stop_status.write_abort(self._folder)
         self._members.stop_joins()
-        workers = self._members.workers
+        workers = self._members.own_workers
         for worker in workers:
             worker.send_signal(signal.SIGTERM)
         began_s = time.monotonic()
@@ -340,7 +380,7 @@ class _Supervisor:
             worker.kill()
 
     def _has_time(self, worker: WorkerProcess, began_s: float) -> bool:
-        is_main = self._members.rank_of(worker) == 0
+        is_main = self._members.rank_of(worker.spec.worker) == 0
         return stop_status.has_time(self._folder, worker.spec.worker, is_main, began_s)
 
     def _close_output(self) -> None:

@@ -1,0 +1,61 @@
+"""`HostWorkers`: the worker processes of this machine, started and killed for whoever decides on the members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from evenload.training.launch.environment import WorkerSpec
+from evenload.training.launch.output import WorkerOutputs
+from evenload.training.launch.process import WorkerProcess
+from evenload.training.launch.replicas import throttle_of
+from evenload.training.launch.request import LaunchRequest
+from evenload.training.launch.target import resume_command
+from evenload.training.launch.throttle import ThrottleController
+
+
+def can_change(request: LaunchRequest, spec: WorkerSpec) -> bool:
+    """Return whether ranks of this launch may be lost, join or leave; equal on all machines."""
+    return request.mode == "train" and not request.call and not spec.replicas and not spec.has_server
+
+
+class HostWorkers:
+    def __init__(self, request: LaunchRequest, folder: Path, outputs: WorkerOutputs) -> None:
+        self.request = request
+        self.folder = folder
+        self.outputs = outputs
+        self.throttle: ThrottleController | None = None
+        self._command = resume_command(request.arguments, is_call=bool(request.call))
+        self._processes: dict[str, WorkerProcess] = {}
+        self.by_worker: Mapping[str, WorkerProcess] = MappingProxyType(self._processes)
+
+    def start(self, spec: WorkerSpec, with_channel: bool) -> WorkerProcess:
+        throttled = not spec.joining or spec.local_rank < len(self.request.throttle)
+        if self.throttle is not None and throttled:
+            spec = replace(spec, throttle=throttle_of(self.throttle, spec))
+        spec = replace(spec, launch_dir=str(self.folder), command=self._command)
+        process = WorkerProcess(spec, self.request.arguments, self.outputs, with_channel)
+        self._processes[spec.worker] = process
+        if self.throttle is not None and throttled:
+            self.throttle.admit(spec.local_rank, process.pid)
+        process.go()
+        return process
+
+    def print_line(self, text: str) -> None:
+        self.outputs.print_line(f"evenload: {text}")
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def forget(self) -> None:
+        """Kill all workers, and begin as if there had been none."""
+        self.kill()
+        self.close()
+        self._processes.clear()
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.close()

@@ -1,0 +1,94 @@
+"""`RelayedMembers`: the workers of a machine on which another one, the coordinator, decides (several_machines.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from evenload.rendezvous.peer_monitor import COORDINATOR, PeerMessage, PeerMonitor
+from evenload.training.launch.environment import WorkerSpec
+from evenload.training.launch.host_workers import HostWorkers, can_change
+from evenload.training.launch.membership_messages import MembershipChange, from_line, to_line
+from evenload.training.launch.process import WorkerProcess
+from evenload.training.launch.remote_workers import UNREADABLE, state_content
+
+if TYPE_CHECKING:
+    from evenload.rendezvous.world import World
+
+
+class RelayedMembers:
+    def __init__(self, host: HostWorkers, peers: PeerMonitor, store: str, is_late: bool) -> None:
+        """`store`: the store's address, as this machine reaches it; `is_late`: the run is in progress."""
+        self._host = host
+        self._peers = peers
+        self._store = store
+        self._is_late = is_late
+        self._specs: Sequence[WorkerSpec] = ()
+        self._ranks: tuple[str, ...] = ()
+        self._reported: dict[str, tuple[bool, int | None, bool]] = {}
+        """Of each worker: its failure, exit code and stop, as the coordinator knows them."""
+
+    def start(self, specs: Sequence[WorkerSpec], world: World | None) -> None:
+        """Start the first workers of this machine, unless the run is in progress: then the coordinator says when."""
+        self._specs, self._ranks = specs, () if self._is_late else specs[0].workers
+        for spec in specs if not self._is_late else ():
+            self._host.start(spec, with_channel=can_change(self._host.request, spec))
+
+    @property
+    def own_workers(self) -> list[WorkerProcess]:
+        """The members that run here."""
+        return [
+            worker for name, worker in self._host.by_worker.items() if name in self._ranks and worker.poll() is None
+        ]
+
+    def rank_of(self, worker: str) -> int:
+        return self._ranks.index(worker) if worker in self._ranks else len(self._ranks)
+
+    def poll(self) -> None:
+        """Relay messages, report what has become of the workers, and do what the coordinator says."""
+        for event in self._peers.received():
+            if isinstance(event, PeerMessage):
+                try:
+                    self._obey(event)
+                except UNREADABLE as error:
+                    self._host.print_line(f"a message of the coordinator can't be read: {error!r}")
+        for name, process in list(self._host.by_worker.items()):
+            self._relay(process)
+            failure, code, is_stopped = process.read_failure(), process.poll(), process.is_stopped()
+            if failure is None and code is not None:
+                failure = process.read_failure()  # it may have written it and exited after the first look
+            now = (failure is not None, code, is_stopped and code is None)
+            if now != self._reported.get(name, (False, None, False)):
+                self._reported[name] = now
+                content = state_content(name, code, failure, process.ended_s, now[2])
+                self._peers.send(COORDINATOR, "worker_state", **content)
+
+    def stop_joins(self) -> None:
+        self._peers.send(COORDINATOR, "stop_joins")
+
+    def _relay(self, process: WorkerProcess) -> None:
+        if process.channel is None or process.channel.ended:
+            return
+        process.channel.flush()
+        for message in process.channel.receive():
+            self._peers.send(COORDINATOR, "from_worker", worker=process.spec.worker, line=to_line(message))
+
+    def _obey(self, message: PeerMessage) -> None:
+        content = message.content
+        process = self._host.by_worker.get(content.get("worker", ""))
+        match message.kind:
+            case "start_worker":
+                fields = content["fields"] | {key: tuple(content["fields"][key]) for key in ("workers", "device_names")}
+                base = self._specs[content["local_rank"]]
+                self._host.start(replace(base, **fields, store=self._store), with_channel=True)
+            case "to_worker" if process is not None and process.channel is not None:
+                change = from_line(content["line"])
+                if isinstance(change, MembershipChange):
+                    change = replace(change, store=self._store)
+                    self._ranks = change.workers
+                    self._host.outputs.set_ranks(change.workers)
+                process.channel.send(change)
+            case "kill_worker" if process is not None:
+                process.kill()
+                process.close()
