@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 
 from evenload.records.reader import read_steps
@@ -86,6 +87,8 @@ def assert_equal(found, expected):
         assert (value - expected[name]).norm() <= 1e-9 * expected[name].norm(), name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_machines_lose_a_rank_join_are_cut_off_and_die(can_make_machines, tmp_path):
     with hosts.machines(3) as boxes, Machines(boxes, tmp_path, "2:3") as run:
         run.type("box2", options=("--wait", "60"))  # before the coordinator
