@@ -7,14 +7,18 @@ artifact (petuum/adaptdl, branch osdi21-artifact). 16 hosts of 4 devices, a rest
 1. Faithful: `las` with the one published threshold of 16 device-hours, hosts filled emptiest first, no protection from
    preemption, rigid jobs with the replicas and batches of the workload. Bar: the mean completion time of each workload
    within 5 % of the published one.
-2. Elastic: `goodput`, all settings as they are by default; jobs learn their own speeds. Bars over workloads 1 to 4: mean at
+2. Elastic with Pollux' agent: `goodput`, all settings as by default; jobs learn speeds. Bars over workloads 1 to 4: mean at
    most 0.93 × Pollux' published one with p99 at most its own (over all jobs); at most 1.03 × where the queue isn't told
    how much work jobs have. Tuned on workloads 1 and 2.
 3. One box of 8 (two hosts of 4 in the tables): every 8th job of each workload, rigid, those that ask for more take 8;
    means over the four workloads. `default` against `fifo` and `las` (neither is told anything). Bars: mean 2.0 × below
    FIFO and 1.4 × below LAS, 1.8 × below FIFO where remaining work is told with a log-normal error (σ = 1, mean over five
    seeds); a job's time over its own under FIFO: p99 at most 3. The bars are of offset 0 (jobs 0, 8, 16, …); the other
-   seven offsets are told beside.
+   seven offsets are told beside. With equal knowledge: `default` without any against `las`, and with run times estimated
+   from the same users' earlier jobs.
+4. Evenload jobs: what they report is what `Run` reports, and the queue learns of it by the daemon's code. Their batch stays
+   (``fixed``) or grows (``tuned``); a restart costs 30 to 180 s.
+5. Unequal kinds: 4 devices and 4 of half their speed, Evenload gangs; the same policy with and without the kinds' speeds.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from benchmarks.pollux.workload import pollux_workload
 from benchmarks.report import rows
 from evenload.scheduler.core.values import Settings
 from evenload.scheduler.simulator.arrivals import JobArrival, capped, thinned
-from evenload.scheduler.simulator.cluster import devices_of
+from evenload.scheduler.simulator.cluster import KindFacts, devices_of
 from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.report import mean, percentile, report_of, slowdowns
 from evenload.scheduler.simulator.simulate import Conditions, simulate
@@ -53,11 +57,15 @@ def measure(quick: bool, traces: str | None = None) -> dict[str, Any]:
     faithful = _faithful(folder, workloads)
     elastic = _elastic(folder, workloads, quick)
     box = _box(folder, workloads, range(1) if quick else range(8), range(1) if quick else range(5))
+    evenload = _evenload(folder, workloads, quick)
+    kinds = _kinds(folder, workloads)
     known, unknown, first = elastic["known"], elastic["unknown"], box[0]
     return {
         "faithful": faithful,
         "elastic": elastic,
         "box": box,
+        "evenload": evenload,
+        "kinds": kinds,
         "bars": {
             "las: each workload within 5 % of Tiresias as published": all(
                 abs(row["ratio"] - 1) <= 0.05 for row in faithful["workloads"]
@@ -158,6 +166,55 @@ def _elastic(folder: Path, workloads: tuple[int, ...], quick: bool) -> dict[str,
     return result
 
 
+def _evenload(folder: Path, workloads: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:
+    published = _published(folder, "pollux")
+    theirs = [value for number in workloads for value in published[f"workload-{number}"].values()]
+    found = []
+    for batch in ("tuned", "fixed"):
+        for restart_s in (30.0,) if quick else (30.0, 60.0, 90.0, 120.0, 180.0):
+            ours = []
+            for number in workloads:
+                arrivals = pollux_workload(folder / "workloads" / f"workload-{number}.csv", evenload=batch)
+                settings = Settings(policy="goodput", restart_s=restart_s)
+                outcome = simulate(arrivals, Conditions(devices_of(_CLUSTER), settings, at_events=False))
+                ours += [job.jct_s for job in outcome.jobs]
+            found.append(
+                {
+                    "batch": batch,
+                    "restart_s": restart_s,
+                    "mean_s": mean(ours),
+                    "ratio": mean(ours) / mean(theirs),
+                    "p99_ratio": percentile(ours, 99) / percentile(theirs, 99),
+                }
+            )
+    return found
+
+
+def _kinds(folder: Path, workloads: tuple[int, ...]) -> list[dict[str, Any]]:
+    facts = {"slow": KindFacts(speed=0.5)}
+    found = []
+    for text in ("1x4:fast,1x4:slow", "1x4:slow,1x4:fast"):
+        for remaining in ("known", "unknown"):
+            means = []
+            for equal_kinds in (False, True):
+                ours = []
+                for number in workloads:
+                    arrivals = pollux_workload(folder / "workloads" / f"workload-{number}.csv", evenload="gangs")
+                    conditions = Conditions(devices_of(text, facts), remaining=remaining, equal_kinds=equal_kinds)
+                    ours += [job.jct_s for job in simulate(capped(thinned(arrivals, 8), 8), conditions).jobs]
+                means.append(mean(ours))
+            found.append(
+                {
+                    "cluster": text,
+                    "remaining": remaining,
+                    "default_s": means[0],
+                    "equal_kinds_s": means[1],
+                    "ratio": means[0] / means[1],
+                }
+            )
+    return found
+
+
 def _box(folder: Path, workloads: tuple[int, ...], offsets: range, seeds: range) -> list[dict[str, Any]]:
     told = []
     for offset in offsets:
@@ -175,6 +232,8 @@ def _box(folder: Path, workloads: tuple[int, ...], offsets: range, seeds: range)
                 "las_s": _mean(las),
                 "default_s": _mean(ours),
                 "srpt_s": _mean(_runs(jobs, "srpt", "known")),
+                "unknown_s": _mean(_runs(jobs, "default", "unknown")),
+                "history_s": _mean(_runs(jobs, "default", "history")),
                 "noisy_s": mean([_mean(run) for run in noisy]),
                 "fifo_over_default": _mean(fifo) / _mean(ours),
                 "las_over_default": _mean(las) / _mean(ours),

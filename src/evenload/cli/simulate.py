@@ -38,7 +38,10 @@ def simulate(
     ] = None,
     remaining: Annotated[
         str,
-        typer.Option("--remaining", help="What the queue knows of remaining work: known, unknown, or noisy[:SIGMA]."),
+        typer.Option(
+            "--remaining",
+            help="What the queue knows of remaining work: known, unknown, noisy[:SIGMA], or history (of similar jobs).",
+        ),
     ] = "known",
     tables: Annotated[
         Path | None, typer.Option("--tables", help="Pollux' workloads: the folder of the applications' tables.")
@@ -54,6 +57,9 @@ def simulate(
             "--kind", help="NAME:speed=1,price=0,watts=0,memory=0: a kind's speed, price an hour, power, GiB."
         ),
     ] = None,
+    equal_kinds: Annotated[
+        bool, typer.Option("--equal-kinds", help="The queue takes all kinds to be equally fast, to compare.")
+    ] = False,
     limit: Annotated[
         list[str] | None,
         typer.Option("--limit", help="USER:devices=N,jobs=N,share=1: what a user may have; some of these."),
@@ -95,6 +101,8 @@ def simulate(
     record = _record(path)
     if record is not None and (tables is not None or speeds is not None):
         raise ConfigError(f"--tables and --speeds have no effect on a queue's record, {path}: leave them out")
+    if equal_kinds and record is None and not any(":" in text and "speed=" in text for text in kind or []):
+        raise ConfigError("--equal-kinds has no effect without --kind NAME:speed=…: all kinds are equally fast")
     if export is not None:
         _export(record, export)
     base = None if record is None else record.settings
@@ -126,6 +134,7 @@ def simulate(
                 seed=seed,
                 limits=limits,
                 reservations=_reservations(record, reserve or [], devices),
+                equal_kinds=equal_kinds,
             )
             outcome = run(arrivals, conditions)
             outcomes.append((name if len(clusters) == 1 else f"{name} {text}", outcome))
@@ -201,7 +210,7 @@ def _remaining(text: str) -> tuple[str, float]:
             raise ValueError
         return name, float(sigma) if colon else 1.0
     except ValueError:
-        raise ConfigError(f"--remaining {text}: expected known, unknown, noisy, or noisy:SIGMA") from None
+        raise ConfigError(f"--remaining {text}: expected known, unknown, history, noisy, or noisy:SIGMA") from None
 
 
 def _facts(text: str, known: set[str]) -> dict[str, str]:

@@ -34,6 +34,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from evenload.balance.scaling import StepCosts
 from evenload.errors import ConfigError
 from evenload.job.processes import boottime_s
 from evenload.job.protocol import (
@@ -187,6 +188,7 @@ def report(
     *,
     samples_per_step: float | None = None,
     state: str = "running",
+    costs: Callable[[], StepCosts | None] | None = None,
 ) -> None:
     """Report to the queue that `step` steps are done; call it after each step. It does nothing without a queue.
 
@@ -198,8 +200,9 @@ def report(
         samples_per_s: speed in samples, if known.
         samples_per_step: number of samples per step, in place of the speed.
         state: ``running``; ``stopped`` (saved on request) and ``finished`` are written at once.
+        costs: returns what a step costs on these devices; called once a report. Speeds on others are predicted from it.
     """
-    _connection().report(step, total, samples_per_s, samples_per_step=samples_per_step, state=state)
+    _connection().report(step, total, samples_per_s, samples_per_step=samples_per_step, state=state, costs=costs)
 
 
 @contextmanager
@@ -295,6 +298,7 @@ class _RunnerConnection:
         *,
         samples_per_step: float | None = None,
         state: str = "running",
+        costs: Callable[[], StepCosts | None] | None = None,
     ) -> None:
         contract = self.contract
         if contract is None:
@@ -310,11 +314,9 @@ class _RunnerConnection:
         steps_per_s = self.rate.steps_per_s()
         if samples_per_step is not None:
             samples_per_s = steps_per_s * samples_per_step
-        wall_s, since_boot_s = time.time(), boottime_s()
+        times = (time.time(), boottime_s(), self.resumed_at)
         counts = (contract.job, contract.attempt, os.getpid(), step, total)
-        progress = ProgressReport(
-            *counts, steps_per_s, samples_per_s, state, wall_s, since_boot_s=since_boot_s, resumed_at=self.resumed_at
-        )
+        progress = ProgressReport(*counts, steps_per_s, samples_per_s, state, *times, costs() if costs else None)
         try:
             write_report(contract, progress)
         except OSError as error:

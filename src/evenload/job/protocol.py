@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.atomic_file import write_atomically
+from evenload.balance.scaling import StepCosts
 from evenload.errors import ConfigError, QueueError
 
 VARIABLE = "EVENLOAD_JOB"
@@ -80,6 +81,8 @@ class ProgressReport:
     """The same in seconds since the machine was booted, which nobody can set; 0 if unknown."""
     resumed_at: int | None = None
     """Number of steps that were done when this attempt began; None if unknown."""
+    costs: StepCosts | None = None
+    """Costs of a step on the present devices; None if the program does not measure them."""
 
     def __post_init__(self) -> None:
         counts = (self.attempt, self.pid, self.step, self.total or 0, self.resumed_at or 0)
@@ -90,6 +93,8 @@ class ProgressReport:
             raise QueueError("invalid report: speeds and times must be finite and >= 0")
         if not isinstance(self.job, str) or self.state not in ("running", "stopped", "finished"):
             raise QueueError(f"invalid report: state {self.state!r:.50}; expected running, stopped or finished")
+        if not isinstance(self.costs, StepCosts | None):
+            raise QueueError("invalid report: costs must be those of a step")
 
 
 def write_contract(path: Path, contract: RunnerContract) -> None:
@@ -117,7 +122,10 @@ def read_report(contract: RunnerContract) -> ProgressReport | None:
     The program owns the file, so links are not followed, and a report of another attempt is refused.
     """
     try:
-        report = ProgressReport(**_read_whole(Path(contract.report_file), ProgressReport))
+        row = _read_whole(Path(contract.report_file), ProgressReport)
+        if isinstance(costs := row.get("costs"), dict):
+            row["costs"] = StepCosts(**_known(costs, StepCosts))
+        report = ProgressReport(**row)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, QueueError) as error:
@@ -154,6 +162,11 @@ def _read_whole(path: Path, kind: type[Any]) -> dict[str, Any]:
     if not isinstance(row, dict) or row.get("schema") != SCHEMA:
         found = row.get("schema") if isinstance(row, dict) else row
         raise QueueError(f"the file has schema {found!r}; this version reads schema {SCHEMA}")
+    return _known(row, kind)
+
+
+def _known(row: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Return the fields of a row that this version knows."""
     return {field.name: row[field.name] for field in dataclasses.fields(kind) if field.name in row}
 
 

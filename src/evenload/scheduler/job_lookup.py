@@ -160,6 +160,8 @@ def row_of_job(folder: Path, job: Job, clock: QueueClock) -> JobRow:
         "rate_per_s": job.rate_per_s,
         "start_s": None,
         "eta_s": None,
+        "estimate_s": job.spec.estimate_s,
+        "estimate_source": job.spec.estimate_source,
         "position": None,
         "reason": job.reason,
         "array": job.spec.array,

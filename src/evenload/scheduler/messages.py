@@ -91,6 +91,10 @@ class JobRow(TypedDict):
     """When a job without devices is expected to start; None if unknown."""
     eta_s: float | None
     """When it is expected to end; None if unknown. Both ignore jobs that are submitted later."""
+    estimate_s: float | None
+    """Estimated run time on its minimum of devices; None without an estimate."""
+    estimate_source: str
+    """Earlier runs that it is made of; empty for the owner's own."""
     position: int | None
     """Place in line, from 1, of a PENDING job that could start; None for any other, or if unknown."""
     reason: str

@@ -204,6 +204,9 @@ def test_a_stop_file_and_the_reports(whole: dict[str, Any], tmp_path: Path, queu
     third = run_ranks(sit, 1, str(tmp_path), None, "ddp", 0, "auto")
     told = read_report(queue)
     assert told is not None and (told.state, told.step) == ("finished", 12) and told.samples_per_s > 0
+    costs = told.costs
+    assert costs is not None and 0 < costs.compute_s <= costs.step_s and costs.batch_size * told.steps_per_s > 0
+    assert costs.memory_bytes > 0 and costs.noise_samples is None and costs.max_batch == 0
     _check(whole, first, second, third)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from evenload.balance.scaling import StepCosts
 from evenload.errors import ConfigError, QueueError
 from evenload.job.protocol import (
     ProgressReport,
@@ -20,7 +21,8 @@ from evenload.job.protocol import (
 )
 from tests.system.job.programs import terms
 
-TOLD = ProgressReport("17", 2, 4711, 412, 1000, 9.5, 304.0, "running", 1.7e9)
+COSTS = StepCosts(64, 2, 0.08, 0.1, 10**9, cap=16, base_batch=32, max_batch=128, noise_samples=900.5)
+TOLD = ProgressReport("17", 2, 4711, 412, 1000, 9.5, 304.0, "running", 1.7e9, costs=COSTS)
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -38,7 +40,9 @@ def test_there_and_back(tmp_path: Path) -> None:
     [
         {"step": -1}, {"step": 2**70}, {"step": 1.5}, {"step": True}, {"step": None}, {"steps_per_s": float("nan")},
         {"steps_per_s": float("inf")}, {"samples_per_s": "fast"}, {"state": "root"}, {"state": ["running"]},
-        {"attempt": 1}, {"job": "18"}, {"schema": 2}, {"total": "all"},
+        {"attempt": 1}, {"job": "18"}, {"schema": 2}, {"total": "all"}, {"costs": 5}, {"costs": {"batch_size": 8}},
+        {"costs": {"batch_size": 8, "num_micro": 1, "compute_s": -1.0, "step_s": 1.0}},
+        {"costs": {"batch_size": 8, "num_micro": 1, "compute_s": "1", "step_s": 1.0}},
     ],
 )  # fmt: skip
 def test_a_report_that_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:

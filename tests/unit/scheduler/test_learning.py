@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from evenload.balance.scaling import ScalingModel, StepCosts
 from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
 from evenload.scheduler.core.speed import rates_from
+from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.learning import Learning
+from evenload.scheduler.learned_speeds import LearnedSpeeds
 from tests.unit.scheduler.queue import Queue, box, spec
 
 
@@ -73,6 +77,30 @@ def test_a_drift_on_the_present_devices_is_one_of_all() -> None:
     machine.run(0.5, {1: 10.0 / 3, 2: 19.0 / 3})
     rates = machine.queue.queue_state.jobs["j"].rates
     assert machine.num_devices == 2 and rates[1] / rates[0] == pytest.approx(2**0.9, rel=0.05)
+
+
+def test_step_costs_predict_speeds_that_were_never_measured() -> None:
+    """After one and two devices the queue knows four; a drift of the steps is one of all sizes."""
+    true = ScalingModel((0.0, 0.01), (0.05, 0.02), (0.3, 0.0), 1.0)
+    speeds, job = LearnedSpeeds(), Job("j", spec((1, 8)), 0.0)
+
+    def measure(attempt: int, num: int, now_s: float, slower: float = 1.0) -> tuple[float, ...]:
+        step_s, compute_s = slower * true.step_s(1, num, 64), slower * 0.64 / num
+        placed = replace(job, attempt=attempt, devices=tuple(f"gpu{i}" for i in range(num)), attempt_began_s=now_s)
+        for minute in range(5):
+            speeds.measure(placed, 1 / step_s, now_s + 60.0 * minute, StepCosts(64, 1, compute_s, step_s))
+        speeds.measure(placed, 1 / step_s, now_s + 300.0, None)  # a report without costs changes nothing
+        return speeds.rates(placed, 1 / step_s, 8, 8, now_s + 300.0)
+
+    alone = measure(1, 1, 0.0)
+    assert len(alone) == 2 and alone[1] / alone[0] == pytest.approx(2.0)  # what was never seen costs nothing
+    measure(2, 2, 1000.0)
+    rates = measure(3, 3, 2000.0)
+    assert len(rates) == 6 and [rates[k - 1] for k in (1, 2, 4, 6)] == pytest.approx(
+        [1 / true.step_s(1, k, 64) for k in (1, 2, 4, 6)], rel=0.05
+    )
+    slow = measure(3, 3, 2000.0, slower=2.0)
+    assert slow[0] == pytest.approx(rates[0] / 2, rel=0.05) and slow[5] == pytest.approx(rates[5] / 2, rel=0.05)
 
 
 def test_an_old_measurement_gives_way_to_the_shape() -> None:

@@ -84,14 +84,38 @@ class TestFairShare:
         assert queue.running == {"c1"}
 
     def test_equal_users_do_not_swap_devices(self) -> None:
-        queue = Queue(box(3), policy="fair_share", min_run_s=0.0)
-        for index in range(12):
-            queue.submit(1, user=("ann", "bob")[index % 2])
-        swaps = 0
-        for step in range(60):
-            queue.now_s = 60.0 * step
-            swaps += sum(is_preemption(c) for c in queue.settle())
-        assert swaps <= 3
+        """No more jobs stop than if all were one user's: for others of the same user, when their work has doubled."""
+        swaps = {}
+        for policy, users in (("fair_share", ("ann", "bob")), ("default", ("ann", "ann"))):
+            queue = Queue(box(3), policy=policy, min_run_s=0.0)
+            for index in range(12):
+                queue.submit(1, user=users[index % 2])
+            swaps[policy] = 0
+            for step in range(60):
+                queue.now_s = 60.0 * step
+                swaps[policy] += sum(is_preemption(c) for c in queue.settle())
+        assert swaps["fair_share"] <= swaps["default"] + 3
+
+    def test_a_users_own_jobs_go_as_by_default(self) -> None:
+        """Alone in the queue, a user's short jobs don't wait behind a long one of unknown length."""
+        queue = Queue(box(1), policy="fair_share", min_run_s=0.0)
+        queue.submit(1, name="long")
+        queue.settle()
+        queue.now_s = 7200.0
+        queue.submit(1, name="short")
+        queue.settle()
+        assert queue.running == {"short"}
+
+    def test_elastic_jobs_get_what_others_leave(self) -> None:
+        queue = Queue(box(8), policy="fair_share", min_run_s=0.0)
+        queue.submit((1, 8), name="linear", rates=LINEAR[:8], total=1e4)
+        queue.submit(2, name="rigid", estimate_s=100.0)
+        queue.settle()
+        assert (len(queue.devices("linear")), len(queue.devices("rigid"))) == (6, 2)
+        queue.ended("rigid")
+        queue.now_s = 1000.0
+        queue.settle()
+        assert len(queue.devices("linear")) == 8
 
 
 def test_las_sinks_jobs_at_the_thresholds() -> None:

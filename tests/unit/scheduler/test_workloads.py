@@ -103,6 +103,36 @@ def test_speeds_by_kind(tmp_path: Path) -> None:
         read_workload(path, speeds=speeds)
 
 
+MIXED = DeviceShape((4,), ("fast", "fast", "slow", "slow"), (1.0, 1.0, 0.5, 0.5))
+SLOW = DeviceShape((4,), ("slow",) * 4, (0.5,) * 4)
+
+
+def test_unequal_devices_count_in_every_workload(tmp_path: Path) -> None:
+    """Half the speed takes twice as long; a gang runs at the slowest's speed, an Evenload job's at the sum of all."""
+    write_application(tmp_path / "traces" / "app")
+    pollux = write_workload(tmp_path / "workloads" / "w.csv", ("app-0", 5.0, "app", 4, 32))
+    philly = tmp_path / "philly.csv"
+    philly.write_text("timestamp,duration,num_gpus\n2017-10-09 07:01:55,600.0,4\n")
+    table = tmp_path / "jobs.csv"
+    table.write_text(
+        "job,submitted_s,devices,duration_s,evenload,rates\na,0,4,600,,\nb,0,4,600,yes,\nc,0,1:4,600,,\n"
+        "d,0,1:4,600,no,\ne,0,1:4,600,,1|2|3|4\n"
+    )
+    speeds = tmp_path / "speeds.json"
+    of_kind = {"('net', 4)": {"null": 10.0}}
+    speeds.write_text(json.dumps({"fast": of_kind, "slow": of_kind, "gpu": of_kind}))
+    typed = tmp_path / "typed.csv"
+    typed.write_text("job,submitted_s,devices,job_type,steps,evenload\na,0,4,net,6000,\nb,0,4,net,6000,yes\n")
+    arrivals = [*read_workload(pollux), *read_workload(philly), *read_workload(table)]
+    arrivals += read_workload(typed, speeds=speeds)
+    full = DeviceShape((4,), ("gpu",) * 4, (1.0,) * 4)
+    slower = [
+        tuple(round(alone_s(a.make(), shape) / alone_s(a.make(), full), 3) for shape in (SLOW, MIXED)) for a in arrivals
+    ]
+    slowest, summed = (2.0, 2.0), (2.0, 1.333)
+    assert slower == [slowest, slowest, slowest, summed, summed, slowest, summed, slowest, summed]
+
+
 def test_philly(tmp_path: Path) -> None:
     path = tmp_path / "philly.csv"
     path.write_text(

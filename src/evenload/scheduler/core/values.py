@@ -100,6 +100,8 @@ class JobSpec:
     """True if it can save, stop, and continue later."""
     estimate_s: float | None = None
     """Duration on `min_devices` devices, estimated by its owner or from earlier runs."""
+    estimate_source: str = ""
+    """Earlier runs that the estimate is made of, for people; empty for its owner's, and without one."""
     total: float | None = None
     """All of its work, in its own units, where it is known before it runs."""
     rates: tuple[float, ...] = ()

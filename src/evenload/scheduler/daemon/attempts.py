@@ -329,7 +329,10 @@ class Attempts:
             for job in record(event):
                 if job.id == live.fence.job and job.state in ENDED:
                     jobs = self._state.store.queue_state.jobs
-                    for change in self._state.memory_history.learn(job, jobs, self._state.clock.now_s()):
+                    now_s = self._state.clock.now_s()
+                    for change in self._state.memory_history.learn(job, jobs, now_s):
+                        record(change)
+                    for change in self._state.run_estimates.learn(job, jobs, now_s):
                         record(change)
             self._note_release(attempt)
         for name, reason in list(self._failed.items()):

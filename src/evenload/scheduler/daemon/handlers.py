@@ -111,6 +111,7 @@ class RequestHandlers:
             spec = replace(spec, preemptible=program.requeue)
         self._check_priority(caller, spec.priority)
         spec = self.state.memory_history.with_known_peak(spec, program.command)
+        spec = self.state.run_estimates.with_estimate(spec, program.command)
         if reason := self.state.store.queue_state.refusal(spec):
             raise QueueError(reason)
         event = events.Submitted(now_s, name, spec)

@@ -69,7 +69,7 @@ def spec_from(row: Mapping[str, Any], user: str) -> JobSpec:
     """Return a job's spec; raise a `ConfigError` where a field is unknown or doesn't fit."""
     if "user" in row:
         raise ConfigError("spec.user: the queue takes the owner from the connection; leave it out")
-    return _spec({**row, "user": user})
+    return _spec({**row, "user": user, "estimate_source": ""})
 
 
 def changed_spec(spec: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
@@ -81,6 +81,8 @@ def changed_spec(spec: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
     before = validation.plain(spec)
     if isinstance(changes.get("needs"), Mapping):
         changes = {**changes, "needs": {**before.get("needs", {}), **changes["needs"]}}
+    if "estimate_s" in changes:
+        before["estimate_source"] = ""
     return _spec({**before, **changes})
 
 

@@ -20,6 +20,7 @@ from evenload.scheduler.daemon.eta_cache import EtaCache
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
 from evenload.scheduler.daemon.memory_history import MemoryHistory
 from evenload.scheduler.daemon.queue_file import QueueFile
+from evenload.scheduler.daemon.run_estimates import RunEstimates
 from evenload.scheduler.daemon.runners import Runners
 from evenload.scheduler.program import JobProgram, program_from
 from evenload.scheduler.store.ledger import Entry
@@ -64,11 +65,13 @@ class DaemonState:
     """An event was recorded since the last decision."""
     memory_history: MemoryHistory = field(init=False)
     budgets: Budgets = field(init=False)
+    run_estimates: RunEstimates = field(init=False)
     _eta_cache: EtaCache = field(default_factory=EtaCache)
 
     def __post_init__(self) -> None:
         self.memory_history = MemoryHistory(self.reader)
         self.budgets = Budgets(self.reader)
+        self.run_estimates = RunEstimates(self.reader)
 
     def record(self, entry: Entry, **rest: Any) -> tuple[Job, ...]:
         """`QueueStore.record`, which also notes that there is something to decide, and jobs that have ended."""

@@ -9,6 +9,7 @@ next: Brinch Hansen 1971). Elastic jobs get their minimum in this order; the oth
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.policies.elastic import spread_rest
@@ -17,21 +18,24 @@ from evenload.scheduler.policies.srpt import work
 
 
 def default(inputs: PolicyInput) -> PolicyDecision:
-    settings, now_s = inputs.settings, inputs.now_s
+    settings = inputs.settings
     uses = relative_use(inputs) if settings.fairness > 0 else {}
-
     factors = {name: use**settings.fairness for name, use in uses.items()}
-    ageing_s = settings.ageing_s
-
-    jobs = inputs.jobs
-    scores: list[float] = []
+    jobs, scores = inputs.jobs, scores_of(inputs, factors)
     classes: defaultdict[int, list[int]] = defaultdict(list)
     for index, job in enumerate(jobs):
-        score = work(inputs, job) / (1.0 + job.waited_until(now_s) / ageing_s)
-        scores.append(score * factors[job.spec.user] if factors else score)
         classes[job.spec.priority].append(index)
     order = []
     for priority in sorted(classes, reverse=True):  # equals stay as they are: running jobs first, then by submission
         order += [jobs[index] for index in sorted(classes[priority], key=scores.__getitem__)]
     sizes = spread_rest(inputs, order)
     return PolicyDecision(order=order, preempts=True, sizes=sizes)
+
+
+def scores_of(inputs: PolicyInput, factors: Mapping[str, float]) -> list[float]:
+    """Return what each job of the input is sorted by, least first; `factors`: user → factor, empty for none."""
+    now_s, ageing_s = inputs.now_s, inputs.settings.ageing_s
+    scores = [work(inputs, job) / (1.0 + job.waited_until(now_s) / ageing_s) for job in inputs.jobs]
+    if not factors:
+        return scores
+    return [score * factors[job.spec.user] for job, score in zip(inputs.jobs, scores, strict=True)]

@@ -20,12 +20,18 @@ class JobArrival:
     spec: JobSpec
     make: Callable[[], SimulatedProgram]
     """Return a new program of the job: a workload is simulated more than once."""
+    command: tuple[str, ...] = ()
+    """By which a queue that estimates from history finds similar jobs."""
 
 
 def timed_program(
-    duration_s: float, num_devices: int, scaling: float = DEFAULT_SCALING, rates: tuple[float, ...] = ()
+    duration_s: float,
+    num_devices: int,
+    scaling: float = DEFAULT_SCALING,
+    rates: tuple[float, ...] = (),
+    is_evenload: bool = False,
 ) -> Callable[[], SimulatedProgram]:
-    return lambda: TimedProgram(duration_s, num_devices, scaling, rates)
+    return lambda: TimedProgram(duration_s, num_devices, scaling, rates, is_evenload)
 
 
 def thinned(arrivals: Sequence[JobArrival], every: int, offset: int = 0) -> list[JobArrival]:

@@ -98,6 +98,10 @@ class DeviceShape:
     def num_devices(self) -> int:
         return len(self.kinds)
 
+    def speed(self, is_evenload: bool) -> float:
+        """Return the speed of a gang per device: Evenload's shares sum the devices' speeds, any other waits for the slowest."""
+        return sum(self.speeds) / len(self.speeds) if is_evenload else min(self.speeds)
+
 
 def shape_of(devices: tuple[Device, ...]) -> DeviceShape:
     hosts: dict[str, int] = {}

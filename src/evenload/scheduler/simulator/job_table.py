@@ -11,6 +11,9 @@
                           as in `JobSpec`; may be missing, or empty
 ``scaling``               speed grows like n^scaling with the number of devices; 0.9 where not given
 ``rates``                 instead: speeds on 1, 2, … devices in any unit, ``1|1.9|2.7``; the job reports them to the queue
+``evenload``              an Evenload job: on unequal devices it runs at their mean speed, any other at the slowest's; yes for
+                          an elastic job and one with ``rates`` where not given
+``command``               jobs with the same one are similar, where run times are estimated from earlier ones
 ``name`` ``state`` ``started_s`` ``ended_s``
                           kept in a record for people; not read
 ========================= =========================================================================================
@@ -34,7 +37,7 @@ _IGNORED = ("name", "state", "started_s", "ended_s")
 _COLUMNS = (
     "job", "submitted_s", "devices", "duration_s", "job_type", "steps", "user", "priority", "kinds", "memory_gib",
     "one_host", "one_kind", "preemptible", "estimate_s", "soft_limit_s", "hard_limit_s", "not_before_s", "after", "array",
-    "array_limit", "restart_s", "scaling", "rates",
+    "array_limit", "restart_s", "scaling", "rates", "evenload", "command",
 )  # fmt: skip
 
 
@@ -106,6 +109,8 @@ def _simple_row(row: Mapping[str, str], table: Mapping[str, Mapping[tuple[str, i
     time_s = float(row["submitted_s"])
     if not 0 <= time_s < math.inf:
         raise ValueError(f"submitted_s={time_s}: expected a number of at least 0")
+    is_elastic = needs.min_devices < needs.max_devices
+    is_evenload = _flag(row["evenload"]) if "evenload" in row else is_elastic or "rates" in row
     if "job_type" in row:
         if {"duration_s", "scaling", "rates"} & row.keys():
             raise ValueError("job_type and duration_s, scaling or rates in one row: a job has steps, or a duration")
@@ -116,15 +121,15 @@ def _simple_row(row: Mapping[str, str], table: Mapping[str, Mapping[tuple[str, i
                 f"there are {', '.join(sorted(table)) or 'none'}"
             )
         steps, job_type = float(row["steps"]), row["job_type"]
-        make: Callable[[], SimulatedProgram] = partial(TypedProgram, steps, job_type, rates)
+        make: Callable[[], SimulatedProgram] = partial(TypedProgram, steps, job_type, rates, is_evenload)
     else:
         if "rates" in row and "scaling" in row:
             raise ValueError("rates and scaling in one row: expected one of them")
         rates_ = tuple(float(rate) for rate in row["rates"].split("|")) if "rates" in row else ()
         scaling = float(row.get("scaling", DEFAULT_SCALING))
-        make = timed_program(float(row["duration_s"]), needs.min_devices, scaling, rates_)
+        make = timed_program(float(row["duration_s"]), needs.min_devices, scaling, rates_, is_evenload)
     make()  # an error in the numbers names the line
-    return JobArrival(time_s, row["job"], spec, make)
+    return JobArrival(time_s, row["job"], spec, make, tuple(row.get("command", "").split()))
 
 
 def _after(text: str) -> After:

@@ -33,7 +33,8 @@ def pollux_arrivals(rows: Sequence[Mapping[str, str]], tables: Path) -> list[Job
             raise ConfigError(f"line {number} of the workload: {error}") from error
         spec = JobSpec(user="user", needs=Needs(num, num), name=row["name"])
         duration_s = _duration_s(tables / row["application"], num, batch)
-        arrivals.append(JobArrival(time_s, row["name"], spec, timed_program(duration_s, num)))
+        command = ("python", f"{row['application']}.py", f"--replicas={num}", f"--batch={batch}")
+        arrivals.append(JobArrival(time_s, row["name"], spec, timed_program(duration_s, num), command))
     return arrivals
 
 

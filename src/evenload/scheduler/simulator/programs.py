@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from evenload.balance.scaling import StepCosts
 from evenload.errors import ConfigError
 from evenload.scheduler.simulator.cluster import DeviceShape
 
@@ -18,7 +19,11 @@ class ProgramReport:
     """All of its work; the simulator hides or disturbs it where the queue isn't to know."""
     rate_per_s: float
     rates: tuple[float, ...] | None = None
-    """Work a second on 1, 2, … devices as far as it knows; None if nothing is new since the last report."""
+    """Work a second on 1, 2, … devices by its own account; None if nothing is new since the last report."""
+    costs: StepCosts | None = None
+    """Its step costs, if it measures them."""
+    is_learned: bool = False
+    """True if the queue learns its speeds from its reports, as from those of a real job."""
 
 
 class SimulatedProgram(Protocol):
@@ -40,13 +45,22 @@ class SimulatedProgram(Protocol):
 
 
 class TimedProgram:
-    """A program of a known duration, as in recorded traces: ``speed = mean(device speeds) · (n / n₀)^scaling``.
+    """A program of a known duration, as in recorded traces: ``speed = speed of its devices · (n / n₀)^scaling``.
 
-    Speeds measured on 1, 2, … devices replace the power, and are reported to the queue.
+    Of unequal devices an Evenload job has the mean speed, any other that of the slowest. Speeds measured on 1, 2, … devices
+    replace the power, and are reported to the queue.
     """
 
-    def __init__(self, duration_s: float, num_devices: int, scaling: float, rates: tuple[float, ...] = ()) -> None:
+    def __init__(
+        self,
+        duration_s: float,
+        num_devices: int,
+        scaling: float,
+        rates: tuple[float, ...] = (),
+        is_evenload: bool = False,
+    ) -> None:
         """Take the duration on `num_devices` devices of speed 1."""
+        self._is_evenload = is_evenload
         if not duration_s > 0:
             raise ConfigError(f"a job of {duration_s} s: expected more than 0")
         if rates and (len(rates) < num_devices or not all(0 < rate < math.inf for rate in rates)):
@@ -61,7 +75,7 @@ class TimedProgram:
     def rate(self, shape: DeviceShape) -> float:
         num = shape.num_devices
         speedup = self._curve[min(num, len(self._curve)) - 1] if self._curve else (num / self._num) ** self._scaling
-        return sum(shape.speeds) / len(shape.speeds) * float(speedup)
+        return shape.speed(self._is_evenload) * float(speedup)
 
     def start(self, shape: DeviceShape) -> None:
         self._rate = self.rate(shape)
@@ -76,15 +90,17 @@ class TimedProgram:
     def report(self) -> ProgramReport:
         rates = None if self._is_curve_reported else self._curve
         self._is_curve_reported = True
-        return ProgramReport(self._done, self._total, self._rate, rates)
+        return ProgramReport(self._done, self._total, self._rate, rates, is_learned=not self._curve)
 
 
 class TypedProgram(TimedProgram):
     """A program of a number of steps, whose speed on each kind and number of devices is in a table (Gavel)."""
 
-    def __init__(self, steps: float, name: str, rates: Mapping[tuple[str, int], float]) -> None:
-        """`rates`: (kind, number of devices) → steps a second; kinds mixed in one job run at the slowest's speed."""
-        super().__init__(steps, 1, 1.0)
+    def __init__(
+        self, steps: float, name: str, rates: Mapping[tuple[str, int], float], is_evenload: bool = False
+    ) -> None:
+        """`rates`: (kind, number of devices) → steps a second, of devices with the kind's usual speed of 1."""
+        super().__init__(steps, 1, 1.0, is_evenload=is_evenload)
         self._name, self._rates = name, rates
 
     def rate(self, shape: DeviceShape) -> float:
@@ -97,7 +113,9 @@ class TypedProgram(TimedProgram):
                 f"job type {self._name!r} on {num} devices of kind {', '.join(sorted(set(shape.kinds)))}: the table of "
                 f"speeds has {', '.join(map(str, sizes)) or 'no number of'} devices of such"
             )
-        return min(rate for rate in known if rate is not None)
+        speeds = zip(shape.kinds, shape.speeds, strict=True)
+        parts = tuple(self._rates[kind, num] * speed for kind, speed in speeds)
+        return sum(parts) / num if self._is_evenload else min(parts)
 
 
 def alone_s(program: SimulatedProgram, shape: DeviceShape) -> float:

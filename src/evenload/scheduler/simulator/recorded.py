@@ -2,9 +2,10 @@
 
 The record includes the queue's devices, settings, users' limits and reservations.
 
-The duration of a job on its minimum of devices is ``Σ seconds · mean speed · (n / n₀)^scaling`` over its attempts, with
-measured speeds in place of the power where the job reported them. Jobs that never ran or had not ended are left out, and
-so are dependencies on them.
+The duration of a job on its minimum of devices is ``Σ seconds · speed · (n / n₀)^scaling`` over its attempts, with measured
+speeds in place of the power where the job reported them. The speed of unequal devices is that of the slowest; for an elastic
+job, which is taken for an Evenload job, their mean. Jobs that never ran or had not ended are left out, and so are
+dependencies on them.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def _work_s(queue_state: QueueState, one: _RecordedJob, now_s: float) -> float:
     else:
         factor = float((num / least) ** DEFAULT_SCALING)
     began_s = now_s if one.began_s is None else one.began_s
-    return (now_s - began_s) * sum(speeds) / len(speeds) * factor
+    is_evenload = least < one.job.spec.needs.max_devices  # as `job_table` reads the row
+    speed = sum(speeds) / len(speeds) if is_evenload else min(speeds)
+    return (now_s - began_s) * speed * factor
 
 
 def _row(one: _RecordedJob, first_s: float, ended: set[str]) -> Row:
@@ -156,6 +159,8 @@ def _row(one: _RecordedJob, first_s: float, ended: set[str]) -> Row:
     }
     for name in ("estimate_s", "soft_limit_s", "restart_s"):
         value = getattr(spec, name)
+        if name == "estimate_s" and spec.estimate_source:
+            value = None  # the queue's own; a simulation makes its own
         row[name] = f"{value:.6g}" if value is not None else ""
     if spec.not_before_s is not None:
         row["not_before_s"] = f"{max(0.0, spec.not_before_s - first_s):.3f}"

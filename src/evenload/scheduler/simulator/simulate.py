@@ -11,19 +11,24 @@ from dataclasses import dataclass, field, replace
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide
+from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Device, Limits, Reservation, Settings
+from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings
+from evenload.scheduler.learned_speeds import LearnedSpeeds
+from evenload.scheduler.runtime_history import RunKey, RuntimeHistory, run_keys
 from evenload.scheduler.simulator.arrivals import JobArrival
 from evenload.scheduler.simulator.cluster import shape_of
 from evenload.scheduler.simulator.fairness import packed_shape, with_fair_times
 from evenload.scheduler.simulator.metering import Meter
 from evenload.scheduler.simulator.outcome import SimulationOutcome
-from evenload.scheduler.simulator.programs import SimulatedProgram, alone_s
+from evenload.scheduler.simulator.programs import ProgramReport, SimulatedProgram, alone_s
 
-KNOWLEDGE = ("known", "unknown", "noisy")
+KNOWLEDGE = ("known", "unknown", "noisy", "history")
 _MOST_ROUNDS = 50
 """Most decisions at one time: a stop that takes no time frees devices for the next command at once."""
+_LEARN_EVERY_S = 600.0
+"""Where a program reports the same again: what was learned on other devices ages slowly."""
 _ENDLESS_S = 20 * 365 * 86400.0
 
 
@@ -38,14 +43,16 @@ class Conditions:
     save_s: float = 0.0
     """Time for which a job holds its devices after a stop request."""
     remaining: str = "known"
-    """The queue's knowledge of the work a job has left: ``known``, ``unknown``, or ``noisy``: times a factor that each job
-    keeps, log-normal with `noise`."""
+    """The queue's knowledge of the work a job has left: ``known``, ``unknown``, ``noisy`` (times a factor that each job
+    keeps, log-normal with `noise`), or ``history`` (estimated from similar jobs that have ended, as the daemon does)."""
     noise: float = 1.0
     """Standard deviation of the factor's logarithm."""
     seed: int = 0
     limits: Mapping[str, Limits] = field(default_factory=dict)
     """Of users; how many jobs may be queued doesn't count here: a refused job would be submitted again."""
     reservations: tuple[Reservation, ...] = ()
+    equal_kinds: bool = False
+    """The queue takes all kinds of devices to be equally fast; programs run at their speeds all the same."""
 
     def __post_init__(self) -> None:
         if self.remaining not in KNOWLEDGE:
@@ -81,6 +88,10 @@ class _RunningProgram:
     version: int = 0
     """Incremented by each stop, which invalidates events scheduled before."""
     is_running: bool = False
+    speeds: LearnedSpeeds = field(default_factory=LearnedSpeeds)
+    learned_from: tuple[object, ...] = ()
+    """The newest report that was learned from, and when: an unchanged one says nothing new for a while."""
+    learned_s: float = 0.0
 
 
 class _Simulation:
@@ -91,6 +102,7 @@ class _Simulation:
         self.queue_state = QueueState()
         self.log = log
         self.devices = {device.id: device for device in conditions.devices}
+        self.host_size = layout_of(conditions.devices).host_size
         self.heap: list[tuple[float, int, str, str, int]] = []
         self.num_pushed = 0
         self.live: dict[str, _RunningProgram] = {}
@@ -102,13 +114,16 @@ class _Simulation:
         self.arrivals = {arrival.job: arrival for arrival in arrivals}
         if len(self.arrivals) != len(arrivals):
             raise ConfigError("two jobs of the workload have the same name")
+        self.history = RuntimeHistory()
+        self.tells = conditions.remaining in ("known", "noisy")
         self.factors = {
             arrival.job: self.rng.lognormvariate(0.0, conditions.noise) if conditions.remaining == "noisy" else 1.0
             for arrival in arrivals
         }
         self._apply(events.SettingsSet(0.0, conditions.settings))
         for device in conditions.devices:
-            self._apply(events.DeviceAdded(0.0, device))
+            known = replace(device, speed=1.0) if conditions.equal_kinds else device
+            self._apply(events.DeviceAdded(0.0, known))
         for user, limits in conditions.limits.items():
             self._apply(events.LimitsSet(0.0, user, replace(limits, max_queued=None)))
         for reservation in conditions.reservations:
@@ -170,7 +185,8 @@ class _Simulation:
         self._run_to(live, name, now_s)
         if live.program.is_done:
             self._report(live, name, now_s)
-            self._apply(events.Ended(now_s, name, is_success=True))
+            (ended, *_) = self._apply(events.Ended(now_s, name, is_success=True))
+            self._learn_run(ended, now_s)
             return self.conditions.at_events
         self._push_change(live, name, now_s)
         return False
@@ -178,8 +194,10 @@ class _Simulation:
     def _arrive(self, arrival: JobArrival, now_s: float) -> None:
         spec = arrival.spec
         factor = self.factors[arrival.job]
-        if self.conditions.remaining == "unknown":
+        if not self.tells:
             spec = replace(spec, estimate_s=None, total=None)
+            if self.conditions.remaining == "history":
+                spec = self.history.with_estimate(spec, run_keys(spec, arrival.command))
         elif spec.estimate_s is None and spec.needs.min_devices == spec.needs.max_devices:
             shape = packed_shape(self.conditions.devices, spec, spec.needs.min_devices)
             if shape is not None:
@@ -187,7 +205,7 @@ class _Simulation:
         refusal = self.queue_state.refusal(spec)
         if refusal is not None:
             raise ConfigError(f"job {arrival.job} of the workload: {refusal}")
-        self.live[arrival.job] = _RunningProgram(arrival.make(), factor)
+        self.live[arrival.job] = _RunningProgram(arrival.make(), factor, speeds=LearnedSpeeds(spec.rates))
         self._apply(events.Submitted(now_s, arrival.job, spec))
 
     def _begin(self, live: _RunningProgram, name: str, now_s: float) -> None:
@@ -209,9 +227,37 @@ class _Simulation:
     def _report(self, live: _RunningProgram, name: str, now_s: float) -> None:
         report = live.program.report()
         total = None
-        if self.conditions.remaining != "unknown":
+        if self.tells:
             total = report.done + live.factor * (report.total - report.done)
-        self._apply(events.Reported(now_s, name, report.done, total, report.rate_per_s, report.rates))
+        rates = self._learned_rates(live, name, report, now_s) if report.is_learned else report.rates
+        self._apply(events.Reported(now_s, name, report.done, total, report.rate_per_s, rates))
+
+    def _learned_rates(
+        self, live: _RunningProgram, name: str, report: ProgramReport, now_s: float
+    ) -> tuple[float, ...] | None:
+        """Learn speeds as the daemon does, which also records a report a minute."""
+        job = self.queue_state.jobs[name]
+        needs, devices = job.spec.needs, job.devices
+        key = (job.attempt, report.rate_per_s, report.costs)
+        if needs.min_devices == needs.max_devices or not devices or report.rate_per_s <= 0:
+            return None
+        if live.learned_from == key and now_s - live.learned_s < _LEARN_EVERY_S:
+            return None
+        live.learned_from, live.learned_s = key, now_s
+        num_hosts = len({self.devices[device].host for device in devices})
+        live.speeds.measure(job, report.rate_per_s, now_s, report.costs, num_hosts)
+        most = max(len(devices), min(needs.max_devices, len(self.devices)))
+        return live.speeds.rates(job, report.rate_per_s, most, self.host_size, now_s)
+
+    def _learn_run(self, ended: Job, now_s: float) -> None:
+        """Estimate similar jobs from one that has ended, as the daemon does."""
+        if self.conditions.remaining == "history":
+
+            def keys_of(job: Job) -> tuple[RunKey, ...]:
+                return run_keys(job.spec, self.arrivals[job.id].command)
+
+            for change in self.history.learn(ended, self.queue_state.jobs, keys_of, now_s):
+                self._apply(change)
 
     def _decide(self, now_s: float) -> None:
         for _ in range(_MOST_ROUNDS):
@@ -251,10 +297,12 @@ class _Simulation:
         if job is not None and job.state is JobState.STARTING:
             self._will_begin(name, now_s)
 
-    def _apply(self, event: events.QueueEvent) -> None:
+    def _apply(self, event: events.QueueEvent) -> tuple[Job, ...]:
         if self.log is not None:
             self.log.append(event)
-        self.meter.observe(event, self.queue_state.apply(event), self.queue_state)
+        changed = self.queue_state.apply(event)
+        self.meter.observe(event, changed, self.queue_state)
         name = getattr(event, "job", None)
         if name in self.queue_state.outcomes:
             self.live.pop(name, None)
+        return changed

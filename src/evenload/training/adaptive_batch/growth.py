@@ -129,6 +129,11 @@ class BatchGrowth(PlanSource):
             )
         return size
 
+    @property
+    def noise_samples(self) -> float | None:
+        """The lower bound of the noise scale that choices follow; None before enough was measured."""
+        return self._noise.at_least
+
     def progress(self) -> tuple[int, int]:
         """Return the progress in steps of the user's batch, and that batch, so that speeds compare between epochs."""
         return self._loader.cursor().samples_total // self.base, self.base

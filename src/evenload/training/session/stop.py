@@ -21,6 +21,7 @@ from typing import Any
 
 from evenload.job import (
     EXIT_CODE,
+    attempt,
     go_on_text,
     grace_left_s,
     listening,
@@ -33,11 +34,16 @@ from evenload.training.comm.control import Operation
 from evenload.training.launch import stop_status, worker
 from evenload.training.launch.stop_status import StopStatus
 from evenload.training.session.state import Saver
+from evenload.training.session.step_costs import RecentSteps
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
 
 _LARGE_PART = 0.5
 """A save that takes a larger part of the grace than this is reported: the next one may not fit."""
+
+
+_STRATEGIES_WITH_COSTS = ("ddp", "dp")
+"""Under others a step is no global batch that all devices compute together and exchange once."""
 
 
 class Stopper(StepListener):
@@ -52,8 +58,11 @@ class Stopper(StepListener):
         self._num_samples = 0
         # The other modes have no state to resume from.
         self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
+        self._recent: RecentSteps | None = None
         if self._acts:
             stop_requested()  # a wrong variable of the queue is an error at init, not in the first step
+            if attempt() is not None and context.config.strategy in _STRATEGIES_WITH_COSTS:
+                self._recent = RecentSteps()
 
     @property
     def _is_main(self) -> bool:
@@ -101,6 +110,8 @@ class Stopper(StepListener):
         loop = self._context.loop
         if self._is_main:
             self._num_samples = step.num_samples
+            if self._recent is not None:
+                self._recent.add(step)
             self._report("running")
         if not loop.stop_requested:
             return
@@ -158,10 +169,13 @@ class Stopper(StepListener):
 
     def _report(self, state: str) -> None:
         step, num_samples = self._context.loop.steps_done, self._num_samples
-        if self._saver.adaptive_batch is not None:
+        growth = None if self._saver.adaptive_batch is None else self._saver.adaptive_batch.growth
+        if growth is not None:
             # Steps of a grown batch are fewer and longer; counted as such the job would look slower.
-            step, num_samples = self._saver.adaptive_batch.growth.progress()
-        report(step, None, samples_per_step=num_samples, state=state)
+            step, num_samples = growth.progress()
+        recent = self._recent
+        costs = None if recent is None else lambda: recent.costs(growth)
+        report(step, None, samples_per_step=num_samples, state=state, costs=costs)
 
     def _go_on(self) -> str:
         spec = self._context.spec

@@ -136,6 +136,7 @@ def _facts(summary: JobSummary) -> Iterator[tuple[str, str]]:
     yield "folder", clean(str(program.get("folder", "")))
     yield "snapshot", _snapshot(program)
     yield "requested", _requested(job, summary.spec)
+    yield "estimate", _estimate(job)
     yield "memory", f"{gigabytes(job['peak_bytes'])} of its device at peak" if job.get("peak_bytes") else ""
     yield "listens on", ", ".join(summary.listens)
     yield "idle", idle(job, {name: str(device["label"]) for name, device in summary.devices.items()})
@@ -156,6 +157,15 @@ def _facts(summary: JobSummary) -> Iterator[tuple[str, str]]:
     yield "output", f"{job['log']} (evenload logs {job['id']})" if job.get("log") else ""
     run = run_folder(summary)
     yield "run", f"{run} (evenload show {shlex.quote(str(run))})" if run is not None else ""
+
+
+def _estimate(job: Mapping[str, Any]) -> str:
+    """Return the estimated run time and its source; empty without one."""
+    seconds = job.get("estimate_s")
+    if seconds is None:
+        return ""
+    source = job.get("estimate_source")
+    return f"runs for about {span(seconds)}, estimated {f'from {source}' if source else 'by its owner'}"
 
 
 def _snapshot(program: Mapping[str, Any]) -> str:

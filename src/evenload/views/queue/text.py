@@ -238,7 +238,7 @@ def _running_row(job: Mapping[str, Any], now_s: float, names: Mapping[str, str])
     devices = [clean(names.get(device, device)) for device in job["devices"]]
     return (
         job["id"], clean(job["name"]), job["user"], STATES[JobState(job["state"])], short_list(devices), progress(job),
-        speed, span(eta_s - now_s) if eta_s is not None else "", idle(job, names) or clean(job["reason"])[:120] or _shared(job),
+        speed, _done_in(job, eta_s, now_s), idle(job, names) or clean(job["reason"])[:120] or _shared(job),
     )  # fmt: skip
 
 
@@ -247,6 +247,14 @@ def idle(job: Mapping[str, Any], names: Mapping[str, str]) -> str:
     idle_s: Mapping[str, float] = job.get("idle_s") or {}
     listed = short_list([clean(names.get(device, device)) for device in idle_s])
     return f"idle for {span(min(idle_s.values()))}: {listed}" if idle_s else ""
+
+
+def _done_in(job: Mapping[str, Any], eta_s: float | None, now_s: float, before: str = "") -> str:
+    """Return when a job is expected to end; where that follows from earlier runs, it says so."""
+    if eta_s is None:
+        return ""
+    is_estimate = bool(job.get("estimate_source")) and not (job["total"] and job["rate_per_s"])
+    return f"{before}{span(eta_s - now_s)}" + (f" (estimated from {job['estimate_source']})" if is_estimate else "")
 
 
 def _shared(job: Mapping[str, Any]) -> str:
@@ -277,7 +285,7 @@ def _waiting_table(waiting: Sequence[Mapping[str, Any]], view: QueueView) -> Tex
                 job["id"], clean(job["name"]), job["user"], str(job["priority"] or ""), str(job.get("position") or ""),
                 _requested(job),
                 f"in {span(start_s - view.now_s)}" if start_s is not None else "",
-                f"in {span(eta_s - view.now_s)}" if eta_s is not None else "",
+                _done_in(job, eta_s, view.now_s, "in "),
                 progress(job), clean(job["reason"])[:160],
             )
         )  # fmt: skip
