@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from evenload.records.summary import RankSummary, StepBottleneck, WindowSummary, summarize_steps
+from evenload.records.summary import RankRange, RankSummary, StepBottleneck, WindowSummary, summarize_steps
 from evenload.records.values import LateMetrics, Record, RunEvent, StepRecord
 
 MAX_RANKS_SHOWN = 8
@@ -67,6 +67,8 @@ class RunInfo:
         if not timed:
             return None
         summary = summarize_steps(timed, self.solo_per_s)
+        if summary.many is not None:
+            return summary
         shares = self.usual_shares(timed[-1])
         return replace(
             summary, ranks=tuple(replace(rank, share=share) for rank, share in zip(summary.ranks, shares, strict=True))
@@ -164,7 +166,7 @@ def plain_line(window: Sequence[StepRecord], info: RunInfo) -> str:
     summary = info.summarize(window)
     parts = header_parts(last, summary, info)
     if summary is not None:
-        parts += [*(_rank_parts(summary.ranks) if summary.staleness is None else ()), info.left(last)]
+        parts += [*(_rank_parts(summary) if summary.staleness is None else ()), info.left(last)]
     return " | ".join(part for part in parts if part)
 
 
@@ -211,14 +213,29 @@ def format_seconds(seconds: float) -> str:
 def format_rank_range(ranks: Sequence[RankSummary], first: int = 0) -> str:
     """Format shares and busy times of one or more ranks from index ``first`` on as ranges, and the rank that waits least."""
     least = min(range(len(ranks)), key=lambda index: ranks[index].wait)
-    return (
-        f"shares {min(r.share for r in ranks)} to {max(r.share for r in ranks)}, "
-        f"busy {format_percent(min(r.busy for r in ranks))} to {format_percent(max(r.busy for r in ranks))}, "
-        f"rank {first + least} waits least ({format_percent(ranks[least].wait)})"
+    shares, busy = [rank.share for rank in ranks], [rank.busy for rank in ranks]
+    return _range_of(
+        RankRange(len(ranks), (min(shares), max(shares)), (min(busy), max(busy)), first + least, ranks[least].wait)
     )
 
 
-def _rank_parts(ranks: Sequence[RankSummary]) -> list[str]:
+def format_many(many: RankRange) -> str:
+    """Format the ranks of records that sum them up."""
+    return f"{many.num_ranks} ranks: {_range_of(many)}"
+
+
+def _range_of(many: RankRange) -> str:
+    return (
+        f"shares {many.shares[0]} to {many.shares[1]}, "
+        f"busy {format_percent(many.busy[0])} to {format_percent(many.busy[1])}, "
+        f"rank {many.waits_least} waits least ({format_percent(many.wait)})"
+    )
+
+
+def _rank_parts(summary: WindowSummary) -> list[str]:
+    ranks = summary.ranks
+    if summary.many is not None:
+        return [format_many(summary.many)]
     if len(ranks) > MAX_RANKS_SHOWN:
         return [f"{len(ranks)} ranks: {format_rank_range(ranks)}"]
     return [

@@ -1,18 +1,28 @@
 """Conversion between records and lines of JSON.
 
-The seconds of the ranks are columns: ``"ranks": {"wait_s": [0.1, 0.2], ...}``.
+The seconds of the ranks are columns: ``"ranks": {"wait_s": [0.1, 0.2], ...}``. Lines of more than 128 ranks have a ``spread``
+besides; most of them have no columns then, ``"ranks": {}``, and no shares.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 from evenload.errors import ConfigError
-from evenload.records.values import SEGMENTS, LateMetrics, RankTimes, Record, RunEvent, StepRecord
+from evenload.records.values import (
+    SEGMENTS,
+    LateMetrics,
+    RankColumns,
+    RankSpread,
+    RankTimes,
+    Record,
+    RunEvent,
+    StepRecord,
+)
 
 SCHEMA = 1
 """Increased when an older reader would misread a line; a new key does not require it."""
@@ -20,6 +30,7 @@ SCHEMA = 1
 EVENTS_FILE = "events.jsonl"
 STEPS_FILE = "steps.jsonl"
 _SECONDS_OF = attrgetter(*SEGMENTS)
+_TIMES_OF = attrgetter(*SEGMENTS, "memory_bytes")
 
 
 def header_line(time: float) -> bytes:
@@ -31,16 +42,29 @@ def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
 
     Each step writes one, so the line is formatted here: the general encoder takes three times as long.
     """
-    columns = zip(SEGMENTS, zip(*map(_SECONDS_OF, record.ranks), strict=True), strict=True)
-    ranks = "".join([f'"{name}":[{",".join(map(_seconds, column))}],' for name, column in columns])
-    memory = _integers(rank.memory_bytes for rank in record.ranks)
+    ranks = memory = ""
+    if isinstance(record.ranks, RankColumns):
+        named_us = zip(SEGMENTS, record.ranks.columns_us, strict=True)
+        # As numbers like 12345e-6, which takes a fifth of the time of their digits.
+        ranks = "".join(
+            [f'"{name}":[{_comma_separated(column).replace(",", "e-6,")}e-6],' for name, column in named_us]
+        )
+        memory = _comma_separated(record.ranks.memory_bytes)
+    elif record.ranks:
+        texts = [f"{value:.6f}" if value else "0" for times in record.ranks for value in _SECONDS_OF(times)]
+        step = len(SEGMENTS)
+        ranks = "".join([f'"{name}":[{",".join(texts[index::step])}],' for index, name in enumerate(SEGMENTS)])
+        memory = ",".join([str(rank.memory_bytes) for rank in record.ranks])
+    times = f'{ranks}"memory_bytes":[{memory}]' if record.ranks else ""
     loss = repr(float(record.loss)) if math.isfinite(record.loss) else _dump(record.loss)
     line = (
         f'{{"step":{record.step},"epoch":{record.epoch},"epoch_step":{record.epoch_step},'
         f'"num_samples":{record.num_samples},"loss":{loss},"shares":[{_integers(record.shares)}],'
         f'"num_micro":{record.num_micro},"seconds":{_seconds(record.seconds)},'
-        f'"ranks":{{{ranks}"memory_bytes":[{memory}]}},"time":{record.time:.6f}'
+        f'"ranks":{{{times}}},"time":{record.time:.6f}'
     )
+    if record.spread is not None:
+        line += f',"spread":{_spread(record.spread)}'
     if metrics:
         line += f',"metrics":{_dump(metrics)}'
     if record.arm:
@@ -89,11 +113,13 @@ def parse_line(line: bytes) -> Record | None:
 
 
 def _parse_step(row: dict[str, Any]) -> StepRecord:
-    columns = row["ranks"]
-    seconds = zip(*(columns[name] for name in SEGMENTS), strict=True)
-    memory = columns["memory_bytes"]
-    rows: list[list[Any]] = [[*map(float, times), held] for times, held in zip(seconds, memory, strict=True)]
-    ranks = tuple([RankTimes(*row) for row in rows])
+    columns, spread = row["ranks"], row.get("spread")
+    ranks: tuple[RankTimes, ...] = ()
+    if columns:
+        seconds = zip(*(columns[name] for name in SEGMENTS), strict=True)
+        memory = columns["memory_bytes"]
+        rows: list[list[Any]] = [[*map(float, times), held] for times, held in zip(seconds, memory, strict=True)]
+        ranks = tuple([RankTimes(*row) for row in rows])
     return StepRecord(
         step=row["step"],
         epoch=row["epoch"],
@@ -107,7 +133,30 @@ def _parse_step(row: dict[str, Any]) -> StepRecord:
         metrics=_floats(row.get("metrics", {})),
         arm=row.get("arm", ""),
         time=float(row["time"]),
+        spread=None if spread is None else _parse_spread(spread),
     )
+
+
+def _parse_spread(row: dict[str, Any]) -> RankSpread:
+    def of_rank(values: list[Any]) -> tuple[int, RankTimes]:
+        return values[0], _times(values[1:])
+
+    least, most = row["shares"]
+    return RankSpread(
+        num_ranks=row["num_ranks"],
+        shares=(least, most),
+        least_busy_s=float(row["least_busy_s"]),
+        mean=_times(row["mean"]),
+        most=_times(row["most"]),
+        busiest=of_rank(row["busiest"]),
+        waits_least=of_rank(row["waits_least"]),
+        first=_times(row["first"]),
+    )
+
+
+def _times(row: list[Any]) -> RankTimes:
+    values: list[Any] = [*map(float, row[:-1]), row[-1]]
+    return RankTimes(*values)
 
 
 def _check_schema(schema: Any) -> None:
@@ -120,6 +169,24 @@ def _check_schema(schema: Any) -> None:
 
 def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _comma_separated(values: Sequence[int]) -> str:
+    return str(values)[1:-1].replace(" ", "")
+
+
+def _spread(spread: RankSpread) -> str:
+    def times(rank: RankTimes) -> str:
+        *seconds, memory = _TIMES_OF(rank)
+        return f"{','.join(map(_seconds, seconds))},{memory}"
+
+    least, most = spread.shares
+    return (
+        f'{{"num_ranks":{spread.num_ranks},"shares":[{least},{most}],"least_busy_s":{_seconds(spread.least_busy_s)},'
+        f'"mean":[{times(spread.mean)}],"most":[{times(spread.most)}],'
+        f'"busiest":[{spread.busiest[0]},{times(spread.busiest[1])}],'
+        f'"waits_least":[{spread.waits_least[0]},{times(spread.waits_least[1])}],"first":[{times(spread.first)}]}}'
+    )
 
 
 def _encode(row: dict[str, Any]) -> bytes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time as _time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,53 @@ SEGMENTS = ("data_s", "compute_s", "wait_s", "comm_s", "optimizer_s", "compile_s
 """The fields of RankTimes in seconds, in display order."""
 
 
+class RankColumns(Sequence[RankTimes]):
+    """The times of many ranks by column, in microseconds, without an object for each rank."""
+
+    def __init__(self, columns_us: Sequence[Sequence[int]], memory_bytes: Sequence[int]) -> None:
+        """`columns_us`: a column for each of `SEGMENTS`."""
+        self.columns_us = columns_us
+        self.memory_bytes = memory_bytes
+
+    def __len__(self) -> int:
+        return len(self.memory_bytes)
+
+    @overload
+    def __getitem__(self, index: int) -> RankTimes: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RankTimes, ...]: ...
+    def __getitem__(self, index: int | slice) -> RankTimes | tuple[RankTimes, ...]:
+        if isinstance(index, slice):
+            return tuple(self[rank] for rank in range(len(self))[index])
+        row: list[Any] = [*(column[index] / 1e6 for column in self.columns_us), self.memory_bytes[index]]
+        return RankTimes(*row)
+
+
+@dataclass(frozen=True)
+class RankSpread:
+    """The times of all ranks in one step, summed up: what each record holds of more than 128 ranks."""
+
+    num_ranks: int
+    shares: tuple[int, int]
+    """The smallest and the largest."""
+    least_busy_s: float
+    mean: RankTimes
+    most: RankTimes
+    """The most seconds of any rank in each segment, and the most memory."""
+    busiest: tuple[int, RankTimes]
+    """The rank with the most busy seconds, and its times."""
+    waits_least: tuple[int, RankTimes]
+    """The rank that spends the least time in collectives, and its times."""
+    first: RankTimes
+    """Rank 0."""
+
+
 @dataclass(frozen=True)
 class StepRecord:
-    """One committed step, as recorded by rank 0."""
+    """One committed step, as recorded by rank 0.
+
+    Of more than 128 ranks it holds `spread`, and `shares` and `ranks` are empty but in every tenth step and where shares change.
+    """
 
     step: int
     """Global index of the step, counted over all epochs and sessions."""
@@ -53,11 +97,23 @@ class StepRecord:
     """K, the number of micro-batches."""
     seconds: float
     """Wall seconds of the whole step, without the ranks' ``other_s``."""
-    ranks: tuple[RankTimes, ...]
+    ranks: Sequence[RankTimes]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further scalars of the step, from `loss_fn` and `run.log`."""
     arm: str = ""
     time: float = field(default_factory=_time.time)
+    spread: RankSpread | None = None
+    """None of up to 128 ranks, all of which are in `ranks`."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks) if self.spread is None else self.spread.num_ranks
+
+    @property
+    def first_other_s(self) -> float:
+        """Seconds of rank 0 outside training, which `seconds` does not contain."""
+        first = self.spread.first if self.spread is not None else self.ranks[0] if self.ranks else RankTimes()
+        return first.other_s
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,10 @@ def to_scalars(
 
 
 def scalars_of(record: StepRecord, own_loss: bool) -> dict[str, float]:
-    """Return all scalars of a step; with ``own_loss`` the user logs a ``loss``, here or in other steps, and ours is left out."""
+    """Return all scalars of a step, those of more than 128 ranks summed up.
+
+    With ``own_loss`` the user logs a ``loss``, here or in other steps, and ours is left out.
+    """
     summary = summarize_steps([record])
     scalars = dict(record.metrics)
     if not own_loss:
@@ -99,6 +102,12 @@ def scalars_of(record: StepRecord, own_loss: bool) -> dict[str, float]:
     scalars["evenload/samples_per_s"] = summary.samples_per_s
     scalars["evenload/step_s"] = record.seconds
     scalars["evenload/busy"] = summary.busy
+    if (spread := record.spread) is not None:
+        scalars["share/least"], scalars["share/most"] = spread.shares
+        scalars["memory_bytes/most"] = spread.most.memory_bytes
+        for name in SEGMENTS:
+            scalars[f"{name}/mean"], scalars[f"{name}/most"] = getattr(spread.mean, name), getattr(spread.most, name)
+        return scalars
     for index, rank in enumerate(record.ranks):
         scalars[f"share/rank{index}"] = record.shares[index]
         scalars[f"memory_bytes/rank{index}"] = rank.memory_bytes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from typing import Any
 
@@ -49,9 +49,21 @@ class LoadingMonitor:
         self._reported: set[int] = set()
         """Ranks reported as waiting, until that is over; if all wait, the busiest rank alternates."""
         self._num_steps = 0
+        self._busiest: deque[int] = deque(maxlen=WINDOW_STEPS)
+        """The busiest rank of each step, where records sum many ranks up."""
 
     def take(self, record: StepRecord, readings: Sequence[ReadSettings]) -> list[LoadingEvent]:
-        """Return the events to record for one committed step of training, given each rank's reading of its samples."""
+        """Return the events to record for one committed step of training, given each rank's reading of its samples.
+
+        Of many ranks the busiest one of each step is looked at, and how rank 0 reads: they search together.
+        """
+        if record.spread is not None:
+            busiest, times = record.spread.busiest
+            self._busiest.append(busiest)
+            record = replace(record, ranks=(times,), shares=(record.num_samples,), spread=None)
+            readings = readings[:1]
+        else:
+            self._busiest.clear()
         if len(readings) != len(self._readers):
             # The first step of a session, or of another set of ranks: workers start in it.
             self._readers = [_Reader(reading) for reading in readings]
@@ -83,9 +95,12 @@ class LoadingMonitor:
             return []  # no rank can be found to wait, and this takes a few microseconds instead of a hundred
         over = [rank for rank in sorted(self._reported) if self._usual(rank) < DATA_BOUND / 2]
         self._reported.difference_update(over)
-        events = [
-            LoadingEvent("data_bound_over", f"rank {rank} no longer waits for samples", {"rank": rank}) for rank in over
-        ]
+        events = []
+        for rank in over:
+            name = "no rank" if self._busiest else f"rank {rank} no longer"
+            events.append(
+                LoadingEvent("data_bound_over", f"{name} waits for samples", {} if self._busiest else {"rank": rank})
+            )
         verdict = summarize_steps(self._window).bottleneck
         if (
             verdict is None
@@ -96,6 +111,8 @@ class LoadingMonitor:
             return events
         self._reported.add(verdict.rank)
         reading = self._readers[verdict.rank].reading
+        if self._busiest:
+            verdict = replace(verdict, rank=Counter(self._busiest).most_common(1)[0][0])
         message = f"{format_bottleneck(verdict)} is spent waiting for samples ({reading}); {_advice(reading)}"
         fields = {"rank": verdict.rank, "fraction": verdict.fraction, "num_workers": reading.num_workers}
         return [*events, LoadingEvent("data_bound", message, fields)]

@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenload.balance.noise import Norms
+from evenload.balance.rank_costs import MANY_RANKS
 from evenload.balance.values import StepPlan
 from evenload.records.recorder import Recorder, is_media
-from evenload.records.values import RankTimes, StepRecord
+from evenload.records.values import RankColumns, RankSpread, RankTimes, StepRecord
 from evenload.training.comm.clock import SEGMENTS
 from evenload.training.compute.device_sums import UnreadTotals
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
 from evenload.training.step.bottleneck import LoadingMonitor
-from evenload.training.step.report import Reports
+from evenload.training.step.report import COLUMNS, Reports
 from evenload.training.step.unread_log import UnreadLog
 
-_DATA, _COMPUTE, _OPTIMIZER, _COMPILE = map(SEGMENTS.index, ("data", "compute", "optimizer", "compile"))
+_DATA, _COMPUTE, _WAIT, _COMM, _OPTIMIZER, _COMPILE = map(
+    SEGMENTS.index, ("data", "compute", "wait", "comm", "optimizer", "compile")
+)
+_WHOLE_EVERY = 10
+"""Of more than 128 ranks, the times of each are recorded in every so many steps, and whenever shares change."""
 
 
 class StepStats:
@@ -60,7 +66,7 @@ class StepStats:
         self._times = reports.seconds + self._times if len(self._times) == len(reports) else reports.seconds
         self._reports = reports
         self.stop_requested = self.stop_requested or reports.any("stop_requested")
-        self.agreed_membership = int(min(reports.column("membership")))
+        self.agreed_membership = int(reports.least("membership"))
 
     def miss(self, loss: float, world_size: int) -> None:
         """Count a backward that other ranks have the gradients of, and this rank has not."""
@@ -108,10 +114,49 @@ class StepStats:
         memory = reports.column("memory_bytes") if reports is not None else [0.0] * len(self._times)
         table: list[list[Any]] = self._times.tolist()
         # The segments have the same order in the records.
-        return tuple(RankTimes(*(*times, int(held))) for times, held in zip(table, memory, strict=True))
+        return tuple([RankTimes(*(*times, int(held))) for times, held in zip(table, memory, strict=True)])
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._times)
+
+    def columns(self) -> RankColumns:
+        """Return what `rank_times` does, in columns."""
+        table = self._table()
+        return RankColumns(np.rint(1e6 * table[:-1]).astype(int).tolist(), table[-1].astype(int).tolist())
+
+    def spread(self, shares: tuple[int, int]) -> RankSpread:
+        """Return the times of all ranks, summed up; `shares` are the smallest and the largest."""
+        table = self._table()
+        busy_s = table[_DATA] + table[_COMPUTE] + table[_OPTIMIZER] + table[_COMPILE]
+        busiest, waits_least = int(busy_s.argmax()), int((table[_WAIT] + table[_COMM]).argmin())
+        return RankSpread(
+            num_ranks=len(busy_s),
+            shares=shares,
+            least_busy_s=float(busy_s.min()),
+            mean=_rank_times(table.mean(axis=1)),
+            most=_rank_times(table.max(axis=1)),
+            busiest=(busiest, _rank_times(table[:, busiest])),
+            waits_least=(waits_least, _rank_times(table[:, waits_least])),
+            first=_rank_times(table[:, 0]),
+        )
+
+    def _table(self) -> NDArray[np.float64]:
+        """Return the seconds of all ranks by segment, then their memory, shape ``(len(SEGMENTS) + 1, num_ranks)``."""
+        table = np.zeros((len(SEGMENTS) + 1, len(self._times)))
+        table[:-1] = self._times.T
+        if self._reports is not None:
+            table[-1] = self._reports.table[:, COLUMNS["memory_bytes"]]
+        return table
 
     def _first(self) -> dict[str, float]:
         return dict(zip(SEGMENTS, self._times[0].tolist(), strict=True))
+
+
+def _rank_times(row: NDArray[np.float64]) -> RankTimes:
+    values: list[Any] = row.tolist()
+    values[-1] = int(values[-1])
+    return RankTimes(*values)
 
 
 class StepRecorder:
@@ -133,6 +178,9 @@ class StepRecorder:
         self._waiting: tuple[int, StepPlan, StepStats, str, float] | None = None
         """The last step until it is written: index, plan, stats, arm, seconds."""
         self._bottleneck = LoadingMonitor()
+        self._whole: tuple[tuple[int, ...], str] | None = None
+        """Shares and arm of the last record with the times of each of many ranks."""
+        self._share_range = (0, 0)
 
     def event(self, kind: str, message: str, step: int | None = None, **fields: Any) -> None:
         """Record an event; every rank may call it, rank 0 writes it."""
@@ -178,20 +226,34 @@ class StepRecorder:
             return
         if self._unread_log is not None:
             self._unread_log.write(index)
-        ranks = stats.rank_times()
+        # A rank alone (measure.py) has the times of no other.
+        num_ranks = stats.num_ranks
+        shares = plan.shares if num_ranks == len(plan.shares) else (plan.num_samples,)
+        ranks: Sequence[RankTimes] = ()
+        spread = None
+        if num_ranks > MANY_RANKS:
+            is_whole = index % _WHOLE_EVERY == 0 or self._whole != (shares, arm)
+            if is_whole:
+                self._whole, self._share_range = (shares, arm), (min(shares), max(shares))
+            spread = stats.spread(self._share_range)
+            ranks, shares = (stats.columns(), shares) if is_whole else ((), ())
+            first_other_s = spread.first.other_s
+        else:
+            ranks = stats.rank_times()
+            first_other_s = ranks[0].other_s
         record = StepRecord(
             step=index,
             epoch=plan.epoch,
             epoch_step=plan.step,
             num_samples=plan.progress.num_samples,
             loss=stats.loss,
-            # A rank alone (measure.py) has the times of no other.
-            shares=plan.shares if len(ranks) == len(plan.shares) else (plan.num_samples,),
+            shares=shares,
             num_micro=plan.num_micro,
-            seconds=max(0.0, whole_s - ranks[0].other_s),
+            seconds=max(0.0, whole_s - first_other_s),
             ranks=ranks,
             metrics=dict(stats.metrics),
             arm=arm,
+            spread=spread,
         )
         self._write(lambda recorder: recorder.step(record))
         for event in () if arm else self._bottleneck.take(record, stats.readings()):

@@ -17,6 +17,7 @@ from evenload.records.values import SEGMENTS, LateMetrics, RankTimes, Record, Ru
 from evenload.stored_names import MEASUREMENT
 from evenload.views.bins import TimeBins
 from evenload.views.run.incidents import Incident, group_of, incident_of
+from evenload.views.run.many_ranks import RankEstimate, busiest_rank, has_compiled
 from evenload.views.run.step_batch import SECONDS_OF, PlacedStep, StepBatch, carry_back
 
 RECENT_STEPS = 100
@@ -110,6 +111,7 @@ class RunHistory:
         self._unpriced: list[int] = []
         """Indices of the incidents since the last step that name no seconds."""
         self._solo: tuple[float, ...] = ()
+        self._estimate = RankEstimate()
         self._step_at = (array("q"), array("d"))
         """Step numbers and their places on the axis, of committed steps; the next two belong to them."""
         self._step_samples = array("q")
@@ -232,11 +234,12 @@ class RunHistory:
 
     def _add_step(self, step: StepRecord) -> None:
         at_s = self._at(step.time)
-        keys = self._keys(len(step.ranks))
+        keys = self._keys(step.num_ranks)
         if step.arm:  # of a measurement: nothing of it is committed
             self._cover(at_s, keys if len(keys) > 1 else self.present)
             return
-        others_s = step.ranks[0].other_s if step.ranks else 0.0
+        step = self._estimate.fill(step)
+        others_s = step.first_other_s
         begin_s = min(at_s, max(self._covered_s, at_s - step.seconds - others_s))
         before_s = begin_s - self._covered_s if self._in_first_step else 0.0
         self._note_length(step, at_s, before_s, others_s)
@@ -328,8 +331,8 @@ class RunHistory:
     def _note_length(self, step: StepRecord, at_s: float, before_s: float, others_s: float) -> None:
         """Price the incidents since the last step, and note a step that was slow without one."""
         seconds = at_s - self._covered_s - others_s - before_s
-        usual_s, has_compiled = self._usual_s, any(times.compile_s for times in step.ranks)
-        excess_s = None if usual_s is None or has_compiled else max(0.0, seconds - usual_s)
+        usual_s, compiled = self._usual_s, has_compiled(step)
+        excess_s = None if usual_s is None or compiled else max(0.0, seconds - usual_s)
         is_slow = excess_s is not None and usual_s is not None and excess_s > max(_SLOW_S, (_SLOW - 1) * usual_s)
         since: list[Incident] = []
         if self._unpriced or is_slow:
@@ -340,15 +343,14 @@ class RunHistory:
                 part_s = max(0.0, excess_s - named_s) / len(self._unpriced)
                 self.incidents[index] = replace(self.incidents[index], seconds=part_s, measured=False)
         if is_slow and not since:
-            rank = max(range(len(step.ranks)), key=lambda index: step.ranks[index].busy_s)
-            times = step.ranks[rank]
+            rank, times = busiest_rank(step)
             name = max(SEGMENTS, key=lambda segment: getattr(times, segment))
             text = (
                 f"step {step.step} took {seconds:.3g} s instead of {usual_s:.3g} s: rank {rank} spent "
                 f"{getattr(times, name):.3g} s on {name.removesuffix('_s')}; no event names a cause"
             )
             self.incidents.append(Incident("slow_step", "slow", text, f"rank {rank}", step.step, at_s, excess_s))
-        elif not has_compiled and not self._in_first_step:
+        elif not compiled and not self._in_first_step:
             self._usual.append(seconds)
             self._num_usual += 1
             if self._num_usual % _MIN_USUAL == 0:

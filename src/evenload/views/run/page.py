@@ -300,8 +300,11 @@ def _devices(history: RunHistory) -> str:
         *(["solo samples/s"] if has_solo else []),
         "peak memory",
     ]
+    title = "Devices"
+    if history.last is not None and history.last.spread is not None:
+        title += ": the records hold the seconds of each rank in every tenth step; those between are in proportion"
     return details(
-        "all-devices", "Devices", f'<div class="panel">{table(head, rows, range(2, len(head)))}</div>', len(rows) <= 16
+        "all-devices", title, f'<div class="panel">{table(head, rows, range(2, len(head)))}</div>', len(rows) <= 16
     )
 
 

@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from evenload.records.console import RunInfo, format_percent, format_rank_range, header_parts
+from evenload.records.console import RunInfo, format_many, format_percent, format_rank_range, header_parts
 from evenload.records.summary import RankSummary
 from evenload.records.values import StepRecord
 
@@ -47,6 +47,8 @@ def render_panel(window: Sequence[StepRecord], info: RunInfo, width: int) -> Ren
     head = Text("  ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts if part), style="bold")
     if summary is None:
         return head
+    if summary.many is not None:
+        return Group(head, Text(format_many(summary.many)))
     shown = summary.ranks if len(summary.ranks) <= MAX_ROWS else summary.ranks[: MAX_ROWS - 1]
     names = [info.name(index) if info.devices and width >= _NARROW else "" for index in range(len(shown))]
     rows: list[RenderableType] = [head, _rank_table(shown, names, width)]

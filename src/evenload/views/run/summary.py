@@ -35,7 +35,7 @@ class SharesSpan:
 class RankBreakdown:
     device: str
     num_steps: int
-    """Steps in which this rank took part."""
+    """Steps in which this rank took part, of those whose records have the times of each rank."""
     fractions: dict[str, float]
     """By segment (``data``, ``compute``, ...); they sum to 1."""
     memory_bytes: int
@@ -143,6 +143,9 @@ def _spans(steps: Sequence[StepRecord], events: Sequence[RunEvent]) -> tuple[Sha
         if step.num_samples < whole[step.arm]:
             continue
         last = spans[-1] if spans else None
+        if last and not step.shares:  # of many ranks: records name the shares where they change
+            spans[-1] = dataclasses.replace(last, last_step=step.step)
+            continue
         if last and (last.arm, last.shares, last.num_micro) == (step.arm, step.shares, step.num_micro):
             spans[-1] = dataclasses.replace(last, last_step=step.step)
             continue

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from evenload.records.checkpoints import CheckpointInfo
 from evenload.records.console import format_bottleneck, format_busy, format_number, format_percent, format_seconds
 from evenload.records.summary import StepBottleneck
-from evenload.views.run.summary import RunSummary, SharesSpan
+from evenload.views.run.summary import RankBreakdown, RunSummary, SharesSpan
 
 MAX_SPANS = 24
 """Further changes of the shares are omitted in the middle."""
 MAX_EVENTS = 40
+MAX_SLOWEST = 16
+"""Ranks shown of more than 128."""
 MAX_RANKS_ACROSS = 8
 """With more ranks, a split is shown as its smallest and largest share."""
 
@@ -139,16 +141,25 @@ def _shares(spans: Sequence[SharesSpan]) -> str:
 def _times(summary: RunSummary) -> str:
     if not summary.ranks:
         return ""
-    names = [
-        name for name in summary.ranks[0].fractions if any(rank.fractions[name] >= 0.0005 for rank in summary.ranks)
-    ]
-    memory = any(rank.memory_bytes for rank in summary.ranks)
+    shown = list(range(len(summary.ranks)))
+    title = "Time by segment"
+    if summary.whole is not None and summary.whole.many is not None:
+        shown = sorted(shown, key=lambda rank: _held(summary.ranks[rank]))[:MAX_SLOWEST]
+        of_steps = f"{max(rank.num_steps for rank in summary.ranks)} of {_many(summary.num_steps, 'step')}"
+        title += f" in the {of_steps} whose records have it, for the {len(shown)} of {len(summary.ranks)} ranks that wait least"
+    ranks = [summary.ranks[rank] for rank in shown]
+    names = [name for name in ranks[0].fractions if any(rank.fractions[name] >= 0.0005 for rank in ranks)]
+    memory = any(rank.memory_bytes for rank in ranks)
     rows = [["", *names, *(["memory"] if memory else [])]]
-    for index, rank in enumerate(summary.ranks):
+    for index, rank in zip(shown, ranks, strict=True):
         name = f"rank {index} {rank.device}".rstrip()
         cells = [f"{rank.fractions[part] * 100:.1f} %" for part in names]
         rows.append([name, *cells, *([format_bytes(rank.memory_bytes)] if memory else [])])
-    return "Time by segment\n" + _aligned(rows, left=1)
+    return f"{title}\n" + _aligned(rows, left=1)
+
+
+def _held(rank: RankBreakdown) -> float:
+    return rank.fractions["wait"] + rank.fractions["comm"]
 
 
 def _checkpoints(checkpoints: Sequence[CheckpointInfo]) -> str:

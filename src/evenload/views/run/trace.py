@@ -141,6 +141,11 @@ def _step_rows(step: StepRecord, seconds: list[Seconds], begin_us: int, end_us: 
         yield _counter("loss", begin_us, {"loss": step.loss})
     if end_us > begin_us:
         yield _counter("samples/s", begin_us, {"samples/s": step.num_samples / (end_us - begin_us) * 1e6})
+    if not step.ranks and step.spread is not None:
+        spread = step.spread
+        yield _counter("share", begin_us, {"least": spread.shares[0], "most": spread.shares[1]})
+        yield _counter("busy (s)", begin_us, {"mean": spread.mean.busy_s, "most": spread.busiest[1].busy_s})
+        return
     yield _counter("share", begin_us, {f"rank {rank}": share for rank, share in enumerate(step.shares)})
     if any(times.memory_bytes for times in step.ranks):
         held = {f"rank {rank}": times.memory_bytes / 2**20 for rank, times in enumerate(step.ranks)}
@@ -159,7 +164,7 @@ def _step_rows(step: StepRecord, seconds: list[Seconds], begin_us: int, end_us: 
 
 
 def _length_s(step: StepRecord) -> float:
-    return step.seconds + (step.ranks[0].other_s if step.ranks else 0.0)
+    return step.seconds + step.first_other_s
 
 
 def _span(name: str, kind: str, thread: int, begin_us: int, end_us: int, args: dict[str, Any]) -> dict[str, Any]:
