@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evenload.balance.drift import SpeedChange
+from evenload.balance.split import even_shares
+from evenload.balance.values import Cost
 
 Seconds = tuple[float | None, ...]
 """Own seconds of each rank; None for one that has left the step."""
@@ -60,7 +62,8 @@ class Decision:
     num_micro: int
     kind: str
     """``measured`` (the first split), ``slower``, ``faster``, ``left_out``, ``returned``, ``refined``, ``memory``, or ``trial``:
-    a rank that has left comes back for a few steps, or leaves again after them; ``too_short``: no move, steps are too short."""
+    a rank that has left comes back for a few steps, or leaves again after them. No moves: ``too_short`` (the steps are), and
+    ``process_lost`` (the one that decides for many ranks)."""
     rank: int | None
     """The rank it is about, None where it is about all."""
     factor: float | None
@@ -70,6 +73,21 @@ class Decision:
     before_s: float
     expected_s: float
     """The same under the new shares."""
+
+
+def expected_gains(decision: Decision, costs: Sequence[Cost] | None, rest_s: float) -> dict[str, float]:
+    """Return how many times as fast the shares are expected to be: as equal shares, as the best rank alone.
+
+    `rest_s`: seconds of a step in which no rank computes. Nothing without costs.
+    """
+    if costs is None or not decision.expected_s:
+        return {}
+    num_samples, count = sum(decision.shares), decision.num_micro
+    even = even_shares(num_samples, len(costs))
+    equal_s = max(cost.predict_s(share, count) for cost, share in zip(costs, even, strict=True))
+    alone_s = min(cost.predict_s(num_samples, count) for cost in costs)
+    expected_s = decision.expected_s + rest_s
+    return {"over_equal": (equal_s + rest_s) / expected_s, "over_best_alone": alone_s / expected_s}
 
 
 def explain_move(

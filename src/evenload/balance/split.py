@@ -105,7 +105,9 @@ def micro_shares(shares: Sequence[int], slices: Sequence[int], caps: Caps = None
         )
     count = len(slices)
     micro = [[0] * len(shares) for _ in slices]
-    if tuple(slices) == slice_sizes(sum(shares), count):
+    if count == 1:
+        micro = [list(shares)]
+    elif tuple(slices) == slice_sizes(sum(shares), count):
         # What is left of each share after the division is dealt round the micro-batches, each rank beginning where the
         # one before ended. No rank comes round twice, and the rows end at most one apart, the larger ones first.
         turn = 0
@@ -116,8 +118,9 @@ def micro_shares(shares: Sequence[int], slices: Sequence[int], caps: Caps = None
             turn = (turn + rest) % count
     else:
         _spread_unevenly(shares, slices, checked, micro)
-    for rank, (share, cap) in enumerate(zip(shares, checked, strict=True)):
-        if sum(row[rank] for row in micro) != share or (cap is not None and max(row[rank] for row in micro) > cap):
+    parts = zip(*micro, strict=True) if micro else [()] * len(shares)
+    for rank, (share, cap, own) in enumerate(zip(shares, checked, parts, strict=True)):
+        if sum(own) != share or (cap is not None and max(own) > cap):
             raise ConfigError(
                 f"rank {rank} has {share} samples, at most {cap} in a micro-batch: they don't fit into micro-batches "
                 f"of {tuple(slices)}; give it fewer samples, or use more micro-batches"

@@ -73,7 +73,7 @@ class ComputingRanks(StepListener):
         """Let all ranks but `out` compute from now on; return whether one returned. All ranks call it between two steps."""
         groups = self._context.step_groups
         before = groups.generation.computing
-        computing = tuple(rank for rank in groups.ranks if rank not in out)
+        computing = tuple(rank for rank in groups.ranks if rank not in out) if out else tuple(groups.ranks)
         if computing == before or groups.world_size == 1:
             return False
         self._context.loop.settle()  # the state that is sent holds what it reads
@@ -121,6 +121,8 @@ class ComputingRanks(StepListener):
     def _report_staying(self, step: Step) -> None:
         """Report once that a rank without samples computes all the same, and its cost."""
         plan, planner = step.batch.plan, step.planner
+        if 0 not in plan.shares:
+            return
         idle = [rank for rank, share in enumerate(plan.shares) if share == 0 and rank not in plan.out]
         if not idle or self._reported or step.arm or all(planner.may_leave) or planner.world_size != plan.world_size:
             return

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from evenload.balance.batch import best_split
 from evenload.balance.contention import Contention, ReplicaObservation
-from evenload.balance.decision import Decision, Observation
+from evenload.balance.decision import Decision, Observation, expected_gains
 from evenload.balance.memory_caps import MemoryCaps
+from evenload.balance.rank_costs import MANY_RANKS
 from evenload.balance.rebalance import Balancer
 from evenload.balance.replicas import ReplicaBalancer
 from evenload.balance.split import Split, even_shares, micro_shares, num_micro, scale_shares, slice_sizes
@@ -22,6 +23,7 @@ from evenload.errors import ConfigError, DataError
 from evenload.training.comm.control import Control
 from evenload.training.parallel.strategy import ReplicaTimes
 from evenload.training.step.assignment import Caps, ShareAssignment, Shares, assignment_for, assignments_in
+from evenload.training.step.balancer_process import BalancerProcess, take_note
 from evenload.training.step.plan_source import PlanSource, StepsInOrder
 
 LEAD_STEPS = 2
@@ -194,16 +196,17 @@ class Planner(StepsInOrder):
         if self._is_guess:
             self._settle(plan.num_samples)
         self._try_higher_caps(step)
-        decision: Decision | None = None
-        own_s = tuple(None if rank in plan.out else time_s for rank, time_s in enumerate(seconds))
+        if self._balancer is None:
+            return
+        own_s = tuple(None if r in plan.out else t for r, t in enumerate(seconds)) if plan.out else tuple(seconds)
         seen = Observation(step, plan.shares, plan.num_micro, own_s, step_s or None, left_out)
         if isinstance(self._balancer, ReplicaBalancer):
             decision = self._observe_replicas(self._balancer, seen, times)
-        elif self._balancer is not None:
+        else:
             self._balancer.may_leave = (False, *self.may_leave[1:])
             decision = self._balancer.observe(seen)
-        if self._balancer is not None and (note := self._balancer.take_note()) is not None:
-            self._announce(Decision(self.shares, self.num_micro, "too_short", None, None, note, 0.0, 0.0), step)
+        if (note := take_note(self._balancer)) is not None:
+            self._announce(Decision(self.shares, self.num_micro, note[0], None, None, note[1], 0.0, 0.0), step)
         self._pending = decision or self._pending
 
     def _observe_replicas(
@@ -231,7 +234,9 @@ class Planner(StepsInOrder):
 
     def set_return_price(self, seconds: float) -> None:
         """Set what it costs to let a rank return, for the decision when to try one that has left."""
-        if isinstance(self._balancer, Balancer):
+        if isinstance(self._balancer, BalancerProcess):
+            self._balancer.paid(seconds)
+        elif isinstance(self._balancer, Balancer):
             self._balancer.left_out.paid(seconds)
 
     def coarsen(self) -> None:
@@ -302,16 +307,15 @@ class Planner(StepsInOrder):
     def outlook(self) -> dict[str, float]:
         """Return how many times as fast rank 0 expects the newest shares to be: as equal shares, as the best rank alone."""
         balancer, pending = self._balancer, self._pending
-        costs = balancer.costs if balancer is not None else None
-        if balancer is None or costs is None or pending is None or not pending.expected_s or not balancer.foresees:
+        if balancer is None or pending is None:
             return {}
+        if isinstance(balancer, BalancerProcess):
+            return balancer.outlook()
         if isinstance(balancer, ReplicaBalancer) and pending.kind in ("trial", "left_out", "returned"):
             return {}  # found by a trial, and announced with its measurements
-        even = even_shares(self._batch_size, self.world_size)
-        equal_s = max(cost.predict_s(share, pending.num_micro) for cost, share in zip(costs, even, strict=True))
-        alone_s = min(cost.predict_s(self._batch_size, pending.num_micro) for cost in costs)
-        expected_s = pending.expected_s + balancer.rest_s
-        return {"over_equal": (equal_s + balancer.rest_s) / expected_s, "over_best_alone": alone_s / expected_s}
+        if not balancer.foresees:
+            return {}
+        return expected_gains(pending, balancer.costs, balancer.rest_s)
 
     @property
     def num_micro(self) -> int:
@@ -358,7 +362,9 @@ class Planner(StepsInOrder):
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
-    def _new_balancer(self, shares: Shares, count: int | None = None) -> Balancer | ReplicaBalancer | None:
+    def _new_balancer(
+        self, shares: Shares, count: int | None = None
+    ) -> Balancer | BalancerProcess | ReplicaBalancer | None:
         """Return what decides from now on, beginning with these shares; None where nothing is decided here."""
         caps = self._assignments[-1].caps
         if self._on_contention is not None and self.world_size > 1:
@@ -367,7 +373,8 @@ class Planner(StepsInOrder):
             )
         if not self._adapts or self.rank != 0:
             return None
-        return Balancer(self._batch_size, self.world_size, caps, shares=shares, num_micro_batches=count)
+        kind = Balancer if self.world_size <= MANY_RANKS else BalancerProcess
+        return kind(self._batch_size, self.world_size, caps, shares=shares, num_micro_batches=count)
 
     def _settle(self, batch_size: int) -> None:
         """Replace a guessed global batch: the balancer looks at steps of exactly this size."""
