@@ -38,7 +38,7 @@ SETTINGS_ELSEWHERE: Mapping[str, str] = _by_name(
         _BATCH,
     ),
     (
-        "batch_size global_batch global_batch_size train_batch_size per_device_train_batch_size",
+        "batch_size batch global_batch global_batch_size train_batch_size per_device_train_batch_size",
         "set batch_size on the DataLoader: it is the global batch of one optimizer step",
     ),
     (
@@ -46,7 +46,7 @@ SETTINGS_ELSEWHERE: Mapping[str, str] = _by_name(
         'write micro_batch=..., the most samples that a rank computes at once (default "auto")',
     ),
     (
-        "device devices gpus num_gpus gpu gpu_ids accelerator cpu device_placement num_processes "
+        "device devices gpus num_gpus gpu gpu_ids accelerator cpu use_cpu no_cuda multi_gpu device_placement num_processes "
         "nproc_per_node world_size rank local_rank nprocs",
         _DEVICES,
     ),
@@ -210,6 +210,7 @@ MODULE_ELSEWHERE: Mapping[str, str] = _by_name(
 
 COMMANDS_ELSEWHERE: Mapping[str, str] = _by_name(
     ("launch train start exec python torchrun fit", "write: evenload run train.py"),
+    ("help man usage", "write: evenload --help"),
     ("status squeue list jobs top", "write: evenload ps"),
     ("sbatch qsub enqueue", "write: evenload submit -- evenload run train.py"),
     ("scancel kill stop qdel", "write: evenload cancel JOB"),

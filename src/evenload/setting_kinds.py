@@ -31,7 +31,8 @@ def one_in(choices: Sequence[str]) -> Kind:
 
     def check(value: Any) -> Any:
         if value not in choices:
-            hint = describe_unknown(str(value), choices, VALUES_ELSEWHERE)
+            same = {name: text for name, text in VALUES_ELSEWHERE.items() if name == str(value)}
+            hint = describe_unknown(str(value), choices, same)
             raise ValueError(f"expected one of {', '.join(choices)}" + (f"; {hint}" if hint else ""))
         return value
 

@@ -22,6 +22,8 @@ def describe_unknown_option(option: str, known: Sequence[str]) -> str:
     if found := re.fullmatch(r"did you mean '(\w+)'\?", hint):
         return f"; did you mean {names[found[1]]}?"
     if (found := re.match(r"write (\w+)=", hint)) and found[1] in SETTINGS:
+        if option_of(found[1]) not in known:
+            return f"; it is set in the script: evenload.init({found[1]}=...)"
         return f"; did you mean {option_of(found[1])}? ({SETTINGS[found[1]].help})"
     return f"; {hint}" if hint else ""
 

@@ -86,6 +86,10 @@ def _safetensors(path: str) -> Any:
 
 def pick_model(model: nn.Module | None, prepared: Sequence[nn.Module]) -> nn.Module:
     """Return `model`, or the only prepared one; ConfigError if none or several are prepared."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"run.export received a {type(model).__name__} as the model; the path comes first: run.export(path, model)"
+        )
     if model is not None:
         return model
     if len(prepared) != 1:

@@ -61,6 +61,8 @@ def _find(run: Path, which: str | int) -> Path:
     """Return the folder of a checkpoint; CheckpointError if there is none."""
     if (run / files.SKELETON).is_file():
         return run
+    if not run.is_dir():
+        raise CheckpointError(f"there is no folder {run}; give the project_dir of a run")
     found = checkpoint_folders(run)
     steps = ", ".join(str(step_of(folder)) for folder in found) or "none"
     if which == "best" and (best := read_best(run)) is not None:

@@ -15,7 +15,7 @@ from evenload.training.launch.environment import WorkerSpec
 
 _EXPECTED = (
     "expected auto, all, cpu, cpu:3 (three CPU ranks), GPU indices such as 0,2, a mix such as 0,cpu, or 0+1 (one rank with two "
-    "devices, over which evenload.rank_device cuts a model)"
+    "devices, over which evenload.place cuts a model)"
 )
 
 
@@ -99,6 +99,10 @@ def _parse_item(text: str, item: str, host: HostDevices) -> list[RankDevice]:
         raise ConfigError(
             f"-d {text}: "
             + "; ".join([f"there is no GPU {index} here", *host.problems, f"here are: {host.describe()}"])
+        )
+    if kind in ("cuda", "gpu"):
+        raise ConfigError(
+            f"-d {text}: leave -d out for all GPUs, or name some of them: -d 0,1; here are: {host.describe()}"
         )
     raise ConfigError(f"-d {text}: {item!r} is not a device; {_EXPECTED}; here are: {host.describe()}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import traceback
+from pathlib import Path
 
 from evenload.errors import EvenloadError
 
@@ -28,7 +30,31 @@ _MESSAGES = (
         "evenload.init has made the process groups; leave dist.init_process_group out, or call it before evenload.init",
     ),
     ("element 0 of tensors does not require grad", _NO_GRADIENT),
+    (
+        "Torch not compiled with CUDA enabled",
+        "leave .cuda() out: run.prepare moves the model, and in loss_fn the batch is on run.device already",
+    ),
+    (
+        "Found no NVIDIA driver",
+        "leave .cuda() out: run.prepare moves the model, and in loss_fn the batch is on run.device already",
+    ),
+    (
+        "object of type 'generator' has no len()",
+        "the number of batches and of samples is that of the plain loader: len(val_loader)",
+    ),
+    (
+        "'Run' object does not support the context manager protocol",
+        "write run = evenload.init() without `with`: the run closes itself when the script ends",
+    ),
+    ("'Run' object is not callable", "write run = evenload.init(), then run.prepare(model, loader)"),
 )
+_NUMBER_OF_STEP = "a step is no number; its index in the run is step.index: if step.index % 100 == 0"
+_LOSS_FN = (
+    "step.backward calls loss_fn(batch) with what the DataLoader's collate_fn made; write def loss_fn(batch): x, y = batch, "
+    "and return the loss of model(x)"
+)
+_RANK_VARIABLES = ("'LOCAL_RANK'", "'RANK'", "'WORLD_SIZE'")
+_KNOWN_RANK = "run = evenload.init() knows them: run.rank, run.world_size, run.device; a device need not be set"
 _PREPARE = (
     "run.prepare returns what it was given, in the same order: model, loader = run.prepare(model, loader). Optimizers and "
     "schedulers stay your own and are not passed to it"
@@ -36,9 +62,23 @@ _PREPARE = (
 _NOT_STEPS = (list, tuple, dict)
 
 
+_ATTRIBUTE_CALL = re.compile(r"\brun\.(is_main|rank|world_size|device)\(")
+_SETTER = re.compile(r"property '(\w+)' of '(Run|StepLoader|Step)' object has no setter")
+_COMPUTE = str(Path("evenload", "training", "compute"))
+
+
 def _last_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return (frames[-1].line or "") if frames else ""
+
+
+def _is_call_of_loss_fn(error: BaseException) -> bool:
+    """Return whether an error arose where loss_fn is called, or in a module that was given as loss_fn."""
+    names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    last = max((index for index, name in enumerate(names) if _COMPUTE in name), default=None)
+    if last is None:
+        return False
+    return last == len(names) - 1 or names[last + 1].endswith(str(Path("nn", "modules", "module.py")))
 
 
 def hint_for(error: BaseException) -> str:
@@ -48,6 +88,29 @@ def hint_for(error: BaseException) -> str:
     if isinstance(error, AttributeError) and error.name == "backward" and isinstance(error.obj, _NOT_STEPS):
         return _UNPREPARED
     text = str(error)
+    if isinstance(error, AttributeError):
+        if error.name == "module" and hasattr(error.obj, "named_parameters"):
+            return "the model stays your own object and is never wrapped: leave .module out"
+        if found := _SETTER.search(text):
+            return (
+                f"{found[1]} is read only; devices are named by evenload run -d, settings by evenload.init, and batch_size on "
+                "the DataLoader before run.prepare"
+            )
+    if isinstance(error, KeyError) and text in _RANK_VARIABLES:
+        return _KNOWN_RANK
+    if isinstance(error, TypeError) and (hint := _hint_for_type(error, text)):
+        return hint
     if "values to unpack" in text and ".prepare(" in _last_line(error):
         return _PREPARE
     return next((hint for sign, hint in _MESSAGES if sign in text), "")
+
+
+def _hint_for_type(error: TypeError, text: str) -> str:
+    if "'Step'" in text:
+        return _NUMBER_OF_STEP
+    if "is not callable" in text and (found := _ATTRIBUTE_CALL.search(_last_line(error))):
+        return f"run.{found[1]} is a value: write it without ()"
+    if "context manager protocol" in text and "main_first" in _last_line(error):
+        return "write with run.main_first(): with ()"
+    is_signature = "positional argument" in text or "must be Tensor, not" in text
+    return _LOSS_FN if is_signature and _is_call_of_loss_fn(error) else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,17 +13,33 @@ from pathlib import Path
 
 from evenload.errors import LaunchError
 
+_PYTHON = re.compile(r"python[\d.]*")
+
 
 def target_file(arguments: Sequence[str]) -> Path:
     """Return the file that would run; for a module without a source file, its name; LaunchError if it does not exist."""
     if not arguments or tuple(arguments) == ("-m",):
-        raise LaunchError("there is no script to run; write `evenload run train.py`")
+        command = next((word for word in sys.argv[1:2] if word.isalpha()), "run")
+        raise LaunchError(f"there is no script to run; write `evenload {command} train.py`")
     if arguments[0] == "-m":
         return _module_file(arguments[1])
     path = Path(arguments[0])
     if path.is_dir():
         raise LaunchError(f"{path} is a folder; give the script in it, or `-m package.module`")
+    if path.suffix == ".ipynb":
+        raise LaunchError(
+            f"{path} is a notebook; start ranks from a cell of it: evenload.spawn(train, devices='cpu:2')"
+        )
     if not path.exists():
+        words = [word for word in arguments[1:] if not word.startswith("-")]
+        if _PYTHON.fullmatch(arguments[0]) and words:
+            raise LaunchError(
+                f"there is no script {path}; leave it out, each rank is a python: evenload run {words[0]}"
+            )
+        if arguments[0].isdecimal() and words:
+            raise LaunchError(
+                f"there is no script {path}; a number belongs to the device: -d cpu:{path}, or GPUs as -d 0,1"
+            )
         near = sorted(other.name for other in path.absolute().parent.glob("*.py"))[:8]
         here = f"; scripts in that folder: {', '.join(near)}" if near else ""
         raise LaunchError(f"there is no script {path}{here}")
@@ -41,6 +58,10 @@ def _module_file(name: str) -> Path:
             with suppress(ImportError, ValueError):
                 spec = importlib.util.find_spec(part)
         if spec is None:
+            if name.endswith(".py") and Path(name).is_file():
+                raise LaunchError(
+                    f"-m {name}: -m takes a module, without .py; write `evenload run {name}` for the file"
+                )
             raise LaunchError(f"-m {name}: there is no module {found} here or on the path")
         where = spec.submodule_search_locations
     if where is not None:

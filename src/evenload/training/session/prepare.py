@@ -269,6 +269,10 @@ def refuse(value: Any) -> None:
         raise ConfigError("run.prepare received a loader that is already prepared")
     received = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     hint = ". Loaders that make one loader together go in a tuple" if isinstance(value, list) else ""
+    if hasattr(value, "__next__"):
+        hint = ". Pass the DataLoader itself, without iterating over it"
+    elif callable(value) and not isinstance(value, type):
+        hint = ". A loss function goes to step.backward(loss_fn)"
     raise ConfigError(f"run.prepare takes models and DataLoaders; it received {received}{hint}")
 
 

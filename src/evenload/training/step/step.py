@@ -18,7 +18,7 @@ from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
 from evenload.training.step.update_watch import UpdateWatch
-from evenload.training.step.wrong_loops import not_a_batch, second_loop
+from evenload.training.step.wrong_loops import not_a_batch, second_loop, step_is_over
 from evenload.wrong_calls import shows_usage, unknown_attribute
 
 
@@ -227,7 +227,7 @@ class StepLoop:
 
     def backward(self, step: Step, loss_fn: LossFn) -> torch.Tensor:
         if self.step is not step:
-            raise StepError("this step is over; call step.backward inside the loop body of its own step")
+            raise step_is_over()
         if self.in_backward:
             raise StepError(
                 "step.backward was called inside loss_fn; return the sum of both losses from loss_fn, or call step.backward "

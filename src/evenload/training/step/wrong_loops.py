@@ -14,6 +14,13 @@ def not_a_batch() -> StepError:
     )
 
 
+def step_is_over() -> StepError:
+    return StepError(
+        "this step is over; call step.backward inside the loop body of its own step. A list of steps and itertools.cycle(loader) "
+        "keep old ones: loop over the epochs, and in each `for step in loader:`"
+    )
+
+
 def second_loop(*, same_loader: bool) -> StepError:
     """Return the error of a loop that begins inside a step, of the same loader or of another."""
     if same_loader:

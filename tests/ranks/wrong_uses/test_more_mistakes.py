@@ -1,0 +1,224 @@
+"""Further mistakes of a first week, one row each, as in test_mistakes.py."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import evenload
+from evenload.errors import EvenloadError
+from tests.ranks.wrong_uses.jobs import Job, dataset, evenload_run, script
+from tests.ranks.wrong_uses.test_mistakes import HEAD_LINES, answer_to
+
+
+def _loop(job: Job, body: Callable[[Any], object]) -> None:
+    for step in job.loader:
+        body(step)
+
+
+def _with_model(job: Job) -> None:
+    _loop(job, lambda step: step.backward(lambda model, batch: job.loss(batch)))
+
+
+def _with_pair(job: Job) -> None:
+    _loop(job, lambda step: step.backward(lambda x, y: functional.mse_loss(job.model(x), y)))
+
+
+def _cycle(job: Job) -> None:
+    for _index, step in zip(range(12), itertools.cycle(job.loader), strict=False):
+        job.step(step)
+
+
+def _every_tenth(job: Job) -> None:
+    _loop(job, lambda step: step % 10 == 0)
+
+
+def _main_first(job: Job) -> None:
+    with job.run.main_first:
+        pass
+
+
+def _with_run(job: Job) -> None:
+    with job.run:
+        pass
+
+
+def _set_device(job: Job) -> None:
+    job.run.device = torch.device("cuda")
+
+
+def _set_batch_size(job: Job) -> None:
+    job.loader.batch_size = 8
+
+
+def _own_optimizer(job: Job) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
+    for step in job.loader:
+        step.backward(job.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _checkpoint(job: Job, **options: Any) -> None:
+    job.run.resume(model=job.model, optimizer=job.optimizer)
+    for step in job.loader:
+        job.step(step)
+        job.run.checkpoint(**options)
+
+
+def _is_main(run: evenload.Run) -> None:
+    run.is_main()  # type: ignore[operator]
+
+
+JOBS: dict[str, tuple[Callable[[Job], object], str]] = {
+    "loss_fn(model, batch)": (_with_model, "def loss_fn(batch): x, y = batch"),
+    "loss_fn(x, y)": (_with_pair, "def loss_fn(batch): x, y = batch"),
+    "loss_fn()": (lambda job: _loop(job, lambda step: step.backward(lambda: 1)), "def loss_fn(batch): x, y = batch"),
+    "step.backward(model)": (lambda job: _loop(job, lambda step: step.backward(job.model)), "def loss_fn(batch)"),
+    "step.backward(criterion)": (
+        lambda job: _loop(job, lambda step: step.backward(nn.MSELoss())),
+        "def loss_fn(batch)",
+    ),
+    "async def loss_fn": (
+        lambda job: _loop(job, lambda step: step.backward(lambda batch: (one for one in batch))),
+        "return a loss, (loss, weight), or a dict",
+    ),
+    "loss.item() in loss_fn": (
+        lambda job: _loop(job, lambda step: step.backward(lambda batch: job.loss(batch).item())),
+        "return a loss, (loss, weight), or a dict",
+    ),
+    "retain_graph=True": (
+        lambda job: _loop(job, lambda step: step.backward(job.loss, retain_graph=True)),
+        "step.backward(loss_fn), where",
+    ),
+    "itertools.cycle(loader)": (_cycle, "loop over the epochs"),
+    "step % 10": (_every_tenth, "step.index % 100"),
+    "len(step)": (lambda job: _loop(job, len), "step.index"),
+    "next(step)": (lambda job: _loop(job, next), "step.index"),
+    "x, y = next(iter(loader))": (lambda job: [(x, y) for x, y in [next(iter(job.loader))]], "for step in loader:"),
+    "model.module": (lambda job: job.model.module, "leave .module out"),
+    "os.environ['LOCAL_RANK']": (lambda job: os.environ["LOCAL_RANK"], "run.rank, run.world_size, run.device"),
+    "x.cuda()": (
+        lambda job: _loop(job, lambda step: step.backward(lambda batch: job.model(batch[0].cuda()).mean())),
+        "leave .cuda() out",
+    ),
+    "run.is_main()": (lambda job: _is_main(job.run), "write it without ()"),
+    "with run.main_first:": (_main_first, "with run.main_first():"),
+    "with run:": (_with_run, "without `with`"),
+    "run(model)": (lambda job: job.run(job.model), "run.prepare(model, loader)"),
+    "run.device = cuda": (_set_device, "device is read only; devices are named by evenload run -d"),
+    "loader.batch_size = 8": (_set_batch_size, "on the DataLoader before run.prepare"),
+    "len(run.batches(loader))": (
+        lambda job: len(job.run.batches(DataLoader(job.data))),  # type: ignore[arg-type]
+        "len(val_loader)",
+    ),
+    "batches(iter(loader))": (
+        lambda job: job.run.batches(iter(DataLoader(job.data))),
+        "expected a torch.utils.data.DataLoader",
+    ),
+    "prepare(iter(loader))": (lambda job: job.run.prepare(iter(DataLoader(job.data))), "Pass the DataLoader itself"),
+    "prepare(loss_fn)": (lambda job: job.run.prepare(job.loss), "step.backward(loss_fn)"),
+    "prepare(model, device=)": (lambda job: job.run.prepare(job.model, device="cuda"), "run.prepare(model, loader)"),
+    "export(model, path)": (lambda job: job.run.export(job.model, "x.pt"), "run.export(path, model)"),
+    "an optimizer of another model": (_own_optimizer, "of the model that run.prepare returned"),
+    "load_checkpoint(nothing)": (lambda job: evenload.load_checkpoint("runs/nope"), "there is no folder runs/nope"),
+    "checkpoint(every='10 minutes')": (lambda job: _checkpoint(job, every="10 minutes"), "expected '10min'"),
+    "checkpoint(best='val_loss')": (lambda job: _checkpoint(job, best="val_loss"), "best=('val_loss', 'min')"),
+    "checkpoint(values=[1])": (lambda job: _checkpoint(job, values=[1]), "values={'best_loss': best}"),
+    "drop_last of a small dataset": (
+        lambda job: job.run.prepare(nn.Linear(4, 1), DataLoader(dataset(8), batch_size=16, drop_last=True)),
+        "set a batch_size of at most 8",
+    ),
+    "log(several images)": (
+        lambda job: job.run.log({"x": torch.rand(4, 3, 8, 8)}),
+        "an image (channels, height, width)",
+    ),
+    "log({'a': {'b': 1}})": (lambda job: job.run.log({"a": {"b": 1}}), "expected a number"),
+    "reduce(function)": (lambda job: job.run.reduce(job.loss), "it takes numbers, tensors"),
+    "reduce(group=[0])": (lambda job: job.run.reduce(1, group=[0]), "expected what run.group returned"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_mistake_in_the_script(init: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    mistake, fix = JOBS[name]
+    job = Job(init())
+    with pytest.raises(Exception) as raised:
+        mistake(job)
+    assert fix in answer_to(raised.value), answer_to(raised.value)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": ({"batch": 4}, "set batch_size on the DataLoader"),
+    "fsdp2": ({"strategy": "fsdp2"}, "expected one of ddp, dp, local, async"),
+    "balance as text": ({"balance": "3:1"}, "such as 24,6,2"),
+    "num_workers": ({"num_workers": 4}, "DataLoader(num_workers=4)"),
+    "seed as text": ({"seed": "0"}, "expected an integer"),
+    "multi_gpu": ({"multi_gpu": True}, "evenload run -d 0,1 train.py"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_mistake_in_a_setting(init: Any, name: str) -> None:
+    settings, fix = SETTINGS[name]
+    with pytest.raises(EvenloadError) as raised:
+        init(**settings)
+    assert fix in answer_to(raised.value) and "own dtype" not in answer_to(raised.value), answer_to(raised.value)
+
+
+COMMANDS = {
+    "run python train.py": "leave it out, each rank is a python: evenload run train.py",
+    "run -m train.py": "write `evenload run train.py` for the file",
+    "run -d cpu 2 train.py": "-d cpu:2",
+    "run -d cuda train.py": "leave -d out for all GPUs",
+    "run --multi_gpu train.py": "evenload run -d 0,1 train.py",
+    "run --use_cpu train.py": "(or -d cpu,cpu)",
+    "run --timeout-s 60 train.py": "evenload.init(timeout_s=...)",
+    "run notes.ipynb": "evenload.spawn(train, devices='cpu:2')",
+    "run .": "give the script in it",
+    "run --resume train.py": "run.resume(model=model",
+    "run -d cpu:2 --throttle 50%,100% train.py": "such as 1,0.5",
+    "run --nodes 2 train.py": "--host is missing",
+    "export nope x.pt": "there is no folder nope",
+    "show nope": "give the project_dir of a run",
+    "help": "evenload --help",
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_mistake_on_the_command_line(
+    words: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from evenload.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import argparse\n")
+    (tmp_path / "notes.ipynb").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in printed
+    assert COMMANDS[words] in "\n".join(printed.splitlines()[:HEAD_LINES]), printed
+
+
+@pytest.mark.parametrize(
+    ("pieces", "fix"),
+    [
+        ({"loss": "x.cuda()"}, "leave .cuda() out"),
+        ({"end": "if run.is_main: run.gather(loss)"}, "run.gather"),
+    ],
+)
+def test_two_ranks_answer_once(tmp_path: Any, pieces: dict[str, str], fix: str) -> None:
+    ended = evenload_run(tmp_path, script(**pieces), "-d", "cpu,cpu")
+    assert ended.code == 1 and fix in "\n".join(ended.stderr.splitlines()[:HEAD_LINES]), ended.stderr
+    assert ended.stderr.count("Traceback") <= 1
