@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from tests.ranks.exact import measure
-
-STRATEGIES = ("ddp", "dp")
+from tests.ranks.exact.ranks import STRATEGIES
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of what a strategy does run over all of them; the others over the first alone."""
-    if "strategy" in metafunc.fixturenames:
+    """Tests of what a strategy does run over all of them, or those that they name; the others over the first alone."""
+    named = any("strategy" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "strategy" in metafunc.fixturenames and not named:
         every = metafunc.definition.get_closest_marker("every_strategy") is not None
         metafunc.parametrize("strategy", STRATEGIES if every else STRATEGIES[:1])
 

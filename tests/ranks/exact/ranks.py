@@ -18,6 +18,7 @@ from evenload.training.step.plan_source import PlanSource
 from tests.ranks.exact.tasks import TASKS, Recorder, Task
 from tests.ranks.exact.tasks.tuples import Paired
 
+STRATEGIES = ("ddp", "dp")
 CHANGING = ((24, 6, 2), (2, 10, 20), (11, 10, 11), (0, 24, 8), (24, 0, 8), (22, 10, 0))
 
 

@@ -73,4 +73,6 @@ def test_on_every_split(name: str, strategy: str, tmp_path: Path) -> None:
 @pytest.mark.every_strategy
 @pytest.mark.parametrize("name", ON_SOME_SPLITS)
 def test_on_some_splits(name: str, strategy: str, tmp_path: Path) -> None:
-    compare(name, SOME, strategy, tmp_path)
+    """Each task meets the three splits: two of them under ddp, in turn, and the third under dp."""
+    left_to_dp = list(SOME)[ON_SOME_SPLITS.index(name) % len(SOME)]
+    compare(name, {key: SOME[key] for key in SOME if (key == left_to_dp) == (strategy == "dp")}, strategy, tmp_path)
