@@ -33,11 +33,19 @@ def ps(
         bool,
         typer.Option("--clean", help="Remove the snapshots of ended jobs, including files that jobs created there."),
     ] = False,
+    backend: Annotated[str | None, typer.Option(help="List the jobs of the queue on ray.")] = None,
     queue: Queue = None,
 ) -> None:
     """Show the queue: devices, running jobs and their progress, waiting jobs and why they wait."""
     from evenload.views.queue.view import JobFilter, json_of, parse_states, view_of
 
+    if backend not in (None, "local"):
+        if backend != "ray":
+            raise ConfigError(f"--backend {backend}: only the queue on ray is listed here (squeue, kubectl for others)")
+        if watch or clean:
+            raise ConfigError("--backend ray with --watch or --clean: both are for the local queue")
+        _show_ray(JobFilter(user, parse_states(state) if state is not None else ()), all_, json)
+        return
     folder = folder_of(queue)
     if watch + json + clean > 1 or (all_ and (watch or clean)):
         raise ConfigError("--watch, --clean, and --json or --all can't be combined; give one of them")
@@ -52,6 +60,26 @@ def ps(
         sys.stdout.write(json_of(view_of(folder, wanted)))
     else:
         _show(view_of(folder, wanted))
+
+
+def _show_ray(wanted: JobFilter, all_: bool, as_json: bool) -> None:
+    """Print the jobs of the queue on Ray that have not ended; all of them with `all_` or for given states."""
+    from evenload.scheduler import backends
+    from evenload.views.queue.text import status_lines
+
+    found = [
+        status
+        for status in backends.get("ray").describe([])
+        if wanted.user in (None, status.extra["user"])
+        and (status.state in wanted.states if wanted.states else all_ or not status.has_ended)
+    ]
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        print(json.dumps([asdict(status) for status in found], indent=1, default=str))
+        return
+    print("\n".join(status_lines(found)))
 
 
 def _all(folder: Path, wanted: JobFilter, as_json: bool) -> Iterable[str]:

@@ -51,7 +51,15 @@ def queue(
     web: Annotated[
         bool, typer.Option("--web", help="Serve a page of the queue to browsers of this machine, until Ctrl-C.")
     ] = False,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port for --web; by default a free one.")] = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Start a queue over several machines, on Ray, or join that at ADDRESS: --ray [HOST:PORT]."
+        ),
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port for --web (default: a free one) or for --ray (6379).")
+    ] = None,
     queue: Queue = None,
 ) -> None:
     """Show or change the queue's settings. Only its owner and its admins may change them.
@@ -63,8 +71,15 @@ def queue(
     TIME [USER...]: reserve devices for these users, or for nobody, from now on (or --at a time, --every day). release
     RESERVATION: end a reservation.
     """
-    if port is not None and not web:
-        raise ConfigError("--port needs --web")
+    if port is not None and not (web or ray):
+        raise ConfigError("--port needs --web or --ray")
+    if json and csv:
+        raise ConfigError("--json and --csv contradict each other; give one of them")
+    if ray:
+        if web or json or csv or queue is not None or len(words or ()) > 1 or (words and port is not None):
+            raise ConfigError("--ray takes only the address of the cluster to join, or --port to start one")
+        _ray(words[0] if words else None, port)
+        return
     if web:
         if words or json or csv or by is not None:
             raise ConfigError("--web shows the queue and takes no action, no --json, no --csv and no --by")
@@ -113,6 +128,25 @@ def _serve_page(folder: Path, port: int) -> None:
     view_of(folder, JobFilter())  # a queue that is not there is an error at once
     page = QueuePage(folder)
     serve_until_interrupt(page.title, f"the queue {folder}", page.update, port, _WEB_POLL_S)
+
+
+def _ray(address: str | None, port: int | None) -> None:
+    from evenload.scheduler.backends.ray import cluster
+    from evenload.scheduler.backends.ray.backend import BACKEND
+
+    if address is not None:
+        cluster.join(address)
+        print(f"this machine's devices are in the queue at {address}; ray stop takes them out")
+        return
+    address = cluster.start_head(port or cluster.PORT)
+    folder = BACKEND.start_queue(address)
+    print(
+        f"a queue on Ray runs at {address}, with its log in {folder}\n"
+        f"on each other machine:   evenload queue --ray {address}\n"
+        f"submit:                  evenload submit --backend ray -- COMMAND\n"
+        f"list:                    evenload ps --backend ray\n"
+        f"stop, on each machine:   ray stop"
+    )
 
 
 def _service(folder: Path) -> None:

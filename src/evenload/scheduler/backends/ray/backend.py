@@ -85,6 +85,11 @@ class RayBackend(SchedulerBackend):
         """Return the output file on the first node of the job; other nodes have a file of their own in the same folder."""
         return Path(self._call(self._queue(self._address).log, job, retry_s=_RESTART_S))
 
+    def start_queue(self, address: str) -> Path:
+        """Start the queue in the cluster at an address where there is none; return its default folder."""
+        self._call(self._queue(address, self.root).describe, ["none"], retry_s=_RESTART_S)
+        return self.root
+
     def _queue(self, address: str, root: Path | None = None) -> Any:
         """The queue's actor; with `root`, it is started if there is none."""
         ray = _connected(address)

@@ -1,0 +1,98 @@
+"""`evenload queue --ray`: a cluster of two nodes on this host, started by the two commands, runs and lists a job."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from evenload.cli.main import main
+from tests.system.scheduler.backends.slurm_cluster import wait_until
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray"),
+]
+LIMIT_S = 120.0
+
+
+def _processes(mark: str) -> list[psutil.Process]:
+    """All processes whose command line or variables name this test's folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            named = any(mark in word for word in process.cmdline()) or process.environ().get("RAY_TMPDIR") == mark
+            if named and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = tempfile.mkdtemp(prefix="el-ray-")
+    yield Path(made)
+    deadline_s = time.monotonic() + LIMIT_S
+    while (left := _processes(made)) and time.monotonic() < deadline_s:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.1)
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def _evenload(folder: Path, *words: str) -> str:
+    variables = {
+        **os.environ, "RAY_TMPDIR": str(folder), "HOME": str(folder), "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "evenload.cli.main", *words],
+        env=variables, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (words, done.stdout, done.stderr)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_commands_start_a_queue(folder: Path) -> None:
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    printed = _evenload(folder, "queue", "--ray", "--port", str(port))
+    line = re.search(r"evenload (queue --ray (\S+:\d+))", printed)
+    assert line is not None and line[2].endswith(f":{port}"), printed
+    assert "this machine's devices are in the queue" in _evenload(folder, *line[1].split())
+    (folder / "job.toml").write_text(
+        f'command = ["sh", "-c", "echo up; exit 0"]\nname = "first"\n[ray]\naddress = "{line[2]}"\n'
+    )
+    os.environ.pop("RAY_ADDRESS", None)
+    _evenload(folder, "submit", "--backend", "ray", "--no-snapshot", "job.toml")
+
+    def row() -> dict[str, object]:
+        (found,) = json.loads(_evenload(folder, "ps", "--backend", "ray", "--all", "--json"))
+        return dict(found)
+
+    wait_until(lambda: row()["state"] == "SUCCEEDED", "the job", LIMIT_S)
+    listed = _evenload(folder, "ps", "--backend", "ray", "--all")
+    assert "first" in listed and "succeeded" in listed
+    assert "no jobs" in _evenload(folder, "ps", "--backend", "ray")
+    assert _evenload(folder, "logs", "--backend", "ray", "1") == "up\n"
+
+
+@pytest.mark.parametrize("words", [("--ray", "here"), ("--ray", "--web"), ("--ray", "a:1", "b:2")])
+def test_what_is_no_address_is_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["queue", *words])
+    assert ended.value.code == 2 and "--ray" in capsys.readouterr().err
