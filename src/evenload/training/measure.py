@@ -262,6 +262,7 @@ class _SavedRun:
 
     def __init__(self, context: TrainingContext, loader: StepLoader) -> None:
         context.loop.settle()
+        context.engine.forget_times()
         self._context = context
         self._loader = loader
         self._cursor: Cursor = loader.loader.cursor()
@@ -283,6 +284,7 @@ class _SavedRun:
     def restore(self) -> None:
         context = self._context
         context.loop.settle()  # the last step of a block
+        context.engine.forget_times()
         with context.clock.segment("other"):
             for _, saved in self._objects:
                 saved.restore()

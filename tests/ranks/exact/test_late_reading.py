@@ -190,6 +190,63 @@ class Gan(Script):
         return super().factor(index) if self.in_second == (self.step_index == 6) else 1.0
 
 
+class Accumulated(Script):
+    """Two backwards before the optimizer; in step 4 the first is not finite, in step 6 the second."""
+
+    bad_steps = (4, 6)
+
+    def body(self, step: Any) -> None:
+        for self.in_second in (False, True):
+            loss = step.backward(self.loss_fn)
+            self.found["first_unread"] = [*self.found.get("first_unread", ()), step.stats.unread is not None]
+        self.opt.step()
+        self.schedule.step()
+        self.opt.zero_grad()
+        self.run.log({"loss_again": loss})
+
+    def factor(self, index: torch.Tensor) -> float:
+        return super().factor(index) if self.in_second == (self.step_index == 6) else 1.0
+
+
+class PerturbedData(Perturbed):
+    """The same through ``.data``, which no version of a parameter shows; the first backward is always read at once."""
+
+    late = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
+
+    def body(self, step: Any) -> None:
+        step.backward(self.loss_fn)
+        moved = [(p, 0.05 * p.grad) for p in self.model.parameters() if p.grad is not None]
+        for p, change in moved:
+            p.data += change
+        self.opt.zero_grad()
+        step.backward(self.loss_fn)
+        for p, change in moved:
+            p.data -= change
+        self.opt.step()
+        self.schedule.step()
+        self.opt.zero_grad()
+
+
+class ZeroedInPlace(Script):
+    def body(self, step: Any) -> None:
+        step.backward(self.loss_fn)
+        self.opt.step()
+        self.schedule.step()
+        self.opt.zero_grad(set_to_none=False)
+
+
+class LeftOver(Script):
+    """Step 4 begins with the gradients of step 3."""
+
+    bad_steps = ()
+
+    def body(self, step: Any) -> None:
+        step.backward(self.loss_fn)
+        self.opt.step()
+        if self.step_index != 3:
+            self.opt.zero_grad()
+
+
 class NewOptimizer(Script):
     """An optimizer begins in step 5, which is not finite: its momentum must begin in step 6."""
 
@@ -273,9 +330,9 @@ class Saved(Script):
 
 SAME = (
     *(Unweighted, Skipped, FusedSgd, NotFused, OwnStep, ByHand, Perturbed, Gan, NewOptimizer, Closure, Tokens, Masked),
-    *(Saved,),
+    *(Saved, Accumulated, PerturbedData, ZeroedInPlace),
 )
-ERRORS = (ThreeInARow, AllZero, Negative)
+ERRORS = (ThreeInARow, AllZero, Negative, LeftOver)
 
 
 def _train_all(folder: str, strategy: str) -> list[dict[str, Any]]:
@@ -314,6 +371,8 @@ def test_a_script_trains_as_where_the_host_knows_all(case: type[Script], trained
             assert ours.keys() == theirs.keys()
             assert all(torch.allclose(ours[key], theirs[key], rtol=0, atol=1e-12) for key in ours)
         assert [index for index, unread in enumerate(found["unread"]) if unread] == list(case.late)
+        if case is Accumulated:
+            assert found["first_unread"] == [False, False] + [True, True] * (NUM_STEPS - 1)
     steps, expected_steps = _lines(late_folder / "steps.jsonl"), _lines(folder / "steps.jsonl")
     assert len(steps) == len(expected_steps) == NUM_STEPS
     for ours, theirs in zip(steps, expected_steps, strict=True):
@@ -342,12 +401,13 @@ def test_an_optimizer_that_makes_the_host_wait_is_named_once(case: type[Script],
         (ThreeInARow, "in 3 steps in a row, the last at step 7"),
         (AllZero, "step 5: all weights are 0"),
         (Negative, "step 5: loss_fn returned a weight that is negative"),
+        (LeftOver, "step 4: gradients were already present before the step's first backward"),
     ],
 )
 def test_an_error_comes_a_step_later_and_no_weight_has_changed(case: type[Script], message: str, trained: Any) -> None:
-    last = 7 if case is ThreeInARow else 5
+    last = {ThreeInARow: 7, LeftOver: 4}.get(case, 5)
     for found in trained[case.__name__][on_device.NAME][0]:
         assert message in found["error"]
         assert found["error_at"] == last + (case is ThreeInARow or found["unread"][last : last + 1] == [True])
         assert all(bool(weights.isfinite().all()) for weights in found["weights"])
-        assert torch.equal(found["weights"][-1], found["weights"][4])
+        assert torch.equal(found["weights"][-1], found["weights"][3 if case is LeftOver else 4])

@@ -313,6 +313,66 @@ def test_two_backward_threads_send_each_bucket_once_and_in_order(monkeypatch: py
         reducer.finish(reducer.touched(), 1.0)
 
 
+def test_a_bucket_is_not_sent_by_another_thread_before_its_last_gradient_is_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "SMALL_BYTES", 0)
+    one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    reducer = BucketReducer([one, other], _SlowSums())
+    call(reducer, lambda: loss_of(one, 0)() + loss_of(other, 1)())
+    expected, right = reducer.observed(), gradients(one, 0)
+    for module in (one, other):
+        module.zero_grad()
+    fill, loss = reducer._fill, loss_of(other, 1)()
+
+    def interrupted(slot: Any) -> None:
+        if slot.param is one.weight:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        fill(slot)
+
+    monkeypatch.setattr(reducer, "_fill", interrupted)
+    reducer.begin(expected)
+    reducer.micro(last=True, idle=False)
+    loss_of(one, 0)().backward()
+    reducer.end_micro()
+    reducer.finish(reducer.touched(), 1.0)
+    assert same([one.weight.grad], right)
+
+
+def _on_device(reducer: Reducer, *, refuses: bool) -> None:
+    reducer.on_device, reducer.refuses_leftovers = True, refuses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_gradients_that_may_be_left_over_are_not_looked_at(kind: str) -> None:
+    """Zeros stay in place where others are an error, which a flag on the device reports; elsewhere all are added."""
+    model = network()
+    reducer = reducer_of(kind, model)
+    call(reducer, loss_of(model, 0))
+    own = [p.grad for p in model.parameters()]
+    _on_device(reducer, refuses=True)
+    model.zero_grad(set_to_none=False)
+    call(reducer, loss_of(model, 1))
+    assert all(p.grad is g for p, g in zip(model.parameters(), own, strict=True))
+    assert same([p.grad for p in model.parameters()], gradients(model, 1))
+    assert reducer.leftovers is not None and not reducer.leftovers
+    reducer.begin(None)  # the gradients are those of the call before
+    reducer.abort()
+    assert bool(reducer.leftovers), "an attempt that is repeated does not forget it"
+    model.zero_grad()
+    call(reducer, loss_of(model, 1))
+    reducer.leftovers = None
+    _on_device(reducer, refuses=False)
+    call(reducer, loss_of(model, 2))
+    found = [a + b for a, b in zip(gradients(model, 1), gradients(model, 2), strict=True)]
+    torch.testing.assert_close([p.grad for p in model.parameters()], found)
+    assert reducer.leftovers is None
+
+
 def test_buckets_follow_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 1)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)

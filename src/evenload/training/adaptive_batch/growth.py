@@ -19,7 +19,6 @@ from evenload.balance.drift import SpeedTracker
 from evenload.balance.noise import LEAST_MEASURED, NoiseScale
 from evenload.errors import CheckpointError
 from evenload.training.compute.grad_norms import MEASURE_EVERY
-from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
 from evenload.training.data.tuning import StepCost
 from evenload.training.step.plan_source import PlanSource
@@ -80,23 +79,24 @@ class BatchGrowth(PlanSource):
         self._unreported: BatchReport | None = None
         planner.use(self)
 
-    def observe(self, batch: GlobalBatch, stats: StepStats, usual: bool) -> None:
+    def observe(self, stats: StepStats, usual: bool) -> None:
         """Take a step of training, on all ranks; its times count only if it was a usual one."""
         if self._unreported is not None:
             # Not earlier: there may be no further epoch, and progress bars still show the last one.
             self._record(self._unreported)
             self._unreported = None
         self._num_steps += 1
-        if stats.norms is not None:
-            self._noise.add(stats.norms)
-        if self._planner.rank != 0 or not usual:
+        timed = stats.timed  # the step whose norms and times the host has read by now
+        if timed is not None and timed.norms is not None:
+            self._noise.add(timed.norms)
+        if self._planner.rank != 0 or not usual or timed is None or timed.plan is None:
             return
-        plan = batch.plan
-        cost = stats.cost(plan.num_samples)
+        plan = timed.plan
+        cost = timed.cost(plan.num_samples)
         if not all(0 < seconds < float("inf") for seconds in cost.busy_s):
             return
         for track, share, own_s in zip(self._tracks, plan.shares, cost.busy_s, strict=True):
-            track.add(CostSample(batch.global_step, max(share, plan.num_micro), plan.num_micro, own_s))
+            track.add(CostSample(timed.global_step, max(share, plan.num_micro), plan.num_micro, own_s))
         self._rests.append(_rest(cost))
 
     def next_batch_size(self) -> int:

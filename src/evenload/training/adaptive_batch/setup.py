@@ -22,7 +22,7 @@ class AdaptiveBatch(StepListener):
     rates: RateFollower
 
     def on_trained(self, step: Step, usual: bool) -> None:
-        self.growth.observe(step.batch, step.stats, usual)
+        self.growth.observe(step.stats, usual)
 
 
 def open_adaptive_batch(context: TrainingContext, loader: StepLoader, index: int) -> AdaptiveBatch | None:

@@ -1,13 +1,13 @@
 """`StepClock`: the times of a rank by what it spends them on.
 
 A rank that waits inside a collective looks busy from outside, so waiting is measured separately.
-On a CUDA device the boundaries are events on the current stream, read once per step.
+On a CUDA device the boundaries are events on the current stream, which nobody waits for: see `step/late_times.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -15,6 +15,35 @@ import torch
 
 Segment = Literal["data", "compute", "wait", "comm", "optimizer", "compile", "other"]
 SEGMENTS: tuple[Segment, ...] = ("data", "compute", "wait", "comm", "optimizer", "compile", "other")
+
+
+class UnreadTimes:
+    """Seconds of each segment, which a GPU may still be taking."""
+
+    def __init__(
+        self,
+        seconds: dict[Segment, float],
+        spans: Sequence[tuple[Segment, torch.cuda.Event, torch.cuda.Event]],
+        other_s: float,
+    ) -> None:
+        self._seconds = seconds
+        self._spans = list(spans)
+        self.other_s = other_s
+        """Seconds in ``other`` on the clock of the host, where nothing is unread."""
+
+    def add(self, later: UnreadTimes) -> None:
+        for name, seconds in later._seconds.items():
+            self._seconds[name] += seconds
+        self._spans += later._spans
+
+    def read(self) -> dict[Segment, float]:
+        """Return the seconds; wait for the last of them, if the GPU is not there yet."""
+        seconds = dict(self._seconds)
+        if self._spans:
+            self._spans[-1][2].synchronize()
+        for name, start, end in self._spans:
+            seconds[name] += start.elapsed_time(end) / 1e3
+        return seconds
 
 
 class StepClock:
@@ -32,8 +61,9 @@ class StepClock:
         self._current: Segment = "other"
         self._seconds: dict[Segment, float] = dict.fromkeys(SEGMENTS, 0.0)
         self._spans: list[tuple[Segment, torch.cuda.Event, torch.cuda.Event]] = []
+        self._other_s = 0.0
         self.since_s: float = time.perf_counter()
-        """Time at which the host began the running segment, or last called `take` in it."""
+        """Time at which the host began the running segment, or last called `cut` or `take` in it."""
         self._event: torch.cuda.Event | None = self._record() if self._cuda else None
 
     @property
@@ -43,17 +73,17 @@ class StepClock:
 
     def switch(self, name: Segment) -> Segment:
         """End the running segment, begin ``name``, and return the one that ran."""
-        before = self._current
+        before, now = self._current, time.perf_counter()
         if self._cuda:
             event = self._record()
             if self._event is not None:
                 self._spans.append((before, self._event, event))
             self._event = event
-            self.since_s = time.perf_counter()
         else:
-            now = time.perf_counter()
             self._seconds[before] += now - self.since_s
-            self.since_s = now
+        if before == "other":
+            self._other_s += now - self.since_s
+        self.since_s = now
         self._current = name
         return before
 
@@ -66,16 +96,19 @@ class StepClock:
         finally:
             self.switch(before)
 
-    def take(self) -> dict[Segment, float]:
-        """Return the seconds of each segment since the last call; the running segment continues."""
+    def cut(self) -> UnreadTimes:
+        """Return the times since the last call, without waiting for any; the running segment continues."""
         self.switch(self._current)
-        if self._spans:
-            self._spans[-1][2].synchronize()
-            for name, start, end in self._spans:
-                self._seconds[name] += start.elapsed_time(end) / 1e3
-            self._spans.clear()
-        taken = self._seconds
-        self._seconds = dict.fromkeys(SEGMENTS, 0.0)
+        unread = UnreadTimes(self._seconds, self._spans, self._other_s)
+        self._seconds, self._spans, self._other_s = dict.fromkeys(SEGMENTS, 0.0), [], 0.0
+        return unread
+
+    def take(self) -> dict[Segment, float]:
+        """Return the seconds of each segment since the last call, and wait for them; the running segment continues."""
+        if self._cuda:
+            return self.cut().read()
+        self.switch(self._current)
+        taken, self._seconds, self._other_s = self._seconds, dict.fromkeys(SEGMENTS, 0.0), 0.0
         return taken
 
     def _record(self) -> torch.cuda.Event:

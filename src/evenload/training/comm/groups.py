@@ -209,15 +209,19 @@ class Groups:
             if isinstance(shared, HostExchange | SharedChannel):
                 shared.abort(reason)
 
-    def sum_async(self, tensor: torch.Tensor) -> Pending | PendingBroadcast:
-        """Begin a sum of gradients over all ranks, in place. They begin sums, and wait for them, in the same order."""
+    def sum_async(self, tensor: torch.Tensor, *, on_host: bool = False) -> Pending | PendingBroadcast:
+        """Begin a sum of gradients over all ranks, in place. They begin sums, and wait for them, in the same order.
+
+        `on_host`: of the host's numbers, over ranks that all compute, so that nobody waits for a device.
+        """
         now = self.generation
         if now.gradients is None:
             return Pending(None, blocking=False)
         try:
-            if now.hierarchy is not None:
+            if now.hierarchy is not None and not on_host:
                 return now.hierarchy.sum_async(tensor)
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=now.gradients, async_op=True)
+            group = now.control if on_host else now.gradients
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
         except RuntimeError as error:
             check_setup(error, "the gradients could not be summed")
             raise

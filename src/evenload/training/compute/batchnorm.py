@@ -273,7 +273,8 @@ def _gradients_with_graph(
     statistics, num_values, channels = ctx.statistics, ctx.moments.num_values, input.shape[1]
     dims = [dim for dim in range(input.dim()) if dim != 1]
     shape = (1, channels, *(1,) * (input.dim() - 2))
-    idle = torch.tensor(ctx.idle, device=input.device)
+    # A fill: torch would wait for a copy from the host.
+    idle = torch.full((), ctx.idle, dtype=torch.bool, device=input.device)
 
     def mean_over_ranks(*values: torch.Tensor) -> list[torch.Tensor]:
         # A part that does not count has a graph too: its backward takes part in the sums of the others.

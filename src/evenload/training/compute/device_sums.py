@@ -17,7 +17,7 @@ from evenload.errors import StepError
 from evenload.training.compute.device_read import DeviceRead, scalars_on
 from evenload.training.compute.micro_steps import LossSums
 
-_UNITS, _LOSS, _INVALID, _ZERO, _METRICS = range(5)
+_UNITS, _LOSS, _INVALID, _ZERO, _LEFTOVERS, _METRICS = range(6)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class UnreadTotals:
         self._step = step
         self.loss = (vector[_LOSS] / vector[_UNITS]).to(dtype)
         """Weighted mean over the global batch: a scalar on the device."""
-        usable = finite & self.loss.isfinite() & (vector[_INVALID] == 0) & (vector[_UNITS] > 0)
+        usable = finite & self.loss.isfinite() & (vector[_INVALID] == 0) & (vector[_LEFTOVERS] == 0)
+        usable &= vector[_UNITS] > 0
         self.found_inf = (~usable).to(torch.float32)
         """1 if an optimizer must not use the gradients, else 0: a scalar on the device, as fused optimizers take it."""
         self._read = DeviceRead(torch.cat([vector, finite.to(vector).reshape(1)]))
@@ -64,10 +65,14 @@ class UnreadTotals:
         """Wait for the sums, and return them; all ranks raise alike.
 
         Raises:
-            StepError: a weight is negative or not finite, or all weights are 0.
+            StepError: a weight is negative or not finite, or all weights are 0, or gradients were left over.
         """
         values = self._read.read()
         units = values[_UNITS]
+        if values[_LEFTOVERS]:
+            raise StepError(
+                f"step {self._step}: gradients were already present before the step's first backward. {LEFTOVERS}"
+            )
         if values[_INVALID]:
             raise StepError(
                 f"step {self._step}: loss_fn returned a weight that is negative or not finite; it is the number of units that "
@@ -82,10 +87,12 @@ class UnreadTotals:
 class DeviceSums:
     """The vector of one backward: this rank's part, and after the sum that of the global batch."""
 
-    def __init__(self, sums: LossSums, device: torch.device) -> None:
+    def __init__(self, sums: LossSums, device: torch.device, leftovers: torch.Tensor | None = None) -> None:
+        """`leftovers`: not 0 where gradients were present that must not be; None where there were none."""
         self._names = sorted(sums.metrics)
         self._dtype = sums.dtype
-        counts = (sums.units, sums.loss_sum, sums.num_invalid, sums.num_zero)
+        left = 0.0 if leftovers is None else leftovers != 0
+        counts = (sums.units, sums.loss_sum, sums.num_invalid, sums.num_zero, left)
         self.vector = scalars_on(device, [*counts, *(sums.metrics[name] for name in self._names)])
 
     @property
@@ -100,3 +107,7 @@ class DeviceSums:
 
 
 ALL_ZERO = "step {step}: all weights are 0, so the mean loss over the global batch is undefined; are all labels -100?"
+LEFTOVERS = (
+    "Call optimizer.step() and optimizer.zero_grad() in each loop body; to accumulate over several batches, use a larger "
+    "batch_size in the DataLoader instead, without `if i % n` and `loss / n`"
+)

@@ -119,7 +119,7 @@ def run_micro_steps(
                 backward(result.loss if factor == 1.0 else result.loss * factor, last=m == own[-1], idle=without)
         context.statistics.end(m)
         if context.grad_norms is not None and m == own[0] != own[-1]:
-            context.grad_norms.first_micro(float(sums.units))
+            context.grad_norms.first_micro(sums.units)
 
 
 def seed(context: StepContext, batch: GlobalBatch, *parts: int) -> None:

@@ -121,15 +121,17 @@ class IslandSynchroniser(StepListener):
                 scheduler.begin()
 
     def on_trained(self, step: Step, usual: bool) -> None:
-        seconds = step.stats.whole_seconds() - self._sync_s
-        self._sync_s = 0.0
+        step.stats.sync_s, self._sync_s = self._sync_s, 0.0
+        if (timed := step.stats.timed) is None or timed.plan is None:
+            return
+        seconds = timed.whole_seconds() - timed.sync_s
         planner = step.planner
-        is_whole = isinstance(planner, IslandPlanner) and step.num_samples >= planner.own_size
+        is_whole = isinstance(planner, IslandPlanner) and timed.plan.num_samples >= planner.own_size
         if usual and seconds > 0 and is_whole:
             self._seconds.append(seconds)
         units = self._context.engine.totals.units.get(0, 0.0)
-        if step.stats.unread is None and step.stats.loss == step.stats.loss:
-            self._loss_sum += step.stats.loss * units
+        if timed.loss == timed.loss:
+            self._loss_sum += timed.loss * units
             self._loss_units += units
 
     def on_boundary(self, step: Step) -> None:

@@ -53,8 +53,10 @@ class Arrivals:
         if groups.rank == 0 and groups.gradients is not None:
             for number, index in enumerate(reducer.order(), start=1):
                 place[index] = number
-        flags = torch.tensor([touched, once, place], dtype=torch.int32, device=reducer.device)
-        groups.sum_async(flags).wait()
+        on_host = len(groups.generation.computing) == len(groups.generation.ranks)
+        device = torch.device("cpu") if on_host else reducer.device
+        flags = torch.tensor([touched, once, place], dtype=torch.int32, device=device)
+        groups.sum_async(flags, on_host=on_host).wait()
         counts, num_once, place = flags.tolist()
         num_computing = len(groups.generation.computing)
         self.expected[call_index] = tuple(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from evenload.errors import StepError
-from evenload.training.compute.model_parameters import sum_scalars
+from evenload.training.compute.model_parameters import any_nonzero, magnitude, sum_scalars
 from evenload.training.parallel.buckets import Slot, real
 from evenload.training.parallel.grad_hooks import ArrivalHooks, Hook, SummedHooks
 
@@ -54,6 +54,10 @@ class CallGradients:
         """True if a backward ran in this attempt."""
         self.on_device = False
         """True if nothing of a gradient is read by the host; equal on all ranks, and set before a call."""
+        self.refuses_leftovers = False
+        """True if gradients that are present are an error unless they are 0; set before a call."""
+        self.leftovers: torch.Tensor | None = None
+        """Where the host reads nothing: not 0 if such gradients were present; None if none were present."""
         self._check = check
         self._params = [slot.param for slot in slots]
         self._slot_of = {id(slot.param): slot for slot in slots}
@@ -162,6 +166,16 @@ class CallGradients:
         """Return all gradients by slot; None if there is none."""
         grads = list(map(_GRAD, self._params))
         return None if all(map(operator.is_, grads, repeat(None))) else grads
+
+    def _are_zero(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether gradients that are present count as 0; where the host can't look, `leftovers` says if that is wrong."""
+        if not self.on_device:
+            return not any_nonzero(grads)
+        if self.refuses_leftovers:
+            found = magnitude(grads)
+            # Not forgotten if the attempt is repeated: what it left is 0.
+            self.leftovers = found if self.leftovers is None else self.leftovers + found
+        return self.refuses_leftovers
 
     def _remove_all(self) -> None:
         for param in self._params:

@@ -24,7 +24,7 @@ from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.coupled_steps import run_steps
 from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.device_sums import DeviceSums
-from evenload.training.compute.grad_norms import GradNorms
+from evenload.training.compute.grad_norms import GradNorms, UnreadNorms
 from evenload.training.compute.label_watch import LabelWatch
 from evenload.training.compute.micro_steps import LossFn, LossSums, StepContext
 from evenload.training.compute.model_parameters import ModelParameters
@@ -125,7 +125,7 @@ class ReplicaStrategy:
     def run(self, plan: StepPlan, batch: GlobalBatch, loss_fn: LossFn, call: BackwardCall) -> StepResult:
         self._follow_parameters(call)
         reducer = self._of()
-        reducer.on_device = self._sums_on_device()
+        reducer.on_device, reducer.refuses_leftovers = self._sums_on_device(), call.refuses_leftovers
         if call.begins_update:
             reducer.clear_skip()
         if self._wire is not None:
@@ -158,7 +158,7 @@ class ReplicaStrategy:
         if reducer.on_device:
             # Errors change only by a step that is known to be finite.
             late = call.reads_late and not (totals.has_zero or reducer.has_summed_hooks or self._wire is not None)
-            return self._finish_on_device(reducer, touched, sums, batch.global_step, reads_late=late)
+            return self._finish_on_device(reducer, touched, sums, batch, reads_late=late)
         correction = sums.nominal / (totals.units * self._precision.scale)
         finite = reducer.finish(touched, correction)
         if not (finite and math.isfinite(totals.loss)):
@@ -173,18 +173,20 @@ class ReplicaStrategy:
         reducer: BucketReducer | LocalReducer,
         touched: Sequence[int],
         sums: LossSums,
-        step: int,
+        batch: GlobalBatch,
         *,
         reads_late: bool,
     ) -> StepResult:
         """End a call whose loss the host has not read; see Note [One transfer]."""
         reducer.flush(touched)  # all ranks sum the vector behind the last bucket
-        own = DeviceSums(sums, self._context.device)
+        leftovers, reducer.leftovers = reducer.leftovers, None
+        own = DeviceSums(sums, self._context.device, leftovers)
+        rows = self._sum_norms(sums)
         self._groups.sum_async(own.vector).wait()
         correction: torch.Tensor | float = 1.0 / self._precision.scale
         if sums.weighted:
             correction = sums.nominal / (own.units * self._precision.scale)
-        unread = own.totals(reducer.finite_on_device(), step)
+        unread = own.totals(reducer.finite_on_device(), batch.global_step)
         discard = partial(reducer.clear, touched)
         result = StepResult(
             math.nan,
@@ -196,7 +198,7 @@ class ReplicaStrategy:
         )
         if reads_late:
             reducer.finish(touched, correction)
-            return replace(result, unread=unread)
+            return replace(result, unread=unread, norms=self._unread_norms(rows, sums, batch))
         try:
             totals = unread.read()
         except StepError:
@@ -215,7 +217,22 @@ class ReplicaStrategy:
             discard()
         elif self._wire is not None:
             self._wire.commit(touched, correction)
-        return replace(result, units=totals.units, finite=finite, totals=totals)
+        norms = self._unread_norms(rows, sums, batch)
+        return replace(result, units=totals.units, finite=finite, totals=totals, norms=norms)
+
+    def _sum_norms(self, sums: LossSums) -> torch.Tensor | None:
+        """Return the norms of all ranks' own gradients, summed behind the last bucket; None in a step that measures none."""
+        if self._grad_norms is None or not self._grad_norms.on:
+            return None
+        now = self._groups.generation
+        rows = self._grad_norms.row(now.ranks.index(now.rank), now.world_size, sums.units, self._context.device)
+        self._groups.sum_async(rows).wait()
+        return rows
+
+    def _unread_norms(self, rows: torch.Tensor | None, sums: LossSums, batch: GlobalBatch) -> UnreadNorms | None:
+        if rows is None or self._grad_norms is None:
+            return None
+        return self._grad_norms.unread(rows, batch.num_samples, sums.nominal / self._precision.scale)
 
     def _sums_on_device(self) -> bool:
         now = self._groups.generation
@@ -229,6 +246,11 @@ class ReplicaStrategy:
             return False
         group = now.gradients
         return group is None or (isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl")
+
+    @property
+    def finds_leftovers(self) -> bool:
+        """True if `run` finds gradients that are left over without the host."""
+        return self._sums_on_device()
 
     def rollback(self, *, together: bool) -> None:
         if self._reducer is None:
@@ -266,17 +288,18 @@ class ReplicaStrategy:
 
     def _local_result(self, sums: LossSums) -> LocalResult:
         grad_norms, on_device = self._grad_norms, sums.on_device
-        measures = grad_norms is not None and grad_norms.on
+        measured = grad_norms if grad_norms is not None and grad_norms.on and not on_device else None
         return LocalResult(
             status=LATE_GRADIENT if self._of().late or self._added else OK,
             weighted=sums.weighted,
-            units=math.nan if on_device and sums.weighted and not measures else float(sums.units),
+            units=math.nan if on_device and sums.weighted else float(sums.units),
             loss_sum=math.nan if on_device else float(sums.loss_sum),
             metrics={name: math.nan if on_device else float(value) for name, value in sums.metrics.items()},
             # Ranks that added parameters have built new buckets, and can't wait for those of ranks that did not.
             touched_key=float(int(self._of().touched_key()) ^ (_key_of(self._added) % 2**20 << 32)),
+            times_late=on_device,
             has_zero=sums.zero_read is not None and sums.zero_read.read()[0] > 0,
-            squared_norm=grad_norms.own() if grad_norms is not None and measures else None,
+            squared_norm=None if measured is None else float(measured.own()),
         )
 
     def _build(self) -> None:

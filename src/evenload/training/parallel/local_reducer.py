@@ -10,7 +10,7 @@ from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
-from evenload.training.compute.model_parameters import any_nonzero, sum_scalars
+from evenload.training.compute.model_parameters import sum_scalars
 from evenload.training.parallel.buckets import Bucket, real
 from evenload.training.parallel.call_gradients import (
     CHANGED_IN_LOSS_FN,
@@ -55,7 +55,7 @@ class LocalReducer(CallGradients):
         self._stash, self._was_zero, self._earlier = self._no_stash, False, None
         if (grads := self._present()) is not None:
             self._stash = grads
-            self._was_zero = not any_nonzero(grads)
+            self._was_zero = self._are_zero(grads)
             if not self._was_zero:
                 self._remove_all()
 

@@ -260,12 +260,13 @@ class BucketReducer(CallGradients):
 
     def _zero_buckets(self, grads: Sequence[torch.Tensor | None]) -> list[Bucket]:
         """Return the buckets whose gradients are all present, and zero (`zero_grad(set_to_none=False)`)."""
-        return [
+        present = [
             bucket
             for bucket in self.buckets
             if all(grads[slot.index] is view for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True))
-            and bucket.is_zero()
         ]
+        all_zero = self.on_device and self._are_zero(grads)
+        return [bucket for bucket in present if all_zero or (not self.on_device and bucket.is_zero())]
 
     def _set_aside(self) -> None:
         self._stash = self._no_stash
@@ -290,10 +291,9 @@ class BucketReducer(CallGradients):
         self._filled |= bucket.small_ids
 
     def _arrive(self, param: torch.Tensor) -> None:
-        self._arrived.append(param)
-        slot = self._slot_of[id(param)]
-        if self._bucket_of[slot.index].pending is None:
+        if self._bucket_of[(slot := self._slot_of[id(param)]).index].pending is None:
             self._fill(slot)
+        self._arrived.append(param)  # not before: another thread may send the bucket from here on
         plan = self._plan
         if self._last and plan is not None and self._next < len(plan.queue):
             with self._lock:

@@ -19,6 +19,7 @@ from evenload.balance.values import StepPlan
 from evenload.training.comm.clock import Segment
 from evenload.training.comm.groups import Groups
 from evenload.training.compute.device_sums import DeviceTotals, UnreadTotals
+from evenload.training.compute.grad_norms import UnreadNorms
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 
@@ -48,6 +49,8 @@ class LocalResult:
     """Squared norm of the own gradient, in a call that measures it."""
     seconds: Mapping[Segment, float] | None = None
     """Of each segment; None takes them from the rank's clock."""
+    times_late: bool = False
+    """True if the clock's times are read later, because the host does not wait for the device. Equal on all ranks."""
     memory_bytes: int | None = None
     """Peak memory; None: of the rank's device."""
 
@@ -85,6 +88,8 @@ class BackwardCall:
     """False where the observations of earlier steps must not be used: they made the last attempt fail."""
     begins_update: bool = True
     """True if an optimizer stepped since the last call, so calls that were skipped before no longer count."""
+    refuses_leftovers: bool = False
+    """True if gradients that are present before the call, and not 0, are an error."""
     reads_late: bool = False
     """True if the totals may stay on the device: an optimizer that takes `found_inf` follows. Equal on all ranks."""
     in_turns: bool = False
@@ -112,6 +117,8 @@ class StepResult:
     """Removes the gradients, if no optimizer has used them, so that an optimizer's step changes nothing."""
     touches: Callable[[torch.Tensor], bool] = lambda _: True
     """Returns whether a parameter received a gradient on some rank."""
+    norms: UnreadNorms | None = None
+    """Norms of the ranks' own gradients, where the device knows them, in a call that measures them."""
     norm: float | None = None
     """2-norm of the gradient, if the strategy knows it without further work."""
 
@@ -125,7 +132,11 @@ class AttemptFailedError(Exception):
 
 
 class Strategy(Protocol):
-    """Executes plans. Columns of a plan are data-parallel coordinates, which need not be ranks."""
+    """Executes plans. Columns of a plan are data-parallel coordinates, which need not be ranks.
+
+    The engine looks for gradients that are left over (`BackwardCall.refuses_leftovers`) before `run`, unless the strategy has
+    an attribute `finds_leftovers` that is true: it then finds them itself, without waiting for a device.
+    """
 
     def attach(self, models: Sequence[nn.Module], groups: Groups) -> None:
         """Take the models, which stay the user's own objects; all ranks call it. Attaching again replaces the models."""

@@ -55,8 +55,10 @@ class LinkAdvice(StepListener):
         link = context.link.link if context.link is not None else None
         if not usual or context.link is None or link is None or len(self._computed_s) == _NUM_STEPS:
             return
-        self._computed_s.append(max(step.stats.own_seconds()))
-        self._took_s.append(step.stats.whole_seconds())
+        if (timed := step.stats.timed) is None:
+            return
+        self._computed_s.append(max(timed.own_seconds()))
+        self._took_s.append(timed.whole_seconds())
         if len(self._computed_s) < _NUM_STEPS:
             return
         # The first steps load code and fill caches.

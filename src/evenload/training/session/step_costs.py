@@ -25,18 +25,18 @@ class RecentSteps:
 
     def add(self, step: Step) -> None:
         """Take a committed step; the shorter last step of an epoch, and unusual ones, don't count."""
-        plan, stats = step.batch.plan, step.stats
-        if stats.unusual:
+        stats = step.stats.timed
+        if stats is None or stats.unusual or (plan := stats.plan) is None:
             return
         size = plan.num_samples, plan.num_micro, plan.world_size
         if size != self._size:
             before = self._size
-            if before is not None and size[0] < before[0] and size[1:] == before[1:] and step.batch.epoch_step > 0:
+            if before is not None and size[0] < before[0] and size[1:] == before[1:] and plan.step > 0:
                 return
             self._size = size
             self._seconds.clear()
         self._seconds.append((stats.whole_seconds(), max(stats.own_seconds())))
-        self._memory_bytes = max((times.memory_bytes for times in stats.rank_times()), default=0)
+        self._memory_bytes = max((times.memory_bytes for times in step.stats.rank_times()), default=0)
         self._cap = min((cap for cap in step.planner.assignments[-1].caps if cap is not None), default=0)
 
     def costs(self, growth: BatchGrowth | None) -> StepCosts | None:

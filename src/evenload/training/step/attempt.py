@@ -19,7 +19,10 @@ class Attempt:
     planner: Planner
     stats: StepStats
     loss_fn: LossFn
-    begins_update: bool
+    stepped: bool = False
+    """True if an optimizer stepped since the last backward."""
+    accumulates: bool = False
+    """True if no weight changed since the last backward of this step."""
     may_expect: bool = True
     reads_late: bool = False
     reports: Reports = NO_REPORTS

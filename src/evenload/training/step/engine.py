@@ -27,8 +27,8 @@ from evenload.training.comm.user_collectives import user_collectives
 from evenload.training.compute import batchnorm, randomness
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.buffers import BufferGuard
+from evenload.training.compute.device_sums import LEFTOVERS
 from evenload.training.compute.grad_norms import MEASURE_EVERY, GradNorms
-from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.model_parameters import ModelParameters
 from evenload.training.compute.out_of_memory import is_fragmented, is_out_of_memory
 from evenload.training.compute.precision import Precision
@@ -52,7 +52,7 @@ from evenload.training.step.consistency import Consistency
 from evenload.training.step.exchange import ReportExchange, check_trained, total, totals_of, where
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
-from evenload.training.step.stats import StepRecorder, StepStats
+from evenload.training.step.stats import StepRecorder
 from evenload.training.step.totals_reader import TotalsReader
 
 MAX_ATTEMPTS = 40
@@ -119,6 +119,10 @@ class Engine:
         self.elapsed_s = elapsed_s
         self._exchange.set_elapsed(elapsed_s)
 
+    def forget_times(self) -> None:
+        """Report no times of the steps so far: others follow, with plans of a measurement. All ranks call it."""
+        self._exchange.late_times.clear()
+
     def attach(self, models: Sequence[nn.Module]) -> None:
         """Take the models of the job, which the strategy has attached."""
         self.models = list(models)
@@ -152,14 +156,13 @@ class Engine:
         self.totals.units = dict(state[0])
         self.strategy.load_state_dict(state[1])
 
-    def backward(
-        self, batch: GlobalBatch, planner: Planner, stats: StepStats, loss_fn: LossFn, *, stepped: bool = False
-    ) -> torch.Tensor:
-        """Run one backward of a step; see `Step.backward`. `stepped`: an optimizer stepped since the last one."""
+    def backward(self, attempt: Attempt) -> torch.Tensor:
+        """Run one backward of a step; see `Step.backward`."""
         if not self.models:
             raise StepError(
                 "step.backward was called before run.prepare(model, ...): there is no model whose gradients it could sum"
             )
+        batch, stats = attempt.batch, attempt.stats
         self._buffers.drop()
         if stats.calls == 0:
             self._check_leftovers()
@@ -171,7 +174,6 @@ class Engine:
             ranks=generation.computing,
             takes_part=generation.computes,
         )
-        attempt = Attempt(batch, planner, stats, loss_fn, begins_update=stats.calls == 0 or stepped)
         began_s = time.perf_counter()
         try:
             with randomness.set_aside(self.device, self._other_gpus), self.control.unguarded():
@@ -216,11 +218,10 @@ class Engine:
             attempt.begin()
             self._buffers.save()
             self._exchange.begin()
-            attempt.reads_late = self.totals.may_be_late(stats.calls, self._groups.generation)
+            attempt.reads_late = self.totals.may_be_late(stats.calls, self._groups.generation, attempt.accumulates)
             if grad_norms is not None:
                 # Only the first of several backwards is measured.
                 grad_norms.begin(stats.calls == 0 and attempt.batch.global_step % MEASURE_EVERY == 0)
-                attempt.reads_late = attempt.reads_late and not grad_norms.on
             outcome = self._run(attempt)
             if isinstance(outcome, StepResult):
                 self._buffers.forget()
@@ -247,7 +248,8 @@ class Engine:
             last_units=self.totals.units.get(stats.calls),
             exchange=exchange,
             may_expect=attempt.may_expect,
-            begins_update=attempt.begins_update,
+            begins_update=stats.calls == 0 or attempt.stepped,
+            refuses_leftovers=stats.calls == 0 and self._num_trained == 1,
             reads_late=attempt.reads_late,
             in_turns=planner.takes_turns,
             add_replica_times=planner.add_replica_times,
@@ -312,7 +314,8 @@ class Engine:
         reports = attempt.reports = self._exchange.run(results, batch, planner, stats, may_leave=not self.stays_because)
         check_trained(reports, batch.global_step)
         attempt.failed_together = True  # from here on all ranks do the same
-        stats.add(reports)
+        late = self._exchange.late_times
+        stats.add(reports, late.take_sent(reports) if late.sent is not None else None)
         self.elapsed_s = reports.first("elapsed_s")
         if reports.first("has_decision"):
             planner.sync_decision(batch.global_step)
@@ -378,14 +381,16 @@ class Engine:
 
     def _finish(self, attempt: Attempt, result: StepResult) -> torch.Tensor:
         batch, stats, reports = attempt.batch, attempt.stats, attempt.reports
-        if result.finite and (grad_norms := self._grad_norms) is not None and grad_norms.on:
+        travelled = result.totals is None and result.unread is None
+        if result.norms is not None:
+            stats.unread_norms = result.norms
+        if travelled and result.finite and (grad_norms := self._grad_norms) is not None and grad_norms.on:
             stats.norms = grad_norms.norms(
                 reports.column("units"),
                 reports.column("squared_norm"),
                 batch.num_samples,
                 result.nominal / self.precision.scale,
             )
-        travelled = result.totals is None and result.unread is None
         metrics = {name: total(reports.metric(name)) / result.units for name in reports.names if travelled}
         try:
             self.totals.take(stats, batch.global_step, result, metrics, reports.column("loss_sum") if travelled else ())
@@ -399,10 +404,14 @@ class Engine:
 
     def _check_leftovers(self) -> None:
         # With several models (a GAN) the gradients of one may wait for its own zero_grad; they add up as in one process.
-        names = self.parameters.nonzero_gradients() if self._num_trained == 1 else []
-        if names:
+        if (
+            self._num_trained != 1
+            or not self.parameters.have_gradients
+            or getattr(self.strategy, "finds_leftovers", False)
+        ):
+            return
+        if names := self.parameters.nonzero_gradients():
             raise StepError(
                 f"gradients are already present before the step's first backward (of {len(names)} parameters, the first is "
-                f"{names[0]}). Call optimizer.step() and optimizer.zero_grad() in each loop body; to accumulate over several "
-                "batches, use a larger batch_size in the DataLoader instead, without `if i % n` and `loss / n`"
+                f"{names[0]}). {LEFTOVERS}"
             )

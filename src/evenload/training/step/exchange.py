@@ -16,11 +16,12 @@ from evenload.training.comm.control import Control, Operation
 from evenload.training.compute.device_state import compiled_graphs, memory_bytes
 from evenload.training.compute.device_sums import ALL_ZERO
 from evenload.training.data.global_batch import GlobalBatch
-from evenload.training.parallel.strategy import AWAY, GlobalTotals, LocalResult
+from evenload.training.parallel.strategy import AWAY, LATE_GRADIENT, OK, GlobalTotals, LocalResult
 from evenload.training.step.consistency import Consistency
+from evenload.training.step.late_times import LateTimes, as_compiling
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
-from evenload.training.step.report import OwnReport, RankReport, Reports, read_table
+from evenload.training.step.report import OWN_TIMES, OwnReport, RankReport, Reports, read_table
 from evenload.training.step.stats import StepStats
 
 
@@ -38,6 +39,7 @@ class ReportExchange:
         """Micro-batches for whose sizes cuDNN has chosen its kernels."""
         self._metric_names: dict[int, tuple[str, ...]] = {}
         self.recovery: Recovery | None = None
+        self.late_times = LateTimes()
 
     def set_elapsed(self, seconds: float) -> None:
         """Continue with another rank's clock."""
@@ -58,6 +60,8 @@ class ReportExchange:
     ) -> Reports:
         """Return the reports of all who share the step. All ranks call it once in an attempt."""
         own = [self._report(result, batch, planner, stats, may_leave) for result in results]
+        if (given := results[0].seconds) is not None:
+            stats.other_s += given["other"]
         if len(own) > 1:
             table = np.array([report.row() for report in own])
         elif self._control.is_alone:
@@ -84,14 +88,25 @@ class ReportExchange:
         self, result: LocalResult, batch: GlobalBatch, planner: Planner, stats: StepStats, may_leave: bool
     ) -> RankReport:
         self._metric_names[stats.calls] = tuple(result.metrics)
-        seconds = result.seconds
+        seconds, times_of = result.seconds, OWN_TIMES
         if seconds is None:
-            seconds = self._clock.take()
             if compiled_graphs() != self._num_graphs or self._tunes(batch, planner.rank):
                 stats.compiled = True
             if stats.compiled:
                 planner.coarsen()
-                seconds["compile"], seconds["compute"] = seconds["compile"] + seconds["compute"], 0.0
+            # A rank that failed does not know how the others report their times: as before, most likely.
+            failed = result.status not in (OK, LATE_GRADIENT, AWAY)
+            if result.times_late or (failed and self.late_times.waiting):
+                times = self._clock.cut()
+                stats.other_s += times.other_s
+                seconds, times_of = self.late_times.add(batch, planner, stats, times, compiled=stats.compiled)
+            else:
+                if self.late_times.waiting:
+                    self.late_times.clear()
+                seconds = self._clock.take()
+                stats.other_s += seconds["other"]
+                if stats.compiled:
+                    seconds = as_compiling(seconds)
         return RankReport(
             status=result.status,
             weighted=result.weighted,
@@ -110,6 +125,7 @@ class ReportExchange:
             metrics=result.metrics,
             squared_norm=result.squared_norm,
             membership=0.0 if self.recovery is None else float(self.recovery.newest_number),
+            times_of=times_of,
         )
 
 

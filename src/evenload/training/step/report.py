@@ -32,6 +32,7 @@ _SCALARS: dict[str, Callable[[float], float]] = {
     "may_leave": bool,
     "has_zero": bool,
     "membership": float,
+    "times_of": float,
 }
 """Fields of a row and their types; a checksum of the names of the metrics follows."""
 _SCALARS_OF = attrgetter(*_SCALARS)
@@ -41,6 +42,8 @@ _TIMES_END = _FIXED + len(SEGMENTS)
 COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
 """Name of a field -> its column."""
 MAX_METRICS = CAPACITY - _TIMES_END
+OWN_TIMES, NO_TIMES, TIMES_OF_FIRST = 0.0, 1.0, 2.0
+"""Of `RankReport.times_of`: the seconds are those of this step; there are none; they are those of step 0."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,15 @@ class RankReport:
     has_zero: bool
     """A weight on the rank's device is 0, in a step that looks for it."""
     seconds: Mapping[Segment, float]
-    """Of each segment since the last report."""
+    """Of each segment since the last report, or of an earlier step (`times_of`)."""
     metrics: Mapping[str, float]
     """Name -> sum of weight x value; nothing in an attempt that failed here."""
     squared_norm: float | None = None
     """The squared norm of this rank's own gradient, in the units of its backwards; None in a step that measures none."""
     membership: float = 0.0
     """Number of the newest membership that the rank has received (elastic/)."""
+    times_of: float = OWN_TIMES
+    """The step whose times `seconds` are (late_times.py): `OWN_TIMES`, `NO_TIMES`, or `TIMES_OF_FIRST` and a global index."""
 
     def row(self) -> list[float]:
         """Return the report as numbers, always equally many: a rank that failed early does not know the metrics."""
@@ -235,7 +240,7 @@ class OwnReport(Reports):
         return value
 
     def any(self, name: str) -> bool:
-        return self.first(name) > 0
+        return (getattr(self._report, name) or 0.0) > 0
 
     def all(self, name: str) -> bool:
         return self.first(name) > 0

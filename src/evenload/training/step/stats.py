@@ -19,6 +19,7 @@ from evenload.records.recorder import Recorder, is_media
 from evenload.records.values import RankColumns, RankSpread, RankTimes, StepRecord
 from evenload.training.comm.clock import SEGMENTS
 from evenload.training.compute.device_sums import UnreadTotals
+from evenload.training.compute.grad_norms import UnreadNorms
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
 from evenload.training.step.bottleneck import LoadingMonitor
 from evenload.training.step.report import COLUMNS, Reports
@@ -43,6 +44,21 @@ class StepStats:
         self.skipped = False
         self.norms: Norms | None = None
         """Norms of the first backward's gradients, in a step that is measured for `batch_max`."""
+        self.unread_norms: UnreadNorms | None = None
+        """The same, until the host has read them."""
+        self.plan: StepPlan | None = None
+        """The plan that was carried out, and the global index of the step; set when the step ends."""
+        self.global_step = 0
+        self.earlier: StepStats | None = None
+        """The step whose times came with this one's reports (late_times.py), if they were not this one's."""
+        self.is_timed = False
+        """True if its own reports brought its times."""
+        self.other_s = 0.0
+        """Seconds outside of steps (evaluation, checkpoints) that this rank spent since the last backward of the step before."""
+        self.sync_s = 0.0
+        """Seconds before the step in which islands synchronised."""
+        self.is_first = False
+        """True in the first step of a session, whose times are not usual."""
         self.redone = False
         self.compiled = False
         self.stop_requested = False
@@ -61,18 +77,30 @@ class StepStats:
         """The metrics, on the device as long as the host has not read them."""
         return self.metrics if self.unread is None else {**self.metrics, **self.unread.metrics}
 
-    def add(self, reports: Reports) -> None:
-        # A process whose replicas failed reported one row for all.
-        self._times = reports.seconds + self._times if len(self._times) == len(reports) else reports.seconds
+    def add(self, reports: Reports, earlier: StepStats | None = None) -> None:
+        """Add the reports of a backward; their times are those of the step `earlier`, if that is given."""
         self._reports = reports
+        if earlier is not None:
+            self.earlier, earlier.earlier = earlier, None
+        elif not reports.any("times_of"):  # OWN_TIMES of all ranks
+            earlier, self.is_timed = self, True
+        if earlier is not None:
+            # A process whose replicas failed reported one row for all.
+            seconds, known = reports.seconds, earlier._times
+            earlier._times = seconds + known if len(known) == len(seconds) else seconds
         self.stop_requested = self.stop_requested or reports.any("stop_requested")
         self.agreed_membership = int(reports.least("membership"))
+
+    @property
+    def timed(self) -> StepStats | None:
+        """The newest step whose times all ranks know: this one, or on GPUs an earlier one; None in the first steps there."""
+        return self if self.is_timed else self.earlier
 
     def miss(self, loss: float, world_size: int) -> None:
         """Count a backward that other ranks have the gradients of, and this rank has not."""
         self.calls += 1
         self.loss, self.skipped, self.redone = loss, True, True
-        self._reports, self._times = None, np.zeros((world_size, len(SEGMENTS)))
+        self._reports, self._times, self.is_timed = None, np.zeros((world_size, len(SEGMENTS))), True
 
     def own_seconds(self) -> list[float]:
         """Return the seconds that each rank computed, without waiting."""
@@ -106,19 +134,20 @@ class StepStats:
 
     @property
     def unusual(self) -> bool:
-        """True if the times are not those of a usual step: it was repeated, or a rank compiled."""
-        return self.redone or not len(self._times) or bool(self._times[:, _COMPILE].any())
+        """True if the times are not those of a usual step: it is the first, was repeated, or a rank compiled."""
+        return self.is_first or self.redone or not len(self._times) or bool(self._times[:, _COMPILE].any())
 
     def rank_times(self) -> tuple[RankTimes, ...]:
-        reports = self._reports
-        memory = reports.column("memory_bytes") if reports is not None else [0.0] * len(self._times)
-        table: list[list[Any]] = self._times.tolist()
+        """Return what is known of each rank when the step is recorded; see `_known_times`."""
+        reports, times = self._reports, self._known_times()
+        memory = reports.column("memory_bytes") if reports is not None else [0.0] * len(times)
+        table: list[list[Any]] = times.tolist()
         # The segments have the same order in the records.
         return tuple([RankTimes(*(*times, int(held))) for times, held in zip(table, memory, strict=True)])
 
     @property
     def num_ranks(self) -> int:
-        return len(self._times)
+        return len(self._known_times())
 
     def columns(self) -> RankColumns:
         """Return what `rank_times` does, in columns."""
@@ -141,10 +170,17 @@ class StepStats:
             first=_rank_times(table[:, 0]),
         )
 
+    def _known_times(self) -> NDArray[np.float64]:
+        """Return the seconds that are known when the step is recorded: on GPUs those of an earlier step, at first zeros."""
+        times = self._times if len(self._times) or self.earlier is None else self.earlier._times
+        num_ranks = len(times) if self._reports is None else len(self._reports)
+        return times if len(times) == num_ranks else np.zeros((num_ranks, len(SEGMENTS)))
+
     def _table(self) -> NDArray[np.float64]:
         """Return the seconds of all ranks by segment, then their memory, shape ``(len(SEGMENTS) + 1, num_ranks)``."""
-        table = np.zeros((len(SEGMENTS) + 1, len(self._times)))
-        table[:-1] = self._times.T
+        times = self._known_times()
+        table = np.zeros((len(SEGMENTS) + 1, len(times)))
+        table[:-1] = times.T
         if self._reports is not None:
             table[-1] = self._reports.table[:, COLUMNS["memory_bytes"]]
         return table
@@ -237,10 +273,8 @@ class StepRecorder:
                 self._whole, self._share_range = (shares, arm), (min(shares), max(shares))
             spread = stats.spread(self._share_range)
             ranks, shares = (stats.columns(), shares) if is_whole else ((), ())
-            first_other_s = spread.first.other_s
         else:
             ranks = stats.rank_times()
-            first_other_s = ranks[0].other_s
         record = StepRecord(
             step=index,
             epoch=plan.epoch,
@@ -249,7 +283,7 @@ class StepRecorder:
             loss=stats.loss,
             shares=shares,
             num_micro=plan.num_micro,
-            seconds=max(0.0, whole_s - first_other_s),
+            seconds=max(0.0, whole_s - stats.other_s),
             ranks=ranks,
             metrics=dict(stats.metrics),
             arm=arm,

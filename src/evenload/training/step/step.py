@@ -14,6 +14,7 @@ from evenload.training.compute.device_state import slow_down
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.data.loader import GlobalLoader
+from evenload.training.step.attempt import Attempt
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
 from evenload.training.step.stats import StepStats
@@ -139,7 +140,7 @@ class StepListener:
         """`step.backward` is done without an error; `.grad` is final."""
 
     def on_trained(self, step: Step, usual: bool) -> None:
-        """A step of training ended, before its commit; `usual` means that its times are typical."""
+        """A step of training ended, before its commit; `usual` means that its times, or those of `stats.timed`, are typical."""
 
     def on_end(self, step: Step) -> None:
         """A loop body with a backward ended, in training or in a measurement, before the commit."""
@@ -237,7 +238,9 @@ class StepLoop:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
         try:
-            loss = self.engine.backward(step.batch, step.planner, step.stats, loss_fn, stepped=self.optimizer_stepped)
+            kept = step.stats.calls > 0 and not self.optimizer_stepped and self._watch.keeps_weights
+            attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
+            loss = self.engine.backward(attempt)
         except DivergenceError as error:
             self.unsound = type(error).__name__
             raise
@@ -296,20 +299,17 @@ class StepLoop:
         self.engine.recorder.write_waiting()
 
     def _record(self, step: Step) -> None:
-        usual = self._session_steps > 0 and not step.stats.unusual
+        timed = stats if (stats := step.stats).is_timed else stats.earlier
+        stats.plan, stats.global_step, stats.is_first = step.batch.plan, step.batch.global_step, not self._session_steps
         self._session_steps += 1
-        step.planner.observe(
-            step.batch.global_step,
-            step.batch.plan,
-            step.stats.own_seconds(),
-            not usual,
-            step.stats.whole_seconds(),
-        )
-        if not step.arm:
-            if usual and step.loader.is_tuned:
-                step.loader.observe(step.stats.cost(step.batch.plan.num_samples))
-            for listener in self._listeners["on_trained"]:
-                listener.on_trained(step, usual)
+        unusual = timed is None or timed.unusual
+        usual = not (stats.is_first or stats.redone or stats.compiled or (unusual and timed is not None))
+        if timed is not None and (plan := timed.plan) is not None:
+            step.planner.observe(timed.global_step, plan, timed.own_seconds(), unusual, timed.whole_seconds())
+            if not step.arm and not unusual and step.loader.is_tuned:
+                step.loader.observe(timed.cost(plan.num_samples))
+        for listener in () if step.arm else self._listeners["on_trained"]:
+            listener.on_trained(step, usual)
         self.engine.recorder.step(step.record_index, step.batch.plan, step.stats, step.arm)
 
     def end_epoch(self) -> None:

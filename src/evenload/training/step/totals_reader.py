@@ -5,8 +5,9 @@ Note [When totals are read]
   for them. There they are read after the next backward has been queued, and the optimizer skips a step that is not finite by
   its `found_inf`, which lies on the device. They are read at once where something else than such an optimizer may use the
   gradients: the call of a step is read late only if in the step before it was followed by fused optimizers of torch alone, which
-  had stepped before. So an update by hand, and an optimizer that calls `step.backward` itself, never see gradients that are not
-  finite. What is read, and when, is a page: docs/decisions/late-reading.md.
+  had stepped before, or by another backward at the same weights. So an update by hand, and an optimizer that calls
+  `step.backward` itself, never see gradients that are not finite. What is read, and when, is a page:
+  docs/decisions/late-reading.md.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class TotalsReader:
         self._skipped: dict[int, int] = {}
         self._newest_units: dict[int, float] = {}
         """Read since `agree_units`: some ranks may have read later than others."""
+        self.waited = False
+        """True if the host has waited for the device at the end of the last backward."""
         self._call: DeviceCall | None = None
         """The last backward, if its totals were summed on the device."""
         self._late: dict[int, WeakSet[Optimizer]] = {}
@@ -69,9 +72,12 @@ class TotalsReader:
 
     # -- the backwards, on all ranks alike ------------------------------------------------------------------------------
 
-    def may_be_late(self, index: int, generation: Generation) -> bool:
-        """Begin a backward; return whether its totals may be read after the next one. All ranks return the same."""
-        self._end_update()
+    def may_be_late(self, index: int, generation: Generation, accumulates: bool = False) -> bool:
+        """Begin a backward; return whether its totals may be read after the next one. All ranks return the same.
+
+        `accumulates`: no weight has changed since another backward of the same step.
+        """
+        self._end_update(accumulates=accumulates)
         if generation is not self._generation:
             # A rank that was away, or ran alone, knows other optimizers.
             self._generation = generation
@@ -97,6 +103,7 @@ class TotalsReader:
         self.agree_units()
         self._call = None
         totals = result.totals
+        self.waited = totals is not None
         if result.unread is not None or totals is not None:
             self._call = DeviceCall(stats, stats.calls, step, result, is_unread=result.unread is not None)
         if result.unread is not None:
@@ -187,12 +194,13 @@ class TotalsReader:
         if not call.is_used:
             call.result.discard()
 
-    def _end_update(self) -> None:
+    def _end_update(self, *, accumulates: bool = False) -> None:
         """Note what followed the last backward, at the next one or at the end of the loop body."""
         call = self._call
         if call is None:
             return
-        if call.followers and call.is_late_again:
+        if (call.followers or accumulates) and call.is_late_again:
+            # Gradients that are not finite are removed when the next backward has been queued: before an optimizer steps.
             self._late.setdefault(call.index, WeakSet()).update(call.followers)
         elif not (call.stats.skipped and call.is_late_again):
             self._late.pop(call.index, None)
@@ -204,6 +212,11 @@ class TotalsReader:
     ) -> None:
         """Adapt the scale of fp16 to a backward whose loss `stats` holds, and note whether it is skipped."""
         self._precision.update(finite)
+        unread_norms = None
+        if index == 0:
+            unread_norms, stats.unread_norms = stats.unread_norms, None
+        if finite and unread_norms is not None:
+            stats.norms = unread_norms.read()
         if finite and math.isfinite(stats.loss):
             self._skipped[index] = 0
             self.used_units += units if index == 0 else 0.0

@@ -9,6 +9,9 @@ from evenload.training.step.engine import Engine
 _NUM_WATCHED = 16
 """Parameters of each model whose versions are compared: an update by hand changes all of them, or nearly all."""
 
+_NUM_VALUES = 8
+"""Of each watched parameter, that are compared."""
+
 
 class UpdateWatch:
     """Recognises an update by hand by the parameters it changed, or by the gradients it removed.
@@ -19,10 +22,21 @@ class UpdateWatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._watched: list[tuple[torch.Tensor, int]] = []
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> None:
         """Note the parameters as they are after a backward."""
         self._watched = [(p, p._version) for p in self._engine.parameters.with_gradients(_NUM_WATCHED)]
+        # Where the host has waited for the device, it can find an update through ``.data`` too.
+        looks = self._engine.totals.waited
+        self._values = [(p, _first_values(p).clone()) for p, _ in self._watched] if looks else []
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True if no weight has changed since that backward, as far as can be seen; waits where it looks at values."""
+        if any(parameter._version != version for parameter, version in self._watched):
+            return False
+        return all(torch.equal(_first_values(parameter), values) for parameter, values in self._values)
 
     @property
     def are_unused(self) -> bool:
@@ -30,3 +44,7 @@ class UpdateWatch:
         if any(parameter._version != version for parameter, version in self._watched):
             return False
         return bool(self._engine.leftovers())
+
+
+def _first_values(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().as_strided((min(_NUM_VALUES, param.numel()),), (1,))

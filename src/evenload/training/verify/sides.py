@@ -27,6 +27,7 @@ from evenload.training.data.global_batch import GlobalBatch
 from evenload.training.parallel.factory import StrategyParts, open_strategy
 from evenload.training.parallel.strategy import Strategy
 from evenload.training.parallel.wire.gradient_wire import GradientWire
+from evenload.training.step.attempt import Attempt
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.engine import Engine
 from evenload.training.step.planner import Planner
@@ -150,7 +151,7 @@ class VerifyCall:
                     engine = self._engine(strategy)
                     stats = StepStats()
                     stats.calls = self.call_index
-                    loss = engine.backward(self.batch, self.planner, stats, self._split_loss_fn(variant))
+                    loss = engine.backward(Attempt(self.batch, self.planner, stats, self._split_loss_fn(variant)))
                     if not stats.skipped or not self.precision.scaled or self.precision.exhausted:
                         break
         finally:
