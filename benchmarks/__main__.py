@@ -33,6 +33,8 @@ NAMES = (
     "leaving",
     "preemption",
     "checkpoints",
+    "faults",
+    "churn",
     "queue_decide",
     "queue_policies",
     "queue_crash",
@@ -51,7 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", default=None, help="where the JSON goes; benchmarks/results if not given")
     parser.add_argument("--peers", default=None, help="of efficiency: ddp,accelerate,lightning or some of them")
     parser.add_argument("--traces", default=None, help="of queue_policies: the folder of recorded workloads")
-    parser.add_argument("--only", default=None, help="of gpu and small_steps: names of experiments, such as E1,E3")
+    parser.add_argument(
+        "--only", default=None, help="of gpu and small_steps: names of experiments, such as E1,E3; of faults: seeds"
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -63,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name == "queue_policies":
             chosen = {"traces": options.traces}
-        if options.only and name in ("gpu", "small_steps"):
+        if options.only and name in ("gpu", "small_steps", "faults"):
             chosen = {"only": options.only}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()

@@ -140,6 +140,7 @@ def _become(
 ) -> NoReturn:
     """Go on as an interpreter of these arguments; called in a process that was just forked."""
     code = 1
+    gc.freeze()  # garbage of the process that was forked would close files of this one, by their numbers
     try:
         os.setsid()
         _reset_signals()

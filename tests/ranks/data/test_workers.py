@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -32,6 +33,21 @@ class Counted(Numbers):
     def __getitem__(self, index: int) -> int:
         self.reads[index] += 1  # one worker at a time has a given sample
         time.sleep(self.seconds)
+        return index
+
+
+class KilledOnce(Numbers):
+    """A worker is killed when it reads one sample for the first time."""
+
+    def __init__(self, num_samples: int, most: int = 1) -> None:
+        super().__init__(num_samples)
+        self.killed = multiprocessing.RawArray("i", 1)
+        self.most = most
+
+    def __getitem__(self, index: int) -> int:
+        if index == 40 and get_worker_info() is not None and self.killed[0] < self.most:
+            self.killed[0] += 1
+            os.kill(os.getpid(), signal.SIGKILL)
         return index
 
 
@@ -69,6 +85,24 @@ def test_plans_that_change_in_mid_epoch_lose_and_repeat_nothing(num_micro: int) 
         if number % 2:
             board.decide(number + 2, [(3, 1), (0, 1), (1, 0), (2, 7)][number // 2 % 4], 1 + number % 3)
     assert found == alone
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_killed_is_started_again(persistent: bool) -> None:
+    data = KilledOnce(90)
+    (rank,) = make_ranks(Board((1,)), DataLoader(data, batch_size=9, num_workers=2, persistent_workers=persistent))
+    with pytest.warns(UserWarning, match=r"was killed by SIGKILL.*The workers start again \(1 of 3\)"):
+        found = [flat(joined(step)) for step in lockstep([rank])]
+    rank.close()
+    assert found == [[*range(low, low + 9)] for low in range(0, 90, 9)] and data.killed[0] == 1
+
+
+def test_workers_that_are_killed_again_and_again_are_an_error() -> None:
+    (rank,) = make_ranks(Board((1,)), DataLoader(KilledOnce(90, most=9), batch_size=9, num_workers=1))
+    with pytest.warns(UserWarning), pytest.raises(DataError, match="were started again 3 times"):
+        for step in lockstep([rank]):
+            joined(step)
+    rank.close()
 
 
 def test_queued_work_that_a_decision_made_stale_is_called_off() -> None:

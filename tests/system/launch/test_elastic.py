@@ -95,8 +95,10 @@ def test_a_run_survives_and_its_weights_are_those_of_an_undisturbed_one(tmp_path
         assert list(change_devices_of(torn / "run", "cpu")) == leaves
         trains_on(started, torn, 1)
         (torn / "finish").touch()
-        code, _, stderr = started.end(90)
+        code, stdout, stderr = started.end(90)
     assert code == 0, stderr
+    for line in ("rank 0 (cpu) failed: killed by SIGKILL", "rank 1 (cpu) has joined", "joins the run"):
+        assert (stdout + stderr).count(line) == (line != "joins the run"), stdout + stderr  # one line for each, not two
     assert_gone([main])
     assert "rank 0 (cpu) failed: killed by SIGKILL" in stderr and "it is restarted (1 of 3)" in stderr
     found = torch.load(torn / "weights.pt")

@@ -16,6 +16,7 @@ from evenload.errors import CheckpointError, PeerLostError
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.host_copy import HostCopy
 from evenload.training.comm.groups import Groups
+from evenload.training.comm.pending import Pending
 
 
 @runtime_checkable
@@ -35,7 +36,7 @@ class Registry:
     def __init__(self, last_step: Callable[[], int]) -> None:
         self._objects: dict[str, Stateful] = {}
         self._last_step = last_step
-        self._sending: list[tuple[int, dist.Work | None, torch.Tensor]] = []
+        self._sending: list[tuple[int, Pending, torch.Tensor]] = []
         """Receiver, transfer and its memory."""
 
     def register(self, name: str, value: Any) -> None:
@@ -114,17 +115,18 @@ class Registry:
         try:
             for rank in to:
                 for part in (size, payload):
-                    self._sending.append((rank, dist.isend(part, group=groups.control, group_dst=rank), part))
+                    work = dist.isend(part, group=groups.control, group_dst=rank)
+                    assert work is not None  # every rank is in the group
+                    self._sending.append((rank, groups.begin_transfer(work), part))
         except RuntimeError as error:
             raise PeerLostError(f"the state could not be sent to rank {rank}: {error}") from error
 
     def wait_until_sent(self) -> None:
         """Wait until the ranks have received what was sent; PeerLostError if one is gone."""
         sending, self._sending = self._sending, []
-        for rank, work, _ in sending:
+        for rank, pending, _ in sending:
             try:
-                if work is not None:
-                    work.wait()
+                pending.wait()
             except RuntimeError as error:
                 raise PeerLostError(f"the state did not reach rank {rank}: {error}") from error
 
@@ -132,9 +134,9 @@ class Registry:
         """Load the state that `source` sends, and return its `extra`. CheckpointError if it does not fit."""
         size = torch.zeros(1, dtype=torch.int64)
         try:
-            dist.recv(size, group=groups.control, group_src=source)
+            _receive(groups, size, source)
             payload = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(payload, group=groups.control, group_src=source)
+            _receive(groups, payload, source)
         except RuntimeError as error:
             raise PeerLostError(f"the state of rank {source} did not arrive: {error}") from error
         received = files.from_bytes(payload)
@@ -142,3 +144,9 @@ class Registry:
         self._load(state, self._objects.keys() - set(without))
         extra: dict[str, Any] = received["extra"]
         return extra
+
+
+def _receive(groups: Groups, tensor: torch.Tensor, source: int) -> None:
+    work = dist.irecv(tensor, group=groups.control, group_src=source)
+    assert work is not None
+    groups.begin_transfer(work).wait()

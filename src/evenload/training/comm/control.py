@@ -117,6 +117,10 @@ class Control:
         """Set the epoch and the step in the epoch of this rank, compared at each exchange; step -1 is outside of a step."""
         self._position = (epoch, step)
 
+    @property
+    def epoch(self) -> int:
+        return self._position[0]
+
     def guarded(self, collective: Callable[[], Result]) -> Result:
         """Run a collective that all ranks call outside of a backward, with `guard`; what it contains is guarded as a whole."""
         guard = self.guard

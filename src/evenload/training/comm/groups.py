@@ -29,13 +29,14 @@ from evenload.training.comm.hierarchical_sum import HierarchicalSum, PendingBroa
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.pending import Pending, PendingCollectives
 from evenload.training.comm.shared_memory import SharedChannel
-from evenload.training.comm.store import connect, wait_for_members
+from evenload.training.comm.store import connect, late_connections, wait_for_members
 from evenload.training.comm.subset import Subset, begin_gather
 from evenload.training.comm.wire_groups import make_wire_groups
 
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
 
+_ended_stores: list[Store | None] = []
 _ended_groups: list[dist.ProcessGroup] = []
 """The groups of generations that ended early, kept until the process ends: a peer's death may leave a thread of gloo blocked in
 one, and to destroy it would wait for that thread."""
@@ -75,7 +76,7 @@ class Groups:
         self._lock = threading.Lock()
         self._newest_number = membership.number
         self._collectives = PendingCollectives()
-        self.begin = self._collectives.begin
+        self.begin, self.begin_transfer = self._collectives.begin, self._collectives.begin_transfer
         self._all: dist.ProcessGroup | None = None
         self._groups_of: dict[tuple[int, ...], ComputingGroups] = {}
         """By the ranks that compute."""
@@ -150,10 +151,12 @@ class Groups:
         with self._lock:  # an abort on behalf of this membership comes too late from here on
             self._newest_number = membership.number
             self._collectives.reopen()
-        if membership.store != self.membership.store:
-            self._store = None
+        # A thread of gloo may wait in the old connection for the address of a lost member.
+        _ended_stores.append(self._store)
+        self._store = None
         self._session = -1  # joiners have had other sessions; the number of a membership is given once
-        self.generation = replace(self._build(membership, rank, check), number=number)
+        with late_connections():
+            self.generation = replace(self._build(membership, rank, check), number=number)
 
     def set_computing(self, ranks: Sequence[int]) -> None:
         """Begin a generation in which only these ranks share gradients and statistics. All ranks call it."""
@@ -282,7 +285,8 @@ class Groups:
                 self._made = True
             # The user's tensors may be on the CPU, too, which NCCL doesn't take.
             backend = "cpu:gloo,cuda:nccl" if self._inner.backend_of(key) == "nccl" else "gloo"
-            self._subsets[key] = dist.new_group(ranks=list(key), backend=backend, timeout=self._timeout)
+            with late_connections():
+                self._subsets[key] = dist.new_group(ranks=list(key), backend=backend, timeout=self._timeout)
         return self._subsets[key]
 
     def close(self) -> None:
@@ -411,7 +415,8 @@ class Groups:
         return self._make_group(ranks, self._inner.backend_of(ranks)) if len(ranks) > 1 else None
 
     def _make_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-        group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
+        with late_connections():
+            group = dist.new_group(ranks=list(ranks), backend=backend, timeout=self._timeout)
         return group if isinstance(group, dist.ProcessGroup) else None  # another value for a rank outside
 
 

@@ -96,6 +96,22 @@ class PendingCollectives:
             pending.fail(failure)
         return pending
 
+    def begin_transfer(self, work: dist.Work) -> Pending:
+        """Return a transfer between two ranks (`isend`, `irecv`) that `fail` ends."""
+        pending = self.begin(None, blocking=True)
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                pending.fail(error)
+            else:
+                pending.complete()
+
+        # Its work has no future. The thread of one whose peer never connects stays until gloo's own time limit.
+        threading.Thread(target=wait, name="evenload-transfer", daemon=True).start()
+        return pending
+
     def fail(self, reason: str) -> None:
         """End all of them, and those that begin until `reopen`, with `PeerLostError(reason)`."""
         with self._lock:

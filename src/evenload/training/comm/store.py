@@ -1,9 +1,11 @@
-"""The store through which the members of a generation find each other."""
+"""The store through which the members of a generation find each other, and the time at which they connect."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -12,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from evenload.training.comm.generation import Membership
 
 _POLL_S = 0.005
+_LATE = "TORCH_GLOO_LAZY_INIT"
 
 
 def connect(membership: Membership, rank: int, timeout: timedelta) -> Store:
@@ -42,3 +45,20 @@ def wait_for_members(
             missing = ", ".join(str(other) for other in range(world_size) if not keys.check([names[other]]))
             raise RuntimeError(f"rank {missing} did not come within {timeout.total_seconds():g} s")
         time.sleep(_POLL_S)
+
+
+@contextmanager
+def late_connections() -> Iterator[None]:
+    """Let groups of gloo that are made in the body connect in their first collective, whose wait an abort can end.
+
+    Otherwise they connect while they are made, and wait for a member that dies then until their own time limit.
+    """
+    before = os.environ.get(_LATE)
+    os.environ[_LATE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LATE]
+        else:
+            os.environ[_LATE] = before

@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from evenload.errors import DataError
 from evenload.training.data.batches import pin as pin_batch
+from evenload.training.data.killed_workers import WorkerKilledError, await_workers, find_dead_worker, iterate
 from evenload.training.data.reading import (
     ReadTask,
     TaskDataset,
@@ -43,6 +42,8 @@ from evenload.training.data.tuning import ReadSettings, SettingsOrigin
 
 Span = tuple[int, int]
 _EMPTY = ReadTask(epoch=0, low=0, keys=())
+_MOST_RESTARTS = 3
+"""Times in an epoch that workers are started again, of which one was killed."""
 
 
 class _FailedRead:
@@ -60,6 +61,8 @@ class Prefetcher:
         self._local_reader = TaskDataset(loader.dataset, loader.collate_fn, seed=seed, keyed=keyed)
         self._iterator: Any = None
         self._open = False
+        self._num_restarts = 0
+        self._wanted: Callable[[], Iterator[ReadTask]] = lambda: iter(())
         self._source: Iterator[ReadTask] = iter(())  # tasks that will be requested, in order
         self._peeked: ReadTask | None = None  # the first task of the source, not yet sent
         self._urgent: deque[ReadTask] = deque()
@@ -95,11 +98,14 @@ class Prefetcher:
                 still.add(task.span)
             for span in [span for span in self._live if span not in still]:
                 self._cancel(span)
+        self._wanted = wanted
         self._source, self._peeked = wanted(), None
         self._overtaken.clear()
         try:
             self._start(epoch)
             self._refill()
+        except WorkerKilledError as error:
+            self._start_again(error)
         except Exception as error:
             if self.reading.origin is SettingsOrigin.USER:
                 raise
@@ -111,6 +117,9 @@ class Prefetcher:
             return self._read_locally(task)
         try:
             return self._receive(task)
+        except WorkerKilledError as error:
+            self._start_again(error)
+            return self.get(task)
         except Exception as error:
             if self.reading.origin is SettingsOrigin.USER:
                 raise
@@ -125,6 +134,7 @@ class Prefetcher:
         self._urgent.clear()
         self._source, self._peeked = iter(()), None
         self._open = False
+        self._num_restarts = 0
         if not self._loader.persistent_workers:
             self.close()
 
@@ -154,6 +164,21 @@ class Prefetcher:
             self._inner = inner_loader(
                 self._loader, reader, reading, batch_sampler=iter(self._next_task, None), collate_fn=pass_through
             )
+
+    def _start_again(self, error: WorkerKilledError) -> None:
+        """Discard the workers, of which one was killed; new ones start with the next read. Raise if that happens often."""
+        if self.reading.origin is not SettingsOrigin.USER:
+            self.close()
+            self._disable_workers(error)
+            return
+        if self._num_restarts == _MOST_RESTARTS:
+            raise DataError(f"{error}. The workers of this epoch were started again {_MOST_RESTARTS} times") from None
+        self._num_restarts += 1
+        warnings.warn(f"{error}. The workers start again ({self._num_restarts} of {_MOST_RESTARTS})", stacklevel=2)
+        self.close()
+        self._set(self.reading)  # torch would use persistent workers again
+        self._source = self._wanted()
+        self._overtaken.clear()
 
     def _disable_workers(self, error: Exception) -> None:
         """Continue without workers that the user did not ask for."""
@@ -191,7 +216,7 @@ class Prefetcher:
         if self._iterator is None and self._inner is not None:
             seed_workers(self._inner, self._loader.generator, self._seed, epoch, self._rank)
             with ignore_worker_warnings():
-                self._iterator = iter(self._inner)  # starts the workers and fills the queue
+                self._iterator = iterate(self._inner)  # starts the workers and fills the queue
 
     def _cancel(self, span: Span) -> None:
         serial = self._live.pop(span)
@@ -239,37 +264,19 @@ class Prefetcher:
     def _pop_result(self) -> None:
         num_sent = self._num_sent
         try:
-            data = next(self._iterator)
+            with await_workers(self._iterator):
+                data = next(self._iterator)
         except StopIteration as stop:
             raise DataError("the loader's workers ended although samples are still wanted") from stop
+        except WorkerKilledError:
+            raise
         except Exception as error:
             if self._num_sent == num_sent:
                 # Not an error of the task: a worker died or timed out.
-                if message := _describe_dead_worker(self._iterator, error):
-                    raise DataError(message) from None
+                if (dead := find_dead_worker(self._iterator, error)) is not None:
+                    raise dead from None
                 raise
             data = _FailedRead(error)
         serial, span = self._queue.popleft()
         if self._live.get(span) == serial:
             self._ready[span] = data
-
-
-def _describe_dead_worker(iterator: Any, error: Exception) -> str:
-    """Return the reason if a worker died, else an empty string; torch may only report a closed socket."""
-    workers = getattr(iterator, "_workers", ())
-    if workers and isinstance(error, OSError | EOFError):
-        exited = connection.wait([worker.sentinel for worker in workers], timeout=5.0)
-        for worker in workers:
-            if worker.sentinel in exited:
-                worker.join(timeout=5.0)  # its files close a moment before its exit code is set
-    for index, worker in enumerate(workers):
-        code = worker.exitcode
-        if code is not None:
-            where = f"DataLoader worker {index} of this rank (pid {worker.pid})"
-            if code >= 0:
-                return f"{where} exited with code {code}; look for a call of exit in the dataset"
-            return (
-                f"{where} was killed by {signal.Signals(-code).name}: SIGKILL usually means that memory ran out, SIGBUS that "
-                "/dev/shm is full; use fewer loader workers or a smaller prefetch_factor"
-            )
-    return ""

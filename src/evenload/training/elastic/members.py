@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evenload.errors import LaunchError, PeerLostError
+from evenload.training.checkpoint import files
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Membership
 from evenload.training.elastic.changes import MembershipChanges
@@ -88,6 +89,7 @@ class Members(StepListener):
         self._num_collectives = 0
         self._is_away = False
         """This rank computed nothing before the change (leaving.py), so its state is old."""
+        self._schedule = schedule
         self._transfer = StateTransfer(context, schedule)
         self._changes = MembershipChanges(
             MessageChannel.of_descriptor(context.spec.channel), self._worker, context.groups.abort
@@ -285,6 +287,8 @@ class Members(StepListener):
         context, recorder, step = self._context, self._context.recorder, self._context.loop.steps_done
         if takes_over and not self._joins:
             context.take_records()
+            if before.workers[0] in [lost.worker for lost in change.lost]:
+                self._report_lost_checkpoint()
         for lost in change.lost:
             recorder.event("lost", lost.reason, step=step, worker=lost.worker, time_s=lost.time_s)
         names = dict(zip(change.workers, change.device_names, strict=False))
@@ -308,6 +312,16 @@ class Members(StepListener):
             seconds=took_s,
             number=change.number,
         )
+
+    def _report_lost_checkpoint(self) -> None:
+        """Report a checkpoint that the lost rank 0 had begun and not completed."""
+        context, (_, begun_step) = self._context, self._schedule.last_save()
+        newest = files.newest(context.folder)
+        newest_step = 0 if newest is None else files.step_of(newest)
+        if begun_step > newest_step:
+            rest = f"the newest complete one is of step {newest_step}" if newest else "there is no complete one yet"
+            text = f"rank 0 was lost while it wrote the checkpoint of step {begun_step}: {rest}"
+            context.recorder.event("checkpoint_failed", text, step=context.loop.steps_done)
 
     def finish(self) -> None:
         """Report that the script ends here: nobody can join any more."""

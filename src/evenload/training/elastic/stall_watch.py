@@ -89,7 +89,8 @@ class StallWatch(StepListener):
             is_second = not is_second
             if is_second:
                 frame = sys._current_frames().get(self._main)
-                excuse = "its loader starts" if self._starts else find_excuse(frame)
+                starts = self._starts and seconds < _FIRST_DEADLINE_S
+                excuse = "its loader starts" if starts else find_excuse(frame)
                 self._send(Activity(worker, segment, seconds, find_position(frame), excuse))
 
 

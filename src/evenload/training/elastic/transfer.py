@@ -55,6 +55,7 @@ class StateTransfer:
             "num_backwards": engine.num_backwards,
             "elapsed_s": engine.elapsed_s,
             "saved": self._schedule.last_save(),
+            "epoch": context.control.epoch,
         }
         context.registry.send(context.groups, self._to, extra)
         context.registry.wait_until_sent()
@@ -70,3 +71,4 @@ class StateTransfer:
         if self._joins:
             engine.continue_clock(received["elapsed_s"])
             self._schedule.set_last_save(received["saved"])
+            context.control.set_position(received["epoch"], -1)

@@ -355,7 +355,8 @@ class RunMembers:
                 self._act(decider.ended(name))
             elif name not in decider.members:
                 self._gone.add(name)
-                self._print(describe_end(0, process.code or 1, 0.0).sentence(f"{self.where(name)}, which had left,"))
+                failure = read_failure(self._folder, name) or describe_end(0, process.code or 1, 0.0)
+                self._print(failure.sentence(f"{self.where(name)}, which had left,"))
 
     def _start_joiner(self, decider: MembershipDecider, start: StartWorker) -> None:
         members, place = decider.members, start.place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -22,6 +23,8 @@ MIN_STEPS = 3
 MAX_STEPS = 500
 REFRESH_S = 0.1
 """Minimum time between two updates of the live area."""
+_MEMBERSHIP = ("lost", "joined", "left", "rebuilt")
+"""Kinds of events about the members, which the launcher prints itself, with what it does about them."""
 
 
 class RunProgress:
@@ -56,6 +59,7 @@ class RunProgress:
         self._display.info.devices = tuple(devices)
         self._ended = False
         self._closed = False
+        self._is_launcher = folder is None
         if folder is not None:
             self.follow(folder)
 
@@ -75,8 +79,16 @@ class RunProgress:
         for record in self._records.poll() if self._records is not None else ():
             if isinstance(record, RunEvent) and record.kind in ("open", "close"):
                 self._ended = record.kind == "close"
-            self._display.add(record)
+            self._display.add(self._without_repetition(record))
         self._display.refresh()
+
+    def _without_repetition(self, record: Record) -> Record:
+        """Return an event about the members without its message, if the launcher prints a line of its own."""
+        if not isinstance(record, RunEvent) or not self._is_launcher or record.kind not in _MEMBERSHIP:
+            return record
+        # Those without a worker are about ranks without samples.
+        is_repeated = not record.fields.keys().isdisjoint(("worker", "workers"))
+        return replace(record, message="") if is_repeated else record
 
     def print(self, text: str) -> None:
         """Print whole lines, such as the output of a worker, above the live area; add a missing newline."""
