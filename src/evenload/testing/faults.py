@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from evenload.errors import ConfigError
 from evenload.training.checkpoint import files
-from evenload.training.comm import groups
+from evenload.training.comm import groups, store
 from evenload.training.comm.groups import Groups
 from evenload.training.launch import throttle
 from evenload.training.launch.environment import detect
@@ -114,7 +114,7 @@ class FaultInjector:
         self._write = files.write
         files.write = self._write_checkpoint  # type: ignore[assignment]
         self._num_sums = 0
-        self._collectives = (Groups.sum_async, Groups.sum_statistics, ReportExchange.run, groups.wait_for_members)
+        self._collectives = (Groups.sum_async, Groups.sum_statistics, ReportExchange.run, store.wait_for_members)
         if any(fault.point in COLLECTIVES for fault in faults):
             self._wrap_collectives()
         for model in run._models:
@@ -208,7 +208,7 @@ class FaultInjector:
     def _set_collectives(sum_async: Any, sum_statistics: Any, exchange: Any, wait_for_members: Any) -> None:
         Groups.sum_async, Groups.sum_statistics = sum_async, sum_statistics  # type: ignore[method-assign]
         ReportExchange.run = exchange  # type: ignore[method-assign]
-        groups.wait_for_members = wait_for_members
+        setattr(groups, "wait_for_members", wait_for_members)  # noqa: B010 (not exported by that module)
 
     def _watch_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         tensors = output if isinstance(output, list | tuple) else (output,)

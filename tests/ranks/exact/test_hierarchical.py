@@ -45,10 +45,11 @@ SHARES = {3: ((24, 6, 2), (31, 1, 0)), 4: ((16, 10, 4, 2), (20, 11, 0, 1))}
 
 
 def _jobs(num_ranks: int, inner: tuple[int, ...]) -> list[tuple[str, Setting]]:
-    """Each task with one of the splits, in turn; where two of three ranks sum first, every second task."""
+    """Every second task with one of the splits, in turn; the first two layouts share the tasks, and so do the last two."""
     jobs = []
     for index, name in enumerate(NAMES):
-        if num_ranks == 3 and len(inner) == 2 and index // 4 % 2 != inner[0]:
+        is_second = inner == (1, 2) or num_ranks == 4
+        if index // 4 % 2 != is_second:
             continue
         balance, micro = SHARES[num_ranks][index % 2], ("auto", 8)[index // 2 % 2]
         jobs.append((name, Setting(balance, "auto" if "OutOfMemory" in name else micro, options={"timeout_s": 20.0})))

@@ -192,9 +192,9 @@ def _train(name: str, folder: Path) -> dict[str, Any]:
     )
     loader = DataLoader(TensorDataset(x, y), batch_size=24, shuffle=True)
     model, loader = run.prepare(Net(), loader)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     losses, skipped = [], []
-    for epoch in range(6):
+    for epoch in range(4):
         for step in loader:
             poison = epoch == 1 and step.index == 12 and run.rank == 2
             before = model.inner.weight.detach().clone()

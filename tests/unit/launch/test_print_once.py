@@ -14,6 +14,7 @@ from evenload.training.launch import worker
 def raised_by(rank: int, error: Exception) -> None:
     """Let the hook of a rank receive an error of a script."""
     sys.excepthook = sys.__excepthook__
+    worker.progress.step = None  # another test of this process may have set it
     worker.report_uncaught(2, rank)
     try:
         raise error

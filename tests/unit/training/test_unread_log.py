@@ -50,7 +50,17 @@ def test_a_line_whose_values_are_not_here_yet_is_written_later(monkeypatch: pyte
     assert not log.is_waiting and written == [({"a": 1.5}, 0), ({"b": 2.0}, 1)]
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(2), "text", None])
+def test_a_text_beside_a_value_of_a_device_is_written_at_once() -> None:
+    written: list[dict[str, object]] = []
+    log = UnreadLog(lambda metrics, step: written.append(dict(metrics)), is_late=torch.Tensor)
+    log.add({"loss": torch.tensor(1.5), "sample": "a text"}, 0)
+    assert written == [{"sample": "a text"}] and log.is_waiting
+    log.add({"sample": "another"}, 0)
+    log.write()
+    assert written[1:] == [{"sample": "another"}, {"loss": 1.5}]
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), None])
 def test_what_is_not_a_number_is_refused_at_once(tmp_path: Path, wrong: object) -> None:
     recorder = Recorder(tmp_path)
     log = UnreadLog(recorder.log, is_late=torch.Tensor)

@@ -36,10 +36,8 @@ from evenload.training.comm.wire_groups import make_wire_groups
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
 
-_ended_stores: list[Store | None] = []
-_ended_groups: list[dist.ProcessGroup] = []
-"""The groups of generations that ended early, kept until the process ends: a peer's death may leave a thread of gloo blocked in
-one, and to destroy it would wait for that thread."""
+_ended: list[Store | dist.ProcessGroup | None] = []
+"""What generations that ended early leave, kept until the process ends: a thread of gloo may wait in one for a dead peer."""
 
 
 class Groups:
@@ -146,13 +144,12 @@ class Groups:
         self._collectives.fail("the generation ended")
         number = self.generation.number + 1
         if dist.is_initialized() and not self.adopted:
-            _ended_groups.extend(_world.pg_map)
+            _ended.extend(_world.pg_map)
         self._end_groups()
         with self._lock:  # an abort on behalf of this membership comes too late from here on
             self._newest_number = membership.number
             self._collectives.reopen()
-        # A thread of gloo may wait in the old connection for the address of a lost member.
-        _ended_stores.append(self._store)
+        _ended.append(self._store)
         self._store = None
         self._session = -1  # joiners have had other sessions; the number of a membership is given once
         with late_connections():

@@ -355,7 +355,7 @@ class RunMembers:
                 self._act(decider.ended(name))
             elif name not in decider.members:
                 self._gone.add(name)
-                failure = read_failure(self._folder, name) or describe_end(0, process.code or 1, 0.0)
+                failure = process.read_failure() or describe_end(0, process.code or 1, 0.0)
                 self._print(failure.sentence(f"{self.where(name)}, which had left,"))
 
     def _start_joiner(self, decider: MembershipDecider, start: StartWorker) -> None:

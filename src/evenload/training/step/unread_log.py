@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evenload.records.recorder import as_float
+from evenload.records.recorder import as_float, is_media
 from evenload.training.compute.device_read import DeviceRead, scalars_on
 
 
@@ -36,16 +36,22 @@ class UnreadLog:
         return bool(self._lines)
 
     def add(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Take the numbers of one call.
+        """Take the values of one call.
 
         Raises:
-            StepError: a value is not one number.
+            StepError: a value is neither one number nor an image, a text, a histogram or a table.
         """
         late = {str(name): value for name, value in metrics.items() if self._lies_on_device(value)}
         if not late and not self._lines:
             self._write(metrics, step)
             return
-        numbers = {str(name): as_float(name, value) for name, value in metrics.items() if str(name) not in late}
+        shown = {str(name): value for name, value in metrics.items() if str(name) not in late and is_media(name, value)}
+        apart = late.keys() | shown.keys()
+        numbers = {str(name): as_float(name, value) for name, value in metrics.items() if str(name) not in apart}
+        if shown:
+            self._write(shown, step)  # in no order with numbers
+        if not late and not numbers:
+            return
         read = None
         if late:
             device = next(iter(late.values())).device
