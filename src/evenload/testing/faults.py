@@ -182,10 +182,10 @@ class FaultInjector:
     def _wrap_collectives(self) -> None:
         sum_async, sum_statistics, exchange, wait_for_members = self._collectives
 
-        def sum_bucket(own: Groups, tensor: torch.Tensor) -> Any:
-            pending = sum_async(own, tensor)
-            self._num_sums += 1
-            if self._num_sums % 2:
+        def sum_bucket(own: Groups, tensor: torch.Tensor, *, on_host: bool = False) -> Any:
+            pending = sum_async(own, tensor, on_host=on_host)
+            self._num_sums += not on_host
+            if self._num_sums % 2 and not on_host:
                 self.at("bucket")
             return pending
 

@@ -76,10 +76,10 @@ class Faults:
         sum_async, sum_statistics, run = Groups.sum_async, Groups.sum_statistics, ReportExchange.run
         finish = BucketReducer.finish
 
-        def summed(groups: Groups, tensor: torch.Tensor) -> Any:
-            pending = sum_async(groups, tensor)
-            self._num_sums += 1
-            if self._num_sums % 2:
+        def summed(groups: Groups, tensor: torch.Tensor, *, on_host: bool = False) -> Any:
+            pending = sum_async(groups, tensor, on_host=on_host)
+            self._num_sums += not on_host
+            if self._num_sums % 2 and not on_host:
                 self.at("bucket")
             return pending
 
