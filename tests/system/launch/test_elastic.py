@@ -49,6 +49,29 @@ if run.is_main:
 """
 
 
+TWICE = """
+import socket, time
+import torch, evenload
+from torch.utils.data import DataLoader, TensorDataset
+pairs = []
+for name in ("first", "second"):
+    run = evenload.init(project_dir=name)
+    model, loader = run.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=4))
+    for step in loader:
+        step.backward(lambda batch: model(batch[0]).square().mean())
+        model.zero_grad()
+        time.sleep(0.3)
+    for one, other in pairs:  # nobody else reads what the script sends
+        one.send(b"mine")
+        other.settimeout(20)
+        assert other.recv(4) == b"mine"
+    run.close()
+    # They take the numbers of the files that the first run has closed.
+    pairs = [socket.socketpair() for _ in range(20)]
+print("both ran")
+"""
+
+
 def wait(found, started, timeout_s=90):
     deadline_s = time.monotonic() + timeout_s
     while not found():
@@ -109,3 +132,9 @@ def test_a_run_survives_and_its_weights_are_those_of_an_undisturbed_one(tmp_path
     expected = torch.load(whole / "weights.pt")["weights"]
     for name, value in found["weights"].items():
         assert (value - expected[name]).norm() <= 1e-9 * expected[name].norm(), name
+
+
+def test_a_second_run_of_a_script_leaves_the_files_of_the_script_alone(tmp_path):
+    with Started(tmp_path, TWICE, "-d", "cpu:2", initialised=False) as started:
+        code, stdout, stderr = started.end(100)
+    assert code == 0 and stdout.count("both ran") == 2 and "Exception" not in stderr, stdout + stderr

@@ -162,6 +162,10 @@ def from_line(line: str) -> Message:
     return message
 
 
+_taken: set[int] = set()
+"""Descriptors that a session of this process has used and closed; their numbers may belong to other files now."""
+
+
 class MessageChannel:
     """One end of a worker's socket; `send` may be called from several threads, `receive` from one."""
 
@@ -177,8 +181,14 @@ class MessageChannel:
 
     @classmethod
     def of_descriptor(cls, descriptor: int) -> MessageChannel:
-        """Return the worker's end, from `WorkerSpec.channel`."""
+        """Return the worker's end, from `WorkerSpec.channel`; only the first session of a process can take it."""
+        _taken.add(descriptor)
         return cls(socket.socket(fileno=descriptor), blocking=True)
+
+    @staticmethod
+    def is_free(descriptor: int) -> bool:
+        """Return whether there is a channel that no session of this process has taken."""
+        return descriptor >= 0 and descriptor not in _taken
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -29,6 +29,7 @@ from evenload.training.elastic.leaving import ComputingRanks, why_not_restored
 from evenload.training.elastic.members import Members
 from evenload.training.islands.synchroniser import IslandSynchroniser
 from evenload.training.launch import worker
+from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.measure import Measurement, read_options
 from evenload.training.parallel.asynchronous.strategy import AsyncStrategy
 from evenload.training.session import prepare
@@ -71,7 +72,7 @@ class Session(StepListener):
         asynchronous = is_asynchronous(context.config, context.spec)
         self._members: Members | None = None
         trains = context.spec.mode == "train" and not asynchronous
-        if context.spec.channel >= 0 and trains and not context.config.dry_run:
+        if MessageChannel.is_free(context.spec.channel) and trains and not context.config.dry_run:
             self._members = Members(context, loaders, saver, self._why_not_restored)
             saver.before_write = self._members.catch_up
         # Under async rank 0 computes nothing.
