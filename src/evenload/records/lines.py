@@ -6,9 +6,10 @@ besides; most of them have no columns then, ``"ranks": {}``, and no shares.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -46,10 +47,8 @@ def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
     if isinstance(record.ranks, RankColumns):
         named_us = zip(SEGMENTS, record.ranks.columns_us, strict=True)
         # As numbers like 12345e-6, which takes a fifth of the time of their digits.
-        ranks = "".join(
-            [f'"{name}":[{_comma_separated(column).replace(",", "e-6,")}e-6],' for name, column in named_us]
-        )
-        memory = _comma_separated(record.ranks.memory_bytes)
+        ranks = "".join([f'"{name}":[{_column(column, "%de-6")}],' for name, column in named_us])
+        memory = _column(record.ranks.memory_bytes, "%d")
     elif record.ranks:
         texts = [f"{value:.6f}" if value else "0" for times in record.ranks for value in _SECONDS_OF(times)]
         step = len(SEGMENTS)
@@ -59,7 +58,7 @@ def step_line(record: StepRecord, metrics: Mapping[str, float]) -> bytes:
     loss = repr(float(record.loss)) if math.isfinite(record.loss) else _dump(record.loss)
     line = (
         f'{{"step":{record.step},"epoch":{record.epoch},"epoch_step":{record.epoch_step},'
-        f'"num_samples":{record.num_samples},"loss":{loss},"shares":[{_integers(record.shares)}],'
+        f'"num_samples":{record.num_samples},"loss":{loss},"shares":[{_column(record.shares, "%d")}],'
         f'"num_micro":{record.num_micro},"seconds":{_seconds(record.seconds)},'
         f'"ranks":{{{times}}},"time":{record.time:.6f}'
     )
@@ -171,8 +170,15 @@ def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _comma_separated(values: Sequence[int]) -> str:
-    return str(values)[1:-1].replace(" ", "")
+def _column(values: Sequence[int], pattern: str) -> str:
+    if not any(values):
+        return _repeated("0", len(values))
+    return _repeated(pattern, len(values)) % tuple(values)
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated(text: str, count: int) -> str:
+    return ",".join([text] * count)
 
 
 def _spread(spread: RankSpread) -> str:
@@ -195,10 +201,6 @@ def _encode(row: dict[str, Any]) -> bytes:
 
 def _seconds(value: float) -> str:
     return f"{value:.6f}" if value else "0"
-
-
-def _integers(values: Iterable[int]) -> str:
-    return ",".join(map(str, values))
 
 
 def _dump(value: Any) -> str:

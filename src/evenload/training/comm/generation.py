@@ -6,6 +6,7 @@ All parts read it live through `Groups.generation`; nobody keeps a copy, so rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class Generation:
     island: int = 0
     """Coordinate on the island axis; the groups are those of this island (`Groups(within=...)`)."""
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return len(self.ranks)
 

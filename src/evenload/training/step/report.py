@@ -223,7 +223,8 @@ class OwnReport(Reports):
         return self
 
     def column(self, name: str) -> list[float]:
-        return [self.first(name)]
+        # Not by `first`: these are calls of each step.
+        return [getattr(self._report, name) or 0.0]
 
     def metric(self, name: str) -> list[float]:
         return [self._report.metrics[name]]
@@ -243,13 +244,13 @@ class OwnReport(Reports):
         return (getattr(self._report, name) or 0.0) > 0
 
     def all(self, name: str) -> bool:
-        return self.first(name) > 0
+        return (getattr(self._report, name) or 0.0) > 0
 
     def is_same(self, name: str) -> bool:
         return True
 
     def least(self, name: str) -> float:
-        return self.first(name)
+        return getattr(self._report, name) or 0.0
 
     @property
     def failed(self) -> bool:

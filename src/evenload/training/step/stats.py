@@ -159,15 +159,20 @@ class StepStats:
         table = self._table()
         busy_s = table[_DATA] + table[_COMPUTE] + table[_OPTIMIZER] + table[_COMPILE]
         busiest, waits_least = int(busy_s.argmax()), int((table[_WAIT] + table[_COMM]).argmin())
+        mean, most = np.add.reduce(table, axis=1) / len(busy_s), np.maximum.reduce(table, axis=1)
+        rows: list[list[Any]] = [mean.tolist(), most.tolist(), *table[:, (busiest, waits_least, 0)].T.tolist()]
+        for row in rows:
+            row[-1] = int(row[-1])  # bytes
+        times = [RankTimes(*row) for row in rows]
         return RankSpread(
             num_ranks=len(busy_s),
             shares=shares,
-            least_busy_s=float(busy_s.min()),
-            mean=_rank_times(table.mean(axis=1)),
-            most=_rank_times(table.max(axis=1)),
-            busiest=(busiest, _rank_times(table[:, busiest])),
-            waits_least=(waits_least, _rank_times(table[:, waits_least])),
-            first=_rank_times(table[:, 0]),
+            least_busy_s=busy_s.item(busy_s.argmin()),
+            mean=times[0],
+            most=times[1],
+            busiest=(busiest, times[2]),
+            waits_least=(waits_least, times[3]),
+            first=times[4],
         )
 
     def _known_times(self) -> NDArray[np.float64]:
@@ -187,12 +192,6 @@ class StepStats:
 
     def _first(self) -> dict[str, float]:
         return dict(zip(SEGMENTS, self._times[0].tolist(), strict=True))
-
-
-def _rank_times(row: NDArray[np.float64]) -> RankTimes:
-    values: list[Any] = row.tolist()
-    values[-1] = int(values[-1])
-    return RankTimes(*values)
 
 
 class StepRecorder:
