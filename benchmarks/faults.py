@@ -18,6 +18,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -224,10 +226,12 @@ def _check(folder: Path, outcome: DisturbedRun) -> None:
 
 
 def measure(quick: bool, only: str = "") -> dict[str, Any]:
-    from tests.warm import Command
-
     def start(arguments: Sequence[str], folder: Path) -> Process:
-        return Command(arguments, folder, {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"})
+        variables = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, *arguments], cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True
+        )
 
     wanted = 10 if quick else NUM_FAULTS
     seeds = [int(one) for one in only.split(",")] if only else []
