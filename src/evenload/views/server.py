@@ -160,8 +160,8 @@ def serve_until_interrupt(
 ) -> None:
     """Print the address of a page of ``name`` in one line, and serve it until Ctrl-C."""
     with PageServer(title, port) as server:
-        print(f"evenload: {server.url} shows {name} to browsers on this machine, until Ctrl-C", flush=True)
         try:
+            print(f"evenload: {server.url} shows {name} to browsers on this machine, until Ctrl-C", flush=True)
             server.follow(draw, every_s)
         except KeyboardInterrupt:
             print()
