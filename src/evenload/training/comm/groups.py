@@ -35,9 +35,8 @@ from evenload.training.comm.wire_groups import make_wire_groups
 
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
-
 _ended: list[Store | dist.ProcessGroup | None] = []
-"""What generations that ended early leave, kept until the process ends: a thread of gloo may wait in one for a dead peer."""
+"""Of generations that ended early, kept until the process ends: a thread of gloo may wait in one for a dead peer."""
 
 
 class Groups:
