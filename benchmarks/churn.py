@@ -104,12 +104,15 @@ def _run_arm(
         kills_s = []
         for index in range(num_kills):
             _watch(folder, deaths, until_s=began_s + kill_every_s * (index + 1))
-            alive = [process for process in _read(folder) if process.pid not in deaths]
             # Each core in turn: the oldest process is the one that was not killed last.
-            victim = min((process for process in alive if process.steps), key=lambda process: process.ready_s)
+            while not (trained := [one for one in _read(folder) if one.pid not in deaths and one.steps]):
+                if launcher.poll() is not None:
+                    raise RuntimeError("the launcher ended")
+                _watch(folder, deaths, until_s=time.time() + 0.1)
+            victim = min(trained, key=lambda process: process.ready_s)
             kills_s.append(time.time())
             os.kill(victim.pid, signal.SIGKILL)
-        ended_s = began_s + kill_every_s * (num_kills + 1)
+        ended_s = kills_s[-1] + kill_every_s
         _watch(folder, deaths, until_s=ended_s)
         return _account(_read(folder), deaths, began_s, ended_s, kills_s, batch_size)
     except BaseException:
