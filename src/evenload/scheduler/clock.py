@@ -37,7 +37,7 @@ class QueueClock:
     """Counts from the stored anchor in the same boot, else from the wall clock."""
 
     def __init__(self, stored: ClockAnchor | None = None, last_s: float = 0.0) -> None:
-        """`last_s`: time of the queue's last event, before which no time lies."""
+        """`last_s`: when the queue is known to have worked last; no time lies before."""
         self._stored = stored
         boot = boot_id()
         if stored is not None and boot and stored.boot == boot:

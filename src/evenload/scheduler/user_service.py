@@ -13,9 +13,11 @@ from evenload.scheduler import paths
 
 UNIT = "evenload-queue.service"
 
+# No start limit: while the disk is full the daemon can't start, and systemd would give up after five attempts.
 _TEXT = """\
 [Unit]
 Description=Evenload's queue of jobs of {user}
+StartLimitIntervalSec=0
 
 [Service]
 ExecStart="{python}" -P -m evenload.scheduler.daemon --queue "{folder}" --foreground

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from evenload.errors import EvenloadError
 from evenload.job.processes import all_stats
 from evenload.scheduler import paths
 from evenload.scheduler.client import Client, connect
@@ -69,6 +70,24 @@ class Box:
                 cwd=ROOT,
                 env={**os.environ, **self._variables},
             )
+
+    def answers(self) -> bool:
+        """True where a daemon accepts requests."""
+        try:
+            connect(self.folder, start=False).close()
+        except EvenloadError:
+            return False
+        return True
+
+    def serve(self) -> None:
+        """Starts a daemon as a service does: again and again until one stays."""
+
+        def is_up() -> bool:
+            if self.daemon is None or self.daemon.poll() is not None:
+                self.start()
+            return self.answers()
+
+        until(is_up, self.log)
 
     def client(self, timeout_s: float = 30.0) -> Client:
         """A connection, once the daemon answers."""

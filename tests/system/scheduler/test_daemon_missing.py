@@ -58,6 +58,7 @@ def test_a_unit_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     unit.read_string(user_service.unit_text(tmp_path / "a queue"))
     assert shlex.split(unit["Service"]["ExecStart"])[0] == sys.executable
     assert shlex.split(unit["Service"]["ExecStart"])[-2:] == [str(tmp_path / "a queue"), "--foreground"]
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0", "a full disk would end the attempts to start it"
     assert unit["Service"]["KillMode"] == "process", "jobs would end with the daemon"
     if shutil.which("systemctl") is None:
         with pytest.raises(QueueError, match=r"no systemd; with cron.*@reboot"):

@@ -15,7 +15,7 @@ def test_a_job_whose_whole_tree_is_killed_goes_on() -> None:
         queue.settings("[cpu]\nslots = 2\n[settings]\nmax_lost = 1000\n")
         queue.start()
         queue.client().close()
-        jobs = [queue.submit("sh", "-c", "echo up; sleep 1000 || exit 3", requeue=True) for _ in range(2)]
+        jobs = [queue.submit("sh", "-c", "echo up; sleep 1000; exit $?", requeue=True) for _ in range(2)]
         for number in range(1, 5):
             _wait_for_starts(queue, jobs, number)
             assert queue.daemon is not None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from evenload.errors import QueueError
 from evenload.scheduler.core import events
+from evenload.scheduler.daemon import backups as daemon_backups
+from evenload.scheduler.daemon.backups import HourlyBackups
 from evenload.scheduler.store import backup
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.reader import Reader
@@ -75,3 +78,56 @@ def test_a_damaged_file_makes_no_backup(tmp_path: Path) -> None:
     with pytest.raises(QueueError, match="no backup"):
         backup.back_up(tmp_path)
     assert backup.backups(tmp_path) == [good]
+
+
+def test_the_newest_backup_stays_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are removed, whatever the clock showed when they were made."""
+    _submit(tmp_path, 1, 5)
+    shown_s = [5e8, 6e8, 7e8, 1e8, 1e8]
+    monkeypatch.setattr(backup, "wall_s", lambda: shown_s[0])
+    names = iter("abcde")
+    monkeypatch.setattr(backup.time, "strftime", lambda form: next(names))
+    while shown_s:
+        made = backup.back_up(tmp_path)
+        assert backup.backups(tmp_path)[0] == made
+        shown_s.pop(0)
+    assert [path.stem for path in backup.backups(tmp_path)] == ["e", "d", "c"]
+
+
+def test_a_backup_that_fails_leaves_no_part_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk needs the room; the next try follows soon."""
+    _submit(tmp_path, 1, 5)
+    log: list[str] = []
+    backups = HourlyBackups(tmp_path, log.append)
+
+    def fails(path: Path, *, ns: tuple[int, int]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run(now_s: float) -> int:
+        backups.run_if_due(now_s, 5)
+        backups.close()
+        return len(list((tmp_path / backup.FOLDER).glob("*")))
+
+    assert run(0.0) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(backup.os, "utime", fails)
+        assert run(3600.0) == 0 and "No space left" in log[0]
+    assert run(3700.0) == 0
+    assert run(4000.0) == 1 and not backups.problem
+
+
+def test_a_daemon_that_is_killed_every_half_hour_backs_up_every_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _submit(tmp_path, 1, 5)
+    now_s, made = 1e9, []
+    for module in (backup, daemon_backups):
+        monkeypatch.setattr(module, "wall_s", lambda: now_s)
+    for half_hour in range(9):
+        now_s = 1e9 + 1800.0 * half_hour
+        backups = HourlyBackups(tmp_path, print)  # a daemon's own
+        for minute in range(30):
+            backups.run_if_due(now_s + 60.0 * minute, half_hour)
+            backups.close()
+        made.append(len(backup.backups(tmp_path)) and backup.backups(tmp_path)[0].stat().st_mtime)
+    assert made[2] > 0 and len(set(made[2:])) >= 3

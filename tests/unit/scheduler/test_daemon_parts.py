@@ -21,9 +21,18 @@ from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan
 from evenload.scheduler.daemon.maintenance import device_events, external_process_events, file_events
 from evenload.scheduler.daemon.queue_file import QueueFile, read_queue_file
 from evenload.scheduler.paths import SETTINGS_FILE, socket_address
+from evenload.scheduler.runner.__main__ import is_killed
 from evenload.scheduler.runner.files import RunnerResult
 
 GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("code", "was_killed"), [(0, False), (3, False), (75, False), (None, False), (-9, True), (137, True)]
+)
+def test_only_the_end_of_a_killed_program_is_recorded_later(code: int | None, was_killed: bool) -> None:
+    """Its whole tree may be being killed; any other end is written at once."""
+    assert is_killed(RunnerResult(1, code)) == was_killed
 
 
 def _report(state: str, step: int = 9) -> ProgressReport:

@@ -9,7 +9,7 @@ import pytest
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.values import Reservation
-from evenload.scheduler.daemon.maintenance import next_window
+from evenload.scheduler.daemon.maintenance import next_window, shifted
 from evenload.scheduler.job_syntax import read_time_of_day_s
 
 HOUR_S = 3600.0
@@ -44,6 +44,20 @@ def test_the_next_window_has_the_same_time_of_day() -> None:
     assert _next("weekday", friday, friday + 2 * HOUR_S) == _at(2025, 10, 27, 9, 0) == friday + 73 * HOUR_S
     assert _next("day", friday, _at(2025, 12, 3, 10, 0)) == _at(2025, 12, 3, 9, 0)
     assert _next("day", friday, _at(2025, 12, 3, 11, 0)) == _at(2025, 12, 4, 9, 0)
+
+
+def test_a_time_of_day_that_a_change_leaves_out_is_back_the_day_after() -> None:
+    """Half past two does not exist on 30 March; also where the queue's clock is not the wall clock."""
+    ahead_s = 100.0
+    at_s = _at(2025, 3, 28, 2, 30) - ahead_s
+    reservation = Reservation("r1", frozenset({"d0"}), at_s, at_s + HOUR_S, frozenset(), "day")
+    starts = []
+    for _ in range(4):
+        now_s = reservation.end_s + ahead_s
+        reservation = shifted(next_window(shifted(reservation, ahead_s), now_s), -ahead_s)
+        starts.append(time.localtime(reservation.start_s + ahead_s)[2:5])
+    assert (starts[0], starts[2], starts[3]) == ((29, 2, 30), (31, 2, 30), (1, 2, 30))
+    assert starts[1][0] == 30
 
 
 def test_a_reservation_may_not_overlap_its_next() -> None:

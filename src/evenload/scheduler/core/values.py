@@ -270,6 +270,8 @@ class Reservation:
     """Only their jobs may use the devices meanwhile; no jobs if empty (maintenance)."""
     every: str = ""
     """One of `RECURRENCES`: a shell sets the next window once this one is over. Empty: this window alone."""
+    first_s: float | None = None
+    """Start of the first window, whose time of day the later ones have; None: this is the first."""
 
     def __post_init__(self) -> None:
         if self.every and self.every not in RECURRENCES:

@@ -68,6 +68,8 @@ class Attempts:
         """GPU → the job that last released it."""
         self.next_request_s: float | None = None
         """When the next job that began a moment ago is requested to stop, by the monotonic clock."""
+        self._uncommitted: list[LiveAttempt] = []
+        """Attempts whose first report was recorded since the last commit."""
         self._failed: dict[str, str] = {}
         """Job → why its runner couldn't be started."""
 
@@ -293,6 +295,7 @@ class Attempts:
         (job,) = record(reported)
         if live.learns and not job.spec.preemptible:
             live.learns = False
+            self._uncommitted.append(live)
             (job,) = record(events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, preemptible=True)))
         if live.first is not None and live.measures and (measured := self._learning.began(live, job)) is not None:
             record(measured)
@@ -354,7 +357,14 @@ class Attempts:
             self._released_s[device] = time.monotonic()
             self._last_holder[device] = attempt.fence.job
 
+    def roll_back(self) -> None:
+        """Have what was recorded since the last commit recorded again."""
+        for live in self._uncommitted:
+            live.learns, live.recorded_s = True, 0.0
+        self._uncommitted.clear()
+
     def forget(self, ended: Iterable[EndedAttempt]) -> None:
+        self._uncommitted.clear()
         for gone in ended:
             self._state.runners.forget(gone.live)
             if gone.live.fence.job not in self._state.store.queue_state.jobs:

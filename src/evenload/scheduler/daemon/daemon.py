@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from evenload.scheduler.daemon.attempts import Attempts
 from evenload.scheduler.daemon.backups import HourlyBackups
 from evenload.scheduler.daemon.devices import LocalDevice, find_devices
 from evenload.scheduler.daemon.external_processes import GpuMonitor
-from evenload.scheduler.daemon.handlers import DelayedReply, RequestHandlers
+from evenload.scheduler.daemon.handlers import READING, DelayedReply, RequestHandlers
 from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.maintenance import (
     clock_events,
@@ -59,7 +59,8 @@ class Daemon:
         self._backups = HourlyBackups(folder, log.write)
         presence.note_stopped(folder, False)
         reader = Reader(folder)
-        clock = QueueClock(self._store.anchor, self._store.queue_state.time_s)
+        alive_s = max(self._alive.last_s, self._store.queue_state.time_s)
+        clock = QueueClock(self._store.anchor, alive_s)
         self._state = DaemonState(
             folder=folder,
             store=self._store,
@@ -69,7 +70,7 @@ class Daemon:
             devices={},
             next_number=_next_number(reader),
             clock=clock,
-            alive_s=max(self._alive.last_s, self._store.queue_state.time_s),
+            alive_s=alive_s,
         )
         self._handlers = RequestHandlers(self._state)
         self._notifier = Notifier(log.write)
@@ -147,7 +148,8 @@ class Daemon:
                 self._state.problems["backup"] = self._backups.problem
             self._attempts.note_reports(self._state.record)
         replies: list[tuple[ClientConnection, dict[str, Any] | DelayedReply]] = []
-        for connection, message in self._server.requests():
+        requests = self._server.requests()
+        for connection, message in requests:
             reply = self._handle(connection, message)
             if reply is not None:
                 replies.append((connection, reply))
@@ -161,17 +163,24 @@ class Daemon:
             raise
         except QueueError as error:
             self._roll_back(error)
-            for connection, _ in replies:
-                connection.reply(messages.error_row(error))
+            reads = [(connection, message) for connection, message in requests if message.get("verb") in READING]
+            self._send([(connection, self._handle(connection, message)) for connection, message in reads])
+            readers = {connection for connection, _ in reads}
+            self._send(
+                [(connection, messages.error_row(error)) for connection, _ in replies if connection not in readers]
+            )
             return
         self._state.problems.pop("disk", None)
         self._act(ended)
+        self._send(replies)
+        self._send_delayed()
+
+    def _send(self, replies: Iterable[tuple[ClientConnection, dict[str, Any] | DelayedReply | None]]) -> None:
         for connection, reply in replies:
             if isinstance(reply, DelayedReply):
                 self._delayed.append((connection, reply))
-            else:
+            elif reply is not None:
                 connection.reply(reply)
-        self._send_delayed()
 
     def _follow_clock(self) -> None:
         """Note that the wall clock was set: durations go on, and what people gave as a time of day keeps that time."""
@@ -189,16 +198,17 @@ class Daemon:
         self._log.write(f"nothing can be recorded: {error}")
         self._state.problems["disk"] = str(error)
         self._stalled_until_s = time.monotonic() + _FULL_DISK_S
-        self._state.ended.clear()
+        self._state.roll_back()
+        self._attempts.roll_back()
         self._handlers.to_kill.clear()
         self._has_anchor = False
         self._state.next_number = _next_number(self._state.reader)
-        self._state.has_changed = self._must_reload = True
+        self._must_reload = True
 
     def _handle(self, connection: ClientConnection, message: dict[str, Any]) -> dict[str, Any] | DelayedReply | None:
         """Return the reply; None where it follows once a device was scanned."""
-        verb = message.pop("verb", None)
-        message.pop("id", None)
+        verb = message.get("verb")
+        message = {name: value for name, value in message.items() if name not in ("verb", "id")}
         try:
             if verb == "runner":
                 register = self._attempts.register

@@ -28,6 +28,9 @@ from evenload.scheduler.job_lookup import row_of_attempt
 from evenload.scheduler.messages import LARGEST_PAGE
 from evenload.scheduler.store import rows, usage
 
+READING = frozenset({"list", "job", "status", "wait", "report"})
+"""Verbs that record nothing."""
+
 _LONGEST_WAIT_S = 300.0
 
 

@@ -49,7 +49,8 @@ def device_events(queue_state: QueueState, found: Mapping[str, LocalDevice], now
 
 
 def shifted(reservation: Reservation, by_s: float) -> Reservation:
-    return replace(reservation, start_s=reservation.start_s + by_s, end_s=reservation.end_s + by_s)
+    first_s = None if reservation.first_s is None else reservation.first_s + by_s
+    return replace(reservation, start_s=reservation.start_s + by_s, end_s=reservation.end_s + by_s, first_s=first_s)
 
 
 def recurring_events(queue_state: QueueState, clock: QueueClock) -> list[events.QueueEvent]:
@@ -65,19 +66,21 @@ def recurring_events(queue_state: QueueState, clock: QueueClock) -> list[events.
 def next_window(reservation: Reservation, now_s: float) -> Reservation:
     """Return a recurring reservation with its first window that ends after a time; all by the wall clock.
 
-    It begins at the same time of day, also after a change of summer time, and lasts as long as before.
+    It begins at the same time of day, also after a change of summer time, and lasts as long as before. On the day whose
+    change leaves that time out it begins later or earlier, and the day after at its own time again.
     """
-    at, length_s = time.localtime(reservation.start_s), reservation.end_s - reservation.start_s
+    first_s = reservation.start_s if reservation.first_s is None else reservation.first_s
+    of_day, length_s = time.localtime(first_s), reservation.end_s - reservation.start_s
+    at, clock_time = time.localtime(reservation.start_s), (of_day.tm_hour, of_day.tm_min, of_day.tm_sec)
     step = 7 if reservation.every == "week" else 1
     days = 0
     while True:
         days += step
-        clock_time = (at.tm_hour, at.tm_min, at.tm_sec)
         start_s = time.mktime((at.tm_year, at.tm_mon, at.tm_mday + days, *clock_time, 0, 0, -1))
         if reservation.every == "weekday" and time.localtime(start_s).tm_wday >= _SATURDAY:
             continue
         if start_s + length_s > now_s:
-            return replace(reservation, start_s=start_s, end_s=start_s + length_s)
+            return replace(reservation, start_s=start_s, end_s=start_s + length_s, first_s=first_s)
 
 
 def clock_events(queue_state: QueueState, step_s: float, now_s: float) -> list[events.QueueEvent]:

@@ -69,8 +69,11 @@ class DaemonState:
     _eta_cache: EtaCache = field(default_factory=EtaCache)
 
     def __post_init__(self) -> None:
-        self.memory_history = MemoryHistory(self.reader)
         self.budgets = Budgets(self.reader)
+        self._learn_anew()
+
+    def _learn_anew(self) -> None:
+        self.memory_history = MemoryHistory(self.reader)
         self.run_estimates = RunEstimates(self.reader)
 
     def record(self, entry: Entry, **rest: Any) -> tuple[Job, ...]:
@@ -79,6 +82,12 @@ class DaemonState:
         self.has_changed = True
         self.ended += [job for job in changed if job.state in ENDED]
         return changed
+
+    def roll_back(self) -> None:
+        """Forget what was recorded and is not on disk: it is recorded again, and counts once."""
+        self.ended.clear()
+        self._learn_anew()
+        self.has_changed = True
 
     def program_of(self, job: str) -> StoredProgram | None:
         """Return a job's program; None for no such job."""

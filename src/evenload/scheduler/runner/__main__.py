@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 
 from evenload.errors import EvenloadError, QueueError, StaleError
-from evenload.job import EXIT_CODE
 from evenload.job.processes import become_reaper
 from evenload.scheduler import client
 from evenload.scheduler.runner import files
@@ -23,9 +22,10 @@ from evenload.scheduler.runner.watch import ProgramSupervisor
 
 _WAIT_FOR_DAEMON_S = 120.0
 _KILL_WAVE_S = 0.5
-"""Whoever kills a program may kill its whole tree, this runner included, in any order, and a shell whose child is killed exits
-with a code of its own. Only a runner that outlives a failed program by this long calls it a failure; else the job is lost, and
-goes on from its last save."""
+"""Whoever kills a program may kill its whole tree, this runner included, in any order. Only a runner that outlives by this long
+a program that was killed calls it a failure; else the job is lost, and goes on from its last save."""
+_SHELL_SIGNAL = 128
+"""A shell whose child was killed by signal n exits with this + n."""
 _RETRY_S = 0.5
 """Time between two attempts to write to a full disk."""
 
@@ -51,11 +51,16 @@ def main(arguments: list[str]) -> int:
         result = _run(folder, spec, wakeup, watch)
     except QueueError as error:
         result = RunnerResult(spec.fence, None, requested="stop", problem=str(error), **files.ended_now())
-    if result.code not in (None, 0, EXIT_CODE) and not result.requested:
+    if is_killed(result) and not result.requested:
         time.sleep(_KILL_WAVE_S)
     _write_result(folder, result)
     watch.look(is_last=True)
     return 0
+
+
+def is_killed(result: RunnerResult) -> bool:
+    """Return True where a signal ended the program, or a child of the shell that was the program."""
+    return result.code is not None and (result.code < 0 or result.code > _SHELL_SIGNAL)
 
 
 def _write_result(folder: Path, result: RunnerResult) -> None:

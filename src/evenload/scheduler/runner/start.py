@@ -35,7 +35,12 @@ class StartedProgram:
 
 
 def open_log(spec: AttemptSpec) -> int:
-    """Open the job's log for appending, for its owner alone. Raise a `QueueError` for a link or somebody else's file."""
+    """Open the job's log for appending, for its owner alone.
+
+    Raises:
+        OSError: the disk is full; the caller may try again.
+        QueueError: it is a link, somebody else's file, or can't be written for another reason.
+    """
     path = Path(spec.log)
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -47,6 +52,8 @@ def open_log(spec: AttemptSpec) -> int:
         finally:
             os.close(folder)
     except OSError as error:
+        if files.is_full_disk(error):
+            raise
         raise QueueError(f"the log {path} can't be written: {error}") from error
     found = os.fstat(log)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid not in (os.geteuid(), spec.uid):

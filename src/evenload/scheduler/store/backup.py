@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenload.errors import QueueError
+from evenload.scheduler.clock import wall_s
 from evenload.scheduler.store import tables
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.lock import WriterLock
@@ -40,11 +41,19 @@ def back_up(folder: Path) -> Path:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        before = backups(folder)
         made = kept / f"{time.strftime('%Y%m%d-%H%M%S')}.sqlite"
+        made_ns = int(wall_s() * 1e9)
+        if before:  # it is the newest, also where the clock was set back
+            made_ns = max(made_ns, before[0].stat().st_mtime_ns + 1)
+        os.utime(part, ns=(made_ns, made_ns))
         part.replace(made)
-        for old in backups(folder)[NUM_KEPT:]:
-            old.unlink()
+        for old in before[NUM_KEPT - 1 :]:
+            if old != made:
+                old.unlink()
     except (OSError, sqlite3.Error) as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)  # a full disk needs its room for the queue
         raise QueueError(f"no backup of the queue {folder / DATABASE} can be written: {error}") from error
     return made
 

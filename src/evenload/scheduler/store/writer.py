@@ -64,10 +64,13 @@ class QueueStore:
             self._anchor = _stored_anchor(self._connection)
         except sqlite3.Error as error:
             self.close()
-            raise QueueError(
-                f"the queue {folder / DATABASE} can't be opened: {error}; if it is damaged, evenload queue repair makes it "
-                f"whole from its backups"
-            ) from error
+            is_full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
+            hint = (
+                "make room on it"
+                if is_full
+                else "if it is damaged, evenload queue repair makes it whole from its backups"
+            )
+            raise QueueError(f"the queue {folder / DATABASE} can't be opened: {error}; {hint}") from error
         except BaseException:
             self.close()
             raise
