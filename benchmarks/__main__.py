@@ -37,6 +37,7 @@ NAMES = (
     "churn",
     "queue_decide",
     "queue_policies",
+    "queue_product",
     "queue_crash",
     "queue_external",
     "gpu",
@@ -52,9 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--results", default=None, help="where the JSON goes; benchmarks/results if not given")
     parser.add_argument("--peers", default=None, help="of efficiency: ddp,accelerate,lightning or some of them")
-    parser.add_argument("--traces", default=None, help="of queue_policies: the folder of recorded workloads")
     parser.add_argument(
-        "--only", default=None, help="of gpu and small_steps: names of experiments, such as E1,E3; of faults: seeds"
+        "--traces", default=None, help="of queue_policies, queue_product: the folder of recorded workloads"
+    )
+    parser.add_argument(
+        "--only",
+        default=None,
+        help="of gpu and small_steps: names of experiments, such as E1,E3; of faults: seeds; of queue_product: parts",
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
@@ -65,10 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"== {name} ==", flush=True)
         neighbours = Neighbours()
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
-        if options.traces and name == "queue_policies":
+        if options.traces and name in ("queue_policies", "queue_product"):
             chosen = {"traces": options.traces}
-        if options.only and name in ("gpu", "small_steps", "faults"):
-            chosen = {"only": options.only}
+        if options.only and name in ("gpu", "small_steps", "faults", "queue_product"):
+            chosen = {**chosen, "only": options.only}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()
         print(module.table(result), flush=True)

@@ -14,11 +14,9 @@ artifact (petuum/adaptdl, branch osdi21-artifact). 16 hosts of 4 devices, a rest
    means over the four workloads. `default` against `fifo` and `las` (neither is told anything). Bars: mean 2.0 × below
    FIFO and 1.4 × below LAS, 1.8 × below FIFO where remaining work is told with a log-normal error (σ = 1, mean over five
    seeds); a job's time over its own under FIFO: p99 at most 3. The bars are of offset 0 (jobs 0, 8, 16, …); the other
-   seven offsets are told beside. With equal knowledge: `default` without any against `las`, and with run times estimated
-   from the same users' earlier jobs.
-4. Evenload jobs: what they report is what `Run` reports, and the queue learns of it by the daemon's code. Their batch stays
-   (``fixed``) or grows (``tuned``); a restart costs 30 to 180 s.
-5. Unequal kinds: 4 devices and 4 of half their speed, Evenload gangs; the same policy with and without the kinds' speeds.
+   seven offsets are told beside.
+
+`queue_product` has jobs as the product runs them.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from benchmarks.pollux.workload import pollux_workload
 from benchmarks.report import rows
 from evenload.scheduler.core.values import Settings
 from evenload.scheduler.simulator.arrivals import JobArrival, capped, thinned
-from evenload.scheduler.simulator.cluster import KindFacts, devices_of
+from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.report import mean, percentile, report_of, slowdowns
 from evenload.scheduler.simulator.simulate import Conditions, simulate
@@ -57,15 +55,11 @@ def measure(quick: bool, traces: str | None = None) -> dict[str, Any]:
     faithful = _faithful(folder, workloads)
     elastic = _elastic(folder, workloads, quick)
     box = _box(folder, workloads, range(1) if quick else range(8), range(1) if quick else range(5))
-    evenload = _evenload(folder, workloads, quick)
-    kinds = _kinds(folder, workloads)
     known, unknown, first = elastic["known"], elastic["unknown"], box[0]
     return {
         "faithful": faithful,
         "elastic": elastic,
         "box": box,
-        "evenload": evenload,
-        "kinds": kinds,
         "bars": {
             "las: each workload within 5 % of Tiresias as published": all(
                 abs(row["ratio"] - 1) <= 0.05 for row in faithful["workloads"]
@@ -166,55 +160,6 @@ def _elastic(folder: Path, workloads: tuple[int, ...], quick: bool) -> dict[str,
     return result
 
 
-def _evenload(folder: Path, workloads: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:
-    published = _published(folder, "pollux")
-    theirs = [value for number in workloads for value in published[f"workload-{number}"].values()]
-    found = []
-    for batch in ("tuned", "fixed"):
-        for restart_s in (30.0,) if quick else (30.0, 60.0, 90.0, 120.0, 180.0):
-            ours = []
-            for number in workloads:
-                arrivals = pollux_workload(folder / "workloads" / f"workload-{number}.csv", evenload=batch)
-                settings = Settings(policy="goodput", restart_s=restart_s)
-                outcome = simulate(arrivals, Conditions(devices_of(_CLUSTER), settings, at_events=False))
-                ours += [job.jct_s for job in outcome.jobs]
-            found.append(
-                {
-                    "batch": batch,
-                    "restart_s": restart_s,
-                    "mean_s": mean(ours),
-                    "ratio": mean(ours) / mean(theirs),
-                    "p99_ratio": percentile(ours, 99) / percentile(theirs, 99),
-                }
-            )
-    return found
-
-
-def _kinds(folder: Path, workloads: tuple[int, ...]) -> list[dict[str, Any]]:
-    facts = {"slow": KindFacts(speed=0.5)}
-    found = []
-    for text in ("1x4:fast,1x4:slow", "1x4:slow,1x4:fast"):
-        for remaining in ("known", "unknown"):
-            means = []
-            for equal_kinds in (False, True):
-                ours = []
-                for number in workloads:
-                    arrivals = pollux_workload(folder / "workloads" / f"workload-{number}.csv", evenload="gangs")
-                    conditions = Conditions(devices_of(text, facts), remaining=remaining, equal_kinds=equal_kinds)
-                    ours += [job.jct_s for job in simulate(capped(thinned(arrivals, 8), 8), conditions).jobs]
-                means.append(mean(ours))
-            found.append(
-                {
-                    "cluster": text,
-                    "remaining": remaining,
-                    "default_s": means[0],
-                    "equal_kinds_s": means[1],
-                    "ratio": means[0] / means[1],
-                }
-            )
-    return found
-
-
 def _box(folder: Path, workloads: tuple[int, ...], offsets: range, seeds: range) -> list[dict[str, Any]]:
     told = []
     for offset in offsets:
@@ -232,8 +177,6 @@ def _box(folder: Path, workloads: tuple[int, ...], offsets: range, seeds: range)
                 "las_s": _mean(las),
                 "default_s": _mean(ours),
                 "srpt_s": _mean(_runs(jobs, "srpt", "known")),
-                "unknown_s": _mean(_runs(jobs, "default", "unknown")),
-                "history_s": _mean(_runs(jobs, "default", "history")),
                 "noisy_s": mean([_mean(run) for run in noisy]),
                 "fifo_over_default": _mean(fifo) / _mean(ours),
                 "las_over_default": _mean(las) / _mean(ours),

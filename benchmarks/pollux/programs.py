@@ -147,7 +147,7 @@ class EvenloadProgram(EpochProgram):
     def _noise_samples(self) -> float:
         epoch = min(self._epoch, self._app.num_epochs - 1)
         sqr, var = self._app.grad_stats(self._actual_batch(), epoch)
-        return var * self._app.init_batch / sqr
+        return var * self._app.init_batch / max(sqr, 1e-9 * var, 1e-30)  # 0 was measured at the end of some
 
     def _configure(self) -> None:
         super()._configure()

@@ -7,22 +7,23 @@ work is taken to speed up like k^0.9, or by the measured speeds of an elastic jo
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from evenload.scheduler.core.events import SpecChanged
+from evenload.scheduler.core.run_times import PastRuns, work_of
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, JobSpec
 
-_EXPONENT = 0.9
 _NUM_RUNS = 15
 """Of so many newest runs the median is taken."""
 _LEAST_CHANGE = 0.1
 """An estimate that differs by less than this fraction is not changed."""
 _MOST_WORDS = 4
+_NUM_PAST = 100
+"""Of so many newest jobs of the queue the run times are known to the policies."""
 
 RunKey = tuple[str, ...]
 _SOURCES = {"array": "of its array", "command": "of the same command", "script": "of the same script"}
@@ -40,24 +41,33 @@ class RunEstimate:
 class RuntimeHistory:
     _work: dict[RunKey, deque[float]] = field(default_factory=dict)
     """Seconds that the newest runs would have taken on one device."""
+    _newest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_NUM_PAST))
+    _past: PastRuns | None = None
 
     def add(self, job: Job, keys: Sequence[RunKey]) -> bool:
         """Note a job that has ended, under its `run_keys`; return whether it counts."""
         seconds = _seconds_on_minimum(job)
         if job.state is not JobState.SUCCEEDED or seconds <= 0:
             return False
+        self._newest.append((job.spec.needs.min_devices, seconds))
+        self._past = None
         for key in keys:
-            self._work.setdefault(key, deque(maxlen=_NUM_RUNS)).append(
-                seconds * math.pow(job.spec.needs.min_devices, _EXPONENT)
-            )
+            work = work_of(seconds, job.spec.needs.min_devices)
+            self._work.setdefault(key, deque(maxlen=_NUM_RUNS)).append(work)
         return True
+
+    def past(self) -> PastRuns:
+        """Return the run times of the queue's newest jobs, of all users."""
+        if self._past is None:
+            self._past = PastRuns(self._newest)
+        return self._past
 
     def learn(
         self, job: Job, jobs: Mapping[str, Job], keys_of: Callable[[Job], Sequence[RunKey]], now_s: float
     ) -> list[SpecChanged]:
         """Note a job that has ended; return the changes of similar jobs of its user that have not."""
         keys = keys_of(job)
-        if not self.add(job, keys):
+        if not self.add(job, keys) or not keys:
             return []
         changed = []
         for other in jobs.values():
@@ -72,13 +82,15 @@ class RuntimeHistory:
         """Return the estimate for a job by the first of its `run_keys` that has a run; None without one."""
         for key in keys:
             if runs := self._work.get(key):
-                seconds = median(runs) / math.pow(spec.needs.min_devices, _EXPONENT)
+                seconds = median(runs) / work_of(1.0, spec.needs.min_devices)
                 num = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
                 return RunEstimate(round(seconds, 3), f"{num} {_SOURCES[key[0]]}")
         return None
 
     def with_estimate(self, spec: JobSpec, keys: Sequence[RunKey]) -> JobSpec:
         """Return the spec with the estimate; the same one if its owner gave an estimate, or nothing new is known."""
+        if keys and not spec.run_key:
+            spec = replace(spec, run_key=" ".join(keys[-1]))
         if spec.estimate_s is not None and not spec.estimate_source:
             return spec
         found = self.estimate(spec, keys)

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job, JobSpec, Needs
+from evenload.scheduler.core.values import Job, JobSpec, Needs, Settings
 from evenload.scheduler.runtime_history import RunKey, RuntimeHistory, run_keys
 from evenload.scheduler.simulator.arrivals import JobArrival, timed_program
 from evenload.scheduler.simulator.cluster import devices_of
+from evenload.scheduler.simulator.report import mean
 from evenload.scheduler.simulator.simulate import Conditions, simulate
 from tests.unit.scheduler.queue import spec
 
@@ -56,7 +57,7 @@ def test_runs_that_failed_count_nothing_and_numbers_of_devices_are_converted() -
 def test_the_owners_estimate_stays_and_a_small_change_is_none() -> None:
     history, keys = history_of(ended(100.0)), run_keys(spec(), TRAIN)
     own = spec(estimate_s=7.0)
-    assert history.with_estimate(own, keys) is own
+    assert history.with_estimate(own, keys) == replace(own, run_key="script ann python train.py")
     first = history.with_estimate(spec(), keys)
     assert (first.estimate_s, first.estimate_source) == (100.0, "1 run of the same command")
     history.add(ended(105.0), keys)
@@ -90,7 +91,8 @@ def test_in_a_simulation_history_shortens_the_mean() -> None:
         for seconds in [(3000.0, 300.0)[number % 3 > 0]]
     ]
     mean_s = {}
-    for knows in ("unknown", "history", "known"):
-        outcome = simulate(arrivals, Conditions(devices_of("1x2"), remaining=knows))
-        mean_s[knows] = sum(job.jct_s for job in outcome.jobs) / len(outcome.jobs)
-    assert mean_s["known"] < 1.1 * mean_s["history"] < mean_s["unknown"]
+    for policy, knows in (("las", "unknown"), ("default", "unknown"), ("default", "history"), ("default", "known")):
+        conditions = Conditions(devices_of("1x2"), Settings(policy=policy), remaining=knows)
+        mean_s[policy, knows] = mean([job.jct_s for job in simulate(arrivals, conditions).jobs])
+    assert mean_s["default", "unknown"] < 0.9 * mean_s["las", "unknown"]
+    assert mean_s["default", "known"] < 1.1 * mean_s["default", "history"] < 0.85 * mean_s["default", "unknown"]

@@ -28,10 +28,12 @@ from evenload.scheduler.core.eligibility import (
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, Placed, StopRequested
 from evenload.scheduler.core.limits import LimitUse
+from evenload.scheduler.core.moving import Moving
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
 from evenload.scheduler.core.refusal import most_together
 from evenload.scheduler.core.resizing import Resizing
+from evenload.scheduler.core.run_times import oldest_work
 from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
@@ -81,7 +83,8 @@ def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
     choices = PoolChoices(snapshot, now_s)
     sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if snapshot.shares else None
     is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in eligibility.running)
-    if not eligibility.pending and not is_elastic:
+    may_move = bool(eligibility.running) and bool(eligibility.free) and snapshot.layout.has_speeds
+    if not eligibility.pending and not is_elastic and not may_move:
         return Plan(tuple(eligibility.commands), eligibility.waits)
     return _Planning(snapshot, now_s, eligibility, choices, sharing, explain).run()
 
@@ -107,6 +110,7 @@ class _Planning:
         self.decision: PolicyDecision
         self.candidates: PreemptionCandidates | None = None
         self.sizing: Resizing | None = None
+        self.moving = Moving(snapshot, self.availability, now_s)
         self.window: BackfillWindow | None = None
         self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
         self.is_anyone_waiting = False
@@ -162,16 +166,20 @@ class _Planning:
     def _inputs(self, keeping: frozenset[str]) -> PolicyInput:
         eligibility, layout = self.eligibility, self.snapshot.layout
         num_held = sum([len(job.devices) for job in eligibility.running])
+        jobs = [*eligibility.running, *eligibility.pending]
+        settled = [job for job in eligibility.holders if job.state in (JobState.STARTING, JobState.RESIZING)]
         return PolicyInput(
             now_s=self.now_s,
-            jobs=[*eligibility.running, *eligibility.pending],
+            jobs=jobs,
             users=self.snapshot.users,
             settings=self.settings,
             num_devices=num_held + len(eligibility.free) + len(eligibility.coming),
-            settled=[job for job in eligibility.holders if job.state in (JobState.STARTING, JobState.RESIZING)],
+            settled=settled,
             host_size=max(1, layout.host_size),
             keeping=keeping,
             device_cost=layout.mean_cost(self.settings),
+            past=self.snapshot.past,
+            oldest=oldest_work([*jobs, *settled], self.now_s),
         )
 
     def _ordered(self) -> list[Job]:
@@ -206,6 +214,7 @@ class _Planning:
     def _give_out(self, order: list[Job]) -> None:
         candidates, sizing = self.candidates, self.sizing
         sizes, fixed = self.decision.sizes, self._fixed
+        has_speeds = self.snapshot.layout.has_speeds
         gone = candidates.displaced if candidates is not None else frozenset()
         for job in order:
             if job.state is JobState.RUNNING:
@@ -213,6 +222,8 @@ class _Planning:
                     candidates.pass_by(job)
                     if sizing is not None and self.window is None:
                         sizing.grow(job)
+                    if has_speeds:
+                        self._move(job)
                 continue
             if self.sharing is not None and self._join(job):
                 continue
@@ -234,6 +245,15 @@ class _Planning:
                 continue
             if not self._start(job, num) and not self._may_pass(job):
                 break
+
+    def _move(self, job: Job) -> None:
+        """Let a running job move to faster devices, before those that are behind it in the order."""
+        is_changed = self.sizing is not None and job.id in self.sizing.changed
+        if is_changed or job.spec.share_device or is_young(job, self.settings, self.now_s):
+            return
+        choice = self.choices.of(job)
+        if self.window is None or self.window.pools.issuperset(choice.pools):
+            self.moving.move(job, self.eligibility.slots[job.id], choice)
 
     def _join(self, job: Job) -> bool:
         """Start a small job on a device that others share (`core.sharing`); False if there is none."""
@@ -387,6 +407,7 @@ class _Planning:
                     )
         if self.sizing is not None:
             self.commands += self.sizing.commands
+        self.commands += self.moving.commands
         for job, slots in self.starts.values():
             self.commands.append(
                 Placed(self.now_s, job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1)

@@ -7,9 +7,6 @@ import math
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 
-PRIOR_S = 600.0
-"""Assumed duration of a job of which nothing is known, before it has run at all."""
-
 
 def work_left(job: Job, now_s: float) -> float | None:
     if job.total is None:
@@ -55,15 +52,6 @@ def device_s_left(job: Job, now_s: float) -> float | None:
         return None
     left_of_estimate_s = spec.estimate_s - (job.held_until(now_s) if held else job.held_s)
     return left_of_estimate_s * (held or num) if left_of_estimate_s > 0 else None
-
-
-def guessed_device_s(job: Job, now_s: float) -> float:
-    """Guess the device-seconds left of a job of which nothing is known.
-
-    Running times have heavy tails: what has run long will go on for about as long again. So the guess is the service it
-    attained, and `PRIOR_S` a device before that (least attained service, as an estimate).
-    """
-    return job.service_until(now_s) + PRIOR_S * job.spec.needs.min_devices
 
 
 def end_s(job: Job, now_s: float) -> float:

@@ -40,6 +40,11 @@ class Layout:
     """Contents of hosts as (pool, number) pairs; equal hosts once."""
     pool_sizes: tuple[int, ...]
 
+    @property
+    def has_speeds(self) -> bool:
+        """True if some devices are faster than others."""
+        return len({pool.speed for pool in self.pools}) > 1
+
     def mean_cost(self, settings: Settings) -> float:
         """Return the cost of a device in parts of a device's speed, as the settings weigh money and energy."""
         if not settings.price_weight and not settings.energy_weight:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.values import Job, Settings, User
 
 
@@ -26,6 +27,9 @@ class PolicyInput:
     """Running jobs whose devices can't be taken from them now (not preemptible, young, preempted too often lately)."""
     device_cost: float = 0.0
     """Mean cost of a device in parts of a device's speed, as the settings weigh money and energy."""
+    past: PastRuns = NOTHING_SEEN
+    oldest: Mapping[str, float] = field(default_factory=dict)
+    """`core.run_times.oldest_work` of all these jobs."""
 
 
 @dataclass(frozen=True)

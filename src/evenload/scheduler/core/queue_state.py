@@ -15,6 +15,7 @@ from evenload.scheduler.core import events, occupancy
 from evenload.scheduler.core.accounting import accounted, counted_preemptions, without_unused
 from evenload.scheduler.core.layout import Layout, layout_of
 from evenload.scheduler.core.refusal import refusal
+from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import WITH_DEVICES, JobState, Verb, next_state
 from evenload.scheduler.core.values import Device, Job, JobSpec, Reservation, Settings, User
@@ -86,7 +87,7 @@ class QueueState:
         self.time_s = time_s
         return tuple(changed or ())
 
-    def snapshot(self) -> QueueSnapshot:
+    def snapshot(self, past: PastRuns = NOTHING_SEEN) -> QueueSnapshot:
         return QueueSnapshot(
             jobs=tuple(self.jobs.values()),
             layout=self._drawn(),
@@ -95,6 +96,7 @@ class QueueState:
             reservations=tuple(self.reservations.values()),
             settings=self.settings,
             shares=self.num_sharing > 0,
+            past=past,
         )
 
     def refusal(self, spec: JobSpec) -> str | None:

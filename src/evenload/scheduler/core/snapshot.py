@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evenload.scheduler.core.layout import Layout
+from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.values import Job, Reservation, Settings, User
 
 
@@ -22,3 +23,5 @@ class QueueSnapshot:
     reservations: tuple[Reservation, ...]
     settings: Settings
     shares: bool = False
+    past: PastRuns = NOTHING_SEEN
+    """Run times of jobs that have ended, as the shell remembers them."""

@@ -102,6 +102,8 @@ class JobSpec:
     """Duration on `min_devices` devices, estimated by its owner or from earlier runs."""
     estimate_source: str = ""
     """Earlier runs that the estimate is made of, for people; empty for its owner's, and without one."""
+    run_key: str = ""
+    """Equal for jobs that run the same script, as the shell finds them; empty if unknown."""
     total: float | None = None
     """All of its work, in its own units, where it is known before it runs."""
     rates: tuple[float, ...] = ()

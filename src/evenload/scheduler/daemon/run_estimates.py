@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from evenload.scheduler.core import events
+from evenload.scheduler.core.run_times import PastRuns
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, JobSpec
 from evenload.scheduler.runtime_history import RunKey, RuntimeHistory, run_keys
@@ -32,6 +33,10 @@ class RunEstimates:
         if len(self._live_keys) > 2 * len(jobs) + _MAX_ENDED_KEYS:
             self._live_keys = {name: keys for name, keys in self._live_keys.items() if name in jobs}
         return changed
+
+    def past(self) -> PastRuns:
+        """Return the run times of the queue's newest jobs."""
+        return self._known().past()
 
     def _known(self) -> RuntimeHistory:
         if self._history is None:

@@ -103,7 +103,7 @@ class DaemonState:
 
     def snapshot(self) -> tuple[QueueSnapshot, dict[str, str]]:
         """Return the queue to decide on, and the reasons of jobs that are left out of it."""
-        return within_budgets(self.store.queue_state.snapshot(), self.budgets.spent)
+        return within_budgets(self.store.queue_state.snapshot(self.run_estimates.past()), self.budgets.spent)
 
     def forecasts(self) -> Mapping[str, Forecast]:
         spent = self.budgets.spent

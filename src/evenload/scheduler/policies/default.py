@@ -8,6 +8,7 @@ next: Brinch Hansen 1971). Elastic jobs get their minimum in this order; the oth
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -36,6 +37,23 @@ def scores_of(inputs: PolicyInput, factors: Mapping[str, float]) -> list[float]:
     """Return what each job of the input is sorted by, least first; `factors`: user → factor, empty for none."""
     now_s, ageing_s = inputs.now_s, inputs.settings.ageing_s
     scores = [work(inputs, job) / (1.0 + job.waited_until(now_s) / ageing_s) for job in inputs.jobs]
-    if not factors:
-        return scores
-    return [score * factors[job.spec.user] for job, score in zip(inputs.jobs, scores, strict=True)]
+    if factors:
+        scores = [score * factors[job.spec.user] for job, score in zip(inputs.jobs, scores, strict=True)]
+    return _in_turn(inputs, scores) if inputs.oldest else scores
+
+
+def _in_turn(inputs: PolicyInput, scores: list[float]) -> list[float]:
+    """Keep unknown jobs of a script behind the one that ran most, also if they waited longer: so they don't take turns."""
+    first: dict[str, tuple[float, int]] = {}
+    unknown = [
+        (index, job)
+        for index, job in enumerate(inputs.jobs)
+        if job.spec.run_key in inputs.oldest and job.spec.estimate_s is None and job.total is None
+    ]
+    for index, job in unknown:
+        first[job.spec.run_key] = max(first.get(job.spec.run_key, (-1.0, 0)), (job.service_until(inputs.now_s), -index))
+    for index, job in unknown:
+        leader = -first[job.spec.run_key][1]
+        if index != leader:
+            scores[index] = max(scores[index], math.nextafter(scores[leader], math.inf))
+    return scores

@@ -15,10 +15,11 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from evenload.scheduler.core.estimates import PRIOR_S, restart_s, work_left
+from evenload.scheduler.core.estimates import restart_s, work_left
 from evenload.scheduler.core.policy import PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
+from evenload.scheduler.policies.srpt import guessed_s
 
 _PRIOR_EXPONENT = 0.9
 """A job whose speed was never measured is taken to speed up like k^0.9, within one host."""
@@ -58,24 +59,19 @@ def _prior(most: int) -> tuple[float, ...]:
 
 
 def single_s(inputs: PolicyInput, job: Job) -> float:
-    """Return the seconds the job still needs on one device; guessed from what it has done if its total is unknown."""
-    if not job.rates and job.total is None:  # most jobs that wait
-        estimate_s, num = job.spec.estimate_s, job.spec.needs.min_devices
-        if estimate_s is not None and (left_s := estimate_s - job.held_until(inputs.now_s)) > 0:
-            return left_s * num
-        return job.service_until(inputs.now_s) + PRIOR_S * num
-    left = work_left(job, inputs.now_s)
-    rate = job.rates[0] if job.rates else 0.0
+    """Return the seconds the job still needs on one device; guessed from what it has done if its work is unknown."""
+    spec, num, now_s = job.spec, job.spec.needs.min_devices, inputs.now_s
+    left, rate = work_left(job, now_s), job.rates[0] if job.rates else 0.0
     if rate > 0 and left is not None:
         return left / rate
-    if left is None and job.spec.estimate_s is not None:
-        left_s = job.spec.estimate_s - job.held_until(inputs.now_s)
+    if left is None and spec.estimate_s is not None and not spec.estimate_source:
+        left_s = spec.estimate_s - job.held_until(now_s)
         if left_s > 0:
-            return left_s * job.spec.needs.min_devices
+            return left_s * num
     if rate > 0:
-        done = job.done + (job.rate_per_s * (inputs.now_s - job.reported_s) if job.state is JobState.RUNNING else 0.0)
-        return done / rate + PRIOR_S
-    return job.service_until(inputs.now_s) + PRIOR_S * job.spec.needs.min_devices
+        done = job.done + (job.rate_per_s * (now_s - job.reported_s) if job.state is JobState.RUNNING else 0.0)
+        return guessed_s(inputs, job, done / rate / num) * num
+    return guessed_s(inputs, job, job.service_until(now_s) / num) * num
 
 
 class Churn(NamedTuple):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-from evenload.scheduler.core.estimates import PRIOR_S, device_s_left, guessed_device_s, restart_s
+from evenload.scheduler.core.estimates import device_s_left, restart_s
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
+from evenload.scheduler.core.run_times import work_of
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
 
@@ -21,25 +20,30 @@ def srpt(inputs: PolicyInput) -> PolicyDecision:
 def work(inputs: PolicyInput, job: Job) -> float:
     """Return the device-seconds left, as they count in a comparison.
 
-    Two things keep jobs from displacing each other for nothing: one that waits needs a start, and the displaced one a restart;
-    and where the work is only guessed from what was attained, it is rounded up to a power of two, so equals swap only
-    when one of them has doubled.
+    So that jobs don't displace each other for nothing, the restart of one that waits counts, and of the one it displaces.
     """
+    spec = job.spec
+    num, is_similar = spec.needs.min_devices, bool(spec.estimate_source)
+    restarts_s = 0.0 if job.state is JobState.RUNNING else 2 * restart_s(job, inputs.settings) * num
     if job.total is None and not job.devices:  # a shortcut for most waiting jobs
-        spec, num = job.spec, job.spec.needs.min_devices
-        restarts_s = 2 * (inputs.settings.restart_s if spec.restart_s is None else spec.restart_s) * num
-        if spec.estimate_s is not None and spec.estimate_s > job.held_s:
+        if spec.estimate_s is not None and not is_similar and spec.estimate_s > job.held_s:
             return (spec.estimate_s - job.held_s) * num + restarts_s
-        return _power_above(job.service_device_s + PRIOR_S * num) + restarts_s
-    known = device_s_left(job, inputs.now_s)
+        return guessed_s(inputs, job, job.service_device_s / num) * num + restarts_s
+    known = None if is_similar and job.total is None else device_s_left(job, inputs.now_s)
     if known is None:
-        known = _power_above(guessed_device_s(job, inputs.now_s))
-    if job.state is not JobState.RUNNING:
-        known += 2 * restart_s(job, inputs.settings) * job.spec.needs.min_devices
-    return known
+        known = guessed_s(inputs, job, job.service_until(inputs.now_s) / num) * num
+    return known + restarts_s
 
 
-def _power_above(value: float) -> float:
-    """Return the least power of two that is not below `value`."""
-    part, power = math.frexp(value)
-    return math.ldexp(1.0, power - (part == 0.5))
+def guessed_s(inputs: PolicyInput, job: Job, age_s: float) -> float:
+    """Guess the seconds left on its minimum of devices, of a job of unknown work that ran for `age_s` there.
+
+    Without an estimate it takes at least as long as another of the same script that still runs (`core.run_times`).
+    """
+    num, spec = job.spec.needs.min_devices, job.spec
+    if spec.estimate_source:
+        return inputs.past.left_s(num, age_s, spec.estimate_s)
+    least_s = inputs.oldest[spec.run_key] / work_of(1.0, num) if spec.run_key in inputs.oldest else 0.0
+    if least_s > age_s:
+        return least_s - age_s + inputs.past.left_s(num, least_s)
+    return inputs.past.left_s(num, age_s)

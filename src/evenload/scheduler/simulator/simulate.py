@@ -195,7 +195,7 @@ class _Simulation:
         spec = arrival.spec
         factor = self.factors[arrival.job]
         if not self.tells:
-            spec = replace(spec, estimate_s=None, total=None)
+            spec = replace(spec, estimate_s=None, total=None, run_key="")
             if self.conditions.remaining == "history":
                 spec = self.history.with_estimate(spec, run_keys(spec, arrival.command))
         elif spec.estimate_s is None and spec.needs.min_devices == spec.needs.max_devices:
@@ -250,14 +250,13 @@ class _Simulation:
         return live.speeds.rates(job, report.rate_per_s, most, self.host_size, now_s)
 
     def _learn_run(self, ended: Job, now_s: float) -> None:
-        """Estimate similar jobs from one that has ended, as the daemon does."""
-        if self.conditions.remaining == "history":
+        """Remember a job that has ended, and estimate similar ones by it, as the daemon does."""
 
-            def keys_of(job: Job) -> tuple[RunKey, ...]:
-                return run_keys(job.spec, self.arrivals[job.id].command)
+        def keys_of(job: Job) -> tuple[RunKey, ...]:
+            return run_keys(job.spec, self.arrivals[job.id].command) if self.conditions.remaining == "history" else ()
 
-            for change in self.history.learn(ended, self.queue_state.jobs, keys_of, now_s):
-                self._apply(change)
+        for change in self.history.learn(ended, self.queue_state.jobs, keys_of, now_s):
+            self._apply(change)
 
     def _decide(self, now_s: float) -> None:
         for _ in range(_MOST_ROUNDS):
@@ -266,7 +265,7 @@ class _Simulation:
                     self._run_to(self.live[name], name, now_s)
                     self._report(self.live[name], name, now_s)
             self.num_decisions += 1
-            commands = decide(self.queue_state.snapshot(), now_s)
+            commands = decide(self.queue_state.snapshot(self.history.past()), now_s)
             for command in commands:
                 self._apply(command)
                 if isinstance(command, events.Placed):
