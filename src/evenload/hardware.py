@@ -16,6 +16,8 @@ from evenload.balance.values import ComputeDevice
 from evenload.visible_gpus import GpuQuery, gpus_of_torch, nvml_problem, query_gpus
 
 ROOT = Path("/")
+_LOWEST_PORT = 20_000
+"""Of those that `free_port` draws from; services have most of their ports below."""
 
 
 @dataclass(frozen=True)
@@ -301,9 +303,18 @@ def temporary_path_problem(folder: str) -> str:
 
 
 def free_port(host: str = "") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a free port that no outgoing connection takes before it is used: below the range of ephemeral ports."""
+    try:
+        lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        lowest_ephemeral = 0
+    below = range(_LOWEST_PORT, lowest_ephemeral)
+    drawn = [below[int.from_bytes(os.urandom(4)) % len(below)] for _ in range(20)] if below else []
+    for port in (*drawn, 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    raise OSError(f"no port of {host or 'this machine'} is free")
 
 
 def _read(path: Path) -> str:

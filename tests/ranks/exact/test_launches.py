@@ -6,24 +6,18 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from evenload.hardware import free_port
 from evenload.testing import run_ranks
 from evenload.training.launch.environment import WORKER_VARIABLE, detect
 from tests.ranks.exact.measure import check
 from tests.ranks.exact.ranks import Setting, train
 from tests.ranks.exact.reference import Reference
 from tests.ranks.exact.tasks import TASKS, Recorder
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch_in_every_way(folder: str, ports: tuple[int, int], strategy: str) -> list[Recorder]:
@@ -51,7 +45,7 @@ def launch_in_every_way(folder: str, ports: tuple[int, int], strategy: str) -> l
 
 
 def test_torchrun_variables_and_an_existing_group(strategy: str, tmp_path: Path) -> None:
-    ranks = run_ranks(launch_in_every_way, 3, str(tmp_path), (_free_port(), _free_port()), strategy)
+    ranks = run_ranks(launch_in_every_way, 3, str(tmp_path), (free_port("127.0.0.1"), free_port("127.0.0.1")), strategy)
     expected = Reference(TASKS["Normed"](), ranks[0][0].num_micro).train()
     for index, how in enumerate(("torchrun's variables", "an existing group", "the same group again")):
         check(f"Normed by {how}", [records[index] for records in ranks], expected)

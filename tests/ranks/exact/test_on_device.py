@@ -26,7 +26,7 @@ from tests.ranks.exact.tasks import Recorder
 from tests.ranks.exact.test_methods import METHODS, train_methods
 
 NAME = "ddp_on_device"
-NAMES = tuple(dict.fromkeys((*test_splits.ON_EVERY_SPLIT, *METHODS[::2], *third.SCALED, *third.REPEATED)))
+NAMES = tuple(dict.fromkeys((*test_splits.ON_EVERY_SPLIT, *METHODS[1::3])))
 
 
 def register() -> None:
@@ -51,11 +51,11 @@ def _trained(jobs: list[tuple[str, Setting]], num_ranks: int, folder: str) -> di
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    jobs = [(name, replace(setting, strategy=NAME, fused=True)) for name, setting in third._jobs() if name in NAMES]
+    jobs = [(name, replace(setting, strategy=NAME, fused=True)) for name, setting in third.jobs_of(NAMES)]
     return _trained(jobs, 3, str(tmp_path_factory.mktemp("on_device")))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *third.SCALED, *third.REPEATED])
 def test_as_in_one_process(name: str, trained: Any) -> None:
     for setting, records in trained[name]:
         for record in records:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from evenload.hardware import free_port
 from evenload.testing import run_ranks
 from evenload.training.launch import worker
 from evenload.training.launch.environment import WORKER_VARIABLE
@@ -80,7 +80,7 @@ def run_on_ranks(
         double: float64 is torch's default dtype.
         **settings: as the command line of `evenload run` would set them.
     """
-    port = _free_port() if torchrun else None
+    port = free_port("127.0.0.1") if torchrun else None
     call = [str(script), *arguments]
     return run_ranks(
         _run, num_ranks, call, str(folder), port, num_ranks, double, timeout_s=TIMEOUT_S, settings=settings
@@ -108,12 +108,6 @@ def _run(call: list[str], folder: str, port: int | None, num_ranks: int, double:
     except SystemExit as leave:
         return f"left: {leave.code}"
     return printed.getvalue()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def relative_difference(first: Path, second: Path) -> float:

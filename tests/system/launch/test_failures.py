@@ -116,6 +116,30 @@ def test_a_script_that_never_calls_init(tmp_path):
     assert "LaunchError: train.py ended without `evenload.init()`, so each of the 2 ranks ran all of it alone" in told
 
 
+CLOSES = """
+import os, signal, time
+def opened():
+    try:
+        yield
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+closed = opened()
+next(closed)
+try:
+    del closed
+    time.sleep(60)
+finally:
+    print("cleaned up", flush=True)
+"""
+
+
+def test_a_signal_that_comes_while_a_generator_is_closed(tmp_path):
+    """Python only prints exceptions of that moment; so it did while the loader's generator shut its workers down."""
+    ended = evenload_run(tmp_path, CLOSES, "-d", "cpu")
+    assert ended.code == 143 and "cleaned up" in ended.stdout and "Exception ignored" not in ended.stderr, ended
+
+
 def test_a_port_in_use(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -262,6 +262,8 @@ def test_interfaces_and_a_free_port() -> None:
     port = hardware.free_port("127.0.0.1")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))
+    # An outgoing connection that begins before the port is used does not take it.
+    assert 20_000 <= port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def test_importing_hardware_loads_neither_torch_nor_numpy_nor_nvml() -> None:

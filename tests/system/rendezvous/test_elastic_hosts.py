@@ -1,6 +1,7 @@
 """Machines of a run that lose a rank, join, are cut off, come back and die: every step once, with the weights of one process."""
 
 import os
+import re
 import signal
 import time
 
@@ -113,6 +114,7 @@ def test_machines_lose_a_rank_join_are_cut_off_and_die(can_make_machines, tmp_pa
         "1 rank goes on; it is restarted (1 of 3)",
         "box3 is here",
         "box3 (1 rank) is gone: nothing was received for 5 s",
-        "box2 (rank 1) is gone: it closed the connection",
     ):
         assert text in screen, (text, screen)
+    # The system resets a connection whose process was killed with messages unread.
+    assert re.search(r"box2 \(rank 1\) is gone: (it closed the connection|the connection broke \()", screen), screen

@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 
 import evenload.training.run  # noqa: F401
-from tests.system.starts.ways import free_port
+from evenload.hardware import free_port
 
 
 def main() -> None:
     script, *hows = sys.argv[1:]
     for index, how in enumerate(hows):
-        port = str(free_port())
+        port = str(free_port("127.0.0.1"))
         ranks = []
         for rank in range(2):
             pid = os.fork()

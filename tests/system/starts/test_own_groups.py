@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenload
 from evenload.errors import EvenloadError, LaunchError
+from evenload.hardware import free_port
 from evenload.testing import run_ranks
 from evenload.training.launch.environment import WORKER_VARIABLE, detect
-from tests.system.starts.ways import free_port
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def _by_hand(folder: str, ports: list[int], as_slurm: bool) -> list[int]:
 
 @pytest.mark.parametrize("as_slurm", [False, True])
 def test_a_process_may_join_twice(tmp_path: Path, as_slurm: bool) -> None:
-    ports = [free_port()] * 2
+    ports = [free_port("127.0.0.1")] * 2
     assert run_ranks(_by_hand, 2, str(tmp_path), ports, as_slurm) == [[11, 11]] * 2
 
 

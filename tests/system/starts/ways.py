@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenload.hardware import free_port
 from tests.paths import ROOT
 from tests.warm import Command
 
@@ -59,15 +59,9 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), **variables}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def shell(folder: Path, command: str, **variables: str) -> Ended:
     """Runs a command as a person would type it; the port of the page becomes a free one."""
-    return run(folder, ["bash", "-c", command.replace("29500", str(free_port()))], **variables)
+    return run(folder, ["bash", "-c", command.replace("29500", str(free_port("127.0.0.1")))], **variables)
 
 
 def run(folder: Path, command: list[str], **variables: str) -> Ended:

@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     _bind(spec)
     # SIGTERM runs `finally` blocks and the clean-up; the supervisor kills what does not end by itself.
     signal.signal(signal.SIGTERM, leave_on_signal)
+    sys.unraisablehook = _leave_again
     code = 0
     try:
         if spec.call:
@@ -247,6 +248,17 @@ def leave_on_signal(number: int, _: object) -> None:
     if progress.exit_code == 0:
         return  # the script has ended
     raise SystemExit(128 + number)
+
+
+def _leave_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Repeat a signal that came while Python closed a generator or ran a `__del__`: there exceptions are only printed."""
+    if isinstance(unraisable.exc_value, SystemExit) and unraisable.exc_value.code == 128 + signal.SIGTERM:
+        signal.signal(signal.SIGTERM, leave_on_signal)
+        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _exit_code(error: SystemExit) -> int:

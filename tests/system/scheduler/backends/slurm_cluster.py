@@ -20,22 +20,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from evenload.hardware import free_port
+
 NODES = ("n1", "n2", "n3")
 CPUS = 2
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _START_S = 60.0
-
-
-def free_ports(number: int) -> list[int]:
-    probes = [socket.socket() for _ in range(number)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def wait_until(is_so: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
@@ -132,7 +123,7 @@ def _below(pid: int) -> list[psutil.Process]:
 
 
 def write_configuration(folder: Path) -> None:
-    control, *ports = free_ports(1 + len(NODES))
+    control, *ports = (free_port("127.0.0.1") for _ in range(1 + len(NODES)))
     host = socket.gethostname()
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     nodes = "\n".join(
