@@ -12,7 +12,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # Tests start a thousand processes; where PYTHONDONTWRITEBYTECODE is set, each would compile what it imports.
 COMPILE := $(BIN)/python -m compileall -q -j 2 src tests benchmarks
 
-.PHONY: demo test test-all failed retest long gpu check docs bench format map clean install-all
+.PHONY: demo test test-all failed retest long gpu check check-style check-types check-docs docs bench format map clean install-all
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,11 +52,17 @@ gpu: $(STAMP)
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
 	$(BIN)/python -m benchmarks gpu
 
+# Two at a time; what each prints stays together.
 check: $(STAMP)
+	@$(MAKE) -j 2 --output-sync=target --no-print-directory check-types check-style check-docs
+
+check-style:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+check-types:
+	$(BIN)/mypy
+check-docs:
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
 
 docs: $(STAMP)
