@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -43,7 +44,10 @@ def start_rpc(rank: int, world_size: int, timeout_s: float) -> None:
 
     try:
         options = rpc.TensorPipeRpcBackendOptions(init_method=INIT_METHOD, rpc_timeout=timeout_s)
-        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # Of torch's own call in init_rpc.
+            warnings.filterwarnings("ignore", message="You are using a Backend")
+            rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise LaunchError(f"rank {rank} could not start RPC, which strategy='async' needs: {error}") from error
 
