@@ -34,6 +34,8 @@ NAMES = (
     "preemption",
     "checkpoints",
     "faults",
+    "stalls",
+    "resizing",
     "churn",
     "queue_decide",
     "queue_policies",
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default=None,
-        help="of gpu and small_steps: names of experiments, such as E1,E3; of faults: seeds; of queue_product: parts",
+        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of faults: seeds; of queue_product: parts",
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name in ("queue_policies", "queue_product"):
             chosen = {"traces": options.traces}
-        if options.only and name in ("gpu", "small_steps", "faults", "queue_product"):
+        if options.only and name in ("gpu", "small_steps", "faults", "churn", "queue_product"):
             chosen = {**chosen, "only": options.only}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()

@@ -1,19 +1,23 @@
 """Goodput of a run whose processes are killed one after the other: Evenload, and torchrun with checkpoints.
 
-Method: one rank on each of two cores trains churn_job.py in steps of 0.3 s. Every 20 s a rank is killed by SIGKILL, each in turn;
-whatever started it starts it again on the same core. Arms: Evenload, which goes on with the ranks that are left; torchrun, which
-restarts all of them from a checkpoint written every 20 steps, or every epoch (100 steps). torchft has no arm.
+Method: one rank on each of two cores trains churn_job.py in steps of 0.3 s. Every 20 s a rank is killed by SIGKILL, each in
+turn; whatever started it starts it again on the same core. Arms: Evenload, which goes on with the ranks that are left;
+torchrun, which restarts all of them from a checkpoint written every 20 steps, or every epoch (100 steps); torchft, where it
+is installed, whose replicas go on with half of the batch while the other is down (heartbeats time out after 1 s).
 
-A rank is alive from the moment when it has imported everything and is about to join until its process ends, in every arm alike.
-Goodput is the samples of distinct steps done over alive seconds times the speed of a device: the best that any arm reached
-before its first kill. Steps that are done again count once. Reported beside it: seconds from a kill to the next step, steps done
-again, and the seconds in which processes started (not alive).
+A rank is alive from the moment when it has imported everything and is about to join until its process ends, in every arm
+alike. Goodput is the samples of distinct steps done over alive seconds times the speed of a device: the best that any arm
+reached before its first kill. Steps that are done again count once; of torchft, the samples of the replicas that committed a
+step count. Reported beside it: seconds from a kill to the next step, steps done again, and the seconds in which processes
+started (not alive). `--only evenload` (or `every 20 steps`, `every epoch`, `torchft`) measures one arm anew and takes the
+others from the last result.
 
 Bar: Evenload's goodput is at least 0.95.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -24,13 +28,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import churn_job
-from benchmarks.report import rows
+from benchmarks.report import RESULTS, rows
 
 NUM_RANKS = 2
 _LIMIT = 0.95
@@ -46,8 +51,8 @@ class _Process:
     """Time at which each step was done."""
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    step_s, kill_every_s, num_kills = (0.05, 6.0, 2) if quick else (0.3, 20.0, 5)
+def measure(quick: bool, only: str = "") -> dict[str, Any]:
+    step_s, kill_every_s, num_kills = (0.05, 6.0, 2) if quick else (0.3, 20.0, 4)
     batch_size = max(NUM_RANKS, round(NUM_RANKS * step_s / churn_job.sample_seconds()) // NUM_RANKS * NUM_RANKS)
     script = churn_job.__file__
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
@@ -67,8 +72,10 @@ def measure(quick: bool) -> dict[str, Any]:
         "torchrun, saves every 20 steps": (torchrun, ["20"]),
         "torchrun, saves every epoch": (torchrun, [str(churn_job.EPOCH_STEPS)]),
     }
-    found = {}
-    for name, (command, more) in arms.items():
+    if find_spec("torchft") is not None:
+        arms["torchft"] = ([sys.executable, script, "torchft"], [])
+    found = _earlier() if only else {}
+    for name, (command, more) in ((name, arm) for name, arm in arms.items() if name.endswith(only)):
         found[name] = _run_arm(command, more, batch_size, kill_every_s, num_kills)
         print(f"{name}: {found[name]['samples']} samples in {found[name]['alive_s']:.0f} device seconds", flush=True)
     speed = max(arm["speed_per_s"] for arm in found.values())
@@ -76,6 +83,7 @@ def measure(quick: bool) -> dict[str, Any]:
         arm["goodput"] = arm["samples"] / (arm["alive_s"] * speed)
     bars = {} if quick else {f"goodput of Evenload is at least {_LIMIT}": found["evenload"]["goodput"] >= _LIMIT}
     return {
+        "not_measured": [] if "torchft" in found else ["torchft: not installed"],
         "batch_size": batch_size,
         "kill_every_s": kill_every_s,
         "num_kills": num_kills,
@@ -83,6 +91,12 @@ def measure(quick: bool) -> dict[str, Any]:
         "arms": found,
         "bars": bars,
     }
+
+
+def _earlier() -> dict[str, dict[str, Any]]:
+    """Return the arms of the last result."""
+    path = RESULTS / "churn.json"
+    return dict(json.loads(path.read_text())["result"]["arms"]) if path.exists() else {}
 
 
 def _run_arm(
@@ -114,7 +128,8 @@ def _run_arm(
             os.kill(victim.pid, signal.SIGKILL)
         ended_s = kills_s[-1] + kill_every_s
         _watch(folder, deaths, until_s=ended_s)
-        return _account(_read(folder), deaths, began_s, ended_s, kills_s, batch_size)
+        is_apart = "torchft" in command
+        return _account(_read(folder), deaths, began_s, ended_s, kills_s, batch_size, is_apart)
     except BaseException:
         print((folder / "printed").read_text()[-4000:], flush=True)
         raise
@@ -175,12 +190,17 @@ def _account(
     ended_s: float,
     kills_s: Sequence[float],
     batch_size: int,
+    is_apart: bool,
 ) -> dict[str, Any]:
+    """Account an arm; `is_apart`: a step has the samples of the ranks that did it, each with its part of the batch."""
     times: dict[int, list[float]] = {}
     for process in processes:
         for step, at_s in process.steps.items():
             times.setdefault(step, []).append(at_s)
     done_s = sorted(min(found) for found in times.values())
+    if is_apart:
+        done_s = sorted(at_s for found in times.values() for at_s in found)
+        batch_size //= NUM_RANKS
     samples = batch_size * sum(began_s < at_s <= ended_s for at_s in done_s)
     alive_s = sum(
         max(0.0, min(deaths.get(process.pid, ended_s), ended_s) - max(process.ready_s, began_s))

@@ -1,15 +1,19 @@
 """The job of the churn benchmark: a recurrent block whose cost per sample is known, the same for all arms.
 
-As a script: evenload FOLDER BATCH, or ddp FOLDER BATCH SAVE_EVERY under torchrun. Each process notes when it is ready to join and
-when a step is done; the note of a process that is killed ends there.
+As a script: evenload FOLDER BATCH; ddp FOLDER BATCH SAVE_EVERY under torchrun; torchft FOLDER BATCH, which starts the
+replicas. Each process notes when it is ready to join and when a step is done; the note of a process that is killed ends
+there.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,8 +121,72 @@ def train_ddp(folder: Path, batch_size: int, save_every: int) -> None:
                 (folder / "saved.partial").replace(saved)
 
 
+def run_torchft(folder: Path, batch_size: int) -> None:
+    """Start two replicas of torchft and what they agree by; start each again when it has ended."""
+    from torchft import _torchft
+
+    lighthouse = _torchft.LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=1000
+    )
+    variables = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
+    replicas: dict[int, subprocess.Popen[bytes]] = {}
+    while True:
+        for index in (0, 1):
+            if index not in replicas or replicas[index].poll() is not None:
+                command = [sys.executable, __file__, "replica", str(folder), str(batch_size), str(index)]
+                replicas[index] = subprocess.Popen(command, env=variables)
+        time.sleep(0.05)
+
+
+def train_torchft(folder: Path, batch_size: int, index: int) -> None:
+    import torch.distributed as dist
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
+    notes = Notes(folder)
+    notes.add("ready")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.manual_seed(0)
+    net = Net()
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+    def load(state: dict[str, Any]) -> None:
+        net.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": net.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        timeout=timedelta(seconds=10),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=f"replica{index}",
+        hostname="127.0.0.1",
+    )
+    model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
+    part = batch_size // 2
+    x, y = (tensor[index * part :][:part] for tensor in make_data(batch_size).tensors)
+    done = 0
+    while True:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if manager.current_step() > done:
+            done = manager.current_step()
+            notes.add(f"step {done}")
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "evenload":
         train_evenload(Path(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "torchft":
+        run_torchft(Path(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "replica":
+        train_torchft(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     else:
         train_ddp(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -126,6 +126,7 @@ def _launch(
     max_restarts: int | None,
 ) -> int:
     from evenload.training.launch.devices import describe_workers
+    from evenload.training.launch.queue_devices import default_devices
     from evenload.training.launch.request import MAX_RESTARTS, LaunchRequest, plan
     from evenload.training.launch.supervisor import launch
     from evenload.training.launch.throttle import parse_throttle
@@ -136,7 +137,7 @@ def _launch(
     check_loggers(settings.get("loggers", tuple(options)), options)  # the script may name the loggers
     request = LaunchRequest(
         arguments=target,
-        devices=values.get("devices", "auto"),
+        devices=values.get("devices") or default_devices(),
         settings=settings,
         throttle=parse_throttle(values["throttle"]) if "throttle" in values else (),
         port=values.get("port", 0) if rendezvous is None else 0,

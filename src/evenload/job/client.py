@@ -181,6 +181,16 @@ def attempt() -> tuple[str, int] | None:
     return None if contract is None else (contract.job, contract.attempt)
 
 
+def contract() -> RunnerContract | None:
+    """Return the contract of this program's runner; None without a queue."""
+    return _connection().contract
+
+
+def forget_speed() -> None:
+    """Measure the steps per second anew: the program runs on other devices from now on."""
+    _connection().rate = _StepRate()
+
+
 def report(
     step: int,
     total: int | None,

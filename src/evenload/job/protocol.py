@@ -44,10 +44,16 @@ class RunnerContract:
     """Time from a stop request until the program is killed."""
     report_every_s: float = 2.0
     """Minimum time between two reports, except the last."""
+    devices_file: str = ""
+    """Absolute path of the file with the program's devices (`evenload.job.devices`); empty if they can't change."""
+    devices_reply_file: str = ""
+    """Absolute path of the file in which the program replies to changes of its devices."""
 
     def __post_init__(self) -> None:
-        for name in ("report_file", "stop_file"):
+        for name in ("report_file", "stop_file", "devices_file", "devices_reply_file"):
             path = getattr(self, name)
+            if path == "" and name.startswith("devices"):
+                continue
             if not isinstance(path, str) or not Path(path).is_absolute():
                 raise ConfigError(f"{name}={path!r}: expected an absolute path")
         for name in ("grace_s", "report_every_s"):
@@ -99,21 +105,21 @@ class ProgressReport:
 
 def write_contract(path: Path, contract: RunnerContract) -> None:
     """Write the contract for a program; the runner then sets `VARIABLE` to the path."""
-    _write_whole(path, {"schema": SCHEMA, **dataclasses.asdict(contract)})
+    write_whole(path, {"schema": SCHEMA, **dataclasses.asdict(contract)})
 
 
 def read_contract(path: str) -> RunnerContract:
     """Read the contract of this program's runner; ConfigError if the file does not exist or holds none."""
     fix = f"A queue's runner sets {VARIABLE} only for its program; outside of a queue, unset it"
     try:
-        return RunnerContract(**_read_whole(Path(path), RunnerContract))
+        return RunnerContract(**read_whole(Path(path), RunnerContract))
     except (OSError, ValueError, TypeError, QueueError) as error:
         raise ConfigError(f"{VARIABLE}={path}: {error}. {fix}") from error
 
 
 def write_report(contract: RunnerContract, report: ProgressReport) -> None:
     """Write the program's progress for the runner; OSError if it can't be written."""
-    _write_whole(Path(contract.report_file), {"schema": SCHEMA, **dataclasses.asdict(report)})
+    write_whole(Path(contract.report_file), {"schema": SCHEMA, **dataclasses.asdict(report)})
 
 
 def read_report(contract: RunnerContract) -> ProgressReport | None:
@@ -122,7 +128,7 @@ def read_report(contract: RunnerContract) -> ProgressReport | None:
     The program owns the file, so links are not followed, and a report of another attempt is refused.
     """
     try:
-        row = _read_whole(Path(contract.report_file), ProgressReport)
+        row = read_whole(Path(contract.report_file), ProgressReport)
         if isinstance(costs := row.get("costs"), dict):
             row["costs"] = StepCosts(**_known(costs, StepCosts))
         report = ProgressReport(**row)
@@ -150,11 +156,13 @@ def read_stop_reason(path: str) -> str:
         return "asked by the queue"
 
 
-def _write_whole(path: Path, row: Mapping[str, Any]) -> None:
+def write_whole(path: Path, row: Mapping[str, Any]) -> None:
+    """Replace a file of the protocol by this row of plain values; OSError if it can't be written."""
     write_atomically(path, json.dumps(row, allow_nan=False) + "\n")
 
 
-def _read_whole(path: Path, kind: type[Any]) -> dict[str, Any]:
+def read_whole(path: Path, kind: type[Any]) -> dict[str, Any]:
+    """Return the row of a file, with the fields of `kind`; OSError, ValueError or QueueError if it can't be read."""
     try:
         row = json.loads(_read_bytes(path))
     except RecursionError as error:

@@ -66,6 +66,11 @@ def end_s(job: Job, now_s: float) -> float:
     return end
 
 
+def change_s(job: Job, settings: Settings) -> float:
+    """Return what another number of devices costs the job, in seconds of its devices."""
+    return restart_s(job, settings) if job.spec.resize_s is None else job.spec.resize_s
+
+
 def restart_s(job: Job, settings: Settings) -> float:
     """Return what a stop and resume costs the job, in seconds of its devices."""
     return settings.restart_s if job.spec.restart_s is None else job.spec.restart_s

@@ -68,12 +68,31 @@ class MemoryMeasured(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class ResizeRequested(JobEvent):
-    """A running job is requested to save, stop, and continue on other devices."""
+    """A running job is requested to continue on other devices: without a stop if it can, else it saves, stops and resumes."""
 
     devices: tuple[str, ...]
     reason: str = ""
     is_forced: bool = False
     """It loses devices to others; counts towards the bound of preemptions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resized(JobEvent):
+    """A job took and gave back devices without a stop, or keeps those it has."""
+
+    devices: tuple[str, ...]
+    attempt: int
+    """One more than the job's last; the last where it keeps its devices."""
+    seconds: float = 0.0
+    """From the request until all of its ranks ran on these devices."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRefused(JobEvent):
+    """A job that was requested to continue on other devices can't do so without a stop: it is stopped and resumed."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

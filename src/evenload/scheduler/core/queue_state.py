@@ -173,6 +173,26 @@ class QueueState:
         counted = counted_preemptions(job, time_s) if event.is_forced else job.preempted_s
         return [self._put(job, time_s, state=state, target=event.devices, preempted_s=counted, reason=event.reason)]
 
+    def _resized(self, event: events.Resized, time_s: float) -> list[Job]:
+        job = self._job(event.job)
+        state = next_state(job.state, Verb.SWITCH)
+        if event.devices == job.devices:
+            occupancy.vacate(self.holder, job, set(job.target) - set(job.devices))
+            return [self._put(job, time_s, state=state, target=(), reason=event.reason)]
+        if (event.devices, event.attempt) != (job.target, job.attempt + 1):
+            raise QueueError(
+                f"job {job.id} was to continue on {job.target} as attempt {job.attempt + 1}, and does so on {event.devices} "
+                f"as attempt {event.attempt}"
+            )
+        return [self._hold(job, time_s, event.devices, state=state, attempt=event.attempt)]
+
+    def _resize_refused(self, event: events.ResizeRefused, time_s: float) -> list[Job]:
+        job = self._job(event.job)
+        if job.state is not JobState.RESIZING:
+            raise QueueError(f"job {job.id} is {job.state}, not about to continue on other devices")
+        reason = f"{job.reason}, by a stop and a start: {event.reason}"
+        return [self._put(job, time_s, spec=replace(job.spec, resize_s=None), reason=reason)]
+
     def _stop_requested(self, event: events.StopRequested, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.STOP)
@@ -182,6 +202,9 @@ class QueueState:
         counted = job.preempted_s
         if event.then is JobState.PENDING and job.state is not JobState.PREEMPTING:
             counted = counted_preemptions(job, time_s)
+        if job.state is JobState.RESIZING and job.resizes_in_place and len(job.target) > len(job.devices):
+            # Ranks of it may run on the new devices already.
+            job = self._hold(job, time_s, job.target, state=state, attempt=job.attempt + 1)
         occupancy.vacate(self.holder, job, set(job.target) - set(job.devices))
         return [self._put(job, time_s, state=state, target=(), ending=ending, preempted_s=counted, reason=event.reason)]
 
@@ -340,7 +363,7 @@ class QueueState:
             devices=devices,
             target=(),
             attempt_began_s=time_s,
-            num_restarts=job.num_restarts + (job.attempt > 0),
+            num_restarts=job.num_restarts + (job.attempt > 0 and changes.get("state") is JobState.STARTING),
             rate_per_s=0.0 if is_elastic else job.rate_per_s,  # it was measured on other devices
             **changes,
         )
@@ -396,6 +419,8 @@ _HANDLERS: dict[type[Any], Callable[[QueueState, Any, float], list[Job] | None]]
     events.Reported: QueueState._reported,
     events.MemoryMeasured: QueueState._measured,
     events.ResizeRequested: QueueState._resize_requested,
+    events.Resized: QueueState._resized,
+    events.ResizeRefused: QueueState._resize_refused,
     events.StopRequested: QueueState._stop_requested,
     events.Yielded: QueueState._yielded,
     events.Ended: QueueState._ended,

@@ -1,7 +1,8 @@
 """Resizing of elastic jobs: take back what a policy takes from a running job, and add what it grants.
 
-A resize stops and resumes the job, so it may move to any devices. A job shrinks within its own devices; it grows once all
-of its new devices are its own or free, and devices that are coming free are reserved for it until then.
+A resize by a stop and a start may move the job to any devices; one without a stop (`JobSpec.resize_s`) adds devices of its host
+to its own, and its forced ones don't count as preemptions. A job shrinks within its own devices; it grows once all of its new
+devices are its own or free, and devices that are coming free are reserved for it until then.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Resizing:
         """Take devices from jobs that should have fewer, before anything is given out."""
         for job in self._eligibility.running:
             size = self._sizes.get(job.id, len(job.devices))
-            if size >= len(job.devices) or job.id in self._keeping:
+            if size >= len(job.devices) or (job.id in self._keeping and job.spec.resize_s is None):
                 continue
             slots = self._eligibility.slots[job.id]
             if size == 0:
@@ -58,7 +59,7 @@ class Resizing:
                 kept = self._kept(job, slots, max(size, job.spec.needs.min_devices))
                 if kept is None or len(kept) == len(slots):
                     continue
-                self._resize(job, kept, is_forced=True)
+                self._resize(job, kept, is_forced=job.spec.resize_s is None)
                 self._availability.comes_free(self._usable([slot for slot in slots if slot not in set(kept)]))
             self.changed.add(job.id)
 
@@ -91,10 +92,22 @@ class Resizing:
         availability.take_back([slot for slot in usable if slots is None or slot not in slots])
         if slots is None:
             return
+        slots = self._around(job, usable, slots)
         if freed := [slot for slot in usable if slot not in slots]:
             availability.comes_free(freed)
         self._resize(job, slots, is_forced=False)
         self.changed.add(job.id)
+
+    def _around(self, job: Job, usable: list[int], slots: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the devices to grow onto: beside its own, where the job then needs no stop."""
+        host_of, pool_of = self._snapshot.layout.host_of, self._choices.pool_of
+        alike = {(host_of[slot], pool_of[slot]) for slot in (*usable, *slots)}
+        if job.spec.resize_s is None or len(usable) < len(job.devices) or len(alike) > 1:
+            return slots
+        others = [slot for slot in slots if slot not in usable]
+        num_more = len(slots) - len(usable)
+        self._availability.give_back(others[num_more:])
+        return (*usable, *others[:num_more])
 
     def _resize(self, job: Job, slots: tuple[int, ...], is_forced: bool) -> None:
         devices = self._snapshot.layout.devices

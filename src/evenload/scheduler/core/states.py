@@ -5,7 +5,8 @@
     PENDING ──place──▶ STARTING ──begin──▶ RUNNING ──succeed──▶ SUCCEEDED
        ▲                  ▲                │  │ └───fail─────▶ FAILED
        │                  └─yield─ RESIZING ◀┘  └──stop──▶ PREEMPTING ──yield──▶ PENDING
-       └──yield, lose, retry (from any state that holds devices)             └─cancel─▶ CANCELLED
+       │                           └─switch─▶ RUNNING                        └─cancel─▶ CANCELLED
+       └──yield, lose, retry (from any state that holds devices)
 
 A job that is to be ended for good (cancelled, or over its hard limit) is PREEMPTING too; its `Job.ending` is the state
 that follows.
@@ -33,7 +34,9 @@ class Verb(StrEnum):
     PLACE = "place"
     BEGIN = "begin"
     RESIZE = "resize"
-    """It is requested to save and stop, to continue at once on other devices."""
+    """It is requested to continue on other devices: without a stop, or by a save and a stop."""
+    SWITCH = "switch"
+    """It runs on its new devices without a stop."""
     STOP = "stop"
     """It is requested to save and stop."""
     YIELD = "yield"
@@ -57,6 +60,7 @@ TABLE: dict[tuple[JobState, Verb], JobState] = {
     (_S.STARTING, _V.STOP): _S.PREEMPTING,
     (_S.RUNNING, _V.RESIZE): _S.RESIZING,
     (_S.RUNNING, _V.STOP): _S.PREEMPTING,
+    (_S.RESIZING, _V.SWITCH): _S.RUNNING,
     (_S.RESIZING, _V.YIELD): _S.STARTING,
     (_S.RESIZING, _V.STOP): _S.PREEMPTING,
     (_S.PREEMPTING, _V.STOP): _S.PREEMPTING,

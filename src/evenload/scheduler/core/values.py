@@ -109,6 +109,8 @@ class JobSpec:
     rates: tuple[float, ...] = ()
     """Work a second on 1, 2, … devices, if known from earlier runs."""
     restart_s: float | None = None
+    resize_s: float | None = None
+    """Time that a change of devices without a stop costs it; None if it can't do that."""
     soft_limit_s: float | None = None
     """After running so long it continues only if no other job wants the devices."""
     hard_limit_s: float | None = None
@@ -131,9 +133,9 @@ class JobSpec:
         object.__setattr__(self, "user", sys.intern(self.user))
         with contextlib.suppress(TypeError):  # from a socket: the store's check names what is wrong
             object.__setattr__(self, "needs", _same(self.needs))
-        for name in ("estimate_s", "total", "restart_s", "soft_limit_s", "hard_limit_s"):
+        for name in ("estimate_s", "total", "restart_s", "resize_s", "soft_limit_s", "hard_limit_s"):
             value = getattr(self, name)
-            least = 0 if name == "restart_s" else math.ulp(0.0)
+            least = 0 if name in ("restart_s", "resize_s") else math.ulp(0.0)
             if value is not None and not least <= value < math.inf:
                 raise ConfigError(f"{name}={value}: expected a number above 0")
         if self.soft_limit_s is not None and self.hard_limit_s is not None and self.soft_limit_s >= self.hard_limit_s:
@@ -203,6 +205,12 @@ class Job:
     @property
     def num_devices(self) -> int:
         return len(self.devices)
+
+    @property
+    def resizes_in_place(self) -> bool:
+        """While RESIZING: True if it takes or gives back devices without a stop; it exchanges none that way."""
+        own, target = set(self.devices), set(self.target)
+        return self.spec.resize_s is not None and bool(target) and (own < target or target < own)
 
     def held_until(self, now_s: float) -> float:
         """Return the seconds for which it held devices, up to now."""

@@ -6,6 +6,7 @@ a request, whether that was recorded a moment ago or by an earlier daemon that w
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from evenload.scheduler.daemon.endings import ending, final
 from evenload.scheduler.daemon.external_processes import closed_reason, join_refusal
 from evenload.scheduler.daemon.idle import IdleWatch
 from evenload.scheduler.daemon.learning import Learning
+from evenload.scheduler.daemon.live_resizes import LiveResizes
 from evenload.scheduler.daemon.log import DaemonLog
 from evenload.scheduler.daemon.peaks import MemoryPeaks
 from evenload.scheduler.daemon.runners import EndedAttempt, LiveAttempt
@@ -61,6 +63,7 @@ class Attempts:
         self._learning = Learning(state)
         self._peaks = MemoryPeaks(state, log)
         self._idle = IdleWatch(state)
+        self.resizes = LiveResizes(state, self._learning, self._new_devices_problem)
         self._pending: list[_PendingRunner] = []
         self._released_s: dict[str, float] = {}
         """GPU → when a job last released it, by the monotonic clock."""
@@ -97,7 +100,7 @@ class Attempts:
         for attempt in self._state.store.attempts():
             name = attempt.fence.job
             live = self._state.runners.live.get(name)
-            if name in self._failed or (live is not None and live.fence == attempt.fence):
+            if name in self._failed or (live is not None and live.fence == attempt.runner_fence):
                 continue
             if live is not None:
                 continue  # its earlier attempt isn't cleaned up yet
@@ -121,7 +124,10 @@ class Attempts:
             state.folder, attempt, stored.program, state.devices, state.settings.log_bytes, shares=shares
         )
         state.runners.launch(attempt, order, learns=stored.learns, measures=stored.measures, done=job.done)
-        state.runners.live[name].idle_end_s = stored.program.idle_end_s
+        live = state.runners.live[name]
+        live.idle_end_s = stored.program.idle_end_s
+        if not (stored.program.image or stored.program.pty):  # a container shows the devices of its start
+            self.resizes.begin(live, job)
 
     def register(self, connection: ClientConnection, *, job: str, attempt: int, fence: int) -> dict[str, Any] | None:
         """Return the reply, None where it follows after a scan; raise a `StaleError` for an old fence."""
@@ -208,6 +214,12 @@ class Attempts:
                 return device, reason
         return ()
 
+    def _new_devices_problem(self, job: Job, since_s: float) -> tuple[str, str] | tuple[()] | None:
+        """As `_problem`, of the devices that a running job is to get at `since_s`."""
+        attempt = self._state.store.attempt(job.id)
+        new = tuple(device for device in job.target if device not in job.devices)
+        return () if attempt is None else self._problem(replace(attempt, devices=new), since_s)
+
     def _beside(self, device: str) -> list[int] | None:
         """Return the process ids of the runners of all jobs on a device; None where it isn't shared."""
         names = self._state.store.queue_state.holder.get(device, ())
@@ -258,6 +270,9 @@ class Attempts:
             job = queue_state.jobs.get(name)
             if job is None or job.state not in (JobState.PREEMPTING, JobState.RESIZING) or live.requested:
                 continue
+            if job.resizes_in_place:
+                self.next_request_s = min(self.resizes.request(live, job), self.next_request_s or math.inf)
+                continue
             if job.ending is None and live.report is None and time.monotonic() < live.began_s + _LEAST_RUN_S:
                 next_request_s = live.began_s + _LEAST_RUN_S  # without its handler the signal would end it unsaved
                 self.next_request_s = min(next_request_s, self.next_request_s or next_request_s)
@@ -280,6 +295,7 @@ class Attempts:
         """
         self._peaks.measure(record)
         self._idle.measure(record)
+        self.resizes.note_abilities(record)
         for live in self._state.runners.read_reports():
             now_s = time.monotonic()
             has_speed = live.report is not None and live.report.steps_per_s > 0
@@ -311,7 +327,7 @@ class Attempts:
             live = gone.live
             attempt = self._state.store.attempt(live.fence.job)
             recorded.append(gone)
-            if attempt is None or attempt.fence != live.fence:
+            if attempt is None or attempt.runner_fence != live.fence:
                 continue
             self._record_report(live, record)
             ended_s = self._ended_s(gone)
@@ -337,7 +353,7 @@ class Attempts:
                         record(change)
                     for change in self._state.run_estimates.learn(job, jobs, now_s):
                         record(change)
-            self._note_release(attempt)
+            self._note_release(attempt.fence.job, attempt.devices)
         for name, reason in list(self._failed.items()):
             if self._state.store.attempt(name) is not None and name not in self._state.runners.live:
                 record(events.Lost(self._state.clock.now_s(), name, reason))
@@ -352,10 +368,15 @@ class Attempts:
         ended_s = None if result is None else clock.at(result.boot, result.ended_since_boot_s)
         return clock.now_s() if ended_s is None else min(ended_s, clock.now_s())
 
-    def _note_release(self, attempt: AttemptRecord) -> None:
-        for device in self._gpus(attempt.devices):
+    def follow_resizes(self, record: Record) -> None:
+        """Record what running programs reply to changes of their devices."""
+        for job, given_back in self.resizes.follow(record):
+            self._note_release(job, given_back)
+
+    def _note_release(self, job: str, devices: Iterable[str]) -> None:
+        for device in self._gpus(devices):
             self._released_s[device] = time.monotonic()
-            self._last_holder[device] = attempt.fence.job
+            self._last_holder[device] = job
 
     def roll_back(self) -> None:
         """Have what was recorded since the last commit recorded again."""

@@ -154,6 +154,7 @@ class Daemon:
             if reply is not None:
                 replies.append((connection, reply))
         ended = self._attempts.end_gone(self._state.record)
+        self._attempts.follow_resizes(self._state.record)
         self._apply_scan()  # right before: runners are admitted by the newest there is
         replies += self._attempts.admit(self._state.record)
         self._decide(is_tick)
@@ -261,7 +262,9 @@ class Daemon:
             snapshot = replace(snapshot, closed={**dict.fromkeys(unseen, "it is being scanned"), **snapshot.closed})
         now_s = self._state.clock.now_s()
         for command in decide(snapshot, now_s):
-            self._state.record(command)
+            (job, *_) = self._state.record(command)
+            if isinstance(command, events.ResizeRequested) and (refusal := self._attempts.resizes.refusal(job)):
+                self._state.record(refusal)
         self._state.has_changed = False
         took_s = time.monotonic() - began_s
         self._decide_at_s = began_s + took_s + min(2.0, 2 * took_s)

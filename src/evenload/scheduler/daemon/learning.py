@@ -98,6 +98,16 @@ class Learning:
             return None
         return events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, restart_s=round(measured_s, 3)))
 
+    def resized(self, job: Job, seconds: float) -> events.SpecChanged | None:
+        """Measure a change without a stop, in which the devices that came or went were idle; return as `began` does."""
+        num_changed = abs(len(job.target) - len(job.devices))
+        measured_s, before = seconds * num_changed / max(len(job.target), len(job.devices)), job.spec.resize_s
+        if before is not None:
+            measured_s = _NEWEST_WEIGHT * measured_s + (1 - _NEWEST_WEIGHT) * before
+            if abs(measured_s - before) <= _MIN_CHANGE * before:
+                return None
+        return events.SpecChanged(self._state.clock.now_s(), job.id, replace(job.spec, resize_s=round(measured_s, 3)))
+
     def forget(self, name: str) -> None:
         self._known.pop(name, None)
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evenload.errors import QueueError
@@ -48,6 +48,10 @@ class LiveAttempt:
     """When it was requested to stop, by the queue's clock."""
     requested_step: float = 0.0
     """Its step then."""
+    resizing_since_s: float | None = None
+    """Since when its program is to change its devices without a stop, by the monotonic clock; None if it isn't."""
+    resized_since_boot_s: float = 0.0
+    """When it last did so, in seconds since the machine was booted: speeds reported before are those on other devices."""
     first: ProgressReport | None = None
     """The first report with more progress than before the attempt."""
     first_s: float = 0.0
@@ -143,7 +147,7 @@ class Runners:
         return False
 
     def _take(self, attempt: AttemptRecord, grace_s: float, learns: bool, measures: bool, done: float) -> LiveAttempt:
-        fence = attempt.fence
+        fence = attempt.runner_fence
         folder = paths.attempt_folder(self._folder, fence.job, fence.attempt)
         terms = files.terms_in(folder, fence.job, fence.attempt, grace_s)
         live = self.live[fence.job] = LiveAttempt(fence, folder, terms, learns, done, measures=measures)
@@ -218,6 +222,8 @@ class Runners:
                 continue
             with contextlib.suppress(QueueError):  # the program's own file: it may hold anything
                 report = read_report(live.terms)
+                if report is not None and report.since_boot_s < live.resized_since_boot_s:
+                    report = replace(report, steps_per_s=0.0, costs=None)
                 if report is not None and report != live.report:
                     live.report, live.reported_s = report, self._written_s(live, report)
                     if live.first is None and report.step > live.done_before and report.state == "running":

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from evenload.scheduler.core.estimates import restart_s, work_left
+from evenload.scheduler.core.estimates import change_s, work_left
 from evenload.scheduler.core.policy import PolicyInput
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
@@ -96,16 +96,23 @@ def churn_of(inputs: PolicyInput) -> Churn:
     for job in inputs.jobs:
         if job.devices and job.spec.needs.min_devices < job.spec.needs.max_devices:
             held_s += job.held_until(inputs.now_s)
-            num += job.num_restarts
+            num += job.attempt - 1
     return Churn(held_s, num)
 
 
-def worth_of_change(job: Job, seconds: float, churn: Churn, settings: Settings) -> float:
-    """Return the part of a size's value that is left after a restart, for a job that would run there for `seconds`.
+def kept_devices(inputs: PolicyInput, job: Job) -> int:
+    """Return how many devices can't be taken from a job now; one that gives some back without a stop keeps its minimum."""
+    if job.id not in inputs.keeping:
+        return 0
+    return len(job.devices) if job.spec.resize_s is None else min(len(job.devices), job.spec.needs.min_devices)
 
-    (H − c) / H with the cost c of the restart, and the horizon H: until the job ends, or is changed again.
+
+def worth_of_change(job: Job, seconds: float, churn: Churn, settings: Settings) -> float:
+    """Return the part of a size's value that is left after the change, for a job that would run there for `seconds`.
+
+    (H − c) / H with the cost c of the change, and the horizon H: until the job ends, or is changed again.
     """
-    lost_s = restart_s(job, settings)
+    lost_s = change_s(job, settings)
     horizon_s = min(seconds, churn.until_next_s(lost_s, settings))
     return max(0.0, 1.0 - lost_s / max(horizon_s, 1e-9))
 
@@ -169,8 +176,8 @@ def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] 
             break
         is_elastic = job.spec.needs.min_devices < job.spec.needs.max_devices
         least = job.spec.needs.min_devices
-        if job.devices and (not is_elastic or job.id in inputs.keeping):
-            least = len(job.devices)
+        if job.devices:
+            least = max(least, kept_devices(inputs, job)) if is_elastic else len(job.devices)
         if least <= left:
             left -= least
             if is_elastic:

@@ -24,7 +24,16 @@ from itertools import groupby
 from evenload.scheduler.core.estimates import left_s
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.policies.elastic import Bid, Churn, churn_of, share_out, single_s, speedups, worth_of_change
+from evenload.scheduler.policies.elastic import (
+    Bid,
+    Churn,
+    churn_of,
+    kept_devices,
+    share_out,
+    single_s,
+    speedups,
+    worth_of_change,
+)
 from evenload.scheduler.policies.shares import relative_use
 
 _Q_KNOWN, _Q_GUESSED = 3.0, 1.3
@@ -43,7 +52,7 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
     keys = {job.id: _key(inputs, job, alone_s[job.id], uses) for job in everyone}
     order = sorted(everyone, key=lambda job: keys[job.id])
     movable = {job.id for job in inputs.jobs}
-    kept = {job.id: len(job.devices) for job in inputs.jobs if _is_kept(inputs, job)}
+    kept = {job.id: num for job in inputs.jobs if (num := _num_kept(inputs, job))}
     left, churn = inputs.num_devices - sum(kept.values()), churn_of(inputs)
     sizes = dict.fromkeys(movable, 0)
     for _, group in groupby(order, key=lambda job: job.spec.priority):
@@ -69,8 +78,8 @@ def _key(inputs: PolicyInput, job: Job, one_s: float, uses: dict[str, float]) ->
     return -job.spec.priority, score, job.submitted_s, job.id
 
 
-def _is_kept(inputs: PolicyInput, job: Job) -> bool:
-    return job.id in inputs.keeping or (bool(job.devices) and not job.spec.preemptible)
+def _num_kept(inputs: PolicyInput, job: Job) -> int:
+    return len(job.devices) if not job.spec.preemptible else kept_devices(inputs, job)
 
 
 def _weight(inputs: PolicyInput, job: Job, rank: int) -> float:

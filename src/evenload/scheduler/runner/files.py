@@ -108,7 +108,16 @@ def terms_of(folder: Path, spec: AttemptSpec) -> RunnerContract:
 
 
 def terms_in(folder: Path, job: str, attempt: int, grace_s: float) -> RunnerContract:
-    return RunnerContract(job, attempt, str(folder / REPORT_FOLDER / "report.json"), str(folder / "stop"), grace_s)
+    reports = folder / REPORT_FOLDER
+    return RunnerContract(
+        job,
+        attempt,
+        str(reports / "report.json"),
+        str(folder / "stop"),
+        grace_s,
+        devices_file=str(folder / "devices.json"),
+        devices_reply_file=str(reports / "devices.json"),
+    )
 
 
 def write_spec(folder: Path, spec: AttemptSpec) -> None:

@@ -25,7 +25,7 @@ from evenload.scheduler.simulator.arrivals import DEFAULT_SCALING
 
 COLUMNS = (
     "job", "submitted_s", "devices", "duration_s", "user", "priority", "kinds", "memory_gib", "one_host", "one_kind",
-    "preemptible", "estimate_s", "soft_limit_s", "not_before_s", "after", "array", "array_limit", "restart_s", "name",
+    "preemptible", "estimate_s", "soft_limit_s", "not_before_s", "after", "array", "array_limit", "restart_s", "resize_s", "name",
     "rates", "state", "started_s", "ended_s",
 )  # fmt: skip
 
@@ -157,7 +157,7 @@ def _row(one: _RecordedJob, first_s: float, ended: set[str]) -> Row:
         "started_s": f"{job.first_began_s - first_s:.3f}" if job.first_began_s is not None else "",
         "ended_s": f"{job.since_s - first_s:.3f}",
     }
-    for name in ("estimate_s", "soft_limit_s", "restart_s"):
+    for name in ("estimate_s", "soft_limit_s", "restart_s", "resize_s"):
         value = getattr(spec, name)
         if name == "estimate_s" and spec.estimate_source:
             value = None  # the queue's own; a simulation makes its own

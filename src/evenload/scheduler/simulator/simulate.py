@@ -182,6 +182,11 @@ class _Simulation:
         if kind == "stop":
             self._yield(name, now_s)
             return self.conditions.at_events
+        if kind == "switch":
+            job = self.queue_state.jobs[name]
+            self._apply(events.Resized(now_s, name, job.target, job.attempt + 1))
+            self._run_on(live, name, now_s)
+            return self.conditions.at_events
         self._run_to(live, name, now_s)
         if live.program.is_done:
             self._report(live, name, now_s)
@@ -209,10 +214,14 @@ class _Simulation:
         self._apply(events.Submitted(now_s, arrival.job, spec))
 
     def _begin(self, live: _RunningProgram, name: str, now_s: float) -> None:
-        job = self.queue_state.jobs[name]
-        live.program.start(shape_of(tuple(self.devices[device] for device in job.devices)))
-        live.at_s, live.is_running = now_s, True
         self._apply(events.JobStarted(now_s, name))
+        self._run_on(live, name, now_s)
+
+    def _run_on(self, live: _RunningProgram, name: str, now_s: float) -> None:
+        """Run a program on the devices that its job has now."""
+        held = self.queue_state.jobs[name].devices
+        live.program.start(shape_of(tuple(self.devices[device] for device in held)))
+        live.at_s, live.is_running = now_s, True
         self._push_change(live, name, now_s)
 
     def _push_change(self, live: _RunningProgram, name: str, now_s: float) -> None:
@@ -270,6 +279,10 @@ class _Simulation:
                 self._apply(command)
                 if isinstance(command, events.Placed):
                     self._will_begin(command.job, now_s)
+                elif isinstance(command, events.ResizeRequested) and self._resizes_in_place(command.job):
+                    self._pause(self.live[command.job])
+                    delay_s = self.queue_state.jobs[command.job].spec.resize_s or 0.0
+                    self._push(now_s + delay_s, "switch", command.job, self.live[command.job].version)
                 elif not isinstance(command, events.Cancelled):
                     self._will_stop(command.job, now_s)
             if not commands or self.conditions.save_s > 0:
@@ -283,12 +296,19 @@ class _Simulation:
     def _will_stop(self, name: str, now_s: float) -> None:
         """Stop the program; it saves all it has done by now."""
         live = self.live[name]
-        live.version += 1
-        live.is_running = False
+        self._pause(live)
         if self.conditions.save_s > 0:
             self._push(now_s + self.conditions.save_s, "stop", name, live.version)
             return
         self._yield(name, now_s)
+
+    def _pause(self, live: _RunningProgram) -> None:
+        live.version += 1
+        live.is_running = False
+
+    def _resizes_in_place(self, name: str) -> bool:
+        job = self.queue_state.jobs[name]
+        return job.resizes_in_place and len({self.devices[device].host for device in (*job.devices, *job.target)}) == 1
 
     def _yield(self, name: str, now_s: float) -> None:
         self._apply(events.Yielded(now_s, name))

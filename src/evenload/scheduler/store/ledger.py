@@ -12,6 +12,7 @@ from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
 
 NOT_SAVED = "NotSaved"
+RESIZED = "Resized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,17 @@ class AttemptRecord:
     began_s: float
     ended_s: float | None = None
     ending: str = ""
-    """The kind of event that ended it: ``Yielded``, ``Ended``, ``Lost``; `NOT_SAVED` where it yielded without a save."""
+    """The kind of event that ended it: ``Yielded``, ``Ended``, ``Lost``; `NOT_SAVED` where it yielded without a save, and
+    `RESIZED` where its program goes on in the next attempt, on other devices."""
     reason: str = ""
     runner: Mapping[str, Any] | None = None
-    """Facts of its `RunnerStarted`."""
+    """Facts of its `RunnerStarted`; where an earlier attempt's goes on, also that ``attempt`` and the number of its ``fence``."""
+
+    @property
+    def runner_fence(self) -> Fence:
+        """The fence of the attempt for which its runner was started."""
+        facts, own = self.runner or {}, self.fence
+        return Fence(own.job, int(facts.get("attempt", own.attempt)), int(facts.get("fence", own.number)))
 
 
 @dataclass(slots=True)
@@ -139,10 +147,14 @@ class Ledger:
     def _follow(self, job: Job, event: events.QueueEvent, changes: Changes) -> None:
         before = self.open.get(job.id)
         number = job.attempt if job.devices else None
+        runner = None
         if before is not None and before.fence.attempt != number:
             kind, reason = events.stored_kind(type(event)), getattr(event, "reason", "") or job.reason
             if isinstance(event, events.Yielded) and not event.has_saved:
                 kind = NOT_SAVED
+            if isinstance(event, events.Resized | events.StopRequested):
+                kind, own = RESIZED, before.runner_fence
+                runner = {**(before.runner or {}), "attempt": own.attempt, "fence": own.number}
             ended_s, told_s = self.queue_state.time_s, getattr(event, "ended_s", None)
             if told_s is not None:
                 ended_s = min(ended_s, max(before.began_s, told_s))
@@ -150,7 +162,7 @@ class Ledger:
             before = None
         if before is None and number is not None:
             fence = Fence(job.id, number, self.last)
-            self._put(AttemptRecord(fence, job.devices, began_s=job.attempt_began_s), changes)
+            self._put(AttemptRecord(fence, job.devices, began_s=job.attempt_began_s, runner=runner), changes)
 
     def _put(self, attempt: AttemptRecord, changes: Changes) -> None:
         changes.attempts[attempt.fence.number] = attempt

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from evenload.errors import ConfigError
 from evenload.job import EXIT_CODE
 from evenload.rendezvous.peer_monitor import FailureCause, PeerJoined, PeerLost, PeerMonitor, cause_of_loss
-from evenload.training.launch.devices import RankDevice, parse_devices, plan_workers, read_host
+from evenload.training.launch.devices import RankDevice, parse_devices, read_host
 from evenload.training.launch.environment import WorkerSpec, at_device
 from evenload.training.launch.failure import FailureReport, describe_end
 from evenload.training.launch.host_workers import HostWorkers, can_change
@@ -184,43 +184,47 @@ class RunMembers:
             self._act(self._decider.finished())
             self._due.clear()
 
-    def change_devices(self, text: str) -> list[str]:
-        """Request these devices, as ``-d`` names them, and return a line for each worker that joins or leaves.
+    @property
+    def staying(self) -> dict[str, WorkerSpec]:
+        """The workers that train or will, and what each was started with. ConfigError: the members of this run can't change."""
+        decider = self._changeable()
+        return {name: self._specs[decider.places[name].index] for name in decider.staying}
 
-        ConfigError: an unknown device, or the members of this run can't change.
-        """
-        decider = self._decider
-        if decider is None:
-            raise ConfigError(
-                "the devices of this run can't change: it runs in one process (strategy dp), or compares its ranks"
-            )
-        if why := decider.why_not_without(()):
-            raise ConfigError(f"the devices of this run can't change now: {why}")
-        host = read_host()
-        wanted = list(parse_devices(text, host))
-        leaving: list[str] = []
-        for name in decider.staying:
-            device = self._devices[decider.places[name].index]
-            if device in wanted:
-                wanted.remove(device)
-            else:
-                leaving.append(name)
-        kept = [self._devices[decider.places[name].index] for name in decider.staying if name not in leaving]
-        specs = plan_workers([*kept, *wanted], host, self._host.request.settings)[len(kept) :]
-        if wanted:
-            decider.store = self._open_store()
+    @property
+    def has_leavers(self) -> bool:
+        """True while a worker that has left still runs."""
+        return len(self.workers) > len(self._decider.members if self._decider is not None else self._workers)
+
+    def why_not_change(self) -> str:
+        """Return why the members of this run can't change now; empty if they can."""
+        if self._decider is None:
+            return "it runs in one process (strategy dp), or compares its ranks"
+        return self._decider.why_not_without(())
+
+    def device_of(self, name: str) -> RankDevice:
+        return self._devices[self._changeable().places[name].index]
+
+    def add(self, device: RankDevice, planned: WorkerSpec) -> str:
+        """Start a worker on a device, which joins at the end of a step; return its name."""
+        decider, index = self._changeable(), len(self._specs)
+        decider.store = self._open_store()
         used = {core for process in self.own_workers for core in process.spec.cores}
-        lines = []
-        for device, spec in zip(wanted, specs, strict=True):
-            index = len(self._specs)
-            self._specs[index] = at_device(replace(self._specs[0], throttle={}, local_rank=index), spec, used)
-            self._devices[index] = device
-            self._act(decider.request_join(_place(index, self._specs[index], device)))
-            lines.append(f"{device.device} starts, and joins at the end of a step")
-        lines += [f"rank {decider.rank_of(name)} ({self.where(name)}) leaves at the end of a step" for name in leaving]
-        for name in leaving:
-            self._act(decider.request_leave(name))
-        return lines or ["these are the devices of the run already"]
+        self._specs[index] = at_device(replace(self._specs[0], throttle={}, local_rank=index), planned, used)
+        self._devices[index] = device
+        before = set(decider.places)
+        self._act(decider.request_join(_place(index, self._specs[index], device)))
+        return next(name for name in decider.places if name not in before)
+
+    def remove(self, name: str) -> None:
+        """Let a worker leave at the end of a step."""
+        self._act(self._changeable().request_leave(name))
+
+    def _changeable(self) -> MembershipDecider:
+        if self._decider is None:
+            raise ConfigError(f"the devices of this run can't change: {self.why_not_change()}")
+        if why := self.why_not_change():
+            raise ConfigError(f"the devices of this run can't change now: {why}")
+        return self._decider
 
     # -- messages -------------------------------------------------------------------------------------------------------
 

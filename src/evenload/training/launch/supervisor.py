@@ -23,12 +23,14 @@ from evenload.errors import LaunchError
 from evenload.job import EXIT_CODE, grace_left_s
 from evenload.rendezvous.peer_monitor import FailureCause, PeerMonitor, cause_of_loss
 from evenload.training.launch import stop_status
+from evenload.training.launch.device_changes import change_devices
 from evenload.training.launch.devices import own_cores, read_host
 from evenload.training.launch.environment import WorkerSpec
 from evenload.training.launch.failure import FailureReport, describe_end
 from evenload.training.launch.host_workers import HostWorkers, can_change
 from evenload.training.launch.output import WorkerOutputs
 from evenload.training.launch.process import WorkerProcess
+from evenload.training.launch.queue_devices import QueueDevices
 from evenload.training.launch.relayed_members import RelayedMembers
 from evenload.training.launch.remote_workers import RemoteWorker
 from evenload.training.launch.replicas import make_throttle
@@ -107,6 +109,7 @@ class _Supervisor:
         self._host = HostWorkers(request, folder, self._outputs)
         self._num_ranks = 0
         self._control = RunControl(folder) if request.mode == "train" and request.rendezvous is None else None
+        self._queue_devices = QueueDevices.of_this_program(request.settings) if self._control is not None else None
         self._run_folder: Path | None = None
         self._lost = LostWorkers(folder, self._outputs.print_line)
         self._listener: socket.socket | None = None
@@ -279,7 +282,10 @@ class _Supervisor:
             if self._view is not None:
                 self._view.follow(self._run_folder)
         if self._control is not None and isinstance(self._members, RunMembers):
-            self._control.poll(self._members.change_devices, self._members.changes)
+            members, settings = self._members, self._request.settings
+            self._control.poll(lambda text: change_devices(members, text, settings), members.changes)
+            if self._queue_devices is not None:
+                self._queue_devices.poll(members)
             if self._run_folder is not None and not self.received_signals:
                 self._control.announce(self._run_folder, self._members.describe())
         if self._view is not None:

@@ -22,6 +22,7 @@ from typing import Any
 from evenload.job import (
     EXIT_CODE,
     attempt,
+    forget_speed,
     go_on_text,
     grace_left_s,
     listening,
@@ -56,6 +57,7 @@ class Stopper(StepListener):
         self._saves = False
         self._reported_why_not = False
         self._num_samples = 0
+        self._membership = context.groups.membership.number
         # The other modes have no state to resume from.
         self._acts = context.spec.mode == "train" and not stop_status.is_interactive()
         self._recent: RecentSteps | None = None
@@ -108,6 +110,9 @@ class Stopper(StepListener):
         if not self._acts:
             return
         loop = self._context.loop
+        if (number := self._context.groups.membership.number) != self._membership:
+            self._membership = number
+            forget_speed()
         if self._is_main:
             self._num_samples = step.num_samples
             if self._recent is not None:

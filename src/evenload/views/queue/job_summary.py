@@ -19,7 +19,13 @@ from evenload.views.queue.job_run import folder_of_run, of_job
 from evenload.views.queue.text import aligned, clean, gigabytes, idle, moment, progress, short_list, span
 
 _ENDED = {str(state) for state in ENDED}
-_ENDINGS = {"Yielded": "saved and stopped", "NotSaved": "stopped, not saved", "Ended": "ended", "Lost": "lost"}
+_ENDINGS = {
+    "Yielded": "saved and stopped",
+    "NotSaved": "stopped, not saved",
+    "Resized": "went on without a stop",
+    "Ended": "ended",
+    "Lost": "lost",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +263,8 @@ def _lost(folder: Path, job: str) -> dict[int, float]:
                 attempt, has_ended, is_first = entry.attempt, False, True
             elif isinstance(entry, events.JobStarted) and has_ended:  # resized: it goes on without a new place in line
                 attempt, has_ended, is_first = attempt + 1, False, True
+            elif isinstance(entry, events.Resized):
+                attempt = entry.attempt
             elif isinstance(entry, events.Yielded | events.Lost) and attempt:
                 lost.setdefault(attempt, 0.0)
                 has_ended = True

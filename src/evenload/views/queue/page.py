@@ -213,10 +213,13 @@ def _colours(view: QueueView, attempts: Sequence[AttemptLine]) -> dict[str, str]
     return {user: _PALETTE[index % len(_PALETTE)] for index, user in enumerate(users)}
 
 
+_ENDINGS = {"Yielded": "saved, stopped", "Resized": "went on"}
+
+
 def _ending(row: AttemptLine) -> str:
     """Name the end of an attempt: that of its job if the attempt was its last."""
     is_last = row.ending == "Ended" and row.state in ("SUCCEEDED", "FAILED", "CANCELLED")
-    return STATES[JobState(row.state)] if is_last else {"Yielded": "saved, stopped"}.get(row.ending, row.ending.lower())
+    return STATES[JobState(row.state)] if is_last else _ENDINGS.get(row.ending, row.ending.lower())
 
 
 def _ids(row: AttemptLine) -> list[str]:
