@@ -87,7 +87,8 @@ def measure(quick: bool) -> dict[str, Any]:
         result = _resize(folder, num)
     finally:
         with connect(folder / "queue", start=False) as client:
-            client.call("cancel", jobs=[job["id"] for job in client.call("list")["jobs"]], now=True)
+            if left := [job["id"] for job in client.call("list")["jobs"]]:
+                client.call("cancel", jobs=left, now=True)
             client.call("stop")
         shutil.rmtree(folder, ignore_errors=True)
     bars = {
