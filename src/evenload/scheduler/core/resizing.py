@@ -92,17 +92,17 @@ class Resizing:
         availability.take_back([slot for slot in usable if slots is None or slot not in slots])
         if slots is None:
             return
-        slots = self._around(job, usable, slots)
+        slots = self._beside_own(job, usable, slots)
         if freed := [slot for slot in usable if slot not in slots]:
             availability.comes_free(freed)
         self._resize(job, slots, is_forced=False)
         self.changed.add(job.id)
 
-    def _around(self, job: Job, usable: list[int], slots: tuple[int, ...]) -> tuple[int, ...]:
+    def _beside_own(self, job: Job, usable: list[int], slots: tuple[int, ...]) -> tuple[int, ...]:
         """Return the devices to grow onto: beside its own, where the job then needs no stop."""
         host_of, pool_of = self._snapshot.layout.host_of, self._choices.pool_of
-        alike = {(host_of[slot], pool_of[slot]) for slot in (*usable, *slots)}
-        if job.spec.resize_s is None or len(usable) < len(job.devices) or len(alike) > 1:
+        places = {(host_of[slot], pool_of[slot]) for slot in (*usable, *slots)}
+        if job.spec.resize_s is None or len(usable) < len(job.devices) or len(places) > 1:
             return slots
         others = [slot for slot in slots if slot not in usable]
         num_more = len(slots) - len(usable)
