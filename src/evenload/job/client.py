@@ -27,7 +27,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,12 +44,12 @@ from evenload.job.protocol import (
     read_stop_reason,
     write_report,
 )
+from evenload.job.step_rate import StepRate
 
 EXIT_CODE = 75
 """Exit code of a program that saved and stopped on request (EX_TEMPFAIL of sysexits.h); start it again to continue."""
 
 _SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
-_SPEED_OVER_S = 60.0
 _STOP_FILE_POLL_S = 0.01
 """Minimum time between two checks for the stop file, so that short steps do not become slower."""
 
@@ -92,7 +91,7 @@ def steps(
 
     def loop() -> Iterator[int]:
         connection = _connection()
-        connection.rate = _StepRate()
+        connection.rate = StepRate()
         if connection.resumed_at is None:
             connection.resumed_at = start
 
@@ -188,7 +187,7 @@ def contract() -> RunnerContract | None:
 
 def forget_speed() -> None:
     """Measure the steps per second anew: the program runs on other devices from now on."""
-    _connection().rate = _StepRate()
+    _connection().rate = StepRate()
 
 
 def report(
@@ -265,7 +264,7 @@ class _RunnerConnection:
 
     def __init__(self, contract: RunnerContract | None) -> None:
         self.contract = contract
-        self.rate = _StepRate()
+        self.rate = StepRate()
         self.requested_s: float | None = None
         self.resumed_at: int | None = None
         """Steps that were done when this program began; its first report follows one more."""
@@ -336,29 +335,6 @@ class _RunnerConnection:
         if topic not in self._printed:
             self._printed.add(topic)
             _print(text)
-
-
-class _StepRate:
-    """Steps per second over the last minute, without the first step of a session (compilation, caches)."""
-
-    def __init__(self) -> None:
-        self._marks: deque[tuple[float, int]] = deque()
-
-    def count(self, step: int, now_s: float) -> None:
-        if self._marks and step < self._marks[-1][1]:  # another loop
-            self._marks.clear()
-        if len(self._marks) < 2 or now_s - self._marks[-2][0] >= 1.0:
-            self._marks.append((now_s, step))
-        else:  # one mark per second bounds their number
-            self._marks[-1] = (now_s, step)
-        while len(self._marks) > 2 and now_s - self._marks[1][0] > _SPEED_OVER_S:
-            self._marks.popleft()
-
-    def steps_per_s(self) -> float:
-        if len(self._marks) < 2 or self._marks[-1][0] <= self._marks[0][0]:
-            return 0.0
-        (first_s, first), (last_s, last) = self._marks[0], self._marks[-1]
-        return (last - first) / (last_s - first_s)
 
 
 _connections: list[_RunnerConnection] = []

@@ -13,6 +13,7 @@ from typing import Any
 from evenload.errors import QueueError
 from evenload.scheduler.core import events, occupancy
 from evenload.scheduler.core.accounting import accounted, counted_preemptions, without_unused
+from evenload.scheduler.core.dependencies import after_end, waits_for
 from evenload.scheduler.core.layout import Layout, layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns
@@ -112,14 +113,7 @@ class QueueState:
     def _submitted(self, event: events.Submitted, time_s: float) -> list[Job]:
         if event.job in self.jobs or event.job in self.outcomes:
             raise QueueError(f"job {event.job} was submitted twice")
-        unmet, doomed = [], ""
-        for after in event.spec.after:
-            if after.job in self.jobs:
-                unmet.append(after.job)
-            elif after.job not in self.outcomes:
-                raise QueueError(f"job {event.job} is to start after {after.job}, but there is no such job")
-            elif not after.is_met(self.outcomes[after.job]):
-                doomed = _doom(after.job, self.outcomes[after.job])
+        unmet, doomed = waits_for(event.job, event.spec, self.jobs, self.outcomes)
         job = Job(
             id=event.job,
             spec=event.spec,
@@ -128,7 +122,7 @@ class QueueState:
             accounted_s=time_s,
             total=event.spec.total,
             rates=event.spec.rates,
-            unmet=tuple(dict.fromkeys(unmet)),
+            unmet=unmet,
             doomed=doomed,
         )
         for name in job.unmet:
@@ -180,10 +174,7 @@ class QueueState:
             occupancy.vacate(self.holder, job, set(job.target) - set(job.devices))
             return [self._put(job, time_s, state=state, target=(), reason=event.reason)]
         if (event.devices, event.attempt) != (job.target, job.attempt + 1):
-            raise QueueError(
-                f"job {job.id} was to continue on {job.target} as attempt {job.attempt + 1}, and does so on {event.devices} "
-                f"as attempt {event.attempt}"
-            )
+            raise QueueError(f"job {job.id} was to continue on {job.target}, and does so on {event.devices}")
         return [self._hold(job, time_s, event.devices, state=state, attempt=event.attempt)]
 
     def _resize_refused(self, event: events.ResizeRefused, time_s: float) -> list[Job]:
@@ -389,14 +380,9 @@ class QueueState:
         self.num_sharing -= job.spec.share_device
         self.outcomes[job.id] = state
         for name in self.dependents.pop(job.id, ()):
-            waiting = self.jobs.get(name)
-            if waiting is None:
-                continue
-            doomed = waiting.doomed
-            if any(after.job == job.id and not after.is_met(state) for after in waiting.spec.after):
-                doomed = _doom(job.id, state)
-            unmet = tuple(other for other in waiting.unmet if other != job.id)
-            changed.append(self._put(waiting, time_s, unmet=unmet, doomed=doomed))
+            if (waiting := self.jobs.get(name)) is not None:
+                unmet, doomed = after_end(waiting, job.id, state)
+                changed.append(self._put(waiting, time_s, unmet=unmet, doomed=doomed))
         return changed
 
     def _account(self, job: Job, time_s: float, change: int) -> None:
@@ -406,10 +392,6 @@ class QueueState:
 
 def _ending_verb(job: Job) -> Verb:
     return Verb.CANCEL if job.ending is JobState.CANCELLED else Verb.FAIL
-
-
-def _doom(name: str, state: JobState) -> str:
-    return f"it was to start after job {name}, which is {state}"
 
 
 _HANDLERS: dict[type[Any], Callable[[QueueState, Any, float], list[Job] | None]] = {
