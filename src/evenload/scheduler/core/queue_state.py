@@ -170,7 +170,7 @@ class QueueState:
     def _resized(self, event: events.Resized, time_s: float) -> list[Job]:
         job = self._job(event.job)
         state = next_state(job.state, Verb.SWITCH)
-        if event.devices == job.devices:
+        if event.devices == job.devices:  # it keeps them
             occupancy.vacate(self.holder, job, set(job.target) - set(job.devices))
             return [self._put(job, time_s, state=state, target=(), reason=event.reason)]
         if (event.devices, event.attempt) != (job.target, job.attempt + 1):
@@ -181,8 +181,8 @@ class QueueState:
         job = self._job(event.job)
         if job.state is not JobState.RESIZING:
             raise QueueError(f"job {job.id} is {job.state}, not about to continue on other devices")
-        reason = f"{job.reason}, by a stop and a start: {event.reason}"
-        return [self._put(job, time_s, spec=replace(job.spec, resize_s=None), reason=reason)]
+        spec = replace(job.spec, resize_s=None)
+        return [self._put(job, time_s, spec=spec, reason=f"{job.reason}, by a stop and a start: {event.reason}")]
 
     def _stop_requested(self, event: events.StopRequested, time_s: float) -> list[Job]:
         job = self._job(event.job)
@@ -194,8 +194,7 @@ class QueueState:
         if event.then is JobState.PENDING and job.state is not JobState.PREEMPTING:
             counted = counted_preemptions(job, time_s)
         if job.state is JobState.RESIZING and job.resizes_in_place and len(job.target) > len(job.devices):
-            # Ranks of it may run on the new devices already.
-            job = self._hold(job, time_s, job.target, state=state, attempt=job.attempt + 1)
+            job = self._hold(job, time_s, job.target, state=state, attempt=job.attempt + 1)  # ranks may run there
         occupancy.vacate(self.holder, job, set(job.target) - set(job.devices))
         return [self._put(job, time_s, state=state, target=(), ending=ending, preempted_s=counted, reason=event.reason)]
 
@@ -206,8 +205,7 @@ class QueueState:
         if job.state is JobState.RESIZING:
             if not any(device in self.closed for device in job.target):
                 state = next_state(job.state, Verb.YIELD)
-                target = job.target
-                return [self._hold(job, time_s, target, state=state, attempt=job.attempt + 1, reason=job.reason)]
+                return [self._hold(job, time_s, job.target, state=state, attempt=job.attempt + 1, reason=job.reason)]
             state, reason = next_state(job.state, Verb.LOSE), "its new devices can't be used now"
             return [self._release(job, time_s, state, reason, event.ended_s)]
         state = next_state(job.state, Verb.YIELD)
