@@ -78,6 +78,10 @@ def simulate(
         bool, typer.Option("--ticks-only", help="Decide at these intervals only, not when jobs come and go.")
     ] = False,
     save: Annotated[float, typer.Option("--save", help="Seconds that a job needs to save and stop.")] = 0.0,
+    resize: Annotated[
+        float | None,
+        typer.Option("--resize", help="Seconds that an elastic job loses by a resize in place. Default: a restart."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the noise.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     jobs: Annotated[bool, typer.Option("--jobs", help="With --json: each job's times too.")] = False,
@@ -129,6 +133,7 @@ def simulate(
                 interval_s=interval,
                 at_events=not ticks_only,
                 save_s=save,
+                resize_s=resize,
                 remaining=knows,
                 noise=sigma,
                 seed=seed,

@@ -42,6 +42,8 @@ class Conditions:
     """It also decides whenever a job arrives or ends."""
     save_s: float = 0.0
     """Time for which a job holds its devices after a stop request."""
+    resize_s: float | None = None
+    """Time that an elastic job loses where it goes on with more or fewer devices, as a resize in place does; None: a restart."""
     remaining: str = "known"
     """The queue's knowledge of the work a job has left: ``known``, ``unknown``, ``noisy`` (times a factor that each job
     keeps, log-normal with `noise`), or ``history`` (estimated from similar jobs that have ended, as the daemon does)."""
@@ -57,10 +59,16 @@ class Conditions:
     def __post_init__(self) -> None:
         if self.remaining not in KNOWLEDGE:
             raise ConfigError(f"remaining={self.remaining!r}: expected one of {', '.join(KNOWLEDGE)}")
-        if not self.interval_s > 0 or not self.save_s >= 0 or not 0 <= self.noise < math.inf:
+        resize_s = self.resize_s or 0.0
+        if (
+            not self.interval_s > 0
+            or not self.save_s >= 0
+            or not 0 <= self.noise < math.inf
+            or not 0 <= resize_s < math.inf
+        ):
             raise ConfigError(
-                f"interval_s={self.interval_s}, save_s={self.save_s}, noise={self.noise}: expected an interval above 0, "
-                f"and the others at least 0"
+                f"interval_s={self.interval_s}, save_s={self.save_s}, resize_s={self.resize_s}, noise={self.noise}: expected "
+                f"an interval above 0, and the others at least 0"
             )
         if not self.devices:
             raise ConfigError("a simulation without devices")
@@ -207,6 +215,8 @@ class _Simulation:
             shape = packed_shape(self.conditions.devices, spec, spec.needs.min_devices)
             if shape is not None:
                 spec = replace(spec, estimate_s=factor * alone_s(arrival.make(), shape))
+        if self.conditions.resize_s is not None and spec.needs.min_devices < spec.needs.max_devices:
+            spec = replace(spec, restart_s=self.conditions.resize_s)  # the daemon measures it
         refusal = self.queue_state.refusal(spec)
         if refusal is not None:
             raise ConfigError(f"job {arrival.job} of the workload: {refusal}")
@@ -288,9 +298,11 @@ class _Simulation:
             if not commands or self.conditions.save_s > 0:
                 return
 
-    def _will_begin(self, name: str, now_s: float) -> None:
-        spec = self.queue_state.jobs[name].spec
-        delay_s = self.conditions.settings.restart_s if spec.restart_s is None else spec.restart_s
+    def _will_begin(self, name: str, now_s: float, is_resized: bool = False) -> None:
+        needs, own_s = self.arrivals[name].spec.needs, self.arrivals[name].spec.restart_s
+        delay_s = self.conditions.settings.restart_s if own_s is None else own_s
+        if is_resized and self.conditions.resize_s is not None and needs.min_devices < needs.max_devices:
+            delay_s = self.conditions.resize_s
         self._push(now_s + delay_s, "begin", name, self.live[name].version)
 
     def _will_stop(self, name: str, now_s: float) -> None:
@@ -314,7 +326,7 @@ class _Simulation:
         self._apply(events.Yielded(now_s, name))
         job = self.queue_state.jobs.get(name)
         if job is not None and job.state is JobState.STARTING:
-            self._will_begin(name, now_s)
+            self._will_begin(name, now_s, is_resized=True)
 
     def _apply(self, event: events.QueueEvent) -> tuple[Job, ...]:
         if self.log is not None:
