@@ -91,7 +91,7 @@ class LearnedSpeeds:
         self._costs = costs
         if len(self._speeds) > _MOST_POINTS:
             del self._speeds[next(iter(self._speeds))]
-        if now_s - job.attempt_began_s < _SETTLED_S:
+        if now_s - max(job.attempt_began_s, job.since_s) < _SETTLED_S:
             return
         if self._settled > 0:
             for other, speed in self._speeds.items():

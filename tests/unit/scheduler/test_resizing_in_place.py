@@ -55,6 +55,24 @@ def test_it_gives_devices_back_at_once_and_that_is_no_preemption(policy: str) ->
     assert job.service_until(queue.now_s) == pytest.approx(10.0 + 10 * 30.0), "one device for 110 s, two for 100 s"
 
 
+def test_its_changes_protect_it_no_longer_than_its_start() -> None:
+    queue = Queue(box(2), min_run_s=300.0)
+    block, name = queue.submit(1), queue.submit(IN_PLACE)
+    queue.settle()
+    queue.ended(block)
+    queue.now_s = 290.0
+    queue.decide()
+    _resized(queue, name)
+    other = queue.submit(spec(2, estimate_s=5.0))
+    assert queue.decide() == ()
+    queue.now_s = 310.0
+    (request,) = queue.decide()
+    assert isinstance(request, events.StopRequested) and request.job == name
+    queue.apply(events.Yielded(queue.now_s, name))
+    queue.settle()
+    assert queue.running == {other}
+
+
 def test_it_grows_beside_its_own_devices() -> None:
     queue = Queue(box(4))
     blocks = [queue.submit(1, name=f"b{index}") for index in range(4)]

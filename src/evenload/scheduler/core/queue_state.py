@@ -345,15 +345,15 @@ class QueueState:
         """Give devices to the job in place of those it has."""
         occupancy.vacate(self.holder, job, set(job.devices) - set(devices))
         self._account(job, time_s, len(devices) - len(job.devices))
-        is_elastic = job.spec.needs.min_devices < job.spec.needs.max_devices
+        needs, starts = job.spec.needs, changes.get("state") is JobState.STARTING
         new = self._put(
             job,
             time_s,
             devices=devices,
             target=(),
-            attempt_began_s=time_s,
-            num_restarts=job.num_restarts + (job.attempt > 0 and changes.get("state") is JobState.STARTING),
-            rate_per_s=0.0 if is_elastic else job.rate_per_s,  # it was measured on other devices
+            attempt_began_s=time_s if starts else job.attempt_began_s,
+            num_restarts=job.num_restarts + (job.attempt > 0 and starts),
+            rate_per_s=0.0 if needs.min_devices < needs.max_devices else job.rate_per_s,  # it was measured on others
             **changes,
         )
         occupancy.occupy(self.holder, self.jobs, new, devices)

@@ -169,7 +169,7 @@ class Job:
     """While RESIZING: what it will hold next. Devices in both are kept; no other job gets either."""
     first_began_s: float | None = None
     attempt_began_s: float = 0.0
-    """When the present devices were given to it."""
+    """When it was given the devices on which its program started; a change without a stop leaves that."""
     held_s: float = 0.0
     """Time in which it held devices, up to `accounted_s`."""
     service_device_s: float = 0.0

@@ -162,7 +162,7 @@ class Ledger:
             before = None
         if before is None and number is not None:
             fence = Fence(job.id, number, self.last)
-            self._put(AttemptRecord(fence, job.devices, began_s=job.attempt_began_s, runner=runner), changes)
+            self._put(AttemptRecord(fence, job.devices, began_s=self.queue_state.time_s, runner=runner), changes)
 
     def _put(self, attempt: AttemptRecord, changes: Changes) -> None:
         changes.attempts[attempt.fence.number] = attempt
