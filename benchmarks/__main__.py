@@ -40,6 +40,7 @@ NAMES = (
     "queue_decide",
     "queue_policies",
     "queue_product",
+    "queue_cost",
     "queue_crash",
     "queue_external",
     "gpu",
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", default=None, help="where the JSON goes; benchmarks/results if not given")
     parser.add_argument("--peers", default=None, help="of efficiency: ddp,accelerate,lightning or some of them")
     parser.add_argument(
-        "--traces", default=None, help="of queue_policies, queue_product: the folder of recorded workloads"
+        "--traces", default=None, help="of queue_policies, queue_product, queue_cost: the folder of recorded workloads"
     )
     parser.add_argument(
         "--only",
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"== {name} ==", flush=True)
         neighbours = Neighbours()
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
-        if options.traces and name in ("queue_policies", "queue_product"):
+        if options.traces and name in ("queue_policies", "queue_product", "queue_cost"):
             chosen = {"traces": options.traces}
         if options.only and name in ("gpu", "small_steps", "faults", "churn", "queue_product"):
             chosen = {**chosen, "only": options.only}

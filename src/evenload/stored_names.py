@@ -16,6 +16,9 @@ STORED_EVENTS = {
 }
 """Queue events (`scheduler.core.events`): class → kind in a queue's log. The others are stored under their own names."""
 
+REMOVED_SETTINGS = ("price_weight", "energy_weight")
+"""Settings of a queue that are gone: an error in a file or command, left out where a queue had stored them."""
+
 SPEC_FILE = "order.json"
 """An attempt's `AttemptSpec`; read by scheduler.runner.files, like the next four."""
 REQUEST_FILE = "ask.json"

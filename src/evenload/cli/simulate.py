@@ -54,7 +54,8 @@ def simulate(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            "--kind", help="NAME:speed=1,price=0,watts=0,memory=0: a kind's speed, price an hour, power, GiB."
+            "--kind",
+            help="NAME:speed=1,price=0,cheap=0,watts=0,memory=0: a kind's speed, price an hour, in cheap hours, power, GiB.",
         ),
     ] = None,
     equal_kinds: Annotated[
@@ -73,6 +74,15 @@ def simulate(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of a setting of the queue, such as min_run_s=60.")
     ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            "--deadline", help="Deadline of jobs without one: so many times their time alone on the fastest devices."
+        ),
+    ] = None,
+    start_hour: Annotated[
+        float, typer.Option("--start-hour", help="Of a table: hour of the day at its time 0, for cheap_hours.")
+    ] = 0.0,
     interval: Annotated[float, typer.Option("--interval", help="Seconds between decisions at the latest.")] = 60.0,
     ticks_only: Annotated[
         bool, typer.Option("--ticks-only", help="Decide at these intervals only, not when jobs come and go.")
@@ -107,6 +117,8 @@ def simulate(
         raise ConfigError(f"--tables and --speeds have no effect on a queue's record, {path}: leave them out")
     if equal_kinds and record is None and not any(":" in text and "speed=" in text for text in kind or []):
         raise ConfigError("--equal-kinds has no effect without --kind NAME:speed=…: all kinds are equally fast")
+    if start_hour and record is not None:
+        raise ConfigError("--start-hour has no effect on a queue's record, which has its own times: leave it out")
     if export is not None:
         _export(record, export)
     base = None if record is None else record.settings
@@ -140,6 +152,8 @@ def simulate(
                 limits=limits,
                 reservations=_reservations(record, reserve or [], devices),
                 equal_kinds=equal_kinds,
+                deadline_times=deadline,
+                midnight_s=-3600.0 * start_hour if record is None else record.midnight_s,
             )
             outcome = run(arrivals, conditions)
             outcomes.append((name if len(clusters) == 1 else f"{name} {text}", outcome))
@@ -231,18 +245,19 @@ def _kind(text: str) -> tuple[str, KindFacts]:
 
     name, _, rest = text.partition(":")
     try:
-        facts = _facts(rest, {"speed", "price", "watts", "memory"})
+        facts = _facts(rest, {"speed", "price", "cheap", "watts", "memory"})
         values = {name: float(value) for name, value in facts.items()}
         memory_gib = values.get("memory")
         return name, KindFacts(
             speed=values.get("speed"),
             price_per_hour=values.get("price"),
+            cheap_price_per_hour=values.get("cheap"),
             power_w=values.get("watts"),
             memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
         )
     except ValueError:
         raise ConfigError(
-            f"--kind {text}: expected NAME:speed=1,price=0,watts=0,memory=0 (some of these, numbers)"
+            f"--kind {text}: expected NAME:speed=1,price=0,cheap=0,watts=0,memory=0 (some of these, numbers)"
         ) from None
 
 

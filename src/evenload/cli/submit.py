@@ -70,6 +70,9 @@ def submit(
         str | None, typer.Option(metavar="SOFT[:HARD]", help="After SOFT it yields to others; after HARD it is ended.")
     ] = None,
     estimate: Annotated[str | None, typer.Option(metavar="TIME", help="Expected run time, such as 90m.")] = None,
+    deadline: Annotated[
+        str | None, typer.Option(metavar="TIME", help="To have ended in 8h, or at 09:00; needs policy cost.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Total number of steps, if not reported.")] = None,
     saves: Annotated[
         bool | None, typer.Option("--saves/--no-saves", help="It saves and stops on request. Default: detected.")
@@ -216,6 +219,8 @@ def _print_submitted(submitted: SubmittedJob, queue: Path, as_json: bool) -> Non
         print(f"jobs {first}-{ids[-1]}{name} queued: an array of {len(ids)}")
     else:
         print(f"job {first}{name} queued{_position(queue, first)}")
+    if job.deadline and (late := LocalBackend(queue).deadline_note(first)):
+        print(f"deadline: {late}")
     if snapshot is not None:
         print(_snapshot_line(snapshot))
     elif job.backend == "local" and job.snapshot is None:

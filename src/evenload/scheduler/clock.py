@@ -55,6 +55,11 @@ class QueueClock:
         ahead_s = wall_s() - self.now_s()
         return ahead_s if abs(ahead_s) > _SAME_S else 0.0
 
+    def midnight_s(self, at_s: float) -> float:
+        """Return the queue's time at the last midnight of the wall clock before a time."""
+        at = time.localtime(at_s + self.ahead_s)
+        return time.mktime((at.tm_year, at.tm_mon, at.tm_mday, 0, 0, 0, 0, 0, -1)) - self.ahead_s
+
     def anchor(self) -> ClockAnchor:
         return ClockAnchor(self._boot, self._offset_s, self.ahead_s)
 

@@ -162,6 +162,8 @@ def row_of_job(folder: Path, job: Job, clock: QueueClock) -> JobRow:
         "eta_s": None,
         "estimate_s": job.spec.estimate_s,
         "estimate_source": job.spec.estimate_source,
+        "deadline_s": None if job.spec.deadline_s is None else job.spec.deadline_s + ahead_s,
+        "deadline_note": "",
         "position": None,
         "reason": job.reason,
         "array": job.spec.array,

@@ -5,6 +5,7 @@ An invalid value raises a `ValueError` with what was expected; `job_file` adds w
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -142,6 +143,20 @@ def read_time_of_day_s(value: str, now_s: float) -> float:
         if time_s >= now_s and found[4] in (None, _WEEKDAYS[time.localtime(time_s).tm_wday]):
             return time_s
     raise ValueError(expected)
+
+
+def read_deadline(value: Any) -> str:
+    """Check a time from the submission (`8h`) or a time of day (`mon 09:00`); return it as it was written."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            deadline_s(value, time.time())
+            return value
+    raise ValueError("a time such as 8h from now, or a time of day such as 09:00, mon 09:00 or 2026-12-01 09:00")
+
+
+def deadline_s(text: str, now_s: float) -> float:
+    """Return the seconds since 1970 of a deadline that `read_deadline` accepts."""
+    return read_time_of_day_s(text, now_s) if ":" in text else now_s + read_duration_s(text)
 
 
 def read_limits_s(value: Any) -> tuple[float | None, float | None]:

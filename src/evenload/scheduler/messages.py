@@ -17,7 +17,8 @@ list       user, states, ended=false, after=0, limit=1000,              {jobs: [
            newest_first=false                                           number}}
 job        job, listens=false                                           {job: JobRow, program (to its owner; without
                                                                         environment to others), attempts: [AttemptRow],
-                                                                        listens: [address, …] (to its owner)}
+                                                                        listens: [address, …] (to its owner), cost: price of
+                                                                        the devices it held}
 status                                                                  StatusRow
 set        settings={name: value}                                       {settings: {…}}
 limits     user, and max_devices, max_running, max_queued, share,       {user: UserRow}
@@ -53,8 +54,8 @@ LARGEST_PAGE = 1000
 """Rows in a reply to ``list``, and jobs in one ``submit``."""
 
 CHANGEABLE = (
-    "priority", "name", "needs", "estimate_s", "total", "soft_limit_s", "hard_limit_s", "not_before_s", "array_limit",
-    "retries", "preemptible",
+    "priority", "name", "needs", "estimate_s", "total", "soft_limit_s", "hard_limit_s", "not_before_s",
+    "deadline_s", "array_limit", "retries", "preemptible",
 )  # fmt: skip
 """Fields of `JobSpec` that the owner may change later. Only an admin may set a priority above the queue's `max_priority`."""
 
@@ -95,6 +96,9 @@ class JobRow(TypedDict):
     """Estimated run time on its minimum of devices; None without an estimate."""
     estimate_source: str
     """Earlier runs that it is made of; empty for the owner's own."""
+    deadline_s: float | None
+    deadline_note: str
+    """Why its deadline can't be met, or planned for; empty if it can, or without one."""
     position: int | None
     """Place in line, from 1, of a PENDING job that could start; None for any other, or if unknown."""
     reason: str

@@ -57,8 +57,8 @@ def test_a_job_over_the_end_of_a_month_counts_in_both(tmp_path: Path) -> None:
         stored = reader.job("1")
     assert stored is not None and sum(row.device_s for row in _rows(tmp_path)) == stored.service_device_s
     table = {"by": ["group"], "rows": [vars_of(row) for row in _rows(tmp_path, ("group",))]}
-    assert report_csv(table).splitlines()[-1] == "vision,1,6.0,2.0,1,6.0"
-    assert report_lines(table).splitlines()[-1].split() == ["total", "2", "6.00", "7.00", "1", "6.00"]
+    assert report_csv(table).splitlines()[-1] == "vision,1,6.0,2.0,1,6.0,0.0"
+    assert report_lines(table).splitlines()[-1].split() == ["total", "2", "6.00", "7.00", "1", "6.00", "0.00"]
 
 
 def vars_of(row: UsageRow) -> dict[str, object]:

@@ -84,6 +84,11 @@ class LocalBackend(SchedulerBackend):
         place = row.get("position")
         return place, None if row["start_s"] is None else row["start_s"] - time.time()
 
+    def deadline_note(self, job: str) -> str:
+        """Return why a job's deadline can't be met, or planned for; empty if it can."""
+        with connect(self.queue, start=False) as client:
+            return str(client.call("job", job=job)["job"]["deadline_note"])
+
     def wait(self, ids: Sequence[str]) -> Iterator[JobStatus]:
         """Yield each job's status when it has ended, until all have."""
         left, last = list(ids), 0

@@ -8,14 +8,11 @@ between calls. Cost: one pass over the jobs, one sort, and a few operations for 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from evenload.scheduler.core.availability import Availability
 from evenload.scheduler.core.backfill import BackfillWindow, Release, backfill_window
+from evenload.scheduler.core.collecting import no_collecting
 from evenload.scheduler.core.eligibility import (
     Eligibility,
     PoolChoices,
@@ -27,8 +24,10 @@ from evenload.scheduler.core.eligibility import (
 )
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, Placed, StopRequested
+from evenload.scheduler.core.kind_changes import KindChanges
 from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.moving import Moving
+from evenload.scheduler.core.plan import Plan
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
 from evenload.scheduler.core.refusal import most_together
@@ -37,42 +36,16 @@ from evenload.scheduler.core.run_times import oldest_work
 from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.tariff import tariff_of
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.policies import policy_named
 from evenload.scheduler.policies.starvation import is_starving
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Commands, and the reason why each waiting job waits."""
-
-    commands: tuple[Command, ...]
-    waits: dict[str, str] = field(default_factory=dict)
-    """Job → why it has no devices; this and what follows are filled by ``plan(..., explain=True)`` alone."""
-    order: tuple[Job, ...] = ()
-    """Those that run or could, the most deserving first."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """Of elastic jobs: how many devices each should have, if the policy decides on sizes."""
-    preempts: bool = False
-    """True if jobs further back in the order may be displaced."""
-
-
 def decide(snapshot: QueueSnapshot, now_s: float) -> tuple[Command, ...]:
     """Return what to do now: start, resize, preempt, end; empty if nothing needs to change."""
-    with _no_collecting():
+    with no_collecting():
         return plan(snapshot, now_s).commands
-
-
-@contextlib.contextmanager
-def _no_collecting() -> Iterator[None]:
-    """Pause the garbage collector: a plan holds no cycles, and searching all jobs for some takes up to a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
@@ -84,7 +57,8 @@ def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
     sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if snapshot.shares else None
     is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in eligibility.running)
     may_move = bool(eligibility.running) and bool(eligibility.free) and snapshot.layout.has_speeds
-    if not eligibility.pending and not is_elastic and not may_move:
+    may_change = bool(eligibility.running) and snapshot.settings.policy == "cost"
+    if not eligibility.pending and not is_elastic and not may_move and not may_change:
         return Plan(tuple(eligibility.commands), eligibility.waits)
     return _Planning(snapshot, now_s, eligibility, choices, sharing, explain).run()
 
@@ -108,6 +82,7 @@ class _Planning:
         followers = sharing.followers if sharing is not None else ()
         self.limits = LimitUse(snapshot, eligibility.pending, (*eligibility.holders, *followers))
         self.decision: PolicyDecision
+        self.kind_changes: KindChanges
         self.candidates: PreemptionCandidates | None = None
         self.sizing: Resizing | None = None
         self.moving = Moving(snapshot, self.availability, now_s)
@@ -122,7 +97,12 @@ class _Planning:
         bound, young = self._bound_and_young()
         keeping = frozenset(bound | young)
         self.decision = policy_named(self.settings.policy)(self._inputs(keeping))
+        self.choices.restrict(self.decision.kinds)
         order = self._ordered()
+        self.kind_changes = KindChanges(
+            self.snapshot, self.eligibility, self.availability, self.choices, self.decision, self.now_s
+        )
+        self.kind_changes.stop_held(keeping)
         if self.decision.sizes is not None:
             self.sizing = Resizing(
                 self.snapshot,
@@ -147,8 +127,7 @@ class _Planning:
             tuple(self.commands),
             self.eligibility.waits,
             tuple(order),
-            self.decision.sizes or {},
-            self.decision.preempts,
+            self.decision,
         )
 
     def _bound_and_young(self) -> tuple[set[str], set[str]]:
@@ -177,9 +156,10 @@ class _Planning:
             settled=settled,
             host_size=max(1, layout.host_size),
             keeping=keeping,
-            device_cost=layout.mean_cost(self.settings),
             past=self.snapshot.past,
             oldest=oldest_work([*jobs, *settled], self.now_s),
+            layout=layout,
+            tariff=tariff_of(self.settings.cheap_hours, self.snapshot.midnight_s),
         )
 
     def _ordered(self) -> list[Job]:
@@ -193,16 +173,22 @@ class _Planning:
         for job in self.decision.order:
             if has_limits and is_overdue(job, self.now_s):
                 last.append(job)
-            elif job.submitted_s < oldest_s and is_starving(job, self.now_s, self.settings):
+            elif job.submitted_s < oldest_s and self._is_starving(job):
                 first.append(job)
             else:
                 middle.append(job)
         first.sort(key=lambda job: job.submitted_s)
         return [*first, *middle, *last]
 
+    def _is_starving(self, job: Job) -> bool:
+        """Return whether the guard puts a job first; a policy that plans for a job's deadline, or holds it, knows better."""
+        if job.id in self.decision.kinds or job.id in self.decision.held:
+            return False
+        return is_starving(job, self.now_s, self.settings)
+
     def _find_candidates(self, order: list[Job], bound: set[str], young: set[str]) -> None:
         closed, slots, devices = self.snapshot.closed, self.eligibility.slots, self.snapshot.layout.devices
-        fixed = bound if self.sizing is None else bound | self.sizing.changed
+        fixed = bound | self.kind_changes.changed | (self.sizing.changed if self.sizing is not None else set())
         runs, found = JobState.RUNNING, []
         for job in order:
             if job.state is runs and (name := job.id) not in fixed:
@@ -217,12 +203,18 @@ class _Planning:
         has_speeds = self.snapshot.layout.has_speeds
         gone = candidates.displaced if candidates is not None else frozenset()
         for job in order:
+            if reason := self.decision.held.get(job.id):
+                if job.state is not JobState.RUNNING:
+                    self._wait(job, reason)
+                continue
             if job.state is JobState.RUNNING:
                 if candidates is not None and job.id not in fixed and job.id not in gone:
                     candidates.pass_by(job)
-                    if sizing is not None and self.window is None:
+                    if job.id in self.decision.kinds and self.kind_changes.is_elsewhere(job):
+                        self.kind_changes.move(job, candidates)
+                    elif sizing is not None and self.window is None:
                         sizing.grow(job)
-                    if has_speeds:
+                    if has_speeds and job.id not in self.decision.kinds:
                         self._move(job)
                 continue
             if self.sharing is not None and self._join(job):
@@ -237,7 +229,7 @@ class _Planning:
                 continue
             num = job.spec.needs.min_devices
             if sizes is not None and (size := sizes.get(job.id)) is not None:
-                if size == 0 and not is_starving(job, self.now_s, self.settings):
+                if size == 0 and not self._is_starving(job):
                     self._wait(job, "the devices help other jobs more")
                     continue
                 num = max(num, self.limits.most(job.spec.user, size))
@@ -405,6 +397,7 @@ class _Planning:
                     self.commands.append(
                         StopRequested(self.now_s, job.id, reason="a job that goes first needs its devices")
                     )
+        self.commands += self.kind_changes.commands
         if self.sizing is not None:
             self.commands += self.sizing.commands
         self.commands += self.moving.commands

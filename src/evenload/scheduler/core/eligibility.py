@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from evenload.scheduler.core.events import Cancelled, Command, StopRequested
 from evenload.scheduler.core.placement import PoolChoice
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job, Reservation, Settings
+from evenload.scheduler.core.values import Job, Needs, Reservation, Settings
 
 _HOUR_S = 3600.0
 
@@ -158,39 +158,50 @@ class PoolChoices:
         # By identity: they live as long as the snapshot, and most are one object.
         self._of_needs: dict[int, PoolChoice] = {}
         self._by_groups: dict[tuple[object, ...], PoolChoice] = {}
+        self._only: Mapping[str, tuple[str, ...]] = {}
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 
     def of(self, job: Job) -> PoolChoice:
         """Return the pools, as groups of one kind each, the best first."""
         spec, needs = job.spec, job.spec.needs
-        if not self._reservations and (choice := self._of_needs.get(id(needs))) is not None:
+        is_usual = job.id not in self._only
+        if is_usual and not self._reservations and (choice := self._of_needs.get(id(needs))) is not None:
             return choice
+        if (kinds := self._only.get(job.id)) is not None:
+            needs = replace(needs, kinds=kinds, one_kind=True)
         key: tuple[object, ...] = (needs.kinds, needs.memory_bytes, needs.one_host, needs.one_kind)
         if self._reservations:
             key = (*key, spec.user, spec.preemptible, spec.hard_limit_s)
         choice = self._known.get(key)
         if choice is None:
-            choice = self._known[key] = self._work_out(job)
-        self._of_needs[id(needs)] = choice
+            choice = self._known[key] = self._work_out(job, needs)
+        if is_usual:
+            self._of_needs[id(needs)] = choice
         return choice
 
-    def _work_out(self, job: Job) -> PoolChoice:
-        settings, needs = self._snapshot.settings, job.spec.needs
-        groups: dict[str, list[int]] = {}
+    def restrict(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+        """Let some jobs use only one kind of these at a time, the first that has place."""
+        self._only = kinds
+
+    def _work_out(self, job: Job, needs: Needs) -> PoolChoice:
+        layout, groups = self._snapshot.layout, dict[str, list[int]]()
         for zone, (pool_index, held) in enumerate(self._zones):
-            pool = self._snapshot.layout.pools[pool_index]
+            pool = layout.pools[pool_index]
             is_fit = (not needs.kinds or pool.kind in needs.kinds) and pool.memory_bytes >= needs.memory_bytes
             if is_fit and all(self._may_use(job, r) for r in held):
                 groups.setdefault(pool.kind, []).append(zone)
 
         def rank(zone: int) -> tuple[float, float, int]:
             pool_index, held = self._zones[zone]
-            pool = self._snapshot.layout.pools[pool_index]
+            pool = layout.pools[pool_index]
             mine = any(job.spec.user in r.users and r.start_s <= self._now_s for r in held)
-            return (-math.inf if mine else -pool.worth(settings), pool.memory_bytes, zone)
+            return (-math.inf if mine else -pool.speed, pool.memory_bytes, zone)
 
         ordered = [tuple(sorted(zones, key=rank)) for zones in groups.values()]
-        ordered.sort(key=lambda zones: rank(zones[0]))
+        if job.id in self._only:
+            ordered.sort(key=lambda zones: needs.kinds.index(layout.pools[self._zones[zones[0]][0]].kind))
+        else:
+            ordered.sort(key=lambda zones: rank(zones[0]))
         key = (*ordered, needs.one_host, needs.one_kind)
         if key not in self._by_groups:
             self._by_groups[key] = PoolChoice(tuple(ordered), needs.one_host, needs.one_kind)

@@ -14,7 +14,7 @@ from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import validation
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, JobSpec, Limits, Reservation, Settings
-from evenload.stored_names import STORED_EVENTS
+from evenload.stored_names import REMOVED_SETTINGS, STORED_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,10 @@ def from_row(row: Mapping[str, Any]) -> QueueEvent:
     kind = KINDS.get(str(row.get("kind")))
     if kind is None:
         raise QueueError(f"an event of kind {row.get('kind')!r}: this version knows {', '.join(KINDS)}")
+    values = {name: value for name, value in row.items() if name != "kind"}
+    if kind is SettingsSet and isinstance(settings := values.get("settings"), Mapping):
+        values["settings"] = {name: value for name, value in settings.items() if name not in REMOVED_SETTINGS}
     try:
-        return validation.build(kind, {name: value for name, value in row.items() if name != "kind"}, "")
+        return validation.build(kind, values, "")
     except ConfigError as error:
         raise QueueError(f"event {row['kind']}: {error}") from error

@@ -12,14 +12,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evenload.scheduler.core.decide import Plan, plan
+from evenload.scheduler.core.decide import plan
 from evenload.scheduler.core.eligibility import PoolChoices, is_bound, is_young
 from evenload.scheduler.core.estimates import left_s, restart_s
 from evenload.scheduler.core.events import Placed, ResizeRequested, StopRequested
 from evenload.scheduler.core.limits import limits_of
+from evenload.scheduler.core.plan import Plan
 from evenload.scheduler.core.sharing import shared_devices
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.tariff import tariff_of
 from evenload.scheduler.core.timeline import Timeline
 from evenload.scheduler.core.values import Job
 
@@ -33,6 +35,8 @@ class Forecast:
     end_s: float | None = None
     position: int | None = None
     """Place in line, from 1, of a job that could start; None for any other."""
+    deadline_note: str = ""
+    """Why its deadline can't be met, or planned for."""
 
 
 def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> Mapping[str, Forecast]:
@@ -66,6 +70,14 @@ class _Future:
         self.snapshot, self.now_s, self.planned = snapshot, now_s, planned
         self.settings = snapshot.settings
         self.choices = PoolChoices(snapshot, now_s)
+        decision = planned.decision
+        self._preempts = decision is not None and decision.preempts
+        self._deadline_notes: Mapping[str, str] = {} if decision is None else decision.deadline_notes
+        self._not_before: dict[str, float] = {}
+        if decision is not None:
+            self.choices.restrict(decision.kinds)
+            _, cheap_s = tariff_of(self.settings.cheap_hours, snapshot.midnight_s).next_change_s(now_s)
+            self._not_before = dict.fromkeys(decision.held, cheap_s)
         self.timeline = Timeline(snapshot.layout, self.choices.pool_of, snapshot.closed, now_s)
         self.starts: dict[str, float] = {}
         self.ends: dict[str, float] = {}
@@ -116,7 +128,7 @@ class _Future:
                 self.starts[command.job] = self.now_s
                 self.notes[command.job] = "gets its devices now"
         running = {job.id for job in self.planned.order if job.state is JobState.RUNNING}
-        behind = running if self.planned.preempts else set()
+        behind = running if self._preempts else set()
         for job in self.snapshot.jobs:
             if not job.devices:
                 continue
@@ -161,7 +173,7 @@ class _Future:
         if (devices := self._granted.get(job.id)) is not None:
             self._place(job, self.now_s, [self.snapshot.layout.index[device] for device in devices])
         else:
-            self._find(job, self.now_s)
+            self._find(job, self._not_before.get(job.id, self.now_s))
 
     def _take_later(self, job: Job) -> None:
         """Place a job that is not in line yet: it waits for others, or for a time."""
@@ -213,7 +225,9 @@ class _Future:
         end_s = self.ends.get(job.id, math.inf)
         start_s = self.starts.get(job.id) if job.state is JobState.PENDING else None
         position = self._positions.get(job.id)
-        return Forecast(self._reason(job), start_s, end_s if end_s < math.inf else None, position)
+        reason, note = self._reason(job), self._deadline_notes.get(job.id, "")
+        reason = "; ".join(part for part in (note, reason) if part)
+        return Forecast(reason, start_s, end_s if end_s < math.inf else None, position, note)
 
     def _note_line(self) -> None:
         """Note who waits in which place, what is free now, and whose devices come free first."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from evenload.scheduler.core.layout import Layout
 from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns
+from evenload.scheduler.core.tariff import Tariff
 from evenload.scheduler.core.values import Job, Settings, User
 
 
@@ -25,8 +27,8 @@ class PolicyInput:
     host_size: int
     keeping: frozenset[str]
     """Running jobs whose devices can't be taken from them now (not preemptible, young, preempted too often lately)."""
-    device_cost: float = 0.0
-    """Mean cost of a device in parts of a device's speed, as the settings weigh money and energy."""
+    layout: Layout
+    tariff: Tariff
     past: PastRuns = NOTHING_SEEN
     oldest: Mapping[str, float] = field(default_factory=dict)
     """`core.run_times.oldest_work` of all these jobs."""
@@ -45,6 +47,14 @@ class PolicyDecision:
     sizes: Mapping[str, int] | None = None
     """For elastic policies: how many devices each job should have, 0 for none. None: those that run keep what they
     have, others start with their minimum, and more if no other job wants it."""
+    held: Mapping[str, str] = field(default_factory=dict)
+    """Job → why it is to have no devices now, whatever is free; such a running job is stopped."""
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Job → the only kinds it may use now, the best first; one that runs on others moves once there is place."""
+    leading: frozenset[str] = frozenset()
+    """Of these, jobs that displace others behind them to move."""
+    deadline_notes: Mapping[str, str] = field(default_factory=dict)
+    """Job → why its deadline can't be met, or planned for."""
 
 
 Policy = Callable[[PolicyInput], PolicyDecision]

@@ -25,3 +25,5 @@ class QueueSnapshot:
     shares: bool = False
     past: PastRuns = NOTHING_SEEN
     """Run times of jobs that have ended, as the shell remembers them."""
+    midnight_s: float = 0.0
+    """The queue's time at some midnight of the wall clock, for hours of the day."""

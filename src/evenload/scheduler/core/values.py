@@ -16,6 +16,8 @@ from typing import Any
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.states import JobState
+from evenload.scheduler.core.tariff import tariff_of
+from evenload.stored_names import REMOVED_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Device:
     speed: float = 1.0
     """Relative to the other kinds here, as measured; 1 where nothing is known."""
     price_per_hour: float = 0.0
+    cheap_price_per_hour: float | None = None
+    """Its price in the cheap hours (`Settings.cheap_hours`); None: the same at all hours."""
     power_w: float = 0.0
 
     def __post_init__(self) -> None:
@@ -37,6 +41,11 @@ class Device:
             raise ConfigError(
                 f"device {self.id}: speed {self.speed}, price {self.price_per_hour} an hour, power {self.power_w} W: "
                 f"expected a speed above 0, and price and power of at least 0"
+            )
+        if self.cheap_price_per_hour is not None and not 0 <= self.cheap_price_per_hour <= self.price_per_hour:
+            raise ConfigError(
+                f"device {self.id}: cheap_price_per_hour {self.cheap_price_per_hour} beside price_per_hour "
+                f"{self.price_per_hour}: expected at least 0 and at most that price"
             )
 
 
@@ -116,6 +125,8 @@ class JobSpec:
     hard_limit_s: float | None = None
     """After running so long it is ended."""
     not_before_s: float | None = None
+    deadline_s: float | None = None
+    """When it is to have ended, by the queue's time; only policy ``cost`` plans for it."""
     after: tuple[After, ...] = ()
     array: str = ""
     array_limit: int | None = None
@@ -295,7 +306,7 @@ class Reservation:
             raise ConfigError(f"reservation {self.id} reserves no device")
 
 
-POLICIES = ("default", "fifo", "priority", "fair_share", "las", "srpt", "goodput")
+POLICIES = ("default", "fifo", "priority", "fair_share", "las", "srpt", "goodput", "cost")
 
 
 _MAY_BE_INFINITE = {"infinite": True}
@@ -326,10 +337,12 @@ class Settings:
     """True if later jobs may use what the first in line can't use yet, without delaying it."""
     packing: str = "pack"
     """``pack``: few hosts, and small jobs where others are already; ``spread``: the emptiest hosts first."""
-    price_weight: float = 0.0
-    """Parts of a device's speed that one unit of money an hour is worth; 0 for none."""
-    energy_weight: float = 0.0
-    """The same for one kilowatt."""
+    cheap_hours: str = ""
+    """Hours of the day in which devices cost their cheap price, such as ``22-6`` or ``22:30-6,12-13``; empty for none."""
+    cheap_wait_s: float = 24 * 3600.0
+    """In `cost`: a job with a priority below 0 and without a deadline waits at most so long for cheap hours."""
+    deadline_margin: float = 1.1
+    """In `cost`: a job with a deadline is planned to take its estimated time times this."""
     max_lost: int = 5
     """A job whose attempts were lost so often fails: the fault follows it."""
     max_sharers: int = 4
@@ -342,18 +355,18 @@ class Settings:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy={self.policy!r}: there is no such policy; there are {', '.join(POLICIES)}")
+        tariff_of(self.cheap_hours)
         if self.packing not in ("pack", "spread"):
             raise ConfigError(f"packing={self.packing!r}: expected pack or spread")
         for name in ("ageing_s", "half_life_s", "starve_after_s", "horizon_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a number above 0")
         for name in (
-            "min_run_s", "restart_s", "fairness", "price_weight", "energy_weight", "max_preemptions_per_hour",
-            "share_after_s",
+            "min_run_s", "restart_s", "fairness", "max_preemptions_per_hour", "share_after_s", "cheap_wait_s",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a number of at least 0")
-        for name in ("max_lost", "max_sharers", "share_margin"):
+        for name in ("max_lost", "max_sharers", "share_margin", "deadline_margin"):
             if not 1 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         if list(self.las_thresholds_device_s) != sorted(set(self.las_thresholds_device_s)) or any(
@@ -371,6 +384,11 @@ def settings_from(values: Mapping[str, Any], base: Settings | None = None) -> Se
     """
     known = {name: Settings.__dataclass_fields__[name].type for name in Settings.__dataclass_fields__}
     for name, value in values.items():
+        if name in REMOVED_SETTINGS:
+            raise ConfigError(
+                f"{name}={value!r}: this setting was removed, as it changed no measured figure; leave it out, and set "
+                f"policy=cost, price_per_hour of the devices, and cheap_hours"
+            )
         if name not in known:
             raise ConfigError(f"{name}={value!r}: there is no such setting of the queue; there are {', '.join(known)}")
     read: dict[str, Any] = {}

@@ -62,7 +62,7 @@ class Budgets:
     def _used_hours(self, clock: QueueClock) -> dict[str, float]:
         now_s, month_s = clock.now_s(), month_began_s(wall_s()) - clock.ahead_s
         used: dict[str, float] = {}
-        for user, devices, began_s, ended_s in self._reader.device_use(month_s):
+        for user, devices, began_s, ended_s, *_ in self._reader.device_use(month_s):
             held_s = (now_s if ended_s is None else ended_s) - max(began_s, month_s)
             used[user] = used.get(user, 0.0) + max(0.0, held_s) * len(json.loads(devices)) / 3600
         return used

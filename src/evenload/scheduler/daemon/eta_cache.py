@@ -40,9 +40,9 @@ class EtaCache:
         self._cached: _CachedForecast | None = None
         self._thread: threading.Thread | None = None
 
-    def forecasts(self, snapshot: QueueSnapshot, last: int, now_s: float) -> Mapping[str, Forecast]:
-        """Return each job's forecast, as of now or a moment ago. Jobs that were submitted since may be missing."""
-        if self._is_fresh(last):
+    def forecasts(self, snapshot: QueueSnapshot, last: int, now_s: float, job: str = "") -> Mapping[str, Forecast]:
+        """Return each job's forecast, as of now or a moment ago. Of jobs submitted since, only `job` is sure to be there."""
+        if self._is_fresh(last) and (not job or job in self._jobs()):
             return self._jobs()
         if len(snapshot.jobs) <= _MAX_SYNCHRONOUS:
             self._compute(snapshot, last, now_s)

@@ -128,10 +128,17 @@ class RequestHandlers:
         return event, extra
 
     def _in_queue_time(self, spec: JobSpec, given: Mapping[str, Any]) -> JobSpec:
-        """Return a spec whose time of day, if the request gave one by the wall clock, is by the queue's."""
+        """Return a spec whose times of day, if the request gave some by the wall clock, are by the queue's."""
+        ahead_s = self.state.clock.ahead_s
+        if spec.deadline_s is not None and given.get("deadline_s") is not None:
+            if (policy := self.state.store.queue_state.settings.policy) != "cost":
+                raise ConfigError(
+                    f"a deadline has no effect here: this queue's policy is {policy}; evenload queue set policy=cost"
+                )
+            spec = replace(spec, deadline_s=spec.deadline_s - ahead_s)
         if spec.not_before_s is None or given.get("not_before_s") is None:
             return spec
-        return replace(spec, not_before_s=spec.not_before_s - self.state.clock.ahead_s)
+        return replace(spec, not_before_s=spec.not_before_s - ahead_s)
 
     def _check_max_queued(self, caller: Caller, num: int) -> None:
         """`QueueState.refusal` checks one job; several together may be too many."""
@@ -268,13 +275,15 @@ class RequestHandlers:
             program.pop(flag, None)
         if not caller.is_admin and program.get("uid") != caller.uid:
             program = {key: program[key] for key in ("command", "folder") if key in program}
-        forecast = self.state.forecasts().get(found.id) if live is not None else None
+        attempts = reader.attempts(found.id)
+        forecast = self.state.forecasts(found.id).get(found.id) if live is not None else None
         return {
             "job": replies.job_row(self.state, found, forecast),
             "spec": replies.spec_row(self.state, found.spec),
             "program": program,
             "listens": self._listens(caller, found, program) if listens else [],
-            "attempts": [row_of_attempt(attempt, self.state.clock.ahead_s) for attempt in reader.attempts(found.id)],
+            "attempts": [row_of_attempt(attempt, self.state.clock.ahead_s) for attempt in attempts],
+            "cost": reader.prices().cost_of(attempts, self.state.clock.now_s()),
         }
 
     def _listens(self, caller: Caller, job: Job, program: Mapping[str, Any]) -> list[str]:

@@ -89,9 +89,10 @@ def clock_events(queue_state: QueueState, step_s: float, now_s: float) -> list[e
         events.ReservationSet(now_s, shifted(reservation, -step_s)) for reservation in queue_state.reservations.values()
     ]
     for job in queue_state.jobs.values():
-        not_before_s = job.spec.not_before_s
-        if not_before_s is not None and not_before_s > now_s:
-            happened.append(events.SpecChanged(now_s, job.id, replace(job.spec, not_before_s=not_before_s - step_s)))
+        times = {name: getattr(job.spec, name) for name in ("not_before_s", "deadline_s")}
+        later = {name: time_s - step_s for name, time_s in times.items() if time_s is not None and time_s > now_s}
+        if later:
+            happened.append(events.SpecChanged(now_s, job.id, replace(job.spec, **later)))
     return happened
 
 

@@ -23,6 +23,8 @@
     match = "gpu0"
     speed = 0.5
     use = true
+    price_per_hour = 0.4
+    cheap_price_per_hour = 0.25  # in the hours of the setting cheap_hours
 
     [watch]
     every_s = 2.0
@@ -108,6 +110,7 @@ class _DeviceTable:
     kind: str | None = None
     speed: float | None = None
     price_per_hour: float | None = None
+    cheap_price_per_hour: float | None = None
     power_w: float | None = None
     memory_bytes: int | None = None
 

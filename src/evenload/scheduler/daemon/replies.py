@@ -34,7 +34,8 @@ def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> J
     if forecast is not None:
         row["position"] = forecast.position
         row["start_s"] = None if forecast.start_s is None else forecast.start_s + ahead_s
-        if job.state is JobState.PENDING or not job.reason:
+        row["deadline_note"] = forecast.deadline_note
+        if job.state is JobState.PENDING or not job.reason or forecast.deadline_note:
             row["reason"] = forecast.reason or job.reason
     if report is not None:
         row["done"], row["rate_per_s"] = float(report.step), report.steps_per_s
@@ -47,8 +48,9 @@ def job_row(state: DaemonState, job: Job, forecast: Forecast | None = None) -> J
 
 def spec_row(state: DaemonState, spec: JobSpec) -> dict[str, Any]:
     """Return a job's spec, with times of the wall clock."""
-    if spec.not_before_s is not None:
-        spec = replace(spec, not_before_s=spec.not_before_s + state.clock.ahead_s)
+    for name in ("not_before_s", "deadline_s"):
+        if (time_s := getattr(spec, name)) is not None:
+            spec = replace(spec, **{name: time_s + state.clock.ahead_s})
     row: dict[str, Any] = validation.plain(spec)
     return row
 

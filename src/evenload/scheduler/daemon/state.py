@@ -103,12 +103,14 @@ class DaemonState:
 
     def snapshot(self) -> tuple[QueueSnapshot, dict[str, str]]:
         """Return the queue to decide on, and the reasons of jobs that are left out of it."""
-        return within_budgets(self.store.queue_state.snapshot(self.run_estimates.past()), self.budgets.spent)
+        now = self.store.queue_state.snapshot(self.run_estimates.past())
+        now = replace(now, midnight_s=self.clock.midnight_s(self.clock.now_s()))
+        return within_budgets(now, self.budgets.spent)
 
-    def forecasts(self) -> Mapping[str, Forecast]:
+    def forecasts(self, must_have: str = "") -> Mapping[str, Forecast]:
         spent = self.budgets.spent
         snapshot, waits = self.snapshot()
-        found = self._eta_cache.forecasts(snapshot, self.store.last, self.clock.now_s())
+        found = self._eta_cache.forecasts(snapshot, self.store.last, self.clock.now_s(), must_have)
         if not spent:
             return found
         found = {**found, **{job: Forecast(reason) for job, reason in waits.items()}}

@@ -138,11 +138,8 @@ def bid(inputs: PolicyInput, job: Job, weight: float, floor: int, churn: Churn) 
     return Bid(job, floor, tuple(sizes), tuple(value(k) for k in sizes), value(floor) if floor else 0.0, curve)
 
 
-def share_out(bids: Sequence[Bid], num_devices: int, device_cost: float) -> dict[str, int]:
-    """Return the sizes that maximise the sum of values with `num_devices` beyond the floors.
-
-    A device must add more than `device_cost` (in parts of one device's speed) to its job.
-    """
+def share_out(bids: Sequence[Bid], num_devices: int) -> dict[str, int]:
+    """Return the sizes that maximise the sum of values with `num_devices` beyond the floors."""
     segments = []
     for index, offer in enumerate(bids):
         for low, high, slope in _hull(offer):
@@ -156,7 +153,7 @@ def share_out(bids: Sequence[Bid], num_devices: int, device_cost: float) -> dict
         if sizes[offer.job.id] != low or slope >= 0:
             continue
         high = high if high - low <= num_devices else _largest_that_pays(offer, low, low + num_devices)
-        if high > low and _is_worth(offer, low, high, device_cost):
+        if high > low and offer.speedups[high] > offer.speedups[low]:
             sizes[offer.job.id] = high
             num_devices -= high - low
     return sizes
@@ -182,7 +179,7 @@ def spread_rest(inputs: PolicyInput, order: Sequence[Job]) -> Mapping[str, int] 
             left -= least
             if is_elastic:
                 bids.append(bid(inputs, job, 1.0, least, churn))
-    return share_out(bids, left, inputs.device_cost)
+    return share_out(bids, left)
 
 
 def _hull(offer: Bid) -> list[tuple[int, int, float]]:
@@ -211,7 +208,3 @@ def _largest_that_pays(offer: Bid, low: int, most: int) -> int:
         elif low < size <= most and value > best_value:
             best, best_value = size, value
     return best
-
-
-def _is_worth(offer: Bid, low: int, high: int, device_cost: float) -> bool:
-    return offer.speedups[high] - offer.speedups[low] > device_cost * (high - low)

@@ -66,7 +66,7 @@ def goodput(inputs: PolicyInput) -> PolicyDecision:
                 num_requested += job.spec.needs.min_devices
             if job.id in movable:
                 bids.append(_bid(inputs, job, alone_s[job.id], kept.get(job.id, 0), rank, churn))
-        sizes |= share_out(bids, left, inputs.device_cost)
+        sizes |= share_out(bids, left)
         left -= sum(sizes[bid.job.id] - bid.floor for bid in bids)
     return PolicyDecision(order=[job for job in order if job.id in movable], preempts=True, sizes=sizes)
 

@@ -24,6 +24,7 @@ class KindFacts:
 
     speed: float | None = None
     price_per_hour: float | None = None
+    cheap_price_per_hour: float | None = None
     power_w: float | None = None
     memory_bytes: int | None = None
 

@@ -20,9 +20,10 @@ from evenload.scheduler.simulator.programs import alone_s
 
 
 def packed_shape(devices: Sequence[Device], spec: JobSpec, num: int) -> DeviceShape | None:
-    """Return the first `num` devices that the job can use, host by host; None if there are fewer."""
+    """Return the fastest `num` devices that the job can use, host by host; None if there are fewer."""
     needs = spec.needs
     usable = [d for d in devices if (not needs.kinds or d.kind in needs.kinds) and d.memory_bytes >= needs.memory_bytes]
+    usable.sort(key=lambda device: -device.speed)
     return shape_of(tuple(usable[:num])) if len(usable) >= num else None
 
 

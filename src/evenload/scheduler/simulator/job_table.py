@@ -8,7 +8,7 @@
 ``job_type``, ``steps``   so many steps of a type in a table of speeds (``--speeds``)
 ``user`` ``priority`` ``kinds`` (``a100|v100``) ``memory_gib`` ``one_host`` ``one_kind`` ``preemptible`` ``estimate_s``
 ``soft_limit_s`` ``hard_limit_s`` ``not_before_s`` ``after`` (``job;job:any``) ``array`` ``array_limit`` ``restart_s``
-``resize_s``              as in `JobSpec`; may be missing, or empty
+``resize_s`` ``deadline_s`` as in `JobSpec`; may be missing, or empty
 ``scaling``               speed grows like n^scaling with the number of devices; 0.9 where not given
 ``rates``                 instead: speeds on 1, 2, … devices in any unit, ``1|1.9|2.7``; the job reports them to the queue
 ``evenload``              an Evenload job: on unequal devices it runs at their mean speed, any other at the slowest's; yes for
@@ -36,8 +36,8 @@ from evenload.scheduler.simulator.programs import SimulatedProgram, TypedProgram
 _IGNORED = ("name", "state", "started_s", "ended_s")
 _COLUMNS = (
     "job", "submitted_s", "devices", "duration_s", "job_type", "steps", "user", "priority", "kinds", "memory_gib",
-    "one_host", "one_kind", "preemptible", "estimate_s", "soft_limit_s", "hard_limit_s", "not_before_s", "after", "array",
-    "array_limit", "restart_s", "resize_s", "scaling", "rates", "evenload", "command",
+    "one_host", "one_kind", "preemptible", "estimate_s", "soft_limit_s", "hard_limit_s", "not_before_s", "deadline_s",
+    "after", "array", "array_limit", "restart_s", "resize_s", "scaling", "rates", "evenload", "command",
 )  # fmt: skip
 
 
@@ -91,7 +91,15 @@ def _simple_row(row: Mapping[str, str], table: Mapping[str, Mapping[tuple[str, i
     )
     optional: dict[str, Any] = {
         name: float(row[name])
-        for name in ("estimate_s", "soft_limit_s", "hard_limit_s", "not_before_s", "restart_s", "resize_s")
+        for name in (
+            "estimate_s",
+            "soft_limit_s",
+            "hard_limit_s",
+            "not_before_s",
+            "deadline_s",
+            "restart_s",
+            "resize_s",
+        )
         if name in row
     }
     if "array_limit" in row:

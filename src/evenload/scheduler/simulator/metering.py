@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
+from evenload.scheduler.core.tariff import Tariff
 from evenload.scheduler.core.values import Device, Job
 from evenload.scheduler.simulator.outcome import ClusterSample, JobOutcome
 
+_NO_CHEAP_HOURS = Tariff()
+
 
 class Meter:
-    def __init__(self, devices: Mapping[str, Device]) -> None:
-        self._devices = devices
+    def __init__(self, devices: Mapping[str, Device], tariff: Tariff = _NO_CHEAP_HOURS) -> None:
+        self._devices, self._tariff = devices, tariff
         self._held: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._cost: dict[str, float] = {}
         self._energy_kwh: dict[str, float] = {}
@@ -44,7 +47,8 @@ class Meter:
         hours = (time_s - since_s) / 3600.0
         if hours > 0:
             devices = [self._devices[name] for name in held]
-            self._cost[job.id] = self._cost.get(job.id, 0.0) + hours * sum(d.price_per_hour for d in devices)
+            paid = sum(self._tariff.cost(d.price_per_hour, d.cheap_price_per_hour, since_s, time_s) for d in devices)
+            self._cost[job.id] = self._cost.get(job.id, 0.0) + paid
             energy_kwh = hours * sum(d.power_w for d in devices) / 1000.0
             self._energy_kwh[job.id] = self._energy_kwh.get(job.id, 0.0) + energy_kwh
         self._held[job.id] = (time_s, job.devices)
@@ -63,4 +67,5 @@ class Meter:
             num_preemptions=self._num_preempted.pop(job.id, 0),
             cost=self._cost.pop(job.id, 0.0),
             energy_kwh=self._energy_kwh.pop(job.id, 0.0),
+            deadline_s=job.spec.deadline_s,
         )

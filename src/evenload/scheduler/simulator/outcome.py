@@ -23,6 +23,7 @@ class JobOutcome:
     num_preemptions: int
     cost: float
     energy_kwh: float
+    deadline_s: float | None = None
     fair_s: float = 0.0
     """Completion time on an equal part of the cluster (`fairness`); 0 before it is computed."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +26,8 @@ from evenload.scheduler.simulator.arrivals import DEFAULT_SCALING
 
 COLUMNS = (
     "job", "submitted_s", "devices", "duration_s", "user", "priority", "kinds", "memory_gib", "one_host", "one_kind",
-    "preemptible", "estimate_s", "soft_limit_s", "not_before_s", "after", "array", "array_limit", "restart_s", "resize_s", "name",
-    "rates", "state", "started_s", "ended_s",
+    "preemptible", "estimate_s", "soft_limit_s", "not_before_s", "deadline_s", "after", "array", "array_limit",
+    "restart_s", "resize_s", "name", "rates", "state", "started_s", "ended_s",
 )  # fmt: skip
 
 Row = dict[str, str]
@@ -52,6 +53,8 @@ class QueueRecord:
     """Jobs that never ran or had not ended."""
     devices: tuple[Device, ...]
     """Those that belong to the queue at the end."""
+    midnight_s: float
+    """When a day began by this machine's clock."""
     settings: Settings
     limits: Mapping[str, Limits]
     reservations: tuple[Reservation, ...]
@@ -82,12 +85,18 @@ def record_of(log: Iterable[events.QueueEvent]) -> QueueRecord:
         rows=tuple(_row(one, first_s, set(ended)) for one in ended.values()),
         num_left_out=len(seen) - len(ended),
         devices=tuple(queue_state.devices.values()),
+        midnight_s=_midnight_s(first_s) - first_s,
         settings=queue_state.settings,
         limits={name: user.limits for name, user in queue_state.users.items() if user.limits != Limits()},
         reservations=tuple(
             replace(r, start_s=r.start_s - first_s, end_s=r.end_s - first_s) for r in reservations.values()
         ),
     )
+
+
+def _midnight_s(time_s: float) -> float:
+    at = time.localtime(time_s)
+    return time.mktime((at.tm_year, at.tm_mon, at.tm_mday, 0, 0, 0, 0, 0, -1))
 
 
 def _cut(reservations: dict[str, Reservation], name: str, time_s: float) -> None:
@@ -162,6 +171,7 @@ def _row(one: _RecordedJob, first_s: float, ended: set[str]) -> Row:
         if name == "estimate_s" and spec.estimate_source:
             value = None  # the queue's own; a simulation makes its own
         row[name] = f"{value:.6g}" if value is not None else ""
-    if spec.not_before_s is not None:
-        row["not_before_s"] = f"{max(0.0, spec.not_before_s - first_s):.3f}"
+    for name in ("not_before_s", "deadline_s"):
+        if (time_s := getattr(spec, name)) is not None:
+            row[name] = f"{max(0.0, time_s - first_s):.3f}"
     return row

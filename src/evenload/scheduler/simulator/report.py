@@ -38,12 +38,15 @@ class SimulationReport:
     worst_unfairness: float
     device_hours: float
     cost: float
+    deadlines_met: float
+    """Part of the jobs with a deadline that succeeded by then; 0 without such jobs."""
     energy_kwh: float
     num_decisions: int
 
 
 def report_of(outcome: SimulationOutcome, cluster: str = "") -> SimulationReport:
     jobs = [job for job in outcome.jobs if job.state is JobState.SUCCEEDED]
+    limits = [(job, job.deadline_s) for job in outcome.jobs if job.deadline_s is not None]
     jcts = [job.jct_s for job in jobs]
     unfairness = [job.jct_s / job.fair_s for job in jobs if job.fair_s > 0]
     first_s = min((job.submitted_s for job in outcome.jobs), default=0.0)
@@ -71,6 +74,9 @@ def report_of(outcome: SimulationOutcome, cluster: str = "") -> SimulationReport
         worst_unfairness=max(unfairness, default=0.0),
         device_hours=service / 3600.0,
         cost=sum(job.cost for job in outcome.jobs),
+        deadlines_met=mean(
+            [float(job.state is JobState.SUCCEEDED and job.ended_s <= limit_s) for job, limit_s in limits]
+        ),
         energy_kwh=sum(job.energy_kwh for job in outcome.jobs),
         num_decisions=outcome.num_decisions,
     )
@@ -110,9 +116,10 @@ _COLUMNS = (
     ("p99_unfairness", "ρ p99", "{:.2f}"),
     ("worst_unfairness", "ρ worst", "{:.2f}"),
     ("cost", "cost", "{:.2f}"),
+    ("deadlines_met", "in time", "{:.1%}"),
     ("energy_kwh", "kWh", "{:.1f}"),
 )
-_ONLY_WHERE_SET = ("cost", "energy_kwh")
+_ONLY_WHERE_SET = ("cost", "deadlines_met", "energy_kwh")
 
 
 def table(reports: Sequence[SimulationReport]) -> str:

@@ -14,7 +14,8 @@ from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings
+from evenload.scheduler.core.tariff import tariff_of
+from evenload.scheduler.core.values import Device, Job, JobSpec, Limits, Reservation, Settings
 from evenload.scheduler.learned_speeds import LearnedSpeeds
 from evenload.scheduler.runtime_history import RunKey, RuntimeHistory, run_keys
 from evenload.scheduler.simulator.arrivals import JobArrival
@@ -53,6 +54,10 @@ class Conditions:
     limits: Mapping[str, Limits] = field(default_factory=dict)
     """Of users; how many jobs may be queued doesn't count here: a refused job would be submitted again."""
     reservations: tuple[Reservation, ...] = ()
+    deadline_times: float | None = None
+    """Deadline of jobs without one: so many times their time alone on the fastest devices they can use; None: none."""
+    midnight_s: float = 0.0
+    """Time of some midnight, for `Settings.cheap_hours`."""
     equal_kinds: bool = False
     """The queue takes all kinds of devices to be equally fast; programs run at their speeds all the same."""
 
@@ -69,6 +74,10 @@ class Conditions:
             raise ConfigError(
                 f"interval_s={self.interval_s}, save_s={self.save_s}, resize_s={self.resize_s}, noise={self.noise}: expected "
                 f"an interval above 0, and the others at least 0"
+            )
+        if self.deadline_times is not None and not 1 < self.deadline_times < math.inf:
+            raise ConfigError(
+                f"deadline_times={self.deadline_times}: expected a number above 1: 1 is a job's time alone"
             )
         if not self.devices:
             raise ConfigError("a simulation without devices")
@@ -114,7 +123,7 @@ class _Simulation:
         self.heap: list[tuple[float, int, str, str, int]] = []
         self.num_pushed = 0
         self.live: dict[str, _RunningProgram] = {}
-        self.meter = Meter(self.devices)
+        self.meter = Meter(self.devices, tariff_of(conditions.settings.cheap_hours, conditions.midnight_s))
         self.useful_device_s = 0.0
         self.num_decisions = 0
         self.next_tick_s: float | None = None
@@ -205,7 +214,7 @@ class _Simulation:
         return False
 
     def _arrive(self, arrival: JobArrival, now_s: float) -> None:
-        spec = arrival.spec
+        spec = self._with_deadline(arrival)
         factor = self.factors[arrival.job]
         if not self.tells:
             spec = replace(spec, estimate_s=None, total=None, run_key="")
@@ -222,6 +231,17 @@ class _Simulation:
             raise ConfigError(f"job {arrival.job} of the workload: {refusal}")
         self.live[arrival.job] = _RunningProgram(arrival.make(), factor, speeds=LearnedSpeeds(spec.rates))
         self._apply(events.Submitted(now_s, arrival.job, spec))
+
+    def _with_deadline(self, arrival: JobArrival) -> JobSpec:
+        """Return the job's spec; without a deadline of its own, with the one that the conditions give."""
+        spec, times = arrival.spec, self.conditions.deadline_times
+        if times is None or spec.deadline_s is not None:
+            return spec
+        shape = packed_shape(self.conditions.devices, spec, spec.needs.max_devices)
+        shape = shape or packed_shape(self.conditions.devices, spec, spec.needs.min_devices)
+        if shape is None:
+            return spec
+        return replace(spec, deadline_s=arrival.time_s + times * alone_s(arrival.make(), shape))
 
     def _begin(self, live: _RunningProgram, name: str, now_s: float) -> None:
         self._apply(events.JobStarted(now_s, name))
@@ -284,7 +304,8 @@ class _Simulation:
                     self._run_to(self.live[name], name, now_s)
                     self._report(self.live[name], name, now_s)
             self.num_decisions += 1
-            commands = decide(self.queue_state.snapshot(self.history.past()), now_s)
+            snapshot = replace(self.queue_state.snapshot(self.history.past()), midnight_s=self.conditions.midnight_s)
+            commands = decide(snapshot, now_s)
             for command in commands:
                 self._apply(command)
                 if isinstance(command, events.Placed):

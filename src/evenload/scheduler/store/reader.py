@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a list needs none of these, and they cost more to import th
     from evenload.scheduler.clock import QueueClock
     from evenload.scheduler.core.values import Job
     from evenload.scheduler.store.ledger import AttemptRecord, Entry
+    from evenload.scheduler.store.savings import Prices
 
 
 class JobLine(NamedTuple):
@@ -193,11 +194,15 @@ class Reader:
         )
         return list(map(AttemptLine._make, self._query(statement, since_s, limit)))
 
-    def device_use(self, since_s: float = -math.inf) -> list[tuple[str, str, float, float | None]]:
-        """Return user, devices (a JSON list), begin and end of each attempt that held devices at or after a time."""
+    def device_use(self, since_s: float = -math.inf) -> list[tuple[str, str, float, float | None, str, float, str]]:
+        """Return each attempt that held devices at or after a time, in their order.
+
+        User, devices (a JSON list), begin, end; and of its job the id, the time of submission and the needs (JSON).
+        """
         statement = (
-            "SELECT j.user, a.devices, a.began_s, a.ended_s FROM attempts a JOIN jobs j ON j.id = a.job "
-            "WHERE a.ended_s IS NULL OR a.ended_s > ?"
+            "SELECT j.user, a.devices, a.began_s, a.ended_s, j.id, j.submitted_s, "
+            "coalesce(json_extract(j.body, '$.spec.needs'), '{}') FROM attempts a JOIN jobs j ON j.id = a.job "
+            "WHERE a.ended_s IS NULL OR a.ended_s > ? ORDER BY a.fence"
         )
         return self._query(statement, since_s)
 
@@ -214,10 +219,16 @@ class Reader:
             f"SELECT j.user, e.time_s FROM events e JOIN jobs j ON j.id = e.job WHERE e.kind = ? AND {condition}", kind
         )
 
-    def prices(self) -> dict[str, float]:
-        """Return device → price per hour, of those that have one."""
-        statement = "SELECT id, json_extract(body, '$.price_per_hour') AS price FROM devices WHERE price > 0"
-        return dict(self._query(statement))
+    def prices(self) -> Prices:
+        """Return the present prices of the devices, and the cheap hours by the queue's clock."""
+        from evenload.scheduler.core.values import Device, Settings
+        from evenload.scheduler.store.rows import value_from
+        from evenload.scheduler.store.savings import Prices
+
+        devices = [value_from(Device, body) for (body,) in self._query("SELECT body FROM devices ORDER BY position")]
+        facts = dict(self._query("SELECT name, value FROM facts WHERE name = 'settings'"))
+        hours = value_from(Settings, facts["settings"]).cheap_hours if facts else ""
+        return Prices({device.id: device for device in devices}, hours, self.clock().midnight_s)
 
     def log(self, after: int = 0, job: str | None = None) -> Iterator[LogEntry]:
         """Yield the entries after number `after`, of one job or of all."""

@@ -10,6 +10,7 @@ from evenload.errors import ConfigError, QueueError
 from evenload.scheduler import validation
 from evenload.scheduler.core import events
 from evenload.scheduler.store.ledger import Entry, RunnerStarted
+from evenload.stored_names import REMOVED_SETTINGS
 
 _T = TypeVar("_T")
 
@@ -71,6 +72,7 @@ def value_text(value: Any) -> str:
 def value_from(kind: type[_T], text: str) -> _T:
     """Return the value that `value_text` made the text of; `QueueError` if another program damaged it."""
     try:
-        return validation.build(kind, json.loads(text), kind.__name__)
+        values = {name: value for name, value in json.loads(text).items() if name not in REMOVED_SETTINGS}
+        return validation.build(kind, values, kind.__name__)
     except ConfigError as error:
         raise QueueError(str(error)) from error

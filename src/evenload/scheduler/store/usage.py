@@ -13,7 +13,9 @@ from typing import Any
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
+from evenload.scheduler.core.values import Needs
 from evenload.scheduler.store.reader import Reader
+from evenload.scheduler.validation import build
 
 REPORT_KEYS = ("month", "group", "user")
 
@@ -36,6 +38,8 @@ class UsageRow:
     """Stops in the month for other jobs' sake."""
     cost: float = 0.0
     """At the devices' present prices; 0 where none has one."""
+    saved: float = 0.0
+    """What the same work would have cost more, at once on the fastest kind of each request (`savings.usual_cost`)."""
 
 
 def usage_rows(
@@ -69,13 +73,17 @@ def usage_rows(
         key = tuple(value if name in by else "" for name, value in values.items())
         return found.setdefault(key, UsageRow(key[0], key[1], key[2]))
 
-    for user, devices, began_s, ended_s in reader.device_use():
-        held = json.loads(devices)
-        price = sum(prices.get(device, 0.0) for device in held) / 3600
-        for in_month, seconds in months(began_s + ahead_s, (now_s if ended_s is None else ended_s) + ahead_s):
+    for user, devices, began_s, ended_s, job, submitted_s, needs in reader.device_use():
+        held, until_s = json.loads(devices), now_s if ended_s is None else ended_s
+        usual = prices.usual_cost(job, build(Needs, json.loads(needs), "needs"), submitted_s, held, began_s, until_s)
+        per_s = usual / max(until_s - began_s, 1e-9)
+        for in_month, seconds in months(began_s + ahead_s, until_s + ahead_s):
             if (row := row_of(user, in_month)) is not None:
+                paid = prices.cost(held, began_s, began_s + seconds)
                 row.device_s += seconds * len(held)
-                row.cost += seconds * price
+                row.cost += paid
+                row.saved += seconds * per_s - paid
+            began_s += seconds
     for user, submitted_s, waited_s in _waits(reader, now_s):
         if (row := row_of(user, month_at(submitted_s + ahead_s))) is not None:
             row.num_jobs += 1

@@ -42,6 +42,8 @@ class JobSummary:
     lost: Mapping[int, float]
     """Attempt → steps that were lost and repeated later; only if the queue's file can be read."""
     now_s: float
+    money: float = 0.0
+    """Price of the devices it held, at present prices."""
     listens: Sequence[str] = ()
     """Addresses on which its processes listen now."""
 
@@ -67,6 +69,7 @@ def summarize_job(folder: Path, job: str) -> JobSummary:
         devices,
         _lost(folder, job),
         time.time(),
+        row.get("cost", 0.0),
         row.get("listens", ()),
     )
 
@@ -76,15 +79,14 @@ def device_hours(summary: JobSummary) -> float:
 
 
 def cost(summary: JobSummary) -> tuple[float, float]:
-    """Return (money, kWh) by the devices' hourly price and power; 0 if these are not set."""
-    money = energy = 0.0
+    """Return (money, kWh) by the devices' prices and power; 0 if these are not set."""
+    energy = 0.0
     for attempt in summary.attempts:
         hours = _held_s(summary, attempt) / 3600
         for name in attempt["devices"]:
             device = summary.devices.get(name, {})
-            money += hours * device.get("price_per_hour", 0.0)
             energy += hours * device.get("power_w", 0.0) / 1000
-    return money, energy
+    return summary.money, energy
 
 
 def as_table(summary: JobSummary) -> dict[str, Any]:
@@ -143,6 +145,7 @@ def _facts(summary: JobSummary) -> Iterator[tuple[str, str]]:
     yield "snapshot", _snapshot(program)
     yield "requested", _requested(job, summary.spec)
     yield "estimate", _estimate(job)
+    yield "deadline", _deadline(summary)
     yield "memory", f"{gigabytes(job['peak_bytes'])} of its device at peak" if job.get("peak_bytes") else ""
     yield "listens on", ", ".join(summary.listens)
     yield "idle", idle(job, {name: str(device["label"]) for name, device in summary.devices.items()})
@@ -172,6 +175,19 @@ def _estimate(job: Mapping[str, Any]) -> str:
         return ""
     source = job.get("estimate_source")
     return f"runs for about {span(seconds)}, estimated {f'from {source}' if source else 'by its owner'}"
+
+
+def _deadline(summary: JobSummary) -> str:
+    """Return when the job is to have ended, and how its expected or real end compares; empty without a deadline."""
+    job = summary.job
+    deadline_s, has_ended = job.get("deadline_s"), job["state"] in _ENDED
+    if deadline_s is None:
+        return ""
+    end_s = job["since_s"] if has_ended else job.get("eta_s")
+    if end_s is None:
+        return moment(deadline_s)
+    by = f"{span(abs(deadline_s - end_s))} {'before' if end_s <= deadline_s else 'after'} it"
+    return f"{moment(deadline_s)}, {'ended' if has_ended else 'expected to end'} {by}"
 
 
 def _snapshot(program: Mapping[str, Any]) -> str:
@@ -282,8 +298,15 @@ def _stored(folder: Path, job: str) -> dict[str, Any]:
 
     found = stored_job(folder, job)
     with Reader(folder) as reader:
-        clock = reader.clock()
+        clock, prices = reader.clock(), reader.prices()
+        cost = prices.cost_of(reader.attempts(job), clock.now_s())
         attempts = [row_of_attempt(attempt, clock.ahead_s) for attempt in reader.attempts(job)]
         program = reader.program(job) or {}
     spec = events.as_row(events.Submitted(0.0, "", found.spec))["spec"]
-    return {"job": row_of_job(folder, found, clock), "spec": spec, "program": program, "attempts": attempts}
+    return {
+        "job": row_of_job(folder, found, clock),
+        "spec": spec,
+        "program": program,
+        "attempts": attempts,
+        "cost": cost,
+    }

@@ -10,7 +10,7 @@ from typing import Any
 
 from evenload.views.queue.text import aligned, clean
 
-_VALUES = ("num_jobs", "device_hours", "waited_hours", "num_preempted", "cost")
+_VALUES = ("num_jobs", "device_hours", "waited_hours", "num_preempted", "cost", "saved")
 
 
 def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -23,6 +23,7 @@ def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
             "waited_hours": row["waited_s"] / 3600,
             "num_preempted": row["num_preempted"],
             "cost": row["cost"],
+            "saved": row["saved"],
         }
         for row in table["rows"]
     ]
@@ -49,7 +50,8 @@ def report_lines(table: Mapping[str, Any]) -> str:
         total = {key: sum(row[key] for row in rows) for key in _VALUES}
         rows.append({**dict.fromkeys(table["by"], ""), table["by"][0]: "total", **total})
     has_cost = any(row["cost"] for row in rows)
-    lines = [(*table["by"], "jobs", "device-hours", "hours waited", "preempted", "cost" if has_cost else "")]
+    money = ("cost", "saved") if has_cost else ("", "")
+    lines = [(*table["by"], "jobs", "device-hours", "hours waited", "preempted", *money)]
     lines += [
         (
             *(clean(row[key]) for key in table["by"]),
@@ -57,8 +59,13 @@ def report_lines(table: Mapping[str, Any]) -> str:
             f"{row['device_hours']:.2f}",
             f"{row['waited_hours']:.2f}",
             str(row["num_preempted"]),
-            f"{row['cost']:.2f}" if has_cost else "",
+            *((f"{row['cost']:.2f}", f"{_unsigned(row['saved']):.2f}") if has_cost else ("", "")),
         )
         for row in rows
     ]
     return "\n".join(aligned(lines))
+
+
+def _unsigned(value: float) -> float:
+    """Return a value without the sign of a zero."""
+    return 0.0 if abs(value) < 0.005 else value

@@ -1,0 +1,61 @@
+"""The cost of devices held, and what the same work would have cost at once on the fastest kind that a job may use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from evenload.scheduler.core.layout import Layout, layout_of
+from evenload.scheduler.core.tariff import Tariff, tariff_of
+from evenload.scheduler.core.values import Device, Needs
+from evenload.scheduler.policies.deadlines import offers_of
+from evenload.scheduler.store.ledger import AttemptRecord
+
+
+@dataclass
+class Prices:
+    """Prices of a queue, and up to when each job's work would have been done under ``default``."""
+
+    devices: Mapping[str, Device]
+    cheap_hours: str
+    midnight_s: Callable[[float], float]
+    """Returns the last midnight before a time, so that each attempt has the hours of its own day."""
+    _done_s: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return layout_of(self.devices.values())
+
+    def _tariff(self, at_s: float) -> Tariff:
+        return tariff_of(self.cheap_hours, self.midnight_s(at_s))
+
+    def cost(self, names: Sequence[str], began_s: float, ended_s: float) -> float:
+        """Return what the devices of these names cost over a span of time; a device that is gone costs nothing."""
+        held = [self.devices[name] for name in names if name in self.devices]
+        tariff = self._tariff(began_s)
+        return sum(tariff.cost(d.price_per_hour, d.cheap_price_per_hour, began_s, ended_s) for d in held)
+
+    def cost_of(self, attempts: Iterable[AttemptRecord], now_s: float) -> float:
+        """Return what attempts cost so far."""
+        return sum(
+            self.cost(attempt.devices, attempt.began_s, now_s if attempt.ended_s is None else attempt.ended_s)
+            for attempt in attempts
+        )
+
+    def usual_cost(
+        self, job: str, needs: Needs, submitted_s: float, names: Sequence[str], began_s: float, ended_s: float
+    ) -> float:
+        """Return the cost of the same work as ``default`` would place it, without waiting.
+
+        The attempt's seconds, times its devices' speed over that of the fastest kind the job may use, at that kind's prices,
+        from the job's submission on without a pause. To be called for a job's attempts in their order, each once.
+        """
+        held = [self.devices[name] for name in names if name in self.devices]
+        offers = offers_of(self._layout, needs)
+        if not held or not offers:
+            return self.cost(names, began_s, ended_s)
+        at_s = self._done_s.get(job, submitted_s)
+        seconds = (ended_s - began_s) * min(device.speed for device in held) / offers[0].speed
+        self._done_s[job] = at_s + seconds
+        return len(names) * self._tariff(at_s).cost(offers[0].price, offers[0].cheap_price, at_s, at_s + seconds)
