@@ -115,7 +115,8 @@ def test_a_deadline_out_of_reach_is_reported_and_the_job_runs_all_the_same() -> 
     notes = {name: found.deadline_note for name, found in forecast(queue.queue_state.snapshot(), 0.0).items()}
     assert "can't be met: on 1 × fast, its fastest choice, it would end 60 min late" in notes[late]
     assert "isn't known" in notes[unknown]
-    queue.settle()
+    queue.decide()
+    assert "can't be met" in forecast(queue.queue_state.snapshot(), 0.0)[late].reason  # while it is being started
     assert queue.running >= {late, unknown}
 
 

@@ -57,7 +57,7 @@ def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
     sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if snapshot.shares else None
     is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in eligibility.running)
     may_move = bool(eligibility.running) and bool(eligibility.free) and snapshot.layout.has_speeds
-    may_change = bool(eligibility.running) and snapshot.settings.policy == "cost"
+    may_change = bool(eligibility.holders) and snapshot.settings.policy == "cost"
     if not eligibility.pending and not is_elastic and not may_move and not may_change:
         return Plan(tuple(eligibility.commands), eligibility.waits)
     return _Planning(snapshot, now_s, eligibility, choices, sharing, explain).run()
