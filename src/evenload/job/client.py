@@ -35,6 +35,7 @@ from typing import Any
 
 from evenload.balance.scaling import StepCosts
 from evenload.errors import ConfigError
+from evenload.job.output import print_error
 from evenload.job.processes import boottime_s
 from evenload.job.protocol import (
     VARIABLE,
@@ -125,9 +126,11 @@ def _timed(save: Callable[[int], object], step: int) -> float:
 
 
 def _print_stop(text: str) -> None:
-    _print(text)
+    print_error(text)
     if threading.current_thread() is not threading.main_thread():
-        _print(f"the loop ran in another thread: the main thread has to end the program with exit code {EXIT_CODE}")
+        print_error(
+            f"the loop ran in another thread: the main thread has to end the program with exit code {EXIT_CODE}"
+        )
 
 
 def stopped_text(step: int, total: int | None, took_s: float, reason: str, go_on: str = "") -> str:
@@ -334,7 +337,7 @@ class _RunnerConnection:
     def print_once(self, topic: str, text: str) -> None:
         if topic not in self._printed:
             self._printed.add(topic)
-            _print(text)
+            print_error(text)
 
 
 _connections: list[_RunnerConnection] = []
@@ -399,8 +402,3 @@ def _saver(save: Callable[..., object]) -> Callable[[int], object]:
         names = ", ".join(p.name for p in required)
         raise ConfigError(f"save requires the arguments {names}: expected none, or one for the number of steps done")
     return save if required else lambda step: save()
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed stderr is no reason to end with another code
-        print(f"evenload: {text}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from evenload import job
 from evenload.errors import ConfigError
-from evenload.job.protocol import VARIABLE, read_contract, read_report, request_stop
+from evenload.job.protocol import VARIABLE, RunnerContract, read_contract, read_report, request_stop, write_contract
 from tests.paths import ROOT
 from tests.system.job.programs import COUNTING, program, terms, wait_for
 
@@ -258,3 +259,17 @@ def test_it_loads_neither_torch_nor_numpy() -> None:
     code = "import sys; from evenload import job; print(sorted({'torch', 'numpy'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_full_disk_below_its_output_is_no_other_end(tmp_path: Path) -> None:
+    """Neither the report nor the message of it can be written; the code is the program's own all the same."""
+    path = tmp_path / "terms.json"
+    (tmp_path / "report.json").mkdir()
+    write_contract(path, RunnerContract("7", 1, str(tmp_path / "report.json"), str(tmp_path / "stop"), 5.0))
+    code = "from evenload import job\nfor step in job.steps(3, save=lambda step: None): pass"
+    command, environment = [sys.executable, "-c", code], {**os.environ, VARIABLE: str(path)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run(command, env=environment, stderr=full, check=False, timeout=60).returncode == 0
+    plain = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert "progress can't be reported" in plain.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from evenload.errors import QueueError
+from evenload.job.output import FULL_DISK_ERRORS
 from evenload.job.processes import boot_id, boottime_s
 from evenload.job.protocol import RunnerContract
 from evenload.scheduler.runner.processes import ProcessMarkers
@@ -24,7 +25,6 @@ RESULT = "result.json"
 RESERVE = ".result.reserve"
 """Bytes of the disk that become the result: allocated before the program starts, so that a full disk can't lose its end."""
 _RESERVE_BYTES = 16 * 1024
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 PEAK = "peak.json"
 NOTE = "note.json"
 TERMS = "terms.json"
@@ -162,7 +162,7 @@ def read_markers(folder: Path) -> ProcessMarkers:
 
 def is_full_disk(error: BaseException) -> bool:
     """Return True for an error of a disk, or of a user's quota, that has no room left."""
-    return isinstance(error, OSError) and error.errno in _FULL_DISK
+    return isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS
 
 
 def reserve_result(folder: Path) -> None:
