@@ -8,10 +8,10 @@ published cluster (16 hosts of 4) is there once at each price level:
 * ``speeds``: fast devices at 3 an hour, and devices of 0.6 of their speed at 1.
 * ``hours``: all devices cost 2, and 1 from 20 to 8 o'clock; the workload begins at 9.
 
-Cost is what all devices held cost, until the last job has ended. Bar: over the four workloads of ``kinds`` and ``speeds`` at most
-0.8 × `default`, with at least 95 % of the deadlines met. Of ``hours`` only the deadlines are judged: most of these jobs take
-minutes, and can't wait for the evening. Of ``speeds``
-the run times known to the queue are also wrong by a log-normal factor (σ = 0.2).
+Cost is what all devices held cost, until the last job has ended. Bar, for ``kinds``, over the four workloads: at most 0.8 ×
+`default`, with at least 95 % of the deadlines met. Of the others only the deadlines are judged: slow devices leave little time
+to wait for one, and most of these jobs take minutes and can't wait for the evening. Of ``speeds`` the run times known to the
+queue are also wrong by a log-normal factor (σ = 0.2).
 """
 
 from __future__ import annotations
