@@ -1,7 +1,7 @@
 """The deadline of stalled ranks: no false alarm in 2,000 steps that spike, evaluate, save and compile.
 
 Method: three ranks train a small network for 2,000 steps of a few milliseconds under `evenload run`, so that the deadline is
-at its least (4.5 s). In every tenth step, at random, one random rank takes 0.05 to 0.6 s longer, and in one of twenty of
+at its least (4.5 s). In every tenth step, at random, one random rank takes 0.05 to 0.3 s longer, and in one of twenty of
 these 4 s. In every 500 steps: an evaluation in which rank 1 takes 5 s, code of rank 0 alone between two steps for 5 s, and
 two checkpoints in a row, each of which takes 5 s longer to write. In step 666 a model under torch.compile is compiled again,
 which takes rank 2 5 s. These are waits, so that the machine stays free. A false alarm is an event `lost`, or a line that a

@@ -47,7 +47,7 @@ def spike_s(step: int) -> float:
     choose = random.Random(step)
     if choose.random() >= 0.1 or choose.randrange(3) != run.rank:
         return 0.0
-    return 4.0 if choose.random() < 0.05 else choose.uniform(0.05, 0.6)
+    return 4.0 if choose.random() < 0.05 else choose.uniform(0.05, 0.3)
 
 
 done = 0
