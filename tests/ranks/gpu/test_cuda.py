@@ -177,6 +177,53 @@ def test_a_step_with_a_fused_optimizer_is_read_late(tmp_path: Path, fused: bool)
     assert all(step.metrics["loss"] == pytest.approx(step.loss, rel=1e-6) for step in steps)
 
 
+def _raise_where_the_host_waits(project_dir: str, strategy: str, precision: str) -> dict[str, Any]:
+    """From step 4 on a call of torch that waits for the GPU raises, also between two steps."""
+    run = evenload.init(project_dir=project_dir, seed=0, strategy=strategy, precision=precision)
+    data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
+    network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+    model, loader = run.prepare(network, DataLoader(data, batch_size=16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    run.resume(model=model, optimizer=optimizer, schedule=schedule)
+
+    def loss_fn(batch: Any) -> Any:
+        logits = model(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        return {"loss": loss, "accuracy": (logits.argmax(1) == batch[1]).float().mean()}
+
+    losses = []
+    try:
+        for step in loader:
+            if step.index == 4:
+                torch.cuda.set_sync_debug_mode("error")
+            loss = step.backward(loss_fn)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            run.log({"loss_again": loss, "norm": norm, **step.metrics})
+            losses.append(loss)
+            if step.index == 15:
+                torch.cuda.set_sync_debug_mode("default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = [float(loss) for loss in losses]
+    run.close()
+    return {"losses": found}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_no_call_of_a_usual_step_waits(tmp_path: Path, strategy: str, precision: str) -> None:
+    """Loss, a metric, a clipped norm, a schedule and `run.log`, on a single GPU."""
+    (found,) = run_ranks(_raise_where_the_host_waits, 1, str(tmp_path), strategy, precision, device="cuda:0")
+    steps = read_steps(tmp_path)
+    assert [step.loss for step in steps] == pytest.approx(found["losses"], rel=1e-5)
+    assert all({"loss_again", "norm", "accuracy"} <= step.metrics.keys() for step in steps)
+    assert len(steps) == 20
+
+
 def _skip(project_dir: str, bad_steps: tuple[int, ...]) -> list[torch.Tensor]:
     run = evenload.init(project_dir=project_dir, seed=0)
     data = TensorDataset(torch.randn(96, 8, generator=torch.Generator().manual_seed(0)), torch.arange(96))

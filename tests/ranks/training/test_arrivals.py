@@ -68,7 +68,18 @@ def _freezes(model: Network, step: int, rank: int) -> None:
     model.middle.requires_grad_(step % 2 == 0)
 
 
-CASES: dict[str, Before] = {"deeper": _deeper, "experts": _experts, "adds": _adds, "freezes": _freezes}
+def _drops(model: Network, step: int, rank: int) -> None:
+    """As LayerDrop does, equally on all ranks; the first step has no middle layer."""
+    model.depth = step % 2
+
+
+CASES: dict[str, Before] = {
+    "deeper": _deeper,
+    "experts": _experts,
+    "adds": _adds,
+    "freezes": _freezes,
+    "drops": _drops,
+}
 
 
 def _train(name: str, folder: str) -> dict[str, Any]:

@@ -349,6 +349,48 @@ def test_a_bucket_is_not_sent_by_another_thread_before_its_last_gradient_is_in_i
     assert same([sums.values[one.weight.grad.data_ptr()][: right[0].numel()].view_as(right[0])], right)
 
 
+def _gradient_bytes(reducer: Reducer) -> int:
+    """Memory of gradients, of those that are set aside, and of buckets; what two of them share counts once."""
+    tensors = [g for g in (*(slot.param.grad for slot in reducer.slots), *reducer._stash) if g is not None]
+    if isinstance(reducer, BucketReducer):
+        memories = [memory for bucket in reducer.buckets for memory in (bucket.memory, bucket._spare)]
+        tensors += [memory.flat for memory in memories if memory is not None]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_zeroed_gradients_of_one_of_two_models_need_no_second_memory(kind: str, on_device: bool) -> None:
+    """Each model keeps its gradients while the other trains, and a layer of both never has one."""
+    models = [network().append(nn.Linear(1, 80)) for _ in range(2)]
+    used = [model[:-1] for model in models]
+    reducer = reducer_of(kind, *models)
+    reducer.on_device = on_device
+    peaks, expected = [], dict[int, Expectation]()
+    for number in range(8):
+        turn = number % 2
+        other = [None if p.grad is None else p.grad.clone() for p in models[1 - turn].parameters()]
+        models[turn].zero_grad(set_to_none=number < 4)
+        reducer.begin(expected.get(turn))
+        reducer.micro(last=True, idle=False)
+        loss_of(used[turn], number)().backward()
+        reducer.end_micro()
+        peaks.append(_gradient_bytes(reducer))
+        expected[turn] = reducer.observed()
+        if number == 6:
+            reducer.rollback()
+            assert all(p.grad is not None and not p.grad.any() for p in used[turn].parameters())
+            call(reducer, loss_of(used[turn], number), expected=expected[turn])
+        else:
+            reducer.finish(reducer.touched(), 1.0)
+        assert same([p.grad for p in used[turn].parameters()], gradients(used[turn], number))
+        found = [p.grad for p in models[1 - turn].parameters()]
+        assert all(g is o is None or (g is not None and torch.equal(g, o)) for g, o in zip(found, other, strict=True))
+        assert all(p.grad is None for model in models for p in model[-1].parameters())
+    assert max(peaks[4:]) <= peaks[3]
+
+
 def _on_device(reducer: Reducer, *, refuses: bool) -> None:
     reducer.on_device, reducer.refuses_leftovers = True, refuses
 

@@ -1,7 +1,8 @@
 """Agree with the other ranks on the parameters that receive a gradient, so that the same buckets leave early everywhere.
 
-Usually nothing is sent: the exchange of a step tells whether all ranks touched the same parameters, and they are those of
-earlier steps. Otherwise one sum of a few numbers per parameter travels beside the buckets that have been used before.
+Usually nothing is sent: the exchange of a step shows which parameters each rank touched (experts that some ranks do not
+use), and they are among those of earlier steps. Otherwise, or where a row has no room for so many
+parameters, one sum of a few numbers per parameter travels beside the buckets that have been used before.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Mapping
 import torch
 
 from evenload.training.comm.groups import Groups
-from evenload.training.parallel.call_gradients import Expectation
+from evenload.training.parallel.call_gradients import Expectation, unpack_flags
 from evenload.training.parallel.local_reducer import LocalReducer
 from evenload.training.parallel.reducer import BucketReducer
+from evenload.training.parallel.strategy import GlobalTotals
 
 
 class Arrivals:
@@ -28,7 +30,13 @@ class Arrivals:
         self._last_touched: dict[int, list[int]] = {}
 
     def agree(
-        self, call_index: int, reducer: BucketReducer | LocalReducer, groups: Groups, *, same: bool, was_late: bool
+        self,
+        call_index: int,
+        reducer: BucketReducer | LocalReducer,
+        groups: Groups,
+        totals: GlobalTotals,
+        *,
+        was_late: bool,
     ) -> list[int]:
         """Return 1 for each slot that some rank touched.
 
@@ -36,16 +44,23 @@ class Arrivals:
             call_index: index of the call in its step.
             reducer: after the backwards of this rank.
             groups: of this generation.
-            same: all ranks touched the same slots.
+            totals: of all ranks, with what they touched.
             was_late: the attempt repeats one in which a gradient came after its bucket had left.
         """
         touched, known = reducer.touched(), self.expected.get(call_index)
-        is_usual = same and known is not None and not was_late
+        is_usual = totals.same_touched and known is not None and not was_late
         if is_usual and touched == self._last_touched.get(call_index):
             return touched
         if is_usual and all(map(int.__le__, touched, known or ())):
             self._last_touched[call_index] = touched
             return touched
+        if known is not None and not was_late and totals.touched is not None:
+            by_any, by_all = (unpack_flags(words, len(known)) for words in totals.touched)
+            if all(map(int.__le__, by_any, known)):
+                # A bucket that some ranks have no gradient for leaves at the end.
+                parts = zip(by_any, by_all, known, strict=True)
+                self.expected[call_index] = tuple(2 if some > every else before for some, every, before in parts)
+                return by_any
         if known is not None:
             reducer.flush(known)
         once = [int(count == 1) for count in reducer.observed()]

@@ -11,6 +11,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -75,6 +76,12 @@ class BucketMemory:
         """True if somebody else holds a gradient: the tensor, or another view of its memory. No `.grad` may be set."""
         return self._count_references() != self._own_references
 
+    def is_free(self, numbers: Sequence[int]) -> bool:
+        """Return whether nobody else holds these views (by number), of which no `.grad` is set, or any other of its memory."""
+        own, num_tensors = self._own_references
+        found = sum(map(sys.getrefcount, map(self.views.__getitem__, numbers)))
+        return self._count_references()[1] == num_tensors and found * len(self.views) == own * len(numbers)
+
     def _count_references(self) -> tuple[int, int]:
         # The first number counts variables of Python, the second all tensors on this memory, such as `p.grad.detach()`.
         return sum(map(sys.getrefcount, self.views)), torch._C._storage_Use_Count(self._storage._cdata)
@@ -105,7 +112,9 @@ class Bucket:
         self.is_claimed = False
         """True if its memory may be written in this call."""
         self.was_zero = False
-        """True if its gradients were present, and zero, before this call."""
+        """True if gradients of it were present, and zero, before this call."""
+        self.last_version = -1
+        """Of its memory when its newest sum was ready; another one shows that the gradients were written since."""
 
     @property
     def flat(self) -> torch.Tensor:
@@ -126,6 +135,18 @@ class Bucket:
             other.flat.zero_()
         self.memory, self._spare = other, held
 
+    def holds(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether the gradients that are present lie in the memory, in the order of its views; set the rest to 0."""
+        views = self.memory.views
+        absent = [number for number, grad in enumerate(grads) if grad is None]
+        if len(absent) == len(views) or any(g is not None and g is not v for v, g in zip(views, grads, strict=True)):
+            return False
+        if absent:
+            if not self.memory.is_free(absent):
+                return False
+            torch._foreach_zero_([views[number] for number in absent])
+        return True
+
     def forget(self) -> None:
         """Take new memory, since a sum that nobody waits for may still write to the present one."""
         self.memory, self._spare = BucketMemory(self.laid_out, pins=self._pins), None
@@ -139,6 +160,32 @@ class Bucket:
     def write_norm(self, order: float = 2) -> None:
         """Put the norm of the gradients behind them: summed over ranks, it bounds every value of the sum."""
         torch.linalg.vector_norm(self.memory.gradients, order, out=self.memory.norm)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How an expectation lets buckets leave during the backward."""
+
+    queue: tuple[tuple[Bucket, frozenset[int]], ...]
+    """Buckets in the order in which they leave, with the parameters that each waits for."""
+    used: tuple[Bucket, ...]
+    """All buckets with a parameter that is expected."""
+    last_ids: frozenset[int]
+    """The parameter of each bucket in the queue that comes last."""
+
+
+def plan_launches(buckets: Sequence[Bucket], expected: Sequence[int]) -> LaunchPlan:
+    """Return when buckets leave, given the number of arrivals of each slot that is expected; see reducer.py."""
+    queue, used, last_ids = [], [], set()
+    for bucket in buckets:
+        counts = [expected[slot.index] for slot in bucket.slots]
+        if any(counts):
+            used.append(bucket)
+        if max(counts) == 1:
+            awaited = [id(slot.param) for slot, count in zip(bucket.slots, counts, strict=True) if count]
+            queue.append((bucket, frozenset(awaited)))
+            last_ids.add(awaited[-1])
+    return LaunchPlan(tuple(queue), tuple(used), frozenset(last_ids))
 
 
 def build_buckets(

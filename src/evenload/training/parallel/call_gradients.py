@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from evenload.errors import StepError
-from evenload.training.compute.model_parameters import any_nonzero, magnitude, sum_scalars
+from evenload.training.compute.device_read import DeviceRead, scalars_on
+from evenload.training.compute.model_parameters import magnitude, sum_scalars
 from evenload.training.parallel.buckets import Slot, real
 from evenload.training.parallel.grad_hooks import ArrivalHooks, Hook, SummedHooks
 
@@ -29,6 +30,7 @@ CHANGED_IN_LOSS_FN = (
 Expectation = tuple[int, ...]
 """Number of times each slot accumulates in the last micro-batch of a call."""
 
+_WORD_BITS = 52
 _GRAD = operator.attrgetter("grad")
 _TRAINABLE = operator.attrgetter("requires_grad")
 
@@ -67,6 +69,8 @@ class CallGradients:
         self._last = self._idle = False
         self._no_stash: list[torch.Tensor | None] = [None] * len(slots)
         self._stash = self._no_stash
+        self._unread_marks: DeviceRead | None = None
+        """Of parts of present gradients, each 0 if the part is; read when the GPU has the forward to do."""
         self._skipped: set[int] = set()
         self._arrived: list[torch.Tensor] = []
         """Parameters whose gradient came in this micro-batch, in order, as often as it came."""
@@ -74,7 +78,7 @@ class CallGradients:
         self._touched_ids: set[int] = set()
         self._trainable: list[bool] = []
         self._trained_key = 0.0
-        self._known_touched: tuple[set[int], list[int], float] | None = None
+        self._known_touched: tuple[set[int], list[int], float, tuple[float, ...]] | None = None
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -128,6 +132,10 @@ class CallGradients:
         """Return a checksum of `touched` and, above 32 bits, of the trainable parameters; exact in a float64."""
         return self._follow_touched()[2] + self._trained_key
 
+    def touched_words(self) -> tuple[float, ...]:
+        """Return `touched` as bits, each word exact in a float64; see `unpack_flags`."""
+        return self._follow_touched()[3]
+
     @property
     def has_summed_hooks(self) -> bool:
         """True if hooks of the user run on the sums, where they may make values that aren't finite."""
@@ -167,15 +175,23 @@ class CallGradients:
         grads = list(map(_GRAD, self._params))
         return None if all(map(operator.is_, grads, repeat(None))) else grads
 
-    def _are_zero(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether gradients that are present count as 0; where the host can't look, `leftovers` says if that is wrong."""
-        if not self.on_device:
-            return not any_nonzero(grads)
-        if self.refuses_leftovers:
-            found = magnitude(grads)
-            # Not forgotten if the attempt is repeated: what it left is 0.
-            self.leftovers = found if self.leftovers is None else self.leftovers + found
-        return self.refuses_leftovers
+    def _note_leftovers(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take gradients that are present as 0; `leftovers` says if that is wrong."""
+        found = magnitude(grads)
+        # Not forgotten if the attempt is repeated: what it left is 0.
+        self.leftovers = found if self.leftovers is None else self.leftovers + found
+
+    def _begin_to_look(self, parts: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Begin to read which of these parts are 0."""
+        if parts:
+            with torch.no_grad():
+                marks = [magnitude(grads) for grads in parts]
+                self._unread_marks = DeviceRead(scalars_on(marks[0].device, marks))
+
+    def _zero_ones(self) -> list[bool]:
+        """Return for each part whether it is 0, once."""
+        unread, self._unread_marks = self._unread_marks, None
+        return [] if unread is None else [not mark for mark in unread.read()]
 
     def _remove_all(self) -> None:
         for param in self._params:
@@ -185,7 +201,7 @@ class CallGradients:
         """Put back what was set aside."""
         for param, grad in zip(self._params, self._stash, strict=True):
             param.grad = grad
-        self._stash = self._no_stash
+        self._stash, self._unread_marks = self._no_stash, None
 
     def _arrive(self, param: torch.Tensor) -> None:
         self._arrived.append(param)
@@ -209,12 +225,24 @@ class CallGradients:
 
         return checked
 
-    def _follow_touched(self) -> tuple[set[int], list[int], float]:
+    def _follow_touched(self) -> tuple[set[int], list[int], float, tuple[float, ...]]:
         known = self._known_touched
         if known is None or known[0] != self._touched_ids:
             flags = [int(id(param) in self._touched_ids) for param in self._params]
-            known = self._known_touched = set(self._touched_ids), flags, float(zlib.crc32(bytes(flags)))
+            key = float(zlib.crc32(bytes(flags)))
+            known = self._known_touched = set(self._touched_ids), flags, key, _pack_flags(flags)
         return known
+
+
+def _pack_flags(flags: Sequence[int]) -> tuple[float, ...]:
+    text = "".join(map(str, flags))
+    return tuple(float(int(text[at : at + _WORD_BITS], 2)) for at in range(0, len(text), _WORD_BITS))
+
+
+def unpack_flags(words: Sequence[int], count: int) -> list[int]:
+    """Return `count` flags of 0 or 1 from their words."""
+    sizes = [min(_WORD_BITS, count - at) for at in range(0, count, _WORD_BITS)]
+    return [int(bit) for word, size in zip(words, sizes, strict=True) for bit in f"{word:0{size}b}"]
 
 
 def number_slots(models: Sequence[nn.Module], keep: Collection[int] = ()) -> list[Slot]:

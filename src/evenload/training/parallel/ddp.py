@@ -152,9 +152,7 @@ class ReplicaStrategy:
             self._statistics.idle = False
         slow_down(self._throttle, self._context.device, started_s)
         totals = call.exchange([self._local_result(sums)])
-        touched = self._arrivals.agree(
-            call.index, reducer, self._groups, same=totals.same_touched, was_late=not call.may_expect
-        )
+        touched = self._arrivals.agree(call.index, reducer, self._groups, totals, was_late=not call.may_expect)
         if reducer.on_device:
             # Errors change only by a step that is known to be finite.
             late = call.reads_late and not (totals.has_zero or reducer.has_summed_hooks or self._wire is not None)
@@ -297,6 +295,7 @@ class ReplicaStrategy:
             metrics={name: math.nan if on_device else float(value) for name, value in sums.metrics.items()},
             # Ranks that added parameters have built new buckets, and can't wait for those of ranks that did not.
             touched_key=float(int(self._of().touched_key()) ^ (_key_of(self._added) % 2**20 << 32)),
+            touched=() if self._groups.gradients is None else self._of().touched_words(),
             times_late=on_device,
             has_zero=sums.zero_read is not None and sums.zero_read.read()[0] > 0,
             squared_norm=None if measured is None else float(measured.own()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
-from evenload.training.compute.model_parameters import sum_scalars
+from evenload.training.compute.model_parameters import any_nonzero, sum_scalars
 from evenload.training.parallel.buckets import Bucket, real
 from evenload.training.parallel.call_gradients import (
     CHANGED_IN_LOSS_FN,
@@ -42,7 +43,12 @@ class LocalReducer(CallGradients):
         self._grad_norms = grad_norms
         if grad_norms is not None:
             grad_norms.follow(self._held)
-        self._was_zero = False
+        self._zeroed: list[torch.Tensor] = []
+        """Gradients that were present, and 0, before this call: new ones are added to them in place."""
+        self._looked_at: list[int] = []
+        """Slots whose present gradients the host looks at when the first backward begins."""
+        self._last_versions: list[int] = []
+        """Of the gradients by slot, when a call ended: another one shows that a gradient was written since."""
         self._before_idle: list[torch.Tensor | None] | None = None
         self._earlier: list[tuple[torch.Tensor | None, int]] | None = None
         """Gradients of earlier micro-batches and their versions; None before the second one."""
@@ -52,14 +58,25 @@ class LocalReducer(CallGradients):
 
     def begin(self, expected: Expectation | None) -> None:
         super().begin(expected)
-        self._stash, self._was_zero, self._earlier = self._no_stash, False, None
-        if (grads := self._present()) is not None:
-            self._stash = grads
-            self._was_zero = self._are_zero(grads)
-            if not self._was_zero:
-                self._remove_all()
+        self._stash, self._zeroed, self._earlier = self._no_stash, [], None
+        if (grads := self._present()) is None:
+            return
+        self._stash = grads
+        self._remove_all()
+        present = [index for index, grad in enumerate(grads) if grad is not None]
+        if not self.on_device:
+            self._keep(index for index in present if not any_nonzero([grads[index]]))
+        elif self.refuses_leftovers:
+            self._note_leftovers(grads)
+            self._keep(present)
+        else:
+            before, versions = self._last_versions, _versions(grads)
+            self._looked_at = [index for index in present if not before or versions[index] != before[index]]
+            self._begin_to_look([[grads[index]] for index in self._looked_at])
 
     def micro(self, *, last: bool, idle: bool) -> None:
+        if self._unread_marks is not None:
+            self._keep(itertools.compress(self._looked_at, self._zero_ones()))
         self._put_back_earlier()
         self._before_idle = self._present() if idle else None
         super().micro(last=last, idle=idle)
@@ -68,7 +85,7 @@ class LocalReducer(CallGradients):
         super().end_micro()
         if not (self._last or self._idle):
             grads = [param.grad for param in self._params]
-            self._earlier = [(grad, 0 if grad is None else grad._version) for grad in grads]
+            self._earlier = list(zip(grads, _versions(grads), strict=True))
 
     def end_idle(self) -> None:
         """Discard the gradients of an idle micro-batch after its backward."""
@@ -102,6 +119,8 @@ class LocalReducer(CallGradients):
                 for slot in self.slots:
                     slot.param.grad = self._final(slot.index)
                 self._stash = self._no_stash
+        if self.on_device:
+            self._last_versions = _versions([param.grad for param in self._params])
         return is_finite
 
     def rollback(self) -> None:
@@ -113,9 +132,15 @@ class LocalReducer(CallGradients):
         was_live = self._live
         self._close()
         if was_live:
-            if self._was_zero:
-                torch._foreach_zero_([grad for grad in self._stash if grad is not None])
+            if self._zeroed:
+                torch._foreach_zero_(self._zeroed)
             self._restore()
+
+    def _keep(self, zero_indices: Iterable[int]) -> None:
+        for index in zero_indices:
+            if (grad := self._stash[index]) is not None:
+                self._params[index].grad = grad
+                self._zeroed.append(grad)
 
     def _put_back_earlier(self) -> None:
         """Undo a zero_grad of loss_fn, which would remove the gradients of earlier micro-batches."""
@@ -148,6 +173,10 @@ class LocalReducer(CallGradients):
         if stash is None or grad is None or stash is grad:
             return stash if grad is None else grad
         return stash.add_(grad)
+
+
+def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
+    return [0 if grad is None else grad._version for grad in grads]
 
 
 def _finite_totals(grads: Sequence[torch.Tensor]) -> bool:

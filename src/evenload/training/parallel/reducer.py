@@ -23,11 +23,11 @@ Note [Finite]
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from evenload.balance.exchange_times import BucketSizes
 from evenload.errors import StepError
 from evenload.training.compute.grad_norms import GradNorms
 from evenload.training.compute.model_parameters import sum_scalars
-from evenload.training.parallel.buckets import Bucket, BucketSummer, Slot, build_buckets
+from evenload.training.parallel.buckets import Bucket, BucketSummer, LaunchPlan, Slot, build_buckets, plan_launches
 from evenload.training.parallel.call_gradients import (
     CHANGED_IN_LOSS_FN,
     CallGradients,
@@ -52,18 +52,6 @@ from evenload.training.parallel.wire.gradient_wire import GradientWire
 
 MAX_PLANS = 32
 _GRAD = operator.attrgetter("grad")
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """How an expectation lets buckets leave during the backward."""
-
-    queue: tuple[tuple[Bucket, frozenset[int]], ...]
-    """Buckets in the order in which they leave, with the parameters that each waits for."""
-    used: tuple[Bucket, ...]
-    """All buckets with a parameter that is expected."""
-    last_ids: frozenset[int]
-    """The parameter of each bucket in the queue that comes last."""
 
 
 class BucketReducer(CallGradients):
@@ -96,14 +84,15 @@ class BucketReducer(CallGradients):
         super().__init__(number_slots(models, keep), check, hooked)
         self._groups, self._segments = groups, segments or BucketSegments()
         self._pins, self._sizes = pins, sizes
-        self._strategy, self._wire = strategy, wire
-        self._grad_norms = grad_norms
+        self._strategy, self._wire, self._grad_norms = strategy, wire, grad_norms
         if grad_norms is not None:
             grad_norms.follow(self._held)
         self._lock = threading.Lock()  # a model cut over GPUs has a backward thread for each
         self._filled: set[int] = set()
         """Parameters whose slot holds this call's gradient."""
+        self._expected: Expectation | None = None
         self._plan: LaunchPlan | None = None
+        self._looked_at: list[Bucket] = []  # by the host, when the first backward begins
         self._next = self._num_seen = 0
         self._seen: set[int] = set()
         self._is_published = True  # False until the call's sums are in `.grad`
@@ -139,16 +128,14 @@ class BucketReducer(CallGradients):
         self._versions, self._next = [], 0
         for bucket in self.buckets:
             bucket.pending, bucket.is_claimed, bucket.was_zero = None, False, False
+        self._expected, self._plan = expected, None
         self._set_aside()
-        self._plan = self._plan_of(expected) if expected is not None else None
-        if self._plan is not None:
-            for bucket in self._plan.used:
-                self._prepare(bucket)
-            self._hooks.watch(self._plan.last_ids)
+        if self._unread_marks is None:
+            self._expect()
 
     def micro(self, *, last: bool, idle: bool) -> None:
-        self._seen.clear()
-        self._num_seen = 0
+        self._settle()
+        self._seen, self._num_seen = set(), 0
         self._put_back_views()
         super().micro(last=last, idle=idle)
 
@@ -193,6 +180,7 @@ class BucketReducer(CallGradients):
             for bucket in self._summed():
                 reduced.append(bucket)
                 scale_all([bucket.flat], correction)
+                bucket.last_version = bucket.flat._version
                 if self._grad_norms is not None:
                     self._grad_norms.summed(bucket.memory.gradients)
             changed = {self._bucket_of[index] for index in self._summed_hooks.run(touched, self._view_of)}
@@ -205,6 +193,7 @@ class BucketReducer(CallGradients):
     def rollback(self) -> None:
         """End an attempt that all ranks will repeat: send what the others wait for, and restore earlier gradients."""
         self._close()
+        self._settle()
         self._launch_queue()
         for bucket in self._summed():
             bucket.pending = None
@@ -239,53 +228,61 @@ class BucketReducer(CallGradients):
         if self._wire is not None:
             self._wire.attach(self.buckets)
 
-    def _plan_of(self, expected: Expectation) -> LaunchPlan:
-        if expected not in self._plans:
-            if len(self._plans) == MAX_PLANS:
-                self._plans.clear()
-            queue, used, last_ids = [], [], set()
-            for bucket in self.buckets:
-                counts = [expected[slot.index] for slot in bucket.slots]
-                if any(counts):
-                    used.append(bucket)
-                if max(counts) == 1:
-                    awaited = [id(slot.param) for slot, count in zip(bucket.slots, counts, strict=True) if count]
-                    queue.append((bucket, frozenset(awaited)))
-                    last_ids.add(awaited[-1])
-            self._plans[expected] = LaunchPlan(tuple(queue), tuple(used), frozenset(last_ids))
-        return self._plans[expected]
-
     def _view_of(self, index: int) -> torch.Tensor:
         return self._bucket_of[index].memory.views[self._number_in_bucket[index]]
 
-    def _zero_buckets(self, grads: Sequence[torch.Tensor | None]) -> list[Bucket]:
-        """Return the buckets whose gradients are all present, and zero (`zero_grad(set_to_none=False)`)."""
-        present = [
-            bucket
-            for bucket in self.buckets
-            if all(grads[slot.index] is view for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True))
-        ]
-        all_zero = self.on_device and self._are_zero(grads)
-        return [bucket for bucket in present if all_zero or (not self.on_device and bucket.is_zero())]
-
     def _set_aside(self) -> None:
+        """Set present gradients aside, except for zeros in a bucket (`zero_grad(set_to_none=False)`), which stay there."""
         self._stash = self._no_stash
         if (grads := self._present()) is None:
             return
         self._stash = grads
-        for bucket in self._zero_buckets(grads):
+        looks = self.on_device and not self.refuses_leftovers
+        written = [b for b in self.buckets if b.last_version != b.flat._version] if looks else self.buckets
+        held = [bucket for bucket in written if bucket.holds([grads[slot.index] for slot in bucket.laid_out])]
+        self._remove_all()
+        if looks:
+            self._looked_at = held
+            self._begin_to_look([[grads[slot.index] for slot in bucket.slots] for bucket in held])
+        elif self.on_device:
+            self._note_leftovers(grads)
+            self._keep(held)
+        else:
+            self._keep(bucket for bucket in held if bucket.is_zero())
+
+    def _keep(self, zero_buckets: Iterable[Bucket]) -> None:
+        for bucket in zero_buckets:
             bucket.is_claimed = bucket.was_zero = True
-            self._filled |= bucket.ids
-        for slot in self.slots:
-            if id(slot.param) not in self._filled:
-                slot.param.grad = None
+            for slot in bucket.slots:
+                if (grad := self._stash[slot.index]) is not None:
+                    slot.param.grad = grad
+                    self._filled.add(id(slot.param))
+
+    def _settle(self) -> None:
+        if self._unread_marks is not None:
+            self._keep(itertools.compress(self._looked_at, self._zero_ones()))
+            self._expect()
+
+    def _expect(self) -> None:
+        """Prepare the buckets of the parameters that are expected."""
+        if (expected := self._expected) is None:
+            return
+        if (plan := self._plans.get(expected)) is None:
+            if len(self._plans) == MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[expected] = plan_launches(self.buckets, expected)
+        self._plan = plan
+        for bucket in plan.used:
+            self._prepare(bucket)
+        self._hooks.watch(plan.last_ids)
 
     def _prepare(self, bucket: Bucket) -> None:
         """Let the small gradients of a bucket accumulate in place."""
-        if bucket.was_zero:
+        if not bucket.was_zero:
+            bucket.claim()
+            bucket.memory.small.zero_()
+        elif bucket.small_ids <= self._filled:
             return
-        bucket.claim()
-        bucket.memory.small.zero_()
         for param, view in zip(bucket.small, bucket.memory.views, strict=False):  # the small ones come first
             param.grad = view
         self._filled |= bucket.small_ids
@@ -412,7 +409,8 @@ class BucketReducer(CallGradients):
             if bucket.was_zero:
                 bucket.flat.zero_()
                 for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True):
-                    self._stash[slot.index] = view
+                    if self._stash[slot.index] is not None:
+                        self._stash[slot.index] = view
         super()._restore()
 
     def _held(self) -> list[torch.Tensor]:

@@ -43,6 +43,8 @@ class LocalResult:
     """Name -> sum of weight x value."""
     touched_key: float = 0.0
     """Checksum of the parameters that received a gradient; 0 where it need not be equal on all ranks."""
+    touched: tuple[float, ...] = ()
+    """The same parameters, as bits (arrivals.py); sent where a row has room for them."""
     has_zero: bool = False
     """True if a weight on the device is 0, in a call that looks for it (`LossSums.looks_for_zero`)."""
     squared_norm: float | None = None
@@ -67,6 +69,8 @@ class GlobalTotals:
     """True if all ranks gave the same `touched_key`."""
     has_zero: bool = False
     """True if some rank found a weight of 0."""
+    touched: tuple[list[int], list[int]] | None = None
+    """`LocalResult.touched` of any rank and of all ranks, where these differ and are known."""
 
 
 ReplicaTimes = tuple[Sequence[float], Sequence[float], float, bool]

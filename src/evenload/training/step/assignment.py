@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from evenload.balance.split import scale_shares
+from evenload.balance.split import micro_shares, num_micro, scale_shares, slice_sizes
+from evenload.errors import ConfigError
 
 Shares = tuple[int, ...]
 Caps = tuple[int | None, ...]
+Cut = tuple[tuple[int, ...], ...]
+"""Samples of each rank in each micro-batch."""
+_MOST_KNOWN = 64
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,36 @@ class ShareAssignment:
     caps: Caps
     out: tuple[int, ...] = ()
     """Ranks that leave the groups of gradients: their share is 0."""
+
+    @cached_property
+    def num_samples(self) -> int:
+        return sum(self.shares)
+
+
+class MicroCuts:
+    """Cuts global batches into micro-batches, and remembers how."""
+
+    def __init__(self, *, fills_each: bool) -> None:
+        """`fills_each`: there are at most as many micro-batches as the largest share has samples."""
+        self._fills_each = fills_each
+        self._known: dict[tuple[Shares, int, int, Caps], Cut] = {}
+        self._last: tuple[Shares, Caps, tuple[int, int], Cut] | None = None
+
+    def __call__(self, shares: Shares, num_samples: int, least: int, caps: Caps) -> Cut:
+        """Return the samples of each rank in each of `least` micro-batches, or more where the caps want it."""
+        last = self._last  # the hash of a thousand shares takes as long as the rest of a plan
+        if last is not None and last[0] is shares and last[1] is caps and last[2] == (num_samples, least):
+            return last[3]
+        key = (shares, num_samples, least, caps)
+        if key not in self._known:
+            if len(self._known) > _MOST_KNOWN:
+                self._known.clear()
+            count = min(max(least, num_micro(shares, caps)), max(num_samples, 1))
+            if self._fills_each:
+                count = min(count, max(*shares, 1))
+            self._known[key] = micro_shares(shares, slice_sizes(num_samples, count), caps)
+        self._last = shares, caps, (num_samples, least), self._known[key]
+        return self._known[key]
 
 
 def assignment_for(
@@ -54,3 +89,11 @@ def assignments_in(values: Sequence[int], out: Sequence[int], from_step: int) ->
     weights = tuple(0 if rank in out else max(share, 1) for rank, share in enumerate(shares))
     at_first = ShareAssignment(0, scale_shares(weights, batch_size), least, caps, tuple(out))
     return [at_first, ShareAssignment(from_step, shares, least, caps)]
+
+
+def check_shares(shares: Shares, world_size: int) -> None:
+    """Raise ConfigError if fixed shares don't fit the job."""
+    if len(shares) != world_size:
+        raise ConfigError(
+            f"balance {','.join(map(str, shares))} has {len(shares)} shares, but there are {world_size} ranks"
+        )

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -59,6 +60,8 @@ class BalancerProcess:
         self._gains: dict[str, float] = {}
         self._note: tuple[str, str] | None = None
         self._num_lost = 0
+        self._sent_shares: tuple[int, ...] = ()
+        """Those of the last step that was sent; they are sent where they change."""
 
     def observe(self, observation: Observation) -> Decision | None:
         """Send a step, unless the one before is still looked at; return what was decided since the last call.
@@ -142,8 +145,10 @@ class BalancerProcess:
             if self._connection is None:
                 self._start()
             if self._connection is not None:
-                self._connection.send_bytes(pickle.dumps((self._changes, observation)))
-                self._changes = []
+                shares = observation.shares
+                sent = replace(observation, shares=()) if shares == self._sent_shares else observation
+                self._connection.send_bytes(pickle.dumps((self._changes, sent)))
+                self._changes, self._sent_shares = [], shares
                 self._is_waiting = True
         except OSError:
             self._lose()
@@ -165,6 +170,7 @@ class BalancerProcess:
         self._poll.register(connection, select.POLLIN)
         self._connection, self._end = connection, weakref.finalize(self, _end, process, connection, os.getpid())
         shares, count = self._split
+        self._sent_shares = ()
         connection.send({"args": (*self._batch, self._caps), "shares": shares, "num_micro_batches": count})
         self._changes = [("quantum", self._quantum), ("may_leave", self._may_leave or None)]
 
@@ -182,8 +188,11 @@ def serve(descriptor: int) -> None:
     try:
         start = connection.recv()
         balancer = Balancer(*start["args"], shares=start["shares"], num_micro_batches=start["num_micro_batches"])
+        shares: tuple[int, ...] = ()
         while True:
             changes, observation = connection.recv()
+            shares = observation.shares or shares
+            observation = replace(observation, shares=shares)
             try:
                 answer: Any = _answer(balancer, changes, observation)
             except Exception as error:  # raised where the step is

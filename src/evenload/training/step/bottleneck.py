@@ -10,7 +10,7 @@ from typing import Any
 
 from evenload.records.console import format_bottleneck, format_number, format_percent
 from evenload.records.summary import DATA_BOUND, summarize_steps
-from evenload.records.values import StepRecord
+from evenload.records.values import RankTimes, StepRecord
 from evenload.training.data.tuning import SKIPPED_STEPS, ReadSettings, SettingsOrigin
 
 WINDOW_STEPS = 10
@@ -44,7 +44,8 @@ class _Reader:
 
 class LoadingMonitor:
     def __init__(self) -> None:
-        self._window: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
+        self._window: deque[tuple[StepRecord, Sequence[RankTimes]]] = deque(maxlen=WINDOW_STEPS)
+        """Each step with the ranks that are looked at."""
         self._readers: list[_Reader] = []
         self._reported: set[int] = set()
         """Ranks reported as waiting, until that is over; if all wait, the busiest rank alternates."""
@@ -57,11 +58,11 @@ class LoadingMonitor:
 
         Of many ranks the busiest one of each step is looked at, and how rank 0 reads: they search together.
         """
+        ranks = record.ranks
         if record.spread is not None:
             busiest, times = record.spread.busiest
             self._busiest.append(busiest)
-            record = replace(record, ranks=(times,), shares=(record.num_samples,), spread=None)
-            readings = readings[:1]
+            ranks, readings = (times,), readings[:1]
         else:
             self._busiest.clear()
         if len(readings) != len(self._readers):
@@ -73,25 +74,23 @@ class LoadingMonitor:
         events: list[LoadingEvent] = []
         for rank, (reader, reading) in enumerate(zip(self._readers, readings, strict=True)):
             # Replicas of one process read together: the first one's event is enough.
-            together = rank > 0 and record.ranks[rank].data_s == record.ranks[0].data_s and reading == readings[0]
+            together = rank > 0 and ranks[rank].data_s == ranks[0].data_s and reading == readings[0]
             if reading != reader.reading:
                 changed = _change(rank, reader, reading)
                 events += [] if together else changed
-            reader.waited.append(record.ranks[rank].data_s / record.seconds if record.seconds > 0 else 0.0)
+            reader.waited.append(ranks[rank].data_s / record.seconds if record.seconds > 0 else 0.0)
             reader.sample_s.append(record.seconds / max(1, record.num_samples))
         if any(reading.origin is SettingsOrigin.TRIAL for reading in readings):
             self._window.clear()  # a search is running: its trials are not typical of the run
             return events
-        self._window.append(record)
+        self._window.append((record, ranks))
         self._num_steps += 1
         return events + self._judge() if self._num_steps % _EVERY_STEPS == 0 else events
 
     def _judge(self) -> list[LoadingEvent]:
         if len(self._window) < LEAST_STEPS:
             return []
-        if not self._reported and not any(
-            rank.data_s >= LEAST_DATA_S for record in self._window for rank in record.ranks
-        ):
+        if not self._reported and not any(rank.data_s >= LEAST_DATA_S for _, ranks in self._window for rank in ranks):
             return []  # no rank can be found to wait, and this takes a few microseconds instead of a hundred
         over = [rank for rank in sorted(self._reported) if self._usual(rank) < DATA_BOUND / 2]
         self._reported.difference_update(over)
@@ -101,7 +100,10 @@ class LoadingMonitor:
             events.append(
                 LoadingEvent("data_bound_over", f"{name} waits for samples", {} if self._busiest else {"rank": rank})
             )
-        verdict = summarize_steps(self._window).bottleneck
+        steps = [record for record, _ in self._window]
+        if self._busiest:
+            steps = [replace(s, ranks=r, shares=(s.num_samples,), spread=None) for s, r in self._window]
+        verdict = summarize_steps(steps).bottleneck
         if (
             verdict is None
             or verdict.kind != "data"
@@ -119,11 +121,11 @@ class LoadingMonitor:
 
     def _is_steady(self, rank: int) -> bool:
         # The median ignores single steps in which workers start or a cache fills.
-        waited_s = median(step.ranks[rank].data_s for step in self._window)
+        waited_s = median(ranks[rank].data_s for _, ranks in self._window)
         return waited_s >= LEAST_DATA_S and self._usual(rank) >= DATA_BOUND
 
     def _usual(self, rank: int) -> float:
-        return median(step.ranks[rank].data_s / max(step.seconds, 1e-9) for step in self._window)
+        return median(ranks[rank].data_s / max(step.seconds, 1e-9) for step, ranks in self._window)
 
 
 def _change(rank: int, reader: _Reader, reading: ReadSettings) -> list[LoadingEvent]:

@@ -326,8 +326,9 @@ class Engine:
             planner.may_leave = reports.flags("may_leave")
         if len(reports) > len(computing) > 1 or self._groups.world_size > len(computing):
             reports = reports.of(computing)
-        self._consistency.check(batch.global_step, reports.column("state_key"))
-        totals = totals_of(reports, batch.global_step)
+        if reports.all("state_key"):
+            self._consistency.check(batch.global_step, reports.column("state_key"))
+        totals = totals_of(reports, batch.global_step, len(results[0].touched))
         attempt.failed_together = False
         return totals
 

@@ -124,6 +124,7 @@ class ReportExchange:
             seconds=seconds,
             metrics=result.metrics,
             squared_norm=result.squared_norm,
+            touched=result.touched,
             membership=0.0 if self.recovery is None else float(self.recovery.newest_number),
             times_of=times_of,
         )
@@ -143,8 +144,8 @@ def check_trained(reports: Reports, step: int) -> None:
         )
 
 
-def totals_of(reports: Reports, step: int) -> GlobalTotals:
-    """Add up the reports of a successful attempt.
+def totals_of(reports: Reports, step: int, num_touched_words: int = 0) -> GlobalTotals:
+    """Add up the reports of a successful attempt; `num_touched_words` is the length of `RankReport.touched`.
 
     Raises:
         StepError: some ranks weight their losses and others do not, or all weights are 0.
@@ -156,7 +157,9 @@ def totals_of(reports: Reports, step: int) -> GlobalTotals:
     if units <= 0:
         raise StepError(ALL_ZERO.format(step=step))
     loss = total(reports.column("loss_sum")) / units
-    return GlobalTotals(units, loss, reports.is_same("touched_key"), reports.any("has_zero"))
+    same_touched = reports.is_same("touched_key")
+    touched = None if same_touched else reports.touched(num_touched_words)
+    return GlobalTotals(units, loss, same_touched, reports.any("has_zero"), touched)
 
 
 def total(terms: Sequence[float]) -> float:

@@ -17,12 +17,20 @@ from evenload.balance.memory_caps import MemoryCaps
 from evenload.balance.rank_costs import MANY_RANKS
 from evenload.balance.rebalance import Balancer
 from evenload.balance.replicas import ReplicaBalancer
-from evenload.balance.split import Split, even_shares, micro_shares, num_micro, scale_shares, slice_sizes
+from evenload.balance.split import Split, even_shares, num_micro, scale_shares
 from evenload.balance.values import Cost, StepPlan
-from evenload.errors import ConfigError, DataError
+from evenload.errors import DataError
 from evenload.training.comm.control import Control
 from evenload.training.parallel.strategy import ReplicaTimes
-from evenload.training.step.assignment import Caps, ShareAssignment, Shares, assignment_for, assignments_in
+from evenload.training.step.assignment import (
+    Caps,
+    MicroCuts,
+    ShareAssignment,
+    Shares,
+    assignment_for,
+    assignments_in,
+    check_shares,
+)
 from evenload.training.step.balancer_process import BalancerProcess, take_note
 from evenload.training.step.plan_source import PlanSource, StepsInOrder
 
@@ -83,7 +91,8 @@ class Planner(StepsInOrder):
         self._revision = 0
         self._pending: Decision | None = None
         self._balancer = self._new_balancer(shares)
-        self._cache: dict[tuple[Shares, int, int, Caps], tuple[tuple[int, ...], ...]] = {}
+        # One replica has samples in every micro-batch, and so sees all that buffers must see (replica_modules.py).
+        self._cut = MicroCuts(fills_each=on_contention is not None)
 
     # -- plans ----------------------------------------------------------------------------------------------------------
 
@@ -110,7 +119,7 @@ class Planner(StepsInOrder):
         shares = assignment.shares
         if self._source.sets_shares:
             shares = self._source.shares(global_step, num_samples)
-        elif num_samples != sum(shares):
+        elif num_samples != assignment.num_samples:
             shares = scale_shares(shares, num_samples)
         micro = self._cut(shares, num_samples, assignment.min_num_micro, assignment.caps)
         out = () if self._source.sets_shares else assignment.out
@@ -154,7 +163,6 @@ class Planner(StepsInOrder):
         self._pending = None
         self._replica_times = []
         self._revision += 1
-        self._cache.clear()
         self._balancer = self._new_balancer(shares, self.num_micro)
 
     @property
@@ -398,23 +406,3 @@ class Planner(StepsInOrder):
         # Later assignments replace earlier ones from their step on; two are enough: the one in force and the one to come.
         self._assignments = [*self._assignments[-1:], assignment]
         self._revision += 1
-
-    def _cut(self, shares: Shares, num_samples: int, least: int, caps: Caps) -> tuple[tuple[int, ...], ...]:
-        key = (shares, num_samples, least, caps)
-        if key not in self._cache:
-            if len(self._cache) > 64:
-                self._cache.clear()
-            count = min(max(least, num_micro(shares, caps)), max(num_samples, 1))
-            if self._on_contention is not None:
-                # One replica has samples in every micro-batch, and so sees all that buffers must see (replica_modules.py).
-                count = min(count, max(*shares, 1))
-            self._cache[key] = micro_shares(shares, slice_sizes(num_samples, count), caps)
-        return self._cache[key]
-
-
-def check_shares(shares: Shares, world_size: int) -> None:
-    """Raise ConfigError if fixed shares don't fit the job."""
-    if len(shares) != world_size:
-        raise ConfigError(
-            f"balance {','.join(map(str, shares))} has {len(shares)} shares, but there are {world_size} ranks"
-        )

@@ -39,6 +39,8 @@ _SCALARS_OF = attrgetter(*_SCALARS)
 _SECONDS_OF = itemgetter(*SEGMENTS)
 _FIXED = len(_SCALARS) + 1
 _TIMES_END = _FIXED + len(SEGMENTS)
+SECONDS = slice(_FIXED, _TIMES_END)
+"""Columns of the seconds of each segment."""
 COLUMNS = {name: index for index, name in enumerate((*_SCALARS, "metrics_key"))} | {"squared_norm": CAPACITY - 1}
 """Name of a field -> its column."""
 MAX_METRICS = CAPACITY - _TIMES_END
@@ -74,6 +76,8 @@ class RankReport:
     """Of each segment since the last report, or of an earlier step (`times_of`)."""
     metrics: Mapping[str, float]
     """Name -> sum of weight x value; nothing in an attempt that failed here."""
+    touched: tuple[float, ...] = ()
+    """Bits of the parameters that received a gradient; left out of a row without room for them."""
     squared_norm: float | None = None
     """The squared norm of this rank's own gradient, in the units of its backwards; None in a step that measures none."""
     membership: float = 0.0
@@ -87,6 +91,8 @@ class RankReport:
         checksum = _checksum(names)
         values = [*map(float, _SCALARS_OF(self)), checksum]
         values += [*_SECONDS_OF(self.seconds), *map(self.metrics.__getitem__, names)]
+        if len(values) + len(self.touched) < CAPACITY:
+            values += self.touched
         values += [0.0] * (CAPACITY - len(values))
         if self.squared_norm is not None:
             values[-1] = self.squared_norm
@@ -138,20 +144,35 @@ class Reports(Sequence[RankReport]):
 
     def column(self, name: str) -> list[float]:
         """Return a field of all ranks, flags as 0 or 1; `squared_norm` is 0 where none is measured."""
-        values: list[float] = self.table[:, COLUMNS[name]].tolist()
+        values: list[float] = self.values(name).tolist()
         return values
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """Return what `column` does, as an array."""
+        index = COLUMNS[name]
+        return self._columns[index] if index < _FIXED else self.table[:, index]
 
     def metric(self, name: str) -> list[float]:
         values: list[float] = self.table[:, _TIMES_END + self.names.index(name)].tolist()
         return values
 
+    def touched(self, num_words: int) -> tuple[list[int], list[int]] | None:
+        """Return the bits that are set on any rank, and on all ranks; None if the rows have no room for them."""
+        first = _TIMES_END + len(self.names)
+        if not num_words or first + num_words >= CAPACITY:
+            return None
+        words = self.table[:, first : first + num_words].astype(np.int64)
+        return np.bitwise_or.reduce(words).tolist(), np.bitwise_and.reduce(words).tolist()
+
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """The seconds of all ranks, shape ``(num_ranks, len(SEGMENTS))``; a view."""
-        return self.table[:, _FIXED:_TIMES_END]
+        """The seconds of all ranks, shape ``(num_ranks, len(SEGMENTS))``."""
+        return self._columns[SECONDS].T
 
     def flags(self, name: str) -> list[bool]:
-        values: list[bool] = (self.table[:, COLUMNS[name]] != 0).tolist()
+        if self.is_same(name):  # nearly always, and a list from a column of a thousand takes ten times as long
+            return [self.first(name) != 0] * len(self)
+        values: list[bool] = (self._columns[COLUMNS[name]] != 0).tolist()
         return values
 
     def first(self, name: str) -> float:
@@ -189,14 +210,14 @@ class Reports(Sequence[RankReport]):
         return self._reduced(np.maximum)
 
     @functools.cached_property
-    def _scalars(self) -> NDArray[np.float64]:
-        # A row for each field, which makes reductions over many ranks three times as fast.
-        return np.ascontiguousarray(self.table[:, :_FIXED].T)
+    def _columns(self) -> NDArray[np.float64]:
+        # A row for each field: of many ranks every pass over a column of the table takes as long as this copy.
+        return np.ascontiguousarray(self.table[:, :_TIMES_END].T)
 
     def _reduced(self, operation: np.ufunc) -> list[float]:
         if len(self.table) > 1:
             with np.errstate(invalid="ignore"):  # a loss may be NaN
-                reduced: list[float] = operation.reduce(self._scalars, axis=1).tolist()
+                reduced: list[float] = operation.reduce(self._columns[:_FIXED], axis=1).tolist()
             return reduced
         first: list[float] = self.table[0, :_FIXED].tolist()
         return first
@@ -225,6 +246,9 @@ class OwnReport(Reports):
     def column(self, name: str) -> list[float]:
         # Not by `first`: these are calls of each step.
         return [getattr(self._report, name) or 0.0]
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        return np.array(self.column(name))
 
     def metric(self, name: str) -> list[float]:
         return [self._report.metrics[name]]

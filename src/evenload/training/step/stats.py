@@ -22,7 +22,7 @@ from evenload.training.compute.device_sums import UnreadTotals
 from evenload.training.compute.grad_norms import UnreadNorms
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
 from evenload.training.step.bottleneck import LoadingMonitor
-from evenload.training.step.report import COLUMNS, Reports
+from evenload.training.step.report import Reports
 from evenload.training.step.unread_log import UnreadLog
 
 _DATA, _COMPUTE, _WAIT, _COMM, _OPTIMIZER, _COMPILE = map(
@@ -71,6 +71,7 @@ class StepStats:
         self._reports: Reports | None = None
         self._times = np.empty((0, len(SEGMENTS)))
         """Seconds of each rank in each segment."""
+        self._own_s: list[float] | None = None
 
     @property
     def metrics_now(self) -> Mapping[str, float | torch.Tensor]:
@@ -88,6 +89,7 @@ class StepStats:
             # A process whose replicas failed reported one row for all.
             seconds, known = reports.seconds, earlier._times
             earlier._times = seconds + known if len(known) == len(seconds) else seconds
+            earlier._own_s = None
         self.stop_requested = self.stop_requested or reports.any("stop_requested")
         self.agreed_membership = int(reports.least("membership"))
 
@@ -101,11 +103,13 @@ class StepStats:
         self.calls += 1
         self.loss, self.skipped, self.redone = loss, True, True
         self._reports, self._times, self.is_timed = None, np.zeros((world_size, len(SEGMENTS))), True
+        self._own_s = None
 
     def own_seconds(self) -> list[float]:
         """Return the seconds that each rank computed, without waiting."""
-        own_s: list[float] = (self._times[:, _COMPUTE] + self._times[:, _OPTIMIZER]).tolist()
-        return own_s
+        if self._own_s is None:
+            self._own_s = (self._times[:, _COMPUTE] + self._times[:, _OPTIMIZER]).tolist()
+        return self._own_s
 
     def whole_seconds(self) -> float:
         """Return the seconds of the step on the first rank, with waiting and collectives, without waiting for samples."""
@@ -187,7 +191,7 @@ class StepStats:
         table = np.zeros((len(SEGMENTS) + 1, len(times)))
         table[:-1] = times.T
         if self._reports is not None:
-            table[-1] = self._reports.table[:, COLUMNS["memory_bytes"]]
+            table[-1] = self._reports.values("memory_bytes")
         return table
 
     def _first(self) -> dict[str, float]:
