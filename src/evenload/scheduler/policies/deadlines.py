@@ -37,7 +37,7 @@ class KindOffer(NamedTuple):
     cheap_price: float
 
 
-class Option(NamedTuple):
+class DeviceOption(NamedTuple):
     kind: str
     num_devices: int
     rate: float
@@ -50,7 +50,7 @@ class Option(NamedTuple):
 class DeadlinePlan(NamedTuple):
     """What to do with a job now."""
 
-    options: tuple[Option, ...]
+    options: tuple[DeviceOption, ...]
     """Those it may use now, the best first; empty: it waits for cheap hours."""
     slack_s: float
     """Time that it could still lose, on its fastest option, with the margin."""
@@ -126,7 +126,7 @@ def deadline_plan(inputs: PolicyInput, job: Job, offers: Sequence[KindOffer]) ->
     return DeadlinePlan(tuple(chosen), slack_s)
 
 
-def _options(inputs: PolicyInput, job: Job, offers: Sequence[KindOffer]) -> list[Option]:
+def _options(inputs: PolicyInput, job: Job, offers: Sequence[KindOffer]) -> list[DeviceOption]:
     needs = job.spec.needs
     curve = speedups(inputs, job)
     one = curve[needs.min_devices] or 1.0
@@ -136,17 +136,17 @@ def _options(inputs: PolicyInput, job: Job, offers: Sequence[KindOffer]) -> list
         for num in candidates(needs.min_devices, max(most, needs.min_devices), len(job.devices)):
             rate = offer.speed * curve[num] / one
             if rate > 0:
-                options.append(Option(offer.kind, num, rate, num * offer.price, num * offer.cheap_price))
+                options.append(DeviceOption(offer.kind, num, rate, num * offer.price, num * offer.cheap_price))
     return options
 
 
-def _price(option: Option, is_cheap: bool) -> float:
+def _price(option: DeviceOption, is_cheap: bool) -> float:
     return option.cheap_price if is_cheap else option.price
 
 
-def _hull(options: Iterable[Option], is_cheap: bool) -> list[Option]:
+def _hull(options: Iterable[DeviceOption], is_cheap: bool) -> list[DeviceOption]:
     """Return the corners of the lower convex hull from (0, 0), by growing rate."""
-    corners: list[Option] = [Option("", 0, 0.0, 0.0, 0.0)]
+    corners: list[DeviceOption] = [DeviceOption("", 0, 0.0, 0.0, 0.0)]
     for option in sorted(options, key=lambda o: (o.rate, -_price(o, is_cheap))):
         while len(corners) > 1 and _step(corners[-2], corners[-1], is_cheap) >= _step(corners[-2], option, is_cheap):
             corners.pop()
@@ -155,14 +155,14 @@ def _hull(options: Iterable[Option], is_cheap: bool) -> list[Option]:
     return corners
 
 
-def _step(low: Option, high: Option, is_cheap: bool) -> float:
+def _step(low: DeviceOption, high: DeviceOption, is_cheap: bool) -> float:
     """Return the slope from one option to a faster one."""
     if high.rate <= low.rate:
         return 0.0 if _price(high, is_cheap) <= _price(low, is_cheap) else float("inf")
     return (_price(high, is_cheap) - _price(low, is_cheap)) / (high.rate - low.rate)
 
 
-def _slope(hulls: dict[bool, list[Option]], times_s: dict[bool, float], work: float) -> float:
+def _slope(hulls: dict[bool, list[DeviceOption]], times_s: dict[bool, float], work: float) -> float:
     """Return λ: the slope of the last segment that the work needs."""
     segments = sorted(
         (_step(low, high, is_cheap), (high.rate - low.rate) * times_s[is_cheap])
@@ -177,15 +177,20 @@ def _slope(hulls: dict[bool, list[Option]], times_s: dict[bool, float], work: fl
     return float("inf")
 
 
-def _affordable(hull: list[Option], is_cheap: bool, slope: float) -> list[Option]:
+def _affordable(hull: list[DeviceOption], is_cheap: bool, slope: float) -> list[DeviceOption]:
     """Return the hull's options up to a slope, the fastest first."""
     limit = slope * (1 + _SAME)
     return [high for low, high in reversed(list(pairwise(hull))) if _step(low, high, is_cheap) <= limit]
 
 
 def _stays(
-    inputs: PolicyInput, job: Job, options: Iterable[Option], chosen: Sequence[Option], work: float, is_cheap: bool
-) -> Option | None:
+    inputs: PolicyInput,
+    job: Job,
+    options: Iterable[DeviceOption],
+    chosen: Sequence[DeviceOption],
+    work: float,
+    is_cheap: bool,
+) -> DeviceOption | None:
     """Return the option a running job is on if a change doesn't pay: nothing faster is needed, and little is saved."""
     kinds = {inputs.layout.devices[inputs.layout.index[device]].kind for device in job.devices}
     present = next((o for o in options if {o.kind} == kinds and o.num_devices == len(job.devices)), None)
