@@ -98,7 +98,7 @@ class JobRow(TypedDict):
     """Earlier runs that it is made of; empty for the owner's own."""
     deadline_s: float | None
     deadline_note: str
-    """Why its deadline can't be met, or planned for; empty if it can, or without one."""
+    """Reason why its deadline can't be met, or planned for; empty if it can, or without one."""
     position: int | None
     """Place in line, from 1, of a PENDING job that could start; None for any other, or if unknown."""
     reason: str

@@ -36,7 +36,7 @@ class Forecast:
     position: int | None = None
     """Place in line, from 1, of a job that could start; None for any other."""
     deadline_note: str = ""
-    """Why its deadline can't be met, or planned for."""
+    """Reason why its deadline can't be met, or planned for."""
 
 
 def forecast(snapshot: QueueSnapshot, now_s: float, most: int | None = None) -> Mapping[str, Forecast]:

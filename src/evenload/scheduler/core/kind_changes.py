@@ -12,7 +12,7 @@ from evenload.scheduler.core.values import Job
 
 
 class KindChanges:
-    """What a policy holds and prefers, turned into commands."""
+    """Jobs that a policy holds, and its choices of kinds, turned into commands."""
 
     def __init__(
         self,

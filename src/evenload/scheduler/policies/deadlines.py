@@ -48,7 +48,7 @@ class DeviceOption(NamedTuple):
 
 
 class DeadlinePlan(NamedTuple):
-    """What to do with a job now."""
+    """The decision on one job for now."""
 
     options: tuple[DeviceOption, ...]
     """Those it may use now, the best first; empty: it waits for cheap hours."""

@@ -39,7 +39,7 @@ class UsageRow:
     cost: float = 0.0
     """At the devices' present prices; 0 where none has one."""
     saved: float = 0.0
-    """What the same work would have cost more, at once on the fastest kind of each request (`savings.usual_cost`)."""
+    """Price of the same work less `cost`: at once on the fastest kind of each request (`savings.usual_cost`)."""
 
 
 def usage_rows(
