@@ -42,6 +42,7 @@ NAMES = (
     "queue_product",
     "queue_cost",
     "queue_crash",
+    "week",
     "queue_external",
     "gpu",
 )

@@ -3,7 +3,9 @@
 Method: a real daemon with four CPU slots and real runners, always with jobs of 2 to 30 steps that wait (`evenload.job`,
 a save after each step; priorities of three classes, so that jobs are preempted too). Every 20 to 400 ms something is
 killed: the daemon (40 %), a runner (30 %), the daemon and half of the runners (25 %), or all there is with another boot id
-afterwards (5 %); a killed daemon is started again, in three of ten cases after up to half a second. Programs leave traces:
+afterwards (5 %); three of twenty times the queue's disk is full meanwhile, and in some of these a daemon is started before it
+has room again; three of twenty times somebody has set the clock by a minute to a day, back or forward. A killed daemon is
+started again, in three of ten cases after up to half a second. Programs leave traces:
 a witness of each attempt made with O_EXCL, a lock held while they run. At the end all jobs must have succeeded, the
 record must be what folding its log gives, and every attempt recorded as lost must be one whose runner was killed.
 Adopted: attempts with a living runner at the moment of the kill that went on, or ended as they should, under the next
@@ -50,6 +52,7 @@ def table(result: dict[str, Any]) -> str:
         ["kills", ", ".join(f"{num} {kind}" for kind, num in kills.items())],
         ["jobs, attempts", f"{result['jobs']}, {result['attempts']}"],
         ["lost, run twice, two at once", ", ".join(str(len(result[n])) for n in ("lost", "run_twice", "two_at_once"))],
+        ["with a full disk, after a clock was set", f"{result['full_disks']}, {result['clocks_set']}"],
         ["adopted, not adopted", f"{result['adopted']}, {len(result['not_adopted'])}"],
         ["decides again", f"median {decided['median']:.2f} s, most {decided['most']:.2f} s of {decided['num']}"],
     ]

@@ -1,8 +1,9 @@
-"""A queue whose daemon and runners are killed with -9 at random moments, and whose machine is started anew now and then.
+"""A queue whose daemon and runners are killed with -9 at random moments, also while its disk is full; whose machine is started
+anew and has its clock set now and then.
 
-Real processes, real signals; only the id of the boot is a file of the test's. Each job's program leaves a witness, made
-with O_EXCL, for each attempt, holds a lock while it runs, and saves after each step; so a lost job, an attempt that ran
-twice, and two attempts at once all leave a trace.
+Real processes, real signals, a small disk of its own; only the clocks are the test's (`machine`). Each job's program leaves a
+witness, made with O_EXCL, for each attempt, holds a lock while it runs, and saves after each step; so a lost job, an attempt
+that ran twice, and two attempts at once all leave a trace.
 
 ``python -m tests.system.scheduler.daemon_crash NUM_KILLS SEED`` prints what it found as JSON.
 """
@@ -13,8 +14,8 @@ import contextlib
 import json
 import random
 import sys
+import tempfile
 import time
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from evenload.scheduler.client import connect
 from evenload.scheduler.store.audit import audit
 from evenload.scheduler.store.reader import Reader
 from tests.system.scheduler.daemons import Box, box, kill, until
+from tests.system.scheduler.machine import Machine, fill, free, small_disk
 
 _QUEUE = """
 [cpu]
@@ -79,23 +81,36 @@ class CrashCounts:
     """Ids that the daemon has confirmed."""
     unsure: int = 0
     """Submits that were not answered."""
+    full_disks: int = 0
+    """Kills while the queue's disk was full."""
+    clocks_set: int = 0
 
 
-def crash(made: Box, work: Path, num_kills: int, seed: int) -> dict[str, Any]:
+def crash(
+    made: Box, machine: Machine, disk: Path | None, num_kills: int, seed: int, *, sets_clocks: bool
+) -> dict[str, Any]:
     """Kills so often, waits until all jobs have ended, and looks what is left."""
-    rng, counts, boot = random.Random(seed), CrashCounts(), work / "boot_id"
+    rng, counts, work = random.Random(seed), CrashCounts(), machine.work
     for name in _TRACES:
-        (work / name).mkdir()
+        (work / name).mkdir(exist_ok=True)
     (work / "program.py").write_text(PROGRAM)
     made.settings(_QUEUE)
     made.start()
     for number in range(num_kills):
-        _keep_full(made, work, rng, counts)
+        _keep_full(made, machine, rng, counts)
         time.sleep(rng.uniform(0.02, 0.4))
         kind = rng.choices(("daemon", "runner", "both", "reboot"), (40, 30, 25, 5))[0]
         if number == num_kills // 2:
             kind = "reboot"
-        _strike(kind, made, boot, rng, counts)
+        if sets_clocks and (rng.random() < 0.15 or number == num_kills // 3):
+            counts.clocks_set += 1
+            machine.set_wall(rng.choice((-1, 1)) * rng.choice((60.0, 3600.0, 86400.0)))
+        is_full = disk is not None and (rng.random() < 0.15 or number == num_kills // 4)
+        if disk is not None and is_full:
+            counts.full_disks += 1
+            fill(disk)
+            time.sleep(rng.uniform(0, 0.3))
+        _strike(kind, made, machine, disk if is_full else None, rng, counts)
     until(
         lambda: not made.call("list", limit=1)["jobs"],
         lambda: f"jobs don't end: {made.call('list')}\n{made.log()}",
@@ -104,8 +119,9 @@ def crash(made: Box, work: Path, num_kills: int, seed: int) -> dict[str, Any]:
     return _judged(made, work, counts)
 
 
-def _keep_full(made: Box, work: Path, rng: random.Random, counts: CrashCounts) -> None:
+def _keep_full(made: Box, machine: Machine, rng: random.Random, counts: CrashCounts) -> None:
     """There are always jobs that wait."""
+    work = machine.work
     try:
         with connect(made.folder, start=False, timeout_s=20) as client:
             waiting = client.call("list", limit=1)["counts"].get("PENDING", 0)
@@ -116,6 +132,7 @@ def _keep_full(made: Box, work: Path, rng: random.Random, counts: CrashCounts) -
                     spec |= {"share_device": True, "peak_bytes": 30 * 2**20}
                 command = [sys.executable, str(work / "program.py"), str(work), str(rng.randint(2, 30))]
                 program = {"command": command, "folder": str(work), "grace_s": 20.0, "requeue": True}
+                program["environment"] = machine.variables
                 counts.unsure += 1
                 counts.submitted.append(client.call("submit", spec=spec, program=program)["job"])
                 counts.unsure -= 1
@@ -123,7 +140,8 @@ def _keep_full(made: Box, work: Path, rng: random.Random, counts: CrashCounts) -
         return
 
 
-def _strike(kind: str, made: Box, boot: Path, rng: random.Random, counts: CrashCounts) -> None:
+def _strike(kind: str, made: Box, machine: Machine, full: Path | None, rng: random.Random, counts: CrashCounts) -> None:
+    """Kills something; the disk that is `full` gets room again some time afterwards."""
     counts.kills[kind] += 1
     runners = made.runners()
     assert made.daemon is not None
@@ -132,6 +150,9 @@ def _strike(kind: str, made: Box, boot: Path, rng: random.Random, counts: CrashC
             victim = rng.choice(list(runners))
             counts.killed_runners.add(runners[victim])
             kill([victim])
+        if full is not None:
+            time.sleep(rng.uniform(0, 0.5))
+            free(full)
         return
     before = _under_way(made)
     if kind == "daemon":
@@ -154,13 +175,22 @@ def _strike(kind: str, made: Box, boot: Path, rng: random.Random, counts: CrashC
                 kill(list(runners))
                 time.sleep(0.02)
             until(lambda: not kill(made.processes()), lambda: f"there still are {made.processes()}")
-            boot.write_text(str(uuid.UUID(int=rng.getrandbits(128))))
+            machine.boot()
     if rng.random() < 0.3:
         time.sleep(rng.uniform(0, 0.5))  # away for a while
+    if full is not None:
+        if rng.random() < 0.5:
+            made.start()
+            time.sleep(rng.uniform(0, 1.0))
+            if rng.random() < 0.5:
+                made.kill()
+        free(full)
     began_s = time.monotonic()
-    made.start()
+    if made.daemon.poll() is not None or not made.answers():  # one that found the disk full may still be about to end
+        made.serve()
     made.call("status")
-    counts.decided_after_s.append(time.monotonic() - began_s)
+    if full is None:
+        counts.decided_after_s.append(time.monotonic() - began_s)
     _look_for(before, made, counts)
 
 
@@ -220,6 +250,8 @@ def _judged(made: Box, work: Path, counts: CrashCounts) -> dict[str, Any]:
         "unconfirmed": {"submits": counts.unsure, "jobs": surplus},
         "run_twice": sorted(path.name for path in (work / "twice").iterdir()),
         "two_at_once": sorted(path.name for path in (work / "at_once").iterdir()),
+        "full_disks": counts.full_disks,
+        "clocks_set": counts.clocks_set,
         "adopted": counts.adopted,
         "not_adopted": counts.not_adopted,
         "lost_without_a_kill": needless,
@@ -229,14 +261,14 @@ def _judged(made: Box, work: Path, counts: CrashCounts) -> dict[str, Any]:
     }
 
 
-def run(num_kills: int, seed: int) -> dict[str, Any]:
-    """All of it in folders of its own."""
-    with box() as made:
-        work = made.folder.parent / "work"
-        work.mkdir()
-        (work / "boot_id").write_text("a first boot")
-        made._boot_id = work / "boot_id"
-        return crash(made, work, num_kills, seed)
+def run(num_kills: int, seed: int, *, with_disks_and_clocks: bool = True) -> dict[str, Any]:
+    """All of it in folders of its own; the disk that is full is mounted, which root alone can."""
+    with tempfile.TemporaryDirectory(prefix="crash-") as work, contextlib.ExitStack() as stack:
+        machine = Machine(Path(work), wall_s=time.time(), rate=1.0)
+        made = stack.enter_context(box(variables=machine.variables))
+        disk = stack.enter_context(small_disk(made.folder)) if with_disks_and_clocks else None
+        stack.callback(made.clean)
+        return crash(made, machine, disk, num_kills, seed, sets_clocks=with_disks_and_clocks)
 
 
 if __name__ == "__main__":

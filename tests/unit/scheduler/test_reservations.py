@@ -60,6 +60,11 @@ def test_a_time_of_day_that_a_change_leaves_out_is_back_the_day_after() -> None:
     assert starts[1][0] == 30
 
 
+def test_a_difference_of_clocks_measured_a_moment_off_changes_no_time_of_day() -> None:
+    friday = _at(2025, 5, 9, 9, 0)
+    assert _next("day", friday - 0.3, friday + 2 * HOUR_S) == friday + 24 * HOUR_S
+
+
 def test_a_reservation_may_not_overlap_its_next() -> None:
     with pytest.raises(ConfigError, match="longer than the time until the next"):
         Reservation("r1", frozenset({"d0"}), 0.0, 25 * HOUR_S, frozenset(), "day")

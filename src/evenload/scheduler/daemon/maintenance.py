@@ -70,7 +70,7 @@ def next_window(reservation: Reservation, now_s: float) -> Reservation:
     change leaves that time out it begins later or earlier, and the day after at its own time again.
     """
     first_s = reservation.start_s if reservation.first_s is None else reservation.first_s
-    of_day, length_s = time.localtime(first_s), reservation.end_s - reservation.start_s
+    of_day, length_s = time.localtime(round(first_s)), reservation.end_s - reservation.start_s
     at, clock_time = time.localtime(reservation.start_s), (of_day.tm_hour, of_day.tm_min, of_day.tm_sec)
     step = 7 if reservation.every == "week" else 1
     days = 0
