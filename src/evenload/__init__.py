@@ -5,6 +5,7 @@ The public names are loaded when first used: importing evenload imports neither 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,8 @@ def __getattr__(name: str) -> Any:
         from evenload.foreign_names import MODULE_ELSEWHERE, describe_unknown
 
         hint = "" if name.startswith("__") else describe_unknown(name, __all__, MODULE_ELSEWHERE)
+        if hint and "TORCHELASTIC_RUN_ID" in os.environ:
+            import_module("evenload.training.launch.uncaught").report_uncaught_at_start()  # once, not on every rank
         raise UnknownNameError(f"module 'evenload' has no attribute {name!r}" + (f"; {hint}" if hint else ""))
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value

@@ -99,6 +99,10 @@ VALUES_ELSEWHERE: Mapping[str, str] = _by_name(
     ("32 32-true fp32 float32 torch.float32 None False off none", "leave it out for the model's own dtype"),
     ("ddp_spawn ddp_notebook ddp_find_unused_parameters_true mirrored multi_gpu", "write 'ddp'"),
     ("DP DataParallel data_parallel", "write 'dp'"),
+    (
+        "fsdp fsdp2 fully_shard zero zero1 zero2 zero3 deepspeed pipeline tensor",
+        "states are not sharded over ranks yet; evenload.place splits a model too large for one device (docs/choosing.md)",
+    ),
     ("sync", "leave it out: global takes the statistics over all ranks"),
     ("linear", "write 'adascale' or 'sqrt'"),
 )
@@ -217,6 +221,7 @@ COMMANDS_ELSEWHERE: Mapping[str, str] = _by_name(
     ("test env check info config", "write: evenload doctor"),
     ("report view tensorboard inspect", "write: evenload show RUN"),
     ("benchmark bench measure", "write: evenload demo"),
+    ("version", "write: evenload --version"),
 )
 """Commands of other tools, and the command here."""
 

@@ -87,7 +87,7 @@ def check_balance(value: Any) -> Any:
         raise ValueError("expected auto, even, or one integer share for each rank, such as 24,6,2")
     shares = tuple(value)
     if not shares or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shares) or not sum(shares):
-        raise ValueError("shares are integers of at least 0, and not all of them 0")
+        raise ValueError("expected one integer share for each rank, not all of them 0, such as (3, 1)")
     return shares
 
 

@@ -3,6 +3,9 @@
 A scheduler runs other threads for some milliseconds at a time, and a rank may compute at full speed until its quota is used up.
 The seconds of a step of half a millisecond therefore show what happened beside it; only the mean over a longer time shows the
 rank. The mean, not the median: a rank that stands still in one step of five is a fifth slower.
+
+How long steps last is judged without the time in which other programs had the processors: a step of 2 ms is a short one also on
+a machine so busy that it takes 20, and there its seconds show the ranks least of all.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class StepBlocks:
         if self._steps and _split_of(step) != _split_of(self._steps[-1]):
             self._steps.clear()
         self._steps.append(step)
-        self._recent_s.append(step.whole_s)
+        self._recent_s.append(max(step.whole_s - step.delay_s, BLOCK_S / _MOST_STEPS))
         self._num_seen += 1
         if len(self._steps) < self._size:
             return None

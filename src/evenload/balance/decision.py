@@ -34,6 +34,8 @@ class Observation:
     """More than 1 where it is the mean of so many short steps, of which `step` is the last."""
     parts: tuple[Seconds, ...] = ()
     """The seconds of each of these."""
+    delay_s: float = 0.0
+    """Most seconds of the step in which a rank was ready to compute and other programs had the processor."""
 
     @property
     def is_measured(self) -> bool:

@@ -24,6 +24,7 @@ from evenload.training.comm import collect
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.subgroups import RankLocation, subset_of, user_group
 from evenload.training.launch import worker
+from evenload.training.launch.uncaught import reports_uncaught
 from evenload.training.parallel.threaded.replica_threads import current_replica
 from evenload.training.session.open import open_context
 from evenload.training.session.session import Session
@@ -37,6 +38,7 @@ _open: Run | None = None
 _INIT_USAGE = "run = evenload.init(project_dir='runs/name', seed=0): settings by name (docs/settings.md)"
 
 
+@reports_uncaught
 @shows_usage(_INIT_USAGE, explain_init_keyword)
 def init(
     *,
@@ -246,7 +248,7 @@ class Run:
     @shows_usage("if run.any(flag): break")
     def any(self, flag: Any) -> bool:
         """Return whether the flag is true on any rank; the way to leave a loop together."""
-        return any(row[0] for row in self._context.control.exchange(Operation.ANY, [float(bool(flag))]))
+        return any(row[0] for row in self._context.control.exchange(Operation.ANY, [collect.flag_value(flag)]))
 
     @shows_usage("run.reduce(value), or with op='mean', 'min' or 'max'")
     def reduce(self, value: Any, op: str = "sum", group: dist.ProcessGroup | None = None) -> Any:

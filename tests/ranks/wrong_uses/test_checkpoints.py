@@ -94,7 +94,7 @@ def test_resume_in_the_loop(init):
 @pytest.mark.parametrize(
     ("state", "told"),
     [
-        ({"epoch": 3}, "epoch is a int, which has no state_dict and load_state_dict; give such objects to run.resume"),
+        ({"epoch": 3}, "epoch is 3, which has no state_dict and load_state_dict; give such objects to run.resume"),
         ({"evenload": nn.Linear(1, 1)}, "the name 'evenload' is reserved; give this state another name"),
     ],
 )

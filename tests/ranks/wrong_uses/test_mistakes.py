@@ -321,6 +321,28 @@ def test_gradients_removed_before_the_optimizer(init: Any, capsys: pytest.Captur
     assert capsys.readouterr().out.count("NOTHING IS TRAINED") == 1
 
 
+def test_a_loop_without_an_optimizer(init: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(init(), data=dataset(320))
+    for step in job.loader:
+        step.backward(job.loss)
+        job.optimizer.zero_grad()
+    assert (
+        capsys.readouterr().out.count("NOTHING IS TRAINED: no weight has changed in 10 steps; call optimizer.step()")
+        == 1
+    )
+
+
+def test_a_model_left_in_evaluation_mode(init: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(init(), model=nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1)))
+    job.train()
+    assert "evaluation mode" not in capsys.readouterr().out
+    job.model.eval()
+    job.train()
+    job.train()
+    printed = capsys.readouterr().out
+    assert printed.count("trains in evaluation mode: Dropout does not act as in training; call model.train()") == 1
+
+
 def test_a_mean_over_all_samples_is_fine(init: Any) -> None:
     run = init()
     model, loader = run.prepare(nn.Linear(4, 3), _labels())

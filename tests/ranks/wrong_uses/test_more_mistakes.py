@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,51 @@ def _with_pair(job: Job) -> None:
 def _cycle(job: Job) -> None:
     for _index, step in zip(range(12), itertools.cycle(job.loader), strict=False):
         job.step(step)
+
+
+def _schedule_in_loss_fn(job: Job) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1)
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        scheduler.step()
+        return job.loss(batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch sees only that no optimizer has stepped
+        job.train(loss_fn)
+
+
+def _short_schedule(job: Job) -> None:
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(job.optimizer, 0.1, total_steps=1)
+    for step in job.loader:
+        job.step(step)
+        scheduler.step()
+
+
+def _lambda_in_workers(job: Job) -> None:
+    collate = lambda samples: torch.utils.data.default_collate(samples)  # noqa: E731
+    loader = DataLoader(job.data, 16, num_workers=1, collate_fn=collate, multiprocessing_context="spawn")
+    _, job.loader = job.run.prepare(nn.Linear(4, 1), loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own words for it
+        job.train()
+
+
+def _features_before(job: Job) -> None:
+    weight = job.model.weight.square()
+    for step in job.loader:
+        step.backward(lambda batch: functional.linear(batch[0], weight).square().mean())
+        job.update()
+
+
+def _checkpoint_in_loss_fn(job: Job) -> None:
+    job.run.resume(model=job.model, optimizer=job.optimizer)
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        job.run.checkpoint()
+        return job.loss(batch)
+
+    job.train(loss_fn)
 
 
 def _every_tenth(job: Job) -> None:
@@ -99,6 +146,18 @@ JOBS: dict[str, tuple[Callable[[Job], object], str]] = {
         lambda job: _loop(job, lambda step: step.backward(job.loss, retain_graph=True)),
         "step.backward(loss_fn), where",
     ),
+    "scheduler.step() in loss_fn": (_schedule_in_loss_fn, "in the loop body, after optimizer.step()"),
+    "OneCycleLR(total_steps=1)": (_short_schedule, "total_steps=epochs * len(loader)"),
+    "a lambda in workers that are spawned": (_lambda_in_workers, "as a def at the top of the file instead of a lambda"),
+    "features computed before loss_fn": (_features_before, "compute what it uses of the model inside loss_fn"),
+    "step.batch[0]": (lambda job: _loop(job, lambda step: job.model(step.batch[0])), "the batch arrives in loss_fn"),  # type: ignore[index]
+    "torch.save(run)": (lambda job: torch.save({"run": job.run}, io.BytesIO()), "save model.state_dict()"),
+    "any(several flags)": (lambda job: job.run.any(torch.ones(2)), "run.any(flags.any())"),
+    "checkpoint in loss_fn": (_checkpoint_in_loss_fn, "at the end of the loop body"),
+    "resume()": (lambda job: job.run.resume(), "run.resume(model=model, optimizer=optimizer)"),
+    "resume(epoch=0)": (lambda job: job.run.resume(epoch=0), "run.checkpoint(values={'epoch': epoch})"),
+    "export('model.onnx')": (lambda job: job.run.export("model.onnx"), "torch.onnx.export"),
+    "count_tokens([1])": (lambda job: evenload.count_tokens([1]), "batch['labels']"),  # type: ignore[arg-type]
     "itertools.cycle(loader)": (_cycle, "loop over the epochs"),
     "step % 10": (_every_tenth, "step.index % 100"),
     "len(step)": (lambda job: _loop(job, len), "step.index"),
@@ -161,6 +220,8 @@ def test_a_mistake_in_the_script(init: Any, name: str, monkeypatch: pytest.Monke
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"batch": 4}, "set batch_size on the DataLoader"),
     "fsdp2": ({"strategy": "fsdp2"}, "expected one of ddp, dp, local, async"),
+    "zero": ({"strategy": "zero"}, "evenload.place splits a model"),
+    "balance as parts": ({"balance": [0.5, 0.5]}, "such as (3, 1)"),
     "balance as text": ({"balance": "3:1"}, "such as 24,6,2"),
     "num_workers": ({"num_workers": 4}, "DataLoader(num_workers=4)"),
     "seed as text": ({"seed": "0"}, "expected an integer"),

@@ -26,6 +26,8 @@ class Moment:
     step: int
     now_s: float
     world_size: int
+    delay_s: float = 0.0
+    """Of the seconds that it really needs, those in which other programs have the core; noise may set it."""
 
 
 Noise = Callable[[random.Random, Moment], float]
@@ -71,6 +73,17 @@ def _fixed_extra(extra_s: float) -> Noise:
     def noise(rng: random.Random, at: Moment) -> float:
         base_s = at.usual_s
         return base_s * rng.gauss(1, 0.1) + (extra_s if at.rank == 0 else 0.0)
+
+    return noise
+
+
+def _busy_machine(every_s: float, most_s: float) -> Noise:
+    """Other programs have a slice of the core in each step, longer ones on one core and then on another."""
+
+    def noise(rng: random.Random, at: Moment) -> float:
+        level_s = random.Random(int(at.now_s / every_s) * 31 + at.rank).uniform(0.5 * most_s, most_s)
+        at.delay_s = level_s * rng.uniform(0.9, 1.1)
+        return at.usual_s * rng.gauss(1, 0.1) + at.delay_s
 
     return noise
 
@@ -127,6 +140,7 @@ KINDS: dict[str, tuple[float, float, Noise]] = {
     "1 ms, heavy tail": (1e-3, 0.3, _pareto(1.3)),
     "1 ms, a core shared": (1e-3, 0.0, _shared_core(0.9)),
     "1 ms, collections": (1e-3, 0.3, _collections(50, 0.005)),
+    "2 ms, a busy machine": (2e-3, 0.3, _busy_machine(4.0, 0.05)),
     "2 ms, two modes": (2e-3, 0.3, _bimodal(0.2, 2.0)),
     "2 ms, in turns": (2e-3, 0.0, _alternating(2.0)),
     "2 ms, stalls": (2e-3, 0.3, _stalls(0.1, 0.02)),
@@ -160,14 +174,17 @@ def run_kind(name: str, seed: int, world_size: int = 2, num_samples: int = 64, s
     while now_s < end_s and step < 2500:
         while coming and coming[0][0] <= step:
             shares = coming.pop(0)[1]
-        own = []
+        own, delay_s = [], 0.0
         for rank, share in enumerate(shares):
             part = fixed + (1 - fixed) * max(share, 1) * world_size / num_samples
-            own.append(max(1e-6, noise(rng, Moment(part * usual_s, rank, step, now_s, world_size))))
+            moment = Moment(part * usual_s, rank, step, now_s, world_size)
+            own.append(max(1e-6, noise(rng, moment)))
+            delay_s = max(delay_s, moment.delay_s)
         whole_s = max(own) + 3e-4 * math.exp(rng.gauss(0, 0.5))
         now_s += whole_s
         trace.shares.append(shares)
-        decision = balancer.observe(Observation(step, shares, 1, tuple(own), whole_s, left_out=step == 0))
+        seen = Observation(step, shares, 1, tuple(own), whole_s, left_out=step == 0, delay_s=delay_s)
+        decision = balancer.observe(seen)
         if decision is not None:
             trace.decisions.append(decision)
             coming.append((step + LEAD, decision.shares))

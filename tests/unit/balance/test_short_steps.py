@@ -94,6 +94,13 @@ def test_blocks_last_long_enough_and_keep_splits_apart() -> None:
     assert {block.first_step for block in merged if block.shares == (40, 24)} == set(range(50, 98, 8))
 
 
+def test_steps_that_other_programs_stretch_are_short_ones() -> None:
+    blocks = StepBlocks()
+    steps = [Observation(step, (1, 1), 1, (0.03, 0.002), 0.031, delay_s=0.02875) for step in range(600)]
+    merged = [block for block in map(blocks.add, steps) if block is not None]
+    assert blocks.is_short and {block.num_steps for block in merged[1:]} == {8}
+
+
 def test_long_steps_are_not_merged() -> None:
     blocks = StepBlocks()
     steps = [Observation(step, (1, 1), 1, (0.016, 0.02)) for step in range(20)]

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
+import evenload
 from evenload.errors import EvenloadError, PeerLostError, StepError
 from evenload.training.launch import worker
+from evenload.training.launch.environment import WORKER_VARIABLE
+from evenload.training.launch.print_once import warn_once
+from evenload.training.launch.uncaught import report_uncaught
 
 
 def raised_by(rank: int, error: Exception) -> None:
     """Let the hook of a rank receive an error of a script."""
     sys.excepthook = sys.__excepthook__
     worker.progress.step = None  # another test of this process may have set it
-    worker.report_uncaught(2, rank)
+    report_uncaught(2, rank)
     try:
         raise error
     except type(error):
@@ -61,3 +69,33 @@ def test_without_such_a_store_rank_0_prints_the_traceback(
     raised_by(1, error)
     printed = capsys.readouterr().err
     assert printed.count("failed: StepError: write this") == 2 and printed.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    "mistake", [lambda: evenload.init(sede=0), lambda: evenload.init("runs/x"), lambda: evenload.inti()]
+)
+def test_a_mistake_before_the_ranks_have_met_is_printed_once(
+    agent: TCPStore, mistake: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(WORKER_VARIABLE, raising=False)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        sys.excepthook = sys.__excepthook__
+        with pytest.raises(EvenloadError) as raised:
+            mistake()
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    printed = capsys.readouterr().err
+    assert printed.startswith("evenload: rank 1 failed: ") and printed.count("Traceback") == 1, printed
+
+
+def test_a_warning_of_all_ranks_is_printed_once_at_the_users_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rank in (1, 0):
+            monkeypatch.setenv(WORKER_VARIABLE, str(tmp_path / f"worker-{rank}.json"))
+            warn_once("the labels contain -100")
+    assert [(str(one.message), one.filename) for one in caught] == [("the labels contain -100", __file__)]

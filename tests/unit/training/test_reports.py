@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import numpy as np
 import pytest
 
 from evenload.errors import DesyncError, StepError
-from evenload.training.comm.clock import SEGMENTS
+from evenload.training.comm.clock import SEGMENTS, ProcessorDelay
 from evenload.training.parallel.strategy import AWAY, OK, RAISED
 from evenload.training.step.exchange import check_trained, total, totals_of
 from evenload.training.step.report import OwnReport, RankReport, Reports, read_table
@@ -33,7 +34,15 @@ def report(rng: random.Random, metrics: tuple[str, ...] = ("a", "b"), **fields: 
         has_zero=rng.random() < 0.5,
         seconds={name: rng.random() for name in SEGMENTS},
         metrics={name: rng.gauss(0, 1) for name in metrics},
+        delay_s=fields.get("delay_s", 0.0),
     )
+
+
+def test_a_delay_is_at_most_the_time_that_passed() -> None:
+    begun_s, delay = time.perf_counter(), ProcessorDelay()
+    for _ in range(3):
+        sum(range(100_000))
+        assert 0 <= delay.take_s() <= time.perf_counter() - begun_s
 
 
 def read(reports: list[RankReport], names: tuple[str, ...] = ("a", "b")) -> Reports:
@@ -74,7 +83,7 @@ def test_the_report_of_a_rank_alone_reads_like_its_row() -> None:
 
 def test_times_add_up_over_the_backwards_of_a_step() -> None:
     rng, stats = random.Random(0), StepStats()
-    both = [[report(rng) for _ in range(3)] for _ in range(2)]
+    both = [[report(rng, delay_s=delay_s) for delay_s in (0.125, 0.5, 0.25)] for _ in range(2)]
     for sent in both:
         stats.add(read(sent))
     for name in SEGMENTS:
@@ -84,6 +93,7 @@ def test_times_add_up_over_the_backwards_of_a_step() -> None:
     assert stats.whole_seconds() == sum(
         getattr(stats.rank_times()[0], f"{n}_s") for n in ("compute", "optimizer", "wait", "comm")
     )
+    assert stats.delay_s == 1.0  # of each backward the most of all ranks
     assert not stats.stop_requested
     stats.add(read([report(rng), report(rng, stop_requested=1), report(rng)]))
     assert stats.stop_requested

@@ -14,18 +14,30 @@ from torch import nn
 from evenload.errors import CheckpointError, ConfigError
 from evenload.training.checkpoint.load import load_checkpoint
 
+_OTHER_FORMATS = frozenset((".onnx", ".pt2", ".gguf", ".h5", ".npz", ".tflite"))
+
 
 def write_weights(path: str | PathLike[str], model: nn.Module) -> None:
     """Write the model's `state_dict` atomically: ``.safetensors`` in that format, any other name with torch.save.
 
     Raises:
-        ConfigError: The package safetensors is not installed.
+        ConfigError: The package safetensors is not installed, or the name is that of another format.
     """
+    check_suffix(Path(path))
     with _replacing(Path(path)) as partial:
         if Path(path).suffix == ".safetensors":
             _safetensors(str(path)).save_model(model, str(partial))
         else:
             torch.save(model.state_dict(), partial)
+
+
+def check_suffix(path: Path) -> None:
+    """Raise ConfigError for the name of a format that holds other things than weights, or others' weights."""
+    if path.suffix in _OTHER_FORMATS:
+        raise ConfigError(
+            f"{path.name}: run.export writes weights, as .safetensors or as .pt (torch.save); torch.onnx.export and other "
+            "converters take the model itself"
+        )
 
 
 def export_checkpoint(run: Path, path: Path, which: str | int = "last", name: str | None = None) -> str:
@@ -40,6 +52,7 @@ def export_checkpoint(run: Path, path: Path, which: str | int = "last", name: st
     if chosen not in state:
         raise CheckpointError(f"--name {chosen}: the checkpoint holds {', '.join(sorted(state))}")
     weights = state[chosen]
+    check_suffix(path)
     with _replacing(path) as partial:
         if path.suffix == ".safetensors":
             others = [key for key, value in weights.items() if not isinstance(value, torch.Tensor)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from evenload.errors import CheckpointError
 from evenload.records.checkpoints import checkpoint_folders, read_best, step_folder, step_of
 from evenload.training.checkpoint import files
 from evenload.training.checkpoint.registry import OWN_STATE
+from evenload.training.launch.print_once import warn_once
 
 
 def load_checkpoint(run: str | PathLike[str], which: str | int = "last") -> dict[str, Any]:
@@ -40,7 +40,7 @@ def read_checkpoint(run: Path, which: str | int) -> dict[str, Any]:
     if found is None:
         return files.read(_find(run, which))  # the error lists what there is
     if found.damaged:
-        warnings.warn(found.report(), UserWarning, stacklevel=3)
+        warn_once(found.report())
     return found.state
 
 

@@ -43,8 +43,8 @@ class Registry:
         """Register an object, twice without effect; CheckpointError if it has no state or the name is taken."""
         if not isinstance(value, Stateful):
             raise CheckpointError(
-                f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict; give such objects to "
-                "run.resume"
+                f"{name} is {value!r:.40}, which has no state_dict and load_state_dict; give such objects to run.resume, and "
+                f"numbers, text, lists and dicts to run.checkpoint(values={{{name!r}: {name}}})"
             )
         if self._objects.get(name, value) is not value:
             raise CheckpointError(f"two different objects are registered as {name!r}")

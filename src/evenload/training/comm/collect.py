@@ -23,6 +23,16 @@ _FIRST_DTYPE = 2
 _INTEGERS = (int, np.integer, np.bool_)
 
 
+def flag_value(flag: Any) -> float:
+    """Return 1 for what counts as true, else 0; ConfigError for several values."""
+    try:
+        return float(bool(flag))
+    except (RuntimeError, ValueError):
+        raise ConfigError(
+            f"run.any received {len(flag)} values; it takes one flag of this rank: run.any(flags.any())"
+        ) from None
+
+
 def reduce_value(value: Any, op: str, members: RankGroup, control: Control) -> Any:
     """Reduce a number, tensor, array, or a dict, list or tuple of them over the members; the result has the same kind.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
 import torch
 
 from evenload.training.compute.weighting import ignores_labels
+from evenload.training.launch.print_once import warn_once
 
 _MAX_NODES = 64
 """Operations searched, from the loss backwards."""
@@ -45,7 +45,7 @@ class LabelWatch:
             else:
                 return
             self._left = 0
-        warnings.warn(message, stacklevel=2)
+        warn_once(message)
 
 
 def find_partial_mean(loss: torch.Tensor) -> tuple[float, int, int] | None:

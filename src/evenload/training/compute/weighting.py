@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from evenload.errors import StepError
+from evenload.errors import ConfigError, StepError
 
 IGNORED_LABEL = -100
 
@@ -41,6 +41,10 @@ def count_tokens(labels: torch.Tensor, shift: bool = True) -> torch.Tensor:
     Returns:
         A scalar int64 tensor on the labels' device.
     """
+    if not isinstance(labels, torch.Tensor):
+        raise ConfigError(
+            f"count_tokens received a {type(labels).__name__}: expected the tensor of labels, batch['labels']"
+        )
     if shift:
         labels = labels[..., 1:]
     return (labels != IGNORED_LABEL).sum()

@@ -39,6 +39,7 @@ from evenload.training.data.reading import (
     shut_down_workers,
 )
 from evenload.training.data.tuning import ReadSettings, SettingsOrigin
+from evenload.training.launch.print_once import warn_once
 
 Span = tuple[int, int]
 _EMPTY = ReadTask(epoch=0, low=0, keys=())
@@ -183,10 +184,9 @@ class Prefetcher:
     def _disable_workers(self, error: Exception) -> None:
         """Continue without workers that the user did not ask for."""
         self.workers_failed = True
-        warnings.warn(
+        warn_once(
             f"num_workers='auto': a loader worker failed with {type(error).__name__}, but the rank itself can read the same "
-            "samples; continuing without workers",
-            stacklevel=2,
+            "samples; continuing without workers"
         )
 
     def _read_locally(self, task: ReadTask) -> Any:

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 import traceback
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +137,10 @@ def write_whole_traceback(error: BaseException, folder: Path, rank: int) -> Path
     except OSError:
         return None
     return path
+
+
+def passes_through_package(trace: types.TracebackType | None) -> bool:
+    return any(frame.f_code.co_filename.startswith(_PACKAGE) for frame, _ in traceback.walk_tb(trace))
 
 
 def is_users_file(name: str) -> bool:

@@ -16,6 +16,10 @@ _NO_GRADIENT = (
     "step.backward(loss_fn) has computed the gradients already, so leave loss.backward() out; or, if this was step.backward on a "
     f"batch: {_UNPREPARED}"
 )
+_NO_LAMBDA = (
+    "what loader workers need, they receive by name where they are started by spawn: write the collate_fn (or the dataset's "
+    "transform) as a def at the top of the file instead of a lambda, or leave multiprocessing_context out"
+)
 _MESSAGES = (
     (
         "Expected all tensors to be on the same device",
@@ -45,6 +49,22 @@ _MESSAGES = (
     (
         "'Run' object does not support the context manager protocol",
         "write run = evenload.init() without `with`: the run closes itself when the script ends",
+    ),
+    (
+        "backward through the graph a second time",
+        "loss_fn runs once for each micro-batch; compute what it uses of the model inside loss_fn, or detach it",
+    ),
+    ("Can't pickle <function <lambda>", _NO_LAMBDA),
+    ("Can't pickle local object", _NO_LAMBDA),
+    (
+        "cannot pickle '_thread.lock' object",
+        "a run, a prepared loader and a step can't be saved, copied or sent: save model.state_dict(), or all of it by "
+        "run.checkpoint()",
+    ),
+    (
+        "Tried to step",
+        "a scheduler counts its own calls of scheduler.step(): called once in each step, OneCycleLR needs "
+        "total_steps=epochs * len(loader), where len(loader) counts global batches",
     ),
     ("'Run' object is not callable", "write run = evenload.init(), then run.prepare(model, loader)"),
 )
@@ -108,6 +128,8 @@ def hint_for(error: BaseException) -> str:
 def _hint_for_type(error: TypeError, text: str) -> str:
     if "'Step'" in text:
         return _NUMBER_OF_STEP
+    if "'GlobalBatch'" in text:
+        return f"the batch arrives in loss_fn: {_LOSS_FN}"
     if "is not callable" in text and (found := _ATTRIBUTE_CALL.search(_last_line(error))):
         return f"run.{found[1]} is a value: write it without ()"
     if "context manager protocol" in text and "main_first" in _last_line(error):

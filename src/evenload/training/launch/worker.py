@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from evenload.errors import ConfigError, EvenloadError, LaunchError
+from evenload.errors import ConfigError, LaunchError
 from evenload.job import EXIT_CODE
 from evenload.training.launch import stop_status
 from evenload.training.launch.cuda_memory import allocator_variables
@@ -43,8 +43,6 @@ from evenload.training.launch.failure import (
     write_whole_traceback,
 )
 from evenload.training.launch.function_call import MAIN_NAME, read_call, run_call
-from evenload.training.launch.hints import hint_for
-from evenload.training.launch.print_once import is_printed_elsewhere
 from evenload.training.launch.stop_status import StopStatus
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -270,34 +268,7 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def report_uncaught(world_size: int, rank: int) -> None:
-    """Print errors that nobody catches where the script runs without our launcher: those of Evenload with the message first.
-
-    An error that all ranks raise alike is printed once.
-    """
-    before = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        failure = _describe(error, rank, 1)
-        is_ours = isinstance(error, EvenloadError) or bool(hint_for(error))
-        is_elsewhere = None
-        if world_size > 1 and isinstance(error, Exception):
-            is_elsewhere = is_printed_elsewhere(f"{failure.kind}: {failure.message}")
-        if is_elsewhere:
-            return
-        if not is_ours:
-            before(kind, error, trace)
-            return
-        text = failure.sentence(f"rank {rank}" if world_size > 1 else "the script")
-        # All ranks usually fail alike: the first of them, or rank 0, shows the traceback.
-        whole = rank == 0 or (is_elsewhere is False and not failure.consequence)
-        print(f"evenload: {text if whole else text.splitlines()[0]}", file=sys.stderr, flush=True)
-
-    if before is sys.__excepthook__:
-        sys.excepthook = report
-
-
-def _describe(error: BaseException, rank: int, code: int) -> FailureReport:
+def describe_uncaught(error: BaseException, rank: int, code: int) -> FailureReport:
     """Describe an error; where earlier errors led to it, write the whole traceback into the run folder."""
     failure = describe_error(error, rank, progress.step, code)
     if progress.folder is not None and progress.folder.is_dir() and (error.__cause__ or error.__context__):
@@ -308,7 +279,7 @@ def _describe(error: BaseException, rank: int, code: int) -> FailureReport:
 
 
 def _report_failure(error: BaseException, spec: WorkerSpec, code: int) -> None:
-    failure = _describe(error, spec.rank, code)
+    failure = describe_uncaught(error, spec.rank, code)
     if spec.launch_dir:
         with suppress(OSError):
             write_failure(failure, Path(spec.launch_dir), spec.worker)

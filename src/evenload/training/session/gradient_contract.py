@@ -18,6 +18,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from evenload.errors import ConfigError, StepError
 from evenload.training.session.live_objects import live_objects
@@ -29,7 +30,7 @@ _ACCUMULATED_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _LIST_HOOKS_EVERY = 10
 """Steps after which parameters that had no hooks are looked at again; they were frozen before."""
 _NUM_SCALED = 3
-"""Backwards after which the user's own GradScaler is looked for: the first one that scales reveals it."""
+"""Backwards after which the user's own GradScaler and schedulers are looked at: the first one that is used reveals it."""
 
 HOOK = (
     "{name} has a hook that runs when its gradient is accumulated (register_post_accumulate_grad_hook; an optimizer in the "
@@ -44,6 +45,10 @@ OWN_SCALER = (
     "the script's own torch.amp.GradScaler scaled this step's loss or gradients. step.backward scales and unscales them itself, "
     'by one scale on all ranks: set evenload.init(precision="fp16") and remove the scaler; return the loss from loss_fn as it '
     "is, and call optimizer.step()"
+)
+SCHEDULER = (
+    "{scheduler}.step() was called inside loss_fn, which runs once for each micro-batch on each rank; call it in the loop body, "
+    "after optimizer.step()"
 )
 UNUSED = (
     "{count} parameters have gradients from the last step that no optimizer has used (the first is {name}): an "
@@ -113,6 +118,8 @@ class GradientContract(StepListener):
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] | None = None
         self._unscaled_ids: set[int] = set()
         self._num_backwards = 0
+        self._schedulers: list[weakref.ref[LRScheduler]] = []
+        self._counts: dict[LRScheduler, int] = {}
 
     def attach(self) -> None:
         """Follow the models after `run.prepare`."""
@@ -141,17 +148,25 @@ class GradientContract(StepListener):
         if self._verifies:
             return
         if self._scalers is None:
-            found = live_objects(torch.amp.GradScaler, nn.Module, torch.Tensor)
+            found = live_objects(torch.amp.GradScaler, LRScheduler, nn.Module, torch.Tensor)
+            self._schedulers = [weakref.ref(value) for value in found if isinstance(value, LRScheduler)]
             scalers = [value for value in found if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
             self._scalers = [weakref.ref(scaler) for scaler in scalers]
             self._unscaled_ids = {id(scaler) for scaler in scalers if scaler._scale is None}
             self._check_wrapped(found)
             self._unprepared.find(found)
         self._unprepared.begin()
+        if self._num_backwards < _NUM_SCALED:
+            self._counts = self._scheduler_steps()
 
     def on_gradients(self, step: Step) -> None:
         self._unprepared.end()
         self._num_backwards += 1
+        if self._num_backwards <= _NUM_SCALED:
+            before, self._counts = self._counts, {}
+            for scheduler, count in self._scheduler_steps().items():
+                if count != before.get(scheduler, count):
+                    raise StepError(SCHEDULER.format(scheduler=type(scheduler).__name__))
         if self._scalers and self._num_backwards <= _NUM_SCALED:
             # The scale is made at the first use: here, inside loss_fn.
             for scaler in filter(None, (reference() for reference in self._scalers)):
@@ -179,6 +194,10 @@ class GradientContract(StepListener):
                 raise StepError(
                     STRAY.format(optimizer=type(optimizer).__name__, count=len(stray), shape=tuple(stray[0].shape))
                 )
+
+    def _scheduler_steps(self) -> dict[LRScheduler, int]:
+        living = filter(None, (reference() for reference in self._schedulers))
+        return {scheduler: getattr(scheduler, "_step_count", 0) for scheduler in living}
 
     def _list_hooks(self) -> list[Mapping[int, object]]:
         # Parameters may share them (parallel/grad_hooks.py).

@@ -41,6 +41,7 @@ from evenload.training.launch.replicas import STRATEGY, ReplicaDevice, replica_d
 from evenload.training.launch.server_process import allow_losses
 from evenload.training.launch.supervisor import RUN_FOLDER_FILE
 from evenload.training.launch.throttle import ComputeThrottle
+from evenload.training.launch.uncaught import report_uncaught
 from evenload.training.parallel.factory import StrategyParts, open_strategy
 from evenload.training.parallel.wire.gradient_wire import GradientWire
 from evenload.training.session import async_run
@@ -64,7 +65,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     """
     spec = adopt_group() if dist.is_initialized() else detect()
     if spec.origin not in ("evenload", "spawn"):
-        worker.report_uncaught(spec.world_size, spec.rank)
+        report_uncaught(spec.world_size, spec.rank)
     config = resolve(script, spec.settings, SPAWN if spec.origin == "spawn" else COMMAND_LINE)
     if "batch_lr" in config.sources and config.batch_max is None:
         raise ConfigError(

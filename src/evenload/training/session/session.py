@@ -37,6 +37,7 @@ from evenload.training.session.advice import LinkAdvice
 from evenload.training.session.async_run import StalenessRates, is_asynchronous
 from evenload.training.session.gradient_contract import GradientContract
 from evenload.training.session.live_objects import live_objects
+from evenload.training.session.silent_mistakes import NUM_STEPS, SilentMistakes
 from evenload.training.session.state import Saver
 from evenload.training.session.stop import Stopper
 from evenload.training.step.context import TrainingContext
@@ -59,11 +60,11 @@ class Session(StepListener):
         self._evaluation_parts = follow_evaluation(context.groups, context.control)
         self._attached = 0
         self._has_begun = False
-        self._reported_removed = False
         self._verifier = Verifier(context, models) if context.spec.mode == "verify" else None
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
         self._advice = LinkAdvice(context, models)
+        self._mistakes = SilentMistakes(context, models)
         self._islands: IslandSynchroniser | None = None
         if context.islands is not None:
             find = functools.partial(live_objects, LRScheduler)
@@ -71,7 +72,7 @@ class Session(StepListener):
             saver.islands = self._islands
         asynchronous = is_asynchronous(context.config, context.spec)
         self._members: Members | None = None
-        trains = context.spec.mode == "train" and not asynchronous
+        self._trains = trains = context.spec.mode == "train" and not asynchronous
         if MessageChannel.is_free(context.spec.channel) and trains and not context.config.dry_run:
             self._members = Members(context, loaders, saver, self._why_not_restored)
             saver.before_write = self._members.catch_up
@@ -139,6 +140,11 @@ class Session(StepListener):
         if not self._loaders:
             raise ConfigError(
                 "run.resume was called before run.prepare(model, loader): prepare first; resume restores the loader's position"
+            )
+        if not state:
+            raise ConfigError(
+                "run.resume received nothing, so checkpoints would hold no weights; write: run.resume(model=model, "
+                "optimizer=optimizer)"
             )
         if self._has_begun:
             raise StepError("run.resume was called after the loop began; call it once, before the loop")
@@ -252,7 +258,7 @@ class Session(StepListener):
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._contract.before_optimizer(optimizer)
-        self._check_gradients_remain(optimizer)
+        self._mistakes.before_optimizer(optimizer)
         self._context.engine.totals.before_optimizer(optimizer)
         self._ranks.optimizer_begins(optimizer)
         if self._stale_rates is not None:
@@ -260,23 +266,6 @@ class Session(StepListener):
         self._saver.in_optimizer = True
         if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
             adaptive_batch.rates.before(optimizer)
-
-    def _check_gradients_remain(self, optimizer: Optimizer) -> None:
-        """Report once that the step's gradients were removed before an optimizer could use them."""
-        step, loop = self._context.loop.step, self._context.loop
-        if self._reported_removed or step is None or loop.in_backward or not step.stats.calls or step.stats.skipped:
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        own = self._context.engine.parameters
-        if loop.optimizer_stepped or any(p.grad is not None for p in parameters) or own.with_gradients(1):
-            return
-        self._reported_removed = True
-        self._context.recorder.event(
-            "no_gradients",
-            "NOTHING IS TRAINED: the gradients were removed between step.backward and optimizer.step(); call them in this order: "
-            "step.backward(loss_fn), optimizer.step(), optimizer.zero_grad()",
-            step=step.index,
-        )
 
     def _after_optimizer(self, *_: Any) -> None:
         if (adaptive_batch := self._saver.adaptive_batch) is not None:
@@ -293,6 +282,9 @@ class Session(StepListener):
         worker.progress.step = step.index
         if not step.arm:
             self._saver.save_best()
+            # Not called in each step, which has no microsecond to spare.
+            if self._trains and (self._mistakes.num_looks <= NUM_STEPS or not step.batch.plan.step):
+                self._mistakes.look(step)
         if self._has_begun:
             return
         self._has_begun = True

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from evenload.errors import CheckpointError, EvenloadError
+from evenload.errors import CheckpointError, EvenloadError, StepError
 from evenload.training.adaptive_batch.setup import AdaptiveBatch
 from evenload.training.checkpoint import broadcast, files
 from evenload.training.checkpoint.load import find_resumable
@@ -195,6 +195,8 @@ class Saver:
                 "run.checkpoint doesn't know what to save: call run.resume(model=model, optimizer=optimizer, ...) once "
                 "before the loop; it also loads the newest checkpoint"
             )
+        if context.loop.in_backward:
+            raise StepError("run.checkpoint was called inside loss_fn; call it at the end of the loop body")
         interval = None if every is None else parse_every(every)
         self._retention.set_options(check_keep(keep), None if best is None else check_best(best))
         if values is not None:

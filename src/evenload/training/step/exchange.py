@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from evenload.errors import DesyncError, StepError
 from evenload.job import stop_requested
-from evenload.training.comm.clock import StepClock
+from evenload.training.comm.clock import ProcessorDelay, Segment, StepClock
 from evenload.training.comm.control import Control, Operation
 from evenload.training.compute.device_state import compiled_graphs, memory_bytes
 from evenload.training.compute.device_sums import ALL_ZERO
@@ -34,6 +34,8 @@ class ReportExchange:
         self._consistency = consistency
         self._device = device
         self._started_s = time.monotonic()
+        # A GPU's seconds are its own, whatever the host's processors do.
+        self._delay = ProcessorDelay() if device.type == "cpu" else None
         self._num_graphs = 0
         self._tuned_sizes: set[int] = set()
         """Micro-batches for whose sizes cuDNN has chosen its kernels."""
@@ -127,7 +129,16 @@ class ReportExchange:
             touched=result.touched,
             membership=0.0 if self.recovery is None else float(self.recovery.newest_number),
             times_of=times_of,
+            delay_s=0.0
+            if self._delay is None or planner.world_size == 1
+            else self._delay.take_s() * _part_in_step(seconds),
         )
+
+
+def _part_in_step(seconds: Mapping[Segment, float]) -> float:
+    """Return the part of the time that was neither reading nor outside of steps."""
+    whole_s = sum(seconds.values())
+    return 1 - (seconds["data"] + seconds["other"]) / whole_s if whole_s else 0.0
 
 
 def check_trained(reports: Reports, step: int) -> None:

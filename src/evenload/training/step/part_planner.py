@@ -170,7 +170,13 @@ class PartPlanner(Planner):
         return (0.0, *[speed or usual for speed in measured[1:]])
 
     def observe(
-        self, step: int, plan: StepPlan, seconds: Sequence[float], left_out: bool, step_s: float | None = None
+        self,
+        step: int,
+        plan: StepPlan,
+        seconds: Sequence[float],
+        left_out: bool,
+        step_s: float | None = None,
+        delay_s: float = 0.0,
     ) -> None:
         if len(seconds) == self.world_size and not left_out:
             self._samples_of[self._computing] += plan.num_samples

@@ -195,9 +195,15 @@ class Planner(StepsInOrder):
         return isinstance(balancer, ReplicaBalancer) and not self._source.sets_shares and balancer.takes_turns
 
     def observe(
-        self, step: int, plan: StepPlan, seconds: Sequence[float], left_out: bool, step_s: float | None = None
+        self,
+        step: int,
+        plan: StepPlan,
+        seconds: Sequence[float],
+        left_out: bool,
+        step_s: float | None = None,
+        delay_s: float = 0.0,
     ) -> None:
-        """Learn on rank 0 what a step cost each rank, in own seconds, and `step_s` in all. All ranks call it."""
+        """Learn on rank 0 what a step cost each rank, in own seconds; the others as in `Observation`. All ranks call it."""
         times, self._replica_times = self._replica_times, []
         if self._source.sets_shares or plan.generation != self.generation:  # a rank was lost after the backward
             return
@@ -207,7 +213,7 @@ class Planner(StepsInOrder):
         if self._balancer is None:
             return
         own_s = tuple(None if r in plan.out else t for r, t in enumerate(seconds)) if plan.out else tuple(seconds)
-        seen = Observation(step, plan.shares, plan.num_micro, own_s, step_s or None, left_out)
+        seen = Observation(step, plan.shares, plan.num_micro, own_s, step_s or None, left_out, delay_s=delay_s)
         if isinstance(self._balancer, ReplicaBalancer):
             decision = self._observe_replicas(self._balancer, seen, times)
         else:

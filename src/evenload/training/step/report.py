@@ -33,6 +33,7 @@ _SCALARS: dict[str, Callable[[float], float]] = {
     "has_zero": bool,
     "membership": float,
     "times_of": float,
+    "delay_s": float,
 }
 """Fields of a row and their types; a checksum of the names of the metrics follows."""
 _SCALARS_OF = attrgetter(*_SCALARS)
@@ -84,6 +85,8 @@ class RankReport:
     """Number of the newest membership that the rank has received (elastic/)."""
     times_of: float = OWN_TIMES
     """The step whose times `seconds` are (late_times.py): `OWN_TIMES`, `NO_TIMES`, or `TIMES_OF_FIRST` and a global index."""
+    delay_s: float = 0.0
+    """Seconds in which the rank was ready to compute on a CPU that others had."""
 
     def row(self) -> list[float]:
         """Return the report as numbers, always equally many: a rank that failed early does not know the metrics."""
@@ -168,6 +171,10 @@ class Reports(Sequence[RankReport]):
     def seconds(self) -> NDArray[np.float64]:
         """The seconds of all ranks, shape ``(num_ranks, len(SEGMENTS))``."""
         return self._columns[SECONDS].T
+
+    def most(self, name: str) -> float:
+        """Return the most of a field of all ranks, none of which is NaN."""
+        return self._highest[COLUMNS[name]]
 
     def flags(self, name: str) -> list[bool]:
         if self.is_same(name):  # nearly always, and a list from a column of a thousand takes ten times as long
@@ -272,6 +279,9 @@ class OwnReport(Reports):
 
     def is_same(self, name: str) -> bool:
         return True
+
+    def most(self, name: str) -> float:
+        return getattr(self._report, name) or 0.0
 
     def least(self, name: str) -> float:
         return getattr(self._report, name) or 0.0

@@ -22,7 +22,7 @@ from evenload.training.compute.device_sums import UnreadTotals
 from evenload.training.compute.grad_norms import UnreadNorms
 from evenload.training.data.tuning import ReadSettings, StepCost, decode_settings
 from evenload.training.step.bottleneck import LoadingMonitor
-from evenload.training.step.report import Reports
+from evenload.training.step.report import OwnReport, Reports
 from evenload.training.step.unread_log import UnreadLog
 
 _DATA, _COMPUTE, _WAIT, _COMM, _OPTIMIZER, _COMPILE = map(
@@ -72,6 +72,8 @@ class StepStats:
         self._times = np.empty((0, len(SEGMENTS)))
         """Seconds of each rank in each segment."""
         self._own_s: list[float] | None = None
+        self.delay_s = 0.0
+        """Most seconds in which a rank waited for a CPU that others had."""
 
     @property
     def metrics_now(self) -> Mapping[str, float | torch.Tensor]:
@@ -81,6 +83,8 @@ class StepStats:
     def add(self, reports: Reports, earlier: StepStats | None = None) -> None:
         """Add the reports of a backward; their times are those of the step `earlier`, if that is given."""
         self._reports = reports
+        if not isinstance(reports, OwnReport):
+            self.delay_s += reports.most("delay_s")
         if earlier is not None:
             self.earlier, earlier.earlier = earlier, None
         elif not reports.any("times_of"):  # OWN_TIMES of all ranks

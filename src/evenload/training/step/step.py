@@ -147,7 +147,6 @@ class StepListener:
 
     def on_boundary(self, step: Step) -> None:
         """A step of training is committed and the next has not begun; the callback may end the script.
-
         Not called while a stop is requested and the step's gradients are still unused: no checkpoint would hold them.
         """
 
@@ -305,7 +304,8 @@ class StepLoop:
         unusual = timed is None or timed.unusual
         usual = not (stats.is_first or stats.redone or stats.compiled or (unusual and timed is not None))
         if timed is not None and (plan := timed.plan) is not None:
-            step.planner.observe(timed.global_step, plan, timed.own_seconds(), unusual, timed.whole_seconds())
+            times = timed.own_seconds(), unusual, timed.whole_seconds(), timed.delay_s
+            step.planner.observe(timed.global_step, plan, *times)
             if not step.arm and not unusual and step.loader.is_tuned:
                 step.loader.observe(timed.cost(plan.num_samples))
         for listener in () if step.arm else self._listeners["on_trained"]:

@@ -1,0 +1,96 @@
+"""`SilentMistakes`: report once what raises no error and trains less than the script means to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from evenload.training.step.context import TrainingContext
+from evenload.training.step.step import Step
+
+NUM_STEPS = 10
+"""Steps after which some weight must have changed: fp16 skips the first ones until its scale fits."""
+_NUM_WATCHED, _NUM_VALUES = 16, 8
+"""Parameters that are watched, and values of each."""
+_CHANGED_BY_MODE = (_DropoutNd, _BatchNorm)
+
+
+class SilentMistakes:
+    def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
+        self._context = context
+        self._models = models
+        self.num_looks = 0
+        self._watched: list[tuple[nn.Parameter, int, torch.Tensor]] = []
+        """Parameters, with their versions and first values at the first step."""
+        self._has_noted_mode = self._has_noted_update = False
+
+    def look(self, step: Step) -> None:
+        """Look at a step that begins: the first `NUM_STEPS` of a session and one more, and the first of each epoch."""
+        if not (step.batch.plan.step and self.num_looks):
+            self._check_mode(step)
+        if self.num_looks == 0:
+            trained = [p for model in self._models for p in model.parameters() if p.requires_grad]
+            self._watched = [(p, p._version, _first_values(p).clone()) for p in trained[:_NUM_WATCHED]]
+        elif self.num_looks == NUM_STEPS:
+            self._check_update(step)
+        self.num_looks += 1
+
+    def before_optimizer(self, optimizer: Optimizer) -> None:
+        """Report that the step's gradients were removed before an optimizer could use them."""
+        step, loop = self._context.loop.step, self._context.loop
+        if self._has_noted_update or step is None or loop.in_backward or not step.stats.calls or step.stats.skipped:
+            return
+        first = optimizer.param_groups[0]["params"]
+        if first and first[0].grad is not None:
+            return  # as in nearly every step
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = self._context.engine.parameters
+        if loop.optimizer_stepped or any(p.grad is not None for p in parameters) or own.with_gradients(1):
+            return
+        self._has_noted_update = True
+        self._context.recorder.event(
+            "no_gradients",
+            "NOTHING IS TRAINED: the gradients were removed between step.backward and optimizer.step(); call them in this order: "
+            "step.backward(loss_fn), optimizer.step(), optimizer.zero_grad()",
+            step=step.index,
+        )
+
+    def _check_update(self, step: Step) -> None:
+        watched, self._watched = self._watched, []
+        if self._has_noted_update:
+            return
+        # The values, for an update through ``.data``, only where the versions leave no other: reading them waits for a GPU.
+        if watched and all(p._version == version and torch.equal(_first_values(p), old) for p, version, old in watched):
+            self._context.recorder.event(
+                "no_update",
+                f"NOTHING IS TRAINED: no weight has changed in {NUM_STEPS} steps; call optimizer.step() after "
+                "step.backward(loss_fn), then optimizer.zero_grad(), with an optimizer of the model's parameters",
+                step=step.index,
+            )
+
+    def _check_mode(self, step: Step) -> None:
+        if self._has_noted_mode:
+            return
+        for model in self._models:
+            if model.training or not any(p.requires_grad for p in model.parameters()):
+                continue
+            found = {type(module).__name__ for module in model.modules() if isinstance(module, _CHANGED_BY_MODE)}
+            if found:
+                self._has_noted_mode = True
+                self._context.recorder.event(
+                    "eval_mode",
+                    f"{type(model).__name__} trains in evaluation mode: {', '.join(sorted(found))} "
+                    f"{'do' if len(found) > 1 else 'does'} not act as in training; call model.train() before the loop, after "
+                    "each model.eval()",
+                    step=step.index,
+                )
+                return
+
+
+def _first_values(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().flatten()[:_NUM_VALUES]
