@@ -91,11 +91,21 @@ def _train(name: str, folder: str) -> dict[str, Any]:
     x = torch.randn(BATCH * STEPS, 4, generator=torch.Generator().manual_seed(0)).double()
     model, loader = run.prepare(bare, DataLoader(TensorDataset(x), batch_size=BATCH))
     strategy = run._context.engine.strategy
-    redone, reducers, hooked = [], [], []
+    redone, reducers, hooked, num_sums, num_touched = [], [], [], [], []
+    groups, begin_sum, sums = strategy._groups, strategy._groups.sum_async, list[torch.Tensor]()
+
+    def counted(tensor: torch.Tensor, **options: Any) -> Any:
+        sums.append(tensor)
+        return begin_sum(tensor, **options)
+
+    groups.sum_async = counted
     model.first.bias.register_hook(lambda grad: hooked.append(grad.clone()))
     for step in loader:
         CASES[name](model, step.index, run.rank)
+        sums.clear()
         step.backward(lambda batch: (model(batch[0]) ** 2).mean())
+        num_sums.append(len(sums))
+        num_touched.append(sum(p.grad is not None for p in model.parameters()))
         assert torch.equal(hooked[-1], model.first.bias.grad), "the hook saw another gradient"
         redone.append(step.stats.redone)
         reducers.append(strategy._reducer)
@@ -114,6 +124,8 @@ def _train(name: str, folder: str) -> dict[str, Any]:
         "buckets": [[slot.name for slot in bucket.slots] for bucket in reducers[-1].buckets],
         "expected": dict(zip(names, strategy._arrivals.expected[0], strict=True)),
         "hooked": len(hooked),
+        "num_sums": num_sums,
+        "num_touched": num_touched,
     }
     run.close()
     return outcome
@@ -150,6 +162,16 @@ def test_a_step_is_computed_twice_once(outcomes: Any, name: str, late: list[int]
     lines = (folder / "2" / name / "events.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event.get("kind") == "late_gradient"]
     assert len(events) == (1 if late else len(events) and 1)
+
+
+@pytest.mark.parametrize(("name", "first"), [("drops", 2), ("experts", 3), ("freezes", 1)])
+def test_slots_without_a_gradient_cost_no_sums(outcomes: Any, name: str, first: int) -> None:
+    """Each parameter is a bucket: a step sums those that some rank touched, and nothing else, also where ranks touched others."""
+    for outcome in outcomes[1]:
+        found = [
+            n - touched for n, touched in zip(outcome[name]["num_sums"], outcome[name]["num_touched"], strict=True)
+        ]
+        assert not any(found[first:]), found
 
 
 def test_a_gradient_that_came_twice_waits_for_the_end(outcomes: Any) -> None:

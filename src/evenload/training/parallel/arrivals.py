@@ -1,7 +1,7 @@
 """Agree with the other ranks on the parameters that receive a gradient, so that the same buckets leave early everywhere.
 
-Usually nothing is sent: the exchange of a step shows which parameters each rank touched (experts that some ranks do not
-use), and they are among those of earlier steps. Otherwise, or where a row has no room for so many
+Usually nothing is sent: the exchange of a step shows which parameters each rank touched (experts that some ranks do not use,
+layers that are dropped), and they are among those of earlier steps. Otherwise, or where a row has no room for so many
 parameters, one sum of a few numbers per parameter travels beside the buckets that have been used before.
 """
 

@@ -56,6 +56,8 @@ class CallGradients:
         """True if a backward ran in this attempt."""
         self.on_device = False
         """True if nothing of a gradient is read by the host; equal on all ranks, and set before a call."""
+        self.sends_all = False
+        """True if all expected buckets leave, also those without a gradient; equal on all ranks, and set before a call."""
         self.refuses_leftovers = False
         """True if gradients that are present are an error unless they are 0; set before a call."""
         self.leftovers: torch.Tensor | None = None

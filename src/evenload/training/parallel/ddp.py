@@ -130,9 +130,9 @@ class ReplicaStrategy:
             reducer.clear_skip()
         if self._wire is not None:
             self._wire.begin(self._precision.scale, plan.shares, plan.num_micro)
-        may_expect = call.may_expect and not (
-            self._shares_gpu_queue() and has_idle_rank(plan, self._groups.generation.computing)
-        )
+        now = self._groups.generation
+        reducer.sends_all = now.gradients is not None and has_idle_rank(plan, now.computing)
+        may_expect = call.may_expect and not (self._shares_gpu_queue() and reducer.sends_all)
         reducer.begin(self._arrivals.expected.get(call.index) if may_expect else None)
         sums = LossSums(on_device=reducer.on_device, looks_for_zero=call.reads_late and not self._zero_is_harmless)
         started_s = time.perf_counter()

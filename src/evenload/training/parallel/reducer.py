@@ -9,7 +9,8 @@ Note [When a bucket leaves]
   The n-th call of `backward` in a step records which parameters receive a gradient, and how often, in the last micro-batch.
   From the second step on a bucket leaves when each has come once, in one order on all ranks; one with a parameter that came
   more often (recursion, re-entrant checkpointing), or on some ranks only, leaves at the end. If a gradient comes after its
-  bucket left, all ranks see it in the exchange and repeat the attempt without expectations.
+  bucket left, all ranks see it in the exchange and repeat the attempt without expectations. Buckets that no rank has a
+  gradient for (a dropped layer) do not leave, unless a rank without samples sent them before it knew.
 
 Note [Idle passes]
   A rank without samples still runs forward and backward, so that collectives in the model match; its results are discarded,
@@ -153,13 +154,13 @@ class BucketReducer(CallGradients):
         for bucket in self.buckets:
             for slot, view in zip(bucket.laid_out, bucket.memory.views, strict=True):
                 slot.param.grad = view if id(slot.param) in self._filled else None
-        if self._last and not self.late:
+        if self._last and self.sends_all and not self.late:
             self._launch_queue()
 
     def flush(self, touched: Sequence[int]) -> None:
         """Send all buckets that have not left yet; `touched` as in `finish`."""
         self._live = False
-        self._launch_queue()
+        self._launch_queue(None if self.sends_all else touched)
         for bucket in self.buckets:
             if bucket.pending is None and any(touched[slot.index] for slot in bucket.slots):
                 self._launch(bucket)
@@ -360,10 +361,11 @@ class BucketReducer(CallGradients):
                 for bucket in (self._bucket_of[self._slot_of[key].index],)
             )
 
-    def _launch_queue(self) -> None:
+    def _launch_queue(self, touched: Sequence[int] | None = None) -> None:
         if self._plan is not None:
             for bucket, _ in self._plan.queue[self._next :]:
-                self._launch(bucket)
+                if touched is None or any(touched[slot.index] for slot in bucket.slots):
+                    self._launch(bucket)
             self._next = len(self._plan.queue)
 
     def _launch(self, bucket: Bucket) -> None:

@@ -325,7 +325,7 @@ class Engine:
         if len(reports) == planner.world_size:
             planner.may_leave = reports.flags("may_leave")
         if len(reports) > len(computing) > 1 or self._groups.world_size > len(computing):
-            reports = reports.of(computing)
+            reports = self._exchange.own if computing == (self._groups.rank,) else reports.of(computing)
         if reports.all("state_key"):
             self._consistency.check(batch.global_step, reports.column("state_key"))
         totals = totals_of(reports, batch.global_step, len(results[0].touched))

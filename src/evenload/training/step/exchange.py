@@ -21,7 +21,7 @@ from evenload.training.step.consistency import Consistency
 from evenload.training.step.late_times import LateTimes, as_compiling
 from evenload.training.step.planner import Planner
 from evenload.training.step.recovery import Recovery
-from evenload.training.step.report import OWN_TIMES, OwnReport, RankReport, Reports, read_table
+from evenload.training.step.report import NO_REPORTS, OWN_TIMES, OwnReport, RankReport, Reports, read_table
 from evenload.training.step.stats import StepStats
 
 
@@ -42,6 +42,8 @@ class ReportExchange:
         self._metric_names: dict[int, tuple[str, ...]] = {}
         self.recovery: Recovery | None = None
         self.late_times = LateTimes()
+        self.own: Reports = NO_REPORTS
+        """This rank's report in the last exchange: all that counts where the others have left."""
 
     def set_elapsed(self, seconds: float) -> None:
         """Continue with another rank's clock."""
@@ -62,13 +64,14 @@ class ReportExchange:
     ) -> Reports:
         """Return the reports of all who share the step. All ranks call it once in an attempt."""
         own = [self._report(result, batch, planner, stats, may_leave) for result in results]
+        self.own = OwnReport(own[0])
         if (given := results[0].seconds) is not None:
             stats.other_s += given["other"]
         if len(own) > 1:
             table = np.array([report.row() for report in own])
         elif self._control.is_alone:
             self._control.check_open(Operation.BACKWARD)
-            return OwnReport(own[0])
+            return self.own
         else:
             self._clock.switch("wait")
             table = self._control.exchange_table(Operation.BACKWARD, own[0].row())
