@@ -5,8 +5,6 @@
 
 from evenload.job.client import EXIT_CODE as EXIT_CODE
 from evenload.job.client import attempt as attempt
-from evenload.job.client import contract as contract
-from evenload.job.client import forget_speed as forget_speed
 from evenload.job.client import go_on_text as go_on_text
 from evenload.job.client import grace_left_s as grace_left_s
 from evenload.job.client import listening as listening

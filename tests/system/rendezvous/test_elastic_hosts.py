@@ -14,7 +14,7 @@ from tests.system.launch.test_elastic import SCRIPT, at, pid_of, steps_of
 from tests.system.rendezvous.typed import type_run, write_script
 from tests.warm import run
 
-PAUSE_S = "0.05"
+PAUSE_S = "0.15"
 
 
 class Machines:
@@ -54,7 +54,7 @@ class Machines:
             screens = {name: one.text for name, one in self.typed.items()}
             assert self.typed["box1"].process.poll() is None, screens
             assert time.monotonic() < deadline_s, screens
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def train_on(self, num_ranks, num_steps=3):
         """Wait for some steps after the present one on so many ranks."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.system.scheduler.daemon_crash import run
 
-NUM_KILLS = 26
+NUM_KILLS = 14
 
 
 @pytest.mark.slow

@@ -147,8 +147,9 @@ def test_it_grows_and_shrinks_without_a_stop(tmp_path: Path) -> None:
 REFUSES = """
 import time
 from evenload import job
+from evenload.job.client import contract
 from evenload.job.devices import write_reply
-write_reply(job.contract(), 0, "refused", "its shares are fixed")
+write_reply(contract(), 0, "refused", "its shares are fixed")
 for step in job.steps(None, save=lambda: None):
     time.sleep(0.05)
 """

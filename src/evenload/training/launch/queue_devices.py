@@ -17,7 +17,7 @@ from typing import Any
 
 from evenload import hardware
 from evenload.errors import ConfigError, EvenloadError
-from evenload.job import contract
+from evenload.job.client import contract
 from evenload.job.devices import CHANGED, READY, REFUSED, GivenDevice, GivenDevices, read_given, write_reply
 from evenload.job.processes import all_stats, descendants
 from evenload.job.protocol import RunnerContract

@@ -22,7 +22,6 @@ from typing import Any
 from evenload.job import (
     EXIT_CODE,
     attempt,
-    forget_speed,
     go_on_text,
     grace_left_s,
     listening,
@@ -31,6 +30,7 @@ from evenload.job import (
     stop_requested,
     stopped_text,
 )
+from evenload.job.client import forget_speed
 from evenload.training.comm.control import Operation
 from evenload.training.launch import stop_status, worker
 from evenload.training.launch.stop_status import StopStatus
