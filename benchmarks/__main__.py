@@ -30,6 +30,7 @@ NAMES = (
     "loading",
     "hosts",
     "wire",
+    "cut_link",
     "leaving",
     "preemption",
     "checkpoints",
@@ -63,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default=None,
-        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of faults: seeds; of queue_product: parts",
+        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of faults and "
+        "cut_link: seeds; of queue_product: parts",
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
@@ -76,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name in ("queue_policies", "queue_product", "queue_cost"):
             chosen = {"traces": options.traces}
-        if options.only and name in ("gpu", "small_steps", "faults", "churn", "queue_product"):
+        if options.only and name in ("gpu", "small_steps", "faults", "churn", "queue_product", "cut_link"):
             chosen = {**chosen, "only": options.only}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()

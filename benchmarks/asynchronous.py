@@ -1,9 +1,9 @@
-"""Asynchronous beside synchronous training on devices at 1 : 0.25 that stall: throughput and loss at equal time.
+"""Asynchronous beside synchronous and local training on devices at 1 : 0.25 that stall: throughput and loss at equal time.
 
 Method: a small CNN on CPU ranks under quotas of 1 and 0.25 cores; each device becomes five times as slow for two seconds, on
 average every ten seconds, at times that are the same in all arms. Arms, one after the other: each device alone, `async` with a
-process for the server, `ddp` with measured shares. All run for the same time. The summed speed is that of both devices alone,
-with their stalls.
+process for the server, `ddp` with measured and with equal shares, `local` with each device as an island. All run for the same
+time. The summed speed is that of both devices alone, with their stalls.
 
 Bar: `async` reaches 0.95 of the summed speed, and no update is older than the bound of 4. The losses are reported.
 """
@@ -24,12 +24,16 @@ _FAST, _SLOW = 1.0, 0.25
 
 def measure(quick: bool) -> dict[str, Any]:
     """Runs each arm once."""
-    seconds = 4.0 if quick else 60.0
+    seconds = 4.0 if quick else 40.0
     arms = {
         "fast alone": _alone(seconds, _FAST),
         "slow alone": _alone(seconds, _SLOW),
         "async": _arm(seconds, "cpu:2", (_FAST, _SLOW), (1, 2), {"strategy": "async"}),
         "ddp": _arm(seconds, "cpu:2", (_FAST, _SLOW), (0, 1)),
+        "ddp, equal shares": _arm(seconds, "cpu:2", (_FAST, _SLOW), (0, 1), {"balance": "even"}),
+        "local": _arm(
+            seconds, "cpu:2", (_FAST, _SLOW), (0, 1), {"strategy": "local", "islands": "0/1", "sync_every": 10}
+        ),
     }
     summed = arms["fast alone"]["samples_per_s"] + arms["slow alone"]["samples_per_s"]
     for arm in arms.values():
@@ -57,7 +61,7 @@ def _alone(seconds: float, speed: float) -> dict[str, Any]:
 def _arm(
     seconds: float, devices: str, speeds: tuple[float, ...], stalling: tuple[int, ...], settings: Any = None
 ) -> dict[str, Any]:
-    everywhere = (1.0, *speeds) if settings else speeds  # the server's process comes first
+    everywhere = (1.0, *speeds) if 0 not in stalling else speeds  # the server's process comes first
     arguments = ["--seconds", str(seconds), "--speeds", ",".join(map(str, everywhere))]
     arguments += ["--stalling", ",".join(map(str, stalling))]
     folder = run_script(

@@ -1,8 +1,8 @@
 """Two machines (network namespaces): a step's time in each format of the wire, beside its prediction.
 
-One CPU rank on each machine, both on the cores of this one. The formats take turns in blocks of steps, each block a session of
-the same processes, so that other load meets all of them. The prediction is that of the run itself (event `advice` of the float32
-sessions), from the link that it measured and its own time of computation.
+One CPU rank on each machine, both on the cores of this one. The formats, and islands that synchronise once in 20 steps, take
+turns in blocks of steps, each block a session of the same processes, so that other load meets all of them. The prediction is that
+of the run itself (event `advice` of the float32 sessions), from the link that it measured and its own time of computation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from evenload.records.reader import read_events
 from evenload.testing import hosts
 
 LINKS_MBIT_MS = ((10, 0.0), (100, 0.0), (100, 20.0), (1000, 0.0), (1000, 5.0))
+_SETTINGS = {**{wire: f'wire="{wire}"' for wire in FORMATS}, "local": 'strategy="local", sync_every=20'}
+"""Arms, and their options in the advice."""
 CLOSE = 0.15
 """A prediction is good within this part of the measured time."""
 _SCRIPT = """
@@ -29,13 +31,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 formats, rounds, steps, width = sys.argv[1].split(","), *map(int, sys.argv[2:5])
-torch.set_num_threads(1)
 seconds = {name: [] for name in formats}
 for block in range(rounds):
     for name in formats[:: -1 if block % 2 else 1]:
         torch.manual_seed(0)
-        data = TensorDataset(torch.randn(16 * steps, width), torch.randn(16 * steps, width))
-        run = evenload.init(project_dir=f"runs/{name}-{block}", wire=name, check_every="off", balance="even")
+        num_steps = 22 if name == "local" else steps
+        data = TensorDataset(torch.randn(16 * num_steps, width), torch.randn(16 * num_steps, width))
+        setting = {"strategy": "local", "sync_every": 20} if name == "local" else {"wire": name}
+        run = evenload.init(project_dir=f"runs/{name}-{block}", check_every="off", balance="even", **setting)
+        torch.set_num_threads(1)  # each machine believes that it has all cores
         model, loader = run.prepare(
             nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))),
             DataLoader(data, batch_size=16),
@@ -48,8 +52,10 @@ for block in range(rounds):
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - began_s)
+            if step.index == 1:
+                second_s = time.perf_counter()
+        seconds[name] += [(time.perf_counter() - second_s) / 20] if name == "local" else times[2:]
         run.close()
-        seconds[name] += times[2:]
 if run.rank == 0:
     json.dump({name: statistics.median(values) for name, values in seconds.items()}, open("seconds.json", "w"))
 """
@@ -66,7 +72,7 @@ def measure(quick: bool = False) -> dict[str, Any]:
             width = 256 if quick else {10: 360, 100: 724, 1000: 1448}[mbit]
             name = f"{mbit} Mbit/s, {2 * delay_ms:g} ms"
             links[name] = _link(Path(folder, f"{mbit}-{delay_ms}"), mbit, delay_ms, width, 1 if quick else 3)
-    errors = [abs(link["predicted_s"][wire] / link["step_s"][wire] - 1) for link in links.values() for wire in FORMATS]
+    errors = [abs(link["predicted_s"][arm] / link["step_s"][arm] - 1) for link in links.values() for arm in _SETTINGS]
     good = sum(error <= CLOSE for error in errors)
     bars = {f"predicted within {CLOSE:.0%} in 8 of 10": good >= 0.8 * len(errors)}
     return {"links": links, "num_good": good, "num_predictions": len(errors), "bars": bars}
@@ -85,14 +91,14 @@ def table(result: dict[str, Any]) -> str:
             f"{link['step_s']['fp32'] / link['step_s'][wire]:.2f}×",
         )
         for name, link in result["links"].items()
-        for wire in FORMATS
+        for wire in _SETTINGS
     ]
     text = rows(("link, round trip", "wire", "step", "predicted", "to fp32"), lines)
     return f"{text}\n{result['num_good']} of {result['num_predictions']} predictions within {CLOSE:.0%}"
 
 
 def _link(folder: Path, mbit: float, delay_ms: float, width: int, rounds: int) -> dict[str, Any]:
-    script = ("train.py", ",".join(FORMATS), str(rounds), "10", str(width))
+    script = ("train.py", ",".join(_SETTINGS), str(rounds), "10", str(width))
     with hosts.machines(2, mbit, delay_ms=delay_ms) as boxes:
         processes = []
         for box in boxes:
@@ -123,10 +129,10 @@ def _link(folder: Path, mbit: float, delay_ms: float, width: int, rounds: int) -
         if event.kind == "advice"
     ]
     predicted = {
-        wire: statistics.median(
-            option["step_s"] for found in advice for option in found["options"] if option["setting"] == f'wire="{wire}"'
+        arm: statistics.median(
+            option["step_s"] for found in advice for option in found["options"] if option["setting"] == setting
         )
-        for wire in FORMATS
+        for arm, setting in _SETTINGS.items()
     }
     step_s: dict[str, float] = json.loads((folder / "box1" / "seconds.json").read_text())
     return {

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import evenload
 from evenload.testing.faults import set_throttle
@@ -20,11 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.models import small_cnn
 
 STALL_S, FACTOR = 2.0, 5.0
+BATCH = 2048
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seconds", type=float, required=True)
 parser.add_argument("--speeds", required=True, help="of all processes, the server too")
 parser.add_argument("--stalling", required=True, help="the processes that stall")
+parser.add_argument("--validate-every", type=int, default=10, help="steps; those of a synchronisation under local")
 parser.add_argument("--every", type=float, default=10.0, help="mean seconds between two stalls of one of them")
 args = parser.parse_args()
 
@@ -56,9 +58,10 @@ generator = torch.Generator().manual_seed(0)
 centres = torch.randn(10, 3, 16, 16, generator=generator)
 labels = torch.randint(0, 10, (24_400,), generator=generator)
 data = centres[labels] + 2.5 * torch.randn(24_400, 3, 16, 16, generator=generator)
-train_set = TensorDataset(data[:24_000], labels[:24_000])
+# Epochs of a hundred steps: at the end of each one every rank waits for the last gradient.
+train_set = Subset(TensorDataset(data[:24_000], labels[:24_000]), [*range(24_000)] * 10)
 model = small_cnn()
-model, loader = run.prepare(model, DataLoader(train_set, batch_size=1024, shuffle=True, drop_last=True))
+model, loader = run.prepare(model, DataLoader(train_set, batch_size=BATCH, shuffle=True, drop_last=True))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 curve: list[tuple[float, float]] = []
 num_samples, began_s, over = 0, 0.0, False
@@ -85,12 +88,12 @@ while not over:
         over = run.any(time.monotonic() - began_s > args.seconds)
         if over:
             break
+        if run.is_main and step.index % args.validate_every == 0:  # islands hold the same weights now
+            curve.append((time.monotonic() - began_s, validate(model)))
         step.backward(loss_fn)
         optimizer.step()
         optimizer.zero_grad()
-        num_samples += step.num_samples
-        if run.is_main and step.index % 5 == 0:
-            curve.append((time.monotonic() - began_s, validate(model)))
+        num_samples += BATCH
     over = run.any(over)
 if run.is_main:
     seconds = time.monotonic() - began_s

@@ -143,7 +143,8 @@ class Config:
     wire: str = _setting(
         "fp32",
         one_of("fp32", "bf16", "fp16", "int8", "powersgd", "auto"),
-        "Format of gradients between machines. fp32: as they are, exact; auto: a smaller one where the loss can't show it.",
+        "Format of gradients between machines, and of pseudo-gradients between islands. fp32: as they are; auto: a smaller one "
+        "where the loss can't show it.",
         commands=_BOTH,
     )
     staleness: int = _setting(

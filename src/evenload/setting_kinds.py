@@ -102,7 +102,7 @@ def check_islands(value: Any) -> tuple[tuple[int, ...], ...]:
     try:
         parts = value.split("/") if isinstance(value, str) else value
         found = tuple(
-            tuple(int(rank) for rank in (part.split(",") if isinstance(part, str) else part)) for part in parts
+            tuple(sorted(int(rank) for rank in (part.split(",") if isinstance(part, str) else part))) for part in parts
         )
     except (TypeError, ValueError, AttributeError):
         found = ()

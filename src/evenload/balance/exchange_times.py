@@ -8,20 +8,29 @@ b bytes in each direction needs
 with the latency of one small all-reduce, which is two rounds. `tail` is the last bucket, which leaves when the backward ends.
 Bandwidth is that of both directions in use at once.
 
-Strategies that exchange more rarely add a function of their own beside `wire_options`, and their options to `options_of`.
+Islands (strategy ``local``) exchange every `sync_every` steps, with nothing hidden; in fragments everything travels beside steps:
+
+    step = C + E / sync_every,      in fragments: max(C, E / sync_every) at most
+
+Under ``async`` worker r takes W_r seconds for a whole global batch, and, on another machine than the server, fetches parameters
+and sends gradients of b bytes each, one after the other. Rank 0, the server, computes nothing:
+
+    1 / step = min(Σ_r 1 / (W_r + F_r),  bandwidth / b for the workers on other machines),   F_r = b / up + b / down + latency
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from evenload.balance.wire_bytes import EXACT_FORMATS, FORMATS, GradientSize, sent_bytes
 
 _HIDDEN_SHARE = 0.6
 """The backward takes about two thirds of a micro-batch; the first bucket leaves after a part of it."""
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 18, 64 << 20
+LOCAL_FRAGMENTS = 4
+"""Of the option of strategy ``local`` in fragments."""
 _ROUNDS = {"fp32": 2, "bf16": 1, "fp16": 1, "int8": 1, "powersgd": 4}
 """Between two machines; from three on, quantised formats take two."""
 
@@ -51,8 +60,12 @@ class Work:
     compute_s: float
     """Without waiting for others."""
     num_micro: int = 1
-    codec_s_per_byte: float = 0.0
-    """Time to encode and decode a byte of gradients; 0 if it is not known."""
+    codec_s_per_value: Mapping[str, float] = field(default_factory=dict)
+    """By format, the time to encode and decode a value; 0 if it is not known."""
+    whole_batch_s: tuple[float, ...] = ()
+    """Of each rank, to compute a global batch by itself; empty if it is not known."""
+    is_far: tuple[bool, ...] = ()
+    """Of each rank: it is on another machine than rank 0."""
 
     @property
     def hidden_s(self) -> float:
@@ -74,10 +87,10 @@ class Option:
     step_s: float
 
 
-def exchange_s(wire: str, size: GradientSize, link: Link, num_machines: int, codec_s_per_byte: float = 0.0) -> float:
-    """Return E."""
+def exchange_s(wire: str, size: GradientSize, link: Link, num_machines: int, work: Work | None = None) -> float:
+    """Return E; with the time to encode, if `work` is given."""
     rounds = _ROUNDS[wire] + (1 if num_machines > 2 and _ROUNDS[wire] == 1 else 0)
-    codec_s = 0.0 if wire == "fp32" else codec_s_per_byte * size.num_values * size.value_bytes
+    codec_s = size.num_values * work.codec_s_per_value.get(wire, 0.0) if work is not None else 0.0
     return sent_bytes(wire, size, num_machines) / link.bytes_per_s + rounds * link.latency_s / 2 + codec_s
 
 
@@ -87,7 +100,7 @@ def wire_options(
     """Return the formats of strategy ``ddp``."""
     options = []
     for wire in wires:
-        total_s = exchange_s(wire, size, link, num_machines, work.codec_s_per_byte)
+        total_s = exchange_s(wire, size, link, num_machines, work)
         buckets = bucket_sizes(size, link, num_machines, wire)
         num_buckets = max(1.0, size.num_values * size.value_bytes / buckets.other_bytes)
         tail_s = min(total_s, total_s / num_buckets + link.latency_s / 2)
@@ -97,9 +110,48 @@ def wire_options(
     return options
 
 
-def options_of(size: GradientSize, link: Link, num_machines: int, work: Work) -> list[Option]:
-    """Return all options, of each strategy that exchanges gradients between machines."""
-    return [*wire_options(size, link, num_machines, work)]
+def local_options(size: GradientSize, link: Link, num_machines: int, work: Work, sync_every: int) -> list[Option]:
+    """Return strategy ``local``: at once, in fragments, and at once in the format with the fewest bytes per value."""
+    options = []
+    setting = f'strategy="local", sync_every={sync_every}'
+    for wire, more in (("fp32", ""), ("fp32", f", fragments={LOCAL_FRAGMENTS}"), ("int8", ', wire="int8"')):
+        if more and sync_every < LOCAL_FRAGMENTS:
+            continue
+        num_parts = LOCAL_FRAGMENTS if "fragments" in more else 1
+        sum_s = exchange_s(wire, size, link, num_machines, work)
+        # Each fragment waits for a latency of its own, and what islands report to each other for another one.
+        total_s = sum_s + num_parts * link.latency_s
+        each_s = total_s / sync_every
+        step_s = max(work.compute_s, each_s) if num_parts > 1 else work.compute_s + each_s
+        sent = sent_bytes(wire, size, num_machines) / sync_every
+        options.append(Option(setting + more, False, sent, each_s, step_s))
+    return options
+
+
+def async_option(size: GradientSize, link: Link, work: Work) -> Option | None:
+    """Return strategy ``async`` with rank 0 as the server; None where the ranks' times are not known, or no worker is left."""
+    workers = list(zip(work.whole_batch_s, work.is_far, strict=True))[1:]
+    if not workers:
+        return None
+    num_bytes = size.num_values * size.value_bytes
+    way_s = num_bytes / link.up_bytes_per_s + num_bytes / link.down_bytes_per_s + link.latency_s
+    near = sum(1 / max(1e-9, seconds) for seconds, is_far in workers if not is_far)
+    far = sum(1 / (seconds + way_s) for seconds, is_far in workers if is_far)
+    far = min(far, link.bytes_per_s / max(1, num_bytes))
+    if not near + far:
+        return None
+    step_s = 1 / (near + far)
+    return Option('strategy="async"', False, num_bytes * far * step_s, way_s * far * step_s, step_s)
+
+
+def options_of(size: GradientSize, link: Link, num_machines: int, work: Work, sync_every: int = 20) -> list[Option]:
+    """Return all options, of each strategy that exchanges gradients between machines; `sync_every` is that of ``local``."""
+    asynchronous = async_option(size, link, work)
+    return [
+        *wire_options(size, link, num_machines, work),
+        *local_options(size, link, num_machines, work, sync_every),
+        *([] if asynchronous is None else [asynchronous]),
+    ]
 
 
 def cheapest(options: Sequence[Option], *, exact: bool) -> Option:

@@ -12,7 +12,13 @@ def everything(folder: str) -> dict[str, Any]:
     from tests.ranks.islands import test_references, test_state
 
     torch.set_num_threads(1)
-    jobs = (test_references.train_all, test_state.moved, test_state.shown, test_state.every_step)
+    jobs = (
+        test_references.train_all,
+        test_state.moved,
+        test_state.moved_errors,
+        test_state.shown,
+        test_state.every_step,
+    )
     return {job.__name__: job(f"{folder}/{job.__name__}") for job in jobs}
 
 

@@ -1,4 +1,7 @@
-"""Islands in one process: the algorithms of docs/islands.md written down once more, without Evenload."""
+"""Islands in one process: the algorithms of docs/islands.md written down once more, without Evenload.
+
+Only the random matrices that PowerSGD starts with are Evenload's.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
+
+from evenload.training.parallel.wire.bucket_sum import Matrix
+from evenload.training.parallel.wire.powersgd import PowerSGD
+from tests.ranks.wire.simulation import CODECS, Values, powersgd_sum, quantised_sum
 
 NUM_SAMPLES, BATCH = 48, 12
 
@@ -31,9 +39,10 @@ class Points(Dataset[Any]):
         return self.x[index], self.y[index], self.weight[index]
 
 
-def build(seed: int = 0) -> nn.Module:
+def build(seed: int = 0, hidden: tuple[int, int] = (8, 6)) -> nn.Module:
     torch.manual_seed(seed)
-    layers = (nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+    a, b = hidden
+    layers = (nn.Linear(5, a, bias=False), nn.BatchNorm1d(a), nn.Tanh(), nn.Linear(a, b), nn.Tanh(), nn.Linear(b, 3))
     return nn.Sequential(*layers).double()
 
 
@@ -67,6 +76,10 @@ class Case:
     num_fragments: int = 1
     gamma: float = 1.0
     """Factor of an exponential schedule."""
+    wire: str = "fp32"
+    order: tuple[int, ...] = (0, 1, 2)
+    """Of islands, by their first ranks."""
+    hidden: tuple[int, int] = (8, 6)
 
 
 @dataclass
@@ -77,6 +90,10 @@ class Island:
     before: list[float] = field(default_factory=list)
     sent: list[list[torch.Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    errors: dict[str, Values] = field(default_factory=dict)
+    """What the wire has lost, in units of the pseudo-gradient."""
+    total_per_own: float = 0.0
+    """All islands' units of the newest synchronisation by those of this one."""
 
     def step(self, samples: Sequence[int], data: Points) -> None:
         index = torch.tensor(list(samples))
@@ -89,17 +106,21 @@ class Island:
 
 
 def simulate(
-    case: Case, model: nn.Module | None = None, first_step: int = 0, velocity: dict[str, torch.Tensor] | None = None
+    case: Case,
+    model: nn.Module | None = None,
+    first_step: int = 0,
+    velocity: dict[str, torch.Tensor] | None = None,
+    earlier: Sequence[Island] = (),
 ) -> list[Island]:
     """Train all islands in one process, from `first_step` on; afterwards the models hold the islands' own weights.
 
-    `velocity` is changed, and holds that of the outer step.
+    `velocity` is changed, and holds that of the outer step. The errors of `earlier` islands go to the first one.
     """
     data = Points()
-    start_model = model or build()
+    start_model = model or build(0, case.hidden)
     islands = []
     for _ in case.parts:
-        own = build()
+        own = build(0, case.hidden)
         own.load_state_dict(start_model.state_dict())
         islands.append(Island(own, case.optimizer(own)))
     fragments = _fragments(start_model, case.num_fragments)
@@ -108,8 +129,13 @@ def simulate(
     for name, p in start_model.named_parameters():
         velocity.setdefault(name, torch.zeros_like(p))
     pending: dict[int, dict[str, Any]] = {}
+    starts: dict[str, Values] = {}
     for island in islands:
         island.before = [0.0] * case.num_fragments
+        island.total_per_own = float(len(islands))
+    if earlier:
+        islands[0].total_per_own = earlier[0].total_per_own
+        islands[0].errors = {n: sum(other.errors[n] for other in earlier) for n in earlier[0].errors}
 
     def send(index: int) -> None:
         own = [island.units - island.before[index] for island in islands]
@@ -121,6 +147,14 @@ def simulate(
             name: sum(u * (start[name] - tensors[name].detach()) for u, tensors in zip(own, now, strict=True)) / total
             for name in fragments[index]
         }
+        if case.wire != "fp32":
+            weighted = [
+                {n: u * (start[n] - tensors[n].detach()) for n in fragments[index] if n in velocity}
+                for u, tensors in zip(own, now, strict=True)
+            ]
+            by_rank = [i for i in case.order if i < len(islands)]
+            ordered = [[values[i] for i in by_rank] for values in (islands, weighted, own)]
+            delta |= _through_wire(case.wire, *ordered, starts)
         sent = [{name: tensors[name].detach().clone() for name in fragments[index]} for tensors in now]
         pending[index] = {"delta": delta, "sent": sent}
         for island in islands:
@@ -163,6 +197,40 @@ def simulate(
             send(index)
             take(index)
     return islands
+
+
+def _through_wire(
+    wire: str,
+    islands: Sequence[Island],
+    weighted: Sequence[dict[str, torch.Tensor]],
+    units: Sequence[float],
+    starts: dict[str, Values],
+) -> dict[str, torch.Tensor]:
+    """Return the pseudo-gradient of a fragment, from each island's values times its units (docs/islands.md)."""
+    shapes = {name: tensor.shape for name, tensor in weighted[0].items()}
+    ends = [0, *itertools.accumulate(shape.numel() for shape in shapes.values())]
+    spans = {name: slice(low, high) for name, low, high in zip(shapes, ends, ends[1:], strict=False)}
+    scales = [own * island.total_per_own for own, island in zip(units, islands, strict=True)]
+    terms = []
+    for island, values, scale in zip(islands, weighted, scales, strict=True):
+        parts = [values[n].flatten().numpy() + scale * island.errors.get(n, 0.0) for n in shapes]
+        terms.append(np.concatenate(parts))
+    if wire == "powersgd":
+        wide = [n for n, shape in shapes.items() if len(shape) == 2 and 8 * sum(shape) <= shape.numel()]
+        for n in wide:
+            one = Matrix(f"0.{n}", 0, *shapes[n])
+            starts.setdefault(n, PowerSGD(0).start(one, torch.zeros(1, dtype=torch.float64)).numpy())
+        by_place = {spans[n].start: starts[n] for n in wide}
+        out, lost = powersgd_sum(terms, [(spans[n].start, *shapes[n]) for n in wide], by_place)
+        starts |= {n: by_place[spans[n].start] for n in wide}
+    else:
+        out, lost = quantised_sum(terms, CODECS[wire])
+    total = sum(units)
+    for island, own, scale, missing in zip(islands, units, scales, lost, strict=True):
+        for n, span in spans.items():
+            island.errors[n] = missing[span] / total + (1 - scale / total) * island.errors.get(n, 0.0)
+        island.total_per_own = total / own
+    return {n: torch.from_numpy(out[span] / total).view(shapes[n]) for n, span in spans.items()}
 
 
 def _equal_step(case: Case, islands: list[Island], data: Points, step: int) -> None:

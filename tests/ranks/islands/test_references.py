@@ -43,12 +43,51 @@ CASES = {
     "uneven_round": Case(
         {**FIXED, "local_steps": "auto", "balance": (4, 3, 1), "sync_every": 8}, (7, 1), sgd, 16, 8, True
     ),
+    # Units differ between synchronisations, and values fill more than a chunk.
+    "bf16": Case({**FIXED, "wire": "bf16"}, (9, 3), adamw, wire="bf16", hidden=(32, 40)),
+    "int8_diloco": Case(
+        {
+            "islands": "2/0/1",
+            "balance": (4, 6, 2),
+            "sync_every": 4,
+            "outer_lr": 0.7,
+            "outer_momentum": 0.9,
+            "wire": "int8",
+        },
+        (2, 4, 6),
+        adamw,
+        lr=0.7,
+        momentum=0.9,
+        wire="int8",
+        order=(1, 2, 0),
+        hidden=(32, 40),
+    ),
+    "fp16_fragments": Case(
+        {**FIXED, "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 2, "wire": "fp16"},
+        (9, 3),
+        adamw,
+        lr=0.7,
+        momentum=0.9,
+        num_fragments=2,
+        wire="fp16",
+        hidden=(32, 40),
+    ),
+    "powersgd": Case(
+        {**FIXED, "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 2, "wire": "powersgd"},
+        (9, 3),
+        adamw,
+        lr=0.7,
+        momentum=0.9,
+        num_fragments=2,
+        wire="powersgd",
+        hidden=(24, 32),
+    ),
 }
 
 
 def train(name: str, folder: str, settings: dict[str, Any], case: Case, num_steps: int) -> dict[str, Any]:
     run = evenload.init(project_dir=folder, seed=0, strategy="local", **settings)
-    model = build(run.rank)  # other weights on each rank: rank 0's must count
+    model = build(run.rank, case.hidden)  # other weights on each rank: rank 0's must count
     model, loader = run.prepare(model, DataLoader(Points(), batch_size=BATCH))
     optimizer = case.optimizer(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.gamma)
@@ -66,7 +105,8 @@ def train(name: str, folder: str, settings: dict[str, Any], case: Case, num_step
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            if case.num_fragments == 1:  # otherwise a checkpoint is a synchronisation of all fragments
+            # Otherwise a checkpoint is a synchronisation of all fragments, or moves what the wire has lost.
+            if case.num_fragments == 1 and case.wire == "fp32":
                 run.checkpoint(every=8)
             if step.index + 1 == num_steps and step.batch.plan.progress.ends:
                 break
@@ -111,6 +151,12 @@ def test_as_in_one_process(name: str, trained: list[dict[str, dict[str, Any]]]) 
     assert all(torch.equal(ranks[0]["weights"][key], value) for key, value in ranks[1]["weights"].items())
     assert {seen["lengths"] for seen in ranks} == {NUM_SAMPLES // BATCH}
     case = CASES[name]
+    reported = [e for e in ranks[0]["events"] if e.get("kind") == "wire"]
+    assert [e["fields"]["format"] for e in reported] == ([] if case.wire == "fp32" else [case.wire])
+    assert all(e["fields"]["sent_bytes"] < e["fields"]["exact_bytes"] for e in reported)
+    # About 1.7e-3, 7e-3 and 2e-4 of normally distributed values.
+    low, high = {"bf16": (2e-4, 4e-3), "int8": (5e-4, 3e-2), "fp16": (1e-5, 2e-3)}.get(case.wire, (1e-3, 5.0))
+    assert all(low < e["fields"]["difference"] < high for e in reported), reported
     assert len([e for e in ranks[0]["events"] if e.get("kind") == "synchronised"]) == case.num_steps // case.every
     assert [row["num_samples"] for row in ranks[0]["steps"] if "num_samples" in row] == [BATCH] * case.num_steps
 

@@ -54,6 +54,18 @@ def moved(folder: str) -> dict[str, torch.Tensor]:
     return weights(model)
 
 
+def moved_errors(folder: str) -> dict[str, torch.Tensor]:
+    """The same where the islands hold what their wire has lost."""
+    for islands, until in (("0/1,2", 8), ("0,1/2", 16)):
+        model = build(0, (32, 40))
+        run, loader, optimizer = start(folder, model, {**SETTINGS, "islands": islands, "wire": "int8"})
+        for step in steps(loader, model, optimizer, until):
+            if step.index == 7:
+                run.checkpoint()
+        run.close()
+    return weights(model)
+
+
 def shown(folder: str) -> dict[str, Any]:
     model = build()
     run, loader, optimizer = start(folder, model, {**SETTINGS, "islands": "0,1/2"})
@@ -108,6 +120,15 @@ def test_a_checkpoint_goes_on_with_other_islands(ranks: list[dict[str, Any]]) ->
         assert difference(seen["moved"], dict(second.state_dict())) < 1e-12
 
 
+def test_a_checkpoint_holds_what_every_island_has_lost(ranks: list[dict[str, Any]]) -> None:
+    wire: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "wire": "int8", "hidden": (32, 40)}
+    velocity: dict[str, torch.Tensor] = {}
+    first = simulate(Case({}, (6, 6), num_steps=8, **wire), velocity=velocity)
+    second = simulate(Case({}, (9, 3), **wire), first[0].model, 8, velocity, first)[0].model
+    for seen in ranks:
+        assert difference(seen["moved_errors"], dict(second.state_dict())) < 1e-12
+
+
 def test_weights_of_the_newest_synchronisation_are_shown(ranks: list[dict[str, Any]]) -> None:
     own = [seen["shown"]["own"] for seen in ranks]
     assert difference(own[0], own[2]) > 1e-6
@@ -135,6 +156,8 @@ def test_synchronising_in_each_step_is_ddp(ranks: list[dict[str, Any]]) -> None:
         ({"sync_every": 5}, "no effect with strategy ddp"),
         ({"islands": "0"}, "no effect with strategy ddp"),
         ({"strategy": "local", "fragments": 3, "sync_every": 2}, "each fragment needs a step"),
+        ({"strategy": "local", "wire": "auto"}, "chooses by the noise of gradients"),
+        ({"strategy": "async", "wire": "int8"}, "no effect with strategy='async'"),
         ({"strategy": "local", "batch_max": 64}, "batch_max with strategy='local'"),
         ({"strategy": "local", "islands": "0,1/1"}, "expected every rank in one island"),
         ({"strategy": "local", "islands": "0/1"}, "it names 2 ranks, but the job has 1"),

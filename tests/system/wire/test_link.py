@@ -46,6 +46,20 @@ for name in ("fp32", "bf16", "fp16", "int8", "powersgd"):
         optimizer.step(); optimizer.zero_grad()
     found[name] = (sent_when_idle() - before) / 6
     run.close()
+for name in ("fp32", "int8"):  # islands: twice in six steps
+    torch.manual_seed(0)
+    run = evenload.init(project_dir=f"runs/local-{name}", strategy="local", sync_every=3, wire=name)
+    loader = DataLoader(TensorDataset(torch.randn(96, 512), torch.randn(96, 512)), batch_size=8)
+    model, loader = run.prepare(nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)), loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = 0
+    for step in loader:
+        if step.index == 6:
+            before = sent_when_idle()
+        step.backward(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+        optimizer.step(); optimizer.zero_grad()
+    run.close()
+    found[f"local-{name}"] = (sent_when_idle() - before) / 6
 json.dump(found, open("bytes.json", "w"))
 """
 SIZE = GradientSize(512 * 1024 * 2 + 1024 + 512, 4, ((1024, 512), (512, 1024)))
@@ -85,6 +99,9 @@ def test_bytes_on_the_interface_are_those_of_the_docs(folders: list[Path]) -> No
             # Rows of control, and packets without data: 4 to 8 kB a step, whatever the model.
             rest = counted[name] - sent_bytes(name, SIZE, 2)
             assert abs(rest) < 0.05 * sent_bytes(name, SIZE, 2) + 10e3, (name, counted)
+        for name in ("fp32", "int8"):
+            expected = sent_bytes(name, SIZE, 2) / 3
+            assert abs(counted[f"local-{name}"] - expected) < 0.05 * expected + 10e3, (name, counted)
 
 
 @pytest.mark.slow
@@ -95,6 +112,8 @@ def test_a_run_reports_link_difference_and_advice(folders: list[Path]) -> None:
         assert found["link"]["both_bytes_per_s"] == pytest.approx(25e6, rel=0.25)
         assert found["link"]["up_bytes_per_s"] == pytest.approx(25e6, rel=0.25)
         assert found["advice"]["cheapest_exact"] == 'wire="fp32"'
+        settings = [option["setting"] for option in found["advice"]["options"]]
+        assert 'strategy="local", sync_every=20, fragments=4' in settings and settings[-1] == 'strategy="async"'
         assert ("wire" in found) == (name != "fp32")
     assert events["int8"]["wire"]["difference"] == pytest.approx(8e-3, rel=0.5)
     assert events["bf16"]["wire"]["difference"] == pytest.approx(1.7e-3, rel=0.4)

@@ -8,9 +8,12 @@ from evenload.balance.exchange_times import (
     BucketSizes,
     Link,
     Work,
+    async_option,
     bucket_sizes,
     cheapest,
     describe,
+    local_options,
+    options_of,
     wire_options,
 )
 from evenload.balance.wire_bytes import FORMATS, GradientSize, payload_bytes, sent_bytes
@@ -47,7 +50,7 @@ def test_a_slow_link_makes_the_smallest_format_the_cheapest_and_fp32_the_exact_o
 
 
 def test_on_a_fast_link_the_backward_hides_all_but_the_last_bucket() -> None:
-    fp32, *_, int8, _ = wire_options(SIZE, FAST, 2, Work(0.5, codec_s_per_byte=2e-9))
+    fp32, *_, int8, _ = wire_options(SIZE, FAST, 2, Work(0.5, codec_s_per_value={"int8": 8e-9}))
     assert fp32.step_s < 0.51
     assert fp32.step_s < int8.step_s  # encoding costs more than the bytes
     assert cheapest([fp32, int8], exact=False) is fp32
@@ -56,6 +59,31 @@ def test_on_a_fast_link_the_backward_hides_all_but_the_last_bucket() -> None:
 def test_several_micro_batches_hide_less() -> None:
     one, four = (wire_options(SIZE, SLOW, 2, Work(0.5, num_micro=n), ["fp32"])[0].step_s for n in (1, 4))
     assert four - one == pytest.approx(0.3 * 3 / 4)
+
+
+def test_islands_exchange_once_in_sync_every_steps() -> None:
+    once, fragments, int8 = local_options(SIZE, SLOW, 2, Work(0.5), 20)
+    # 2.56 s of bytes, a latency of the sum, and one for what islands report.
+    assert once.step_s == pytest.approx(0.5 + (2.56 + 2 * 0.04) / 20)
+    assert once.sent_bytes == 32e6 / 20
+    assert (fragments.step_s, fragments.is_exact) == (0.5, False)
+    assert int8.step_s < once.step_s
+    assert local_options(SIZE, SLOW, 2, Work(0.01), 20)[1].step_s == pytest.approx((2.56 + 5 * 0.04) / 20)
+    assert len(local_options(SIZE, SLOW, 2, Work(0.5), 1)) == 1
+
+
+def test_async_workers_on_other_machines_fetch_and_send_everything() -> None:
+    far = 1.0 + 2 * 2.56 + 0.04
+    work = Work(0.5, whole_batch_s=(1.0, 1.0), is_far=(False, True))
+    found = async_option(SIZE, SLOW, work)
+    assert found is not None and found.step_s == pytest.approx(far)
+    work = Work(0.5, whole_batch_s=(1.0, 1.0, 1.0), is_far=(False, False, True))
+    found = async_option(SIZE, SLOW, work)
+    assert found is not None and found.step_s == pytest.approx(1 / (1 + 1 / far))
+    assert async_option(SIZE, SLOW, Work(0.5)) is None
+    assert async_option(SIZE, SLOW, Work(0.5, whole_batch_s=(1.0,), is_far=(False,))) is None
+    settings = [one.setting for one in options_of(SIZE, SLOW, 2, work, 20)]
+    assert settings[-1] == 'strategy="async"' and len(settings) == len(FORMATS) + 4
 
 
 def test_bucket_sizes_balance_latency_against_the_last_bucket() -> None:

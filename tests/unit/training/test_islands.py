@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ from torch.optim.lr_scheduler import (
 )
 
 from evenload.errors import DataError, StepError
+from evenload.training.comm.islands import IslandLink, IslandMap
 from evenload.training.islands.schedulers import FollowedScheduler
 from evenload.training.islands.shares import NUM_BLOCKS, IslandShares, at_least_one, blocks_of
+from evenload.training.parallel.outer import OuterState
 
 
 def test_shares_come_near_the_measured_speeds() -> None:
@@ -92,3 +96,15 @@ def test_a_schedule_between_loops_stays_and_a_partial_one_is_named() -> None:
     scheduler.step()
     with pytest.raises(StepError, match="made 1 steps in the 3 steps of an island"):
         watch.end(3, 4, left_early=False)
+
+
+def test_an_imaginary_part_synchronises() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3, dtype=torch.complex128))
+    groups: Any = SimpleNamespace(nccl_ranks=(), begin=None, gradients=None)
+    link = IslandLink(groups, groups, IslandMap(((0,),), 0))
+    outer = OuterState([model], link, lr=0.5, momentum=0.0, num_fragments=1)
+    with torch.no_grad():
+        model.weight.fill_(2 + 4j)
+    outer.synchronise(5.0)
+    assert torch.equal(model.weight, torch.full((3,), 1 + 2j, dtype=torch.complex128))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from evenload.training.parallel.asynchronous.ledger import PartJob, PartLedger
+from evenload.training.parallel.asynchronous.ledger import PartJob, PartLedger, ends_sooner_without
 
 
 def simulate(staleness: int, num_workers: int, num_parts: int, seed: int, *, deaths: int = 0) -> tuple[list[int], int]:
@@ -83,3 +83,22 @@ def test_a_loop_that_is_left_hands_out_nothing_more() -> None:
     assert job is not None and ledger.hand_out(2) is None and not ledger.is_done
     ledger.arrive(job.number)
     assert ledger.next_update() == job and ledger.is_done
+
+
+def test_a_slow_worker_takes_no_part_that_would_end_after_all_others() -> None:
+    assert ends_sooner_without(4.0, [1.0], 3)
+    assert not ends_sooner_without(4.0, [1.0], 4)
+    assert not ends_sooner_without(1.0, [4.0], 1)
+    assert not ends_sooner_without(1.0, [], 1)
+    # Of workers that are about equally fast none waits, also where few parts are left.
+    assert not ends_sooner_without(1.1, [1.0, 1.0, 1.0], 1)
+
+
+def test_a_part_that_is_kept_for_a_worker_goes_to_others() -> None:
+    ledger = PartLedger(range(3), 4)
+    ledger.hand_out(1, reserve=True)
+    assert (ledger.num_left, ledger.reserved_for(1)) == (2, 1)
+    ledger.give_back(1)
+    job = ledger.hand_out(2)
+    assert job is not None and job.part == 1
+    assert ledger.num_left == 1

@@ -285,7 +285,7 @@ def exchange(facts: HostFacts) -> Finding:
     best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
     times = ", ".join(f"{one.setting} {one.exchange_s:.2g} s" for one in options)
     found = (
-        f"a step with ten million parameters exchanges its gradients in: {times}. Cheapest with the exact result: "
+        f"a step with ten million parameters exchanges (on average): {times}. Cheapest with the exact result: "
         f"{exact.setting}; cheapest at all: {best.setting}"
     )
     expected = "less than a step computes; evenload run predicts whole steps after a few of them (docs/wire.md)"

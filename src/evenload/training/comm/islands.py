@@ -17,6 +17,7 @@ from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.generation import Generation, Membership
 from evenload.training.comm.groups import Groups
 from evenload.training.comm.pending import Pending
+from evenload.training.comm.wire_groups import NUM_STAGES, WireGroups
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,6 @@ class IslandGroups(Groups):
         super().__init__(membership, islands.members.index(world.rank), **options)
         self.generation = replace(self.generation, island=islands.own)
 
-    def follow(self, work: dist.Work, *, blocking: bool) -> Pending:
-        """Follow a collective of another group, so that `abort` ends its wait."""
-        return self._collectives.begin(work, blocking=blocking)
-
     def _build(self, membership: Membership, rank: int, check: Callable[[], None] | None = None) -> Generation:
         if len(self._world_ranks) > 1:
             return super()._build(membership, rank)
@@ -110,22 +107,28 @@ class IslandGroups(Groups):
 class IslandLink:
     """Sums over islands: the first rank of each sums over the link, and passes the sum on inside its island."""
 
-    def __init__(self, world: Groups, island: Groups, islands: IslandMap) -> None:
-        """Make the group of the first ranks; all ranks call it."""
+    def __init__(self, world: Groups, island: Groups, islands: IslandMap, *, has_wire: bool = False) -> None:
+        """Make the groups of the first ranks; all ranks call it. `has_wire`: for a sum of several collectives."""
         self._island = island
+        self.begin = island.begin
         self.num_islands = len(islands)
-        self._group: dist.ProcessGroup | None = None
+        leaders = tuple(sorted(islands.leaders))  # as torch orders a group
+        on_gpus = set(leaders) <= set(world.nccl_ranks)
+        made: list[object] = []
         if len(islands) > 1:
-            backend = "nccl" if set(islands.leaders) <= set(world.nccl_ranks) else "gloo"
-            group = dist.new_group(list(islands.leaders), timedelta(seconds=world.timeout_s), backend)
-            self._group = group if isinstance(group, dist.ProcessGroup) else None
+            timeout, backend = timedelta(seconds=world.timeout_s), "nccl" if on_gpus else "gloo"
+            made = [dist.new_group(list(leaders), timeout, backend) for _ in range(NUM_STAGES if has_wire else 1)]
+        # The others get a mark that is no group.
+        stages = tuple(group for group in made if isinstance(group, dist.ProcessGroup))
+        self.groups = WireGroups(leaders, leaders.index(islands.members[0]), bool(stages), None, stages, on_gpus)
+        """Of the first ranks, one from each island."""
 
     def sum_async(self, tensor: torch.Tensor) -> Pending:
         """Begin a sum over the islands, in place, on their first ranks; nothing happens on the others."""
-        if self._group is None or not isinstance(self._island, IslandGroups):
+        if not self.groups.leads:
             return Pending(None, blocking=False)
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return self._island.follow(work, blocking=tensor.device.type == "cpu")
+        work = dist.all_reduce(tensor, group=self.groups.stages[0], async_op=True)
+        return self.begin(work, tensor.device.type == "cpu")
 
     def pass_on(self, tensor: torch.Tensor) -> None:
         """Send what the first rank of this island holds to its other ranks."""

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
+from evenload.balance.wire_bytes import sent_bytes
 from evenload.errors import ConfigError
 from evenload.job import stop_requested
 from evenload.training.comm.control import Operation
@@ -25,6 +25,7 @@ from evenload.training.islands.planner import IslandPlanner
 from evenload.training.islands.schedulers import FollowedScheduler, follow_all
 from evenload.training.islands.shares import NUM_BLOCKS, blocks_of
 from evenload.training.parallel.outer import OuterState
+from evenload.training.parallel.wire.outer_wire import OuterWire
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener, StepLoader
 
@@ -49,9 +50,11 @@ class IslandSynchroniser(StepListener):
         self._models, self._loaders = models, loaders
         self._living_schedulers = schedulers
         self._every, self._num_fragments = config.sync_every, config.fragments
-        self._link = IslandLink(context.groups, context.step_groups, islands)
+        has_wire = config.wire != "fp32"
+        self._link = IslandLink(context.groups, context.step_groups, islands, has_wire=has_wire)
+        self._wire = OuterWire(config.wire, self._link, config.seed) if has_wire and len(islands) > 1 else None
         self._outer: OuterState | None = None
-        self._loaded: Mapping[str, torch.Tensor] = {}
+        self._loaded: Mapping[str, Any] = {}
         self._num_slots = 0
         """Fragments sent so far, counted from the first step of the run."""
         self._clean_at = 0
@@ -61,6 +64,7 @@ class IslandSynchroniser(StepListener):
         self._loss_sum = self._loss_units = 0.0
         self._followed: list[FollowedScheduler] = []
         self._ends: tuple[int, int] | None = (1, 1)
+        self._reported = False
         self._asks = False
         """`run.checkpoint` was called between two synchronisations."""
         self.owes_checkpoint = False
@@ -89,7 +93,7 @@ class IslandSynchroniser(StepListener):
         """Return the outer optimizer's state; the synchronised weights are the models' own in a checkpoint."""
         return dict(self._loaded) if self._outer is None else self._outer.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin with the outer optimizer's state, on any islands."""
         self._loaded = state
 
@@ -164,6 +168,7 @@ class IslandSynchroniser(StepListener):
                     outer.take((index - 1) % self._num_fragments)
                     outer.send(index, units)
                 self._num_slots += 1
+            self._report_wire(outer)
             if due % self._num_fragments == 0:
                 self._report(time.perf_counter() - began_s)
         self._sync_s += time.perf_counter() - began_s
@@ -182,6 +187,15 @@ class IslandSynchroniser(StepListener):
         if not self._is_inside:
             self._clean_at = self._context.loop.steps_done
 
+    def gather(self) -> None:
+        """Move to rank 0 what a checkpoint must hold of all islands. All ranks call it, after `finish`."""
+        if self._outer is not None:
+            self._outer.gather()
+
+    def close(self) -> None:
+        if self._outer is not None:
+            self._outer.close()
+
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -195,6 +209,7 @@ class IslandSynchroniser(StepListener):
             lr=config.outer_lr,
             momentum=config.outer_momentum,
             num_fragments=self._num_fragments,
+            wire=self._wire,
         )
         self._outer.load_state_dict(self._loaded)
         self._loaded = {}
@@ -231,6 +246,8 @@ class IslandSynchroniser(StepListener):
         if self._num_fragments > 1:
             delay = self._every / self._num_fragments
             text += f", in {self._num_fragments} fragments, each used {delay:g} steps after it was sent"
+        if config.wire != "fp32":
+            text += f", sent as {config.wire}" if count > 1 else f"; wire={config.wire} has no effect: nothing is sent"
         if count > 1:
             text += (
                 ". The loss shown is that of island 0's part of each batch; evaluation, exports and checkpoints have the weights "
@@ -294,6 +311,23 @@ class IslandSynchroniser(StepListener):
             num_bytes=0 if self._outer is None else self._outer.num_bytes,
             loss=sum(row[3] for row in leaders) / units if units else None,
             parts=list(planner.parts.shares) if isinstance(planner, IslandPlanner) else [],
+        )
+
+    def _report_wire(self, outer: OuterState) -> None:
+        """Report once what the format of the wire sends and loses."""
+        if self._wire is None or self._reported or (difference := outer.difference) is None:
+            return
+        self._reported = True
+        sent, exact = (sent_bytes(name, outer.payload, len(self._islands)) for name in (self._wire.name, "fp32"))
+        self._context.recorder.event(
+            "wire",
+            f"wire={self._wire.name}: each island sends {sent / 1e6:.3g} MB a synchronisation instead of {exact / 1e6:.3g} MB. "
+            f"This pseudo-gradient differs from the exact one by {difference:.1e} (‖Δg‖/‖g‖); what it lacks is added to the "
+            "next one",
+            format=self._wire.name,
+            sent_bytes=sent,
+            exact_bytes=exact,
+            difference=difference,
         )
 
     def _divide(self, shares: Sequence[int]) -> None:

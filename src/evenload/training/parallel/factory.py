@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -89,8 +89,7 @@ def _open_async(parts: StrategyParts) -> Strategy:
 
 
 def _open_local(parts: StrategyParts) -> Strategy:
-    # The link is measured between machines, which no island spans.
-    return _open_ddp(replace(parts, link=None), IslandStrategy)
+    return _open_ddp(parts, IslandStrategy)
 
 
 STRATEGIES: dict[str, Callable[[StrategyParts], Strategy]] = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from evenload.balance.exchange_times import BucketSizes
 from evenload.training.comm.groups import Groups
 from evenload.training.parallel.ddp import ReplicaStrategy, broadcast
 
@@ -18,3 +19,8 @@ class IslandStrategy(ReplicaStrategy):
         for model in models:
             broadcast((*model.parameters(), *model.buffers()), groups)
         super().attach(models, self._groups)
+        if self._link is not None:
+            self._link.measure(self._context.device)
+
+    def _bucket_sizes(self) -> BucketSizes | None:
+        return None  # the link that was measured is between machines, which an island does not span

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from evenload.balance.wire_bytes import GradientSize, sent_bytes
 from evenload.errors import NonFiniteError, StepError
 from evenload.training.comm.islands import IslandLink
-from evenload.training.comm.pending import Pending
+from evenload.training.parallel.wire.outer_wire import OuterSum, OuterWire, outer_size
 
 
 @dataclass
@@ -43,8 +45,8 @@ class Fragment:
     momentum: list[torch.Tensor] = field(default_factory=list)
     sent: list[torch.Tensor] = field(default_factory=list)
     """Values as they were sent, while a sum is in progress."""
-    sums: list[tuple[torch.Tensor, Pending, list[int]]] = field(default_factory=list)
-    """Memory of a sum in progress, and the tensors in it."""
+    sums: list[OuterSum] = field(default_factory=list)
+    """In progress."""
     units_before: float = 0.0
     """Units of this island when the fragment was sent last."""
 
@@ -53,17 +55,27 @@ class OuterState:
     """The synchronised weights, and the outer optimizer. Equal on all ranks between two synchronisations."""
 
     def __init__(
-        self, models: Sequence[nn.Module], link: IslandLink, *, lr: float, momentum: float, num_fragments: int
+        self,
+        models: Sequence[nn.Module],
+        link: IslandLink,
+        *,
+        lr: float,
+        momentum: float,
+        num_fragments: int,
+        wire: OuterWire | None = None,
     ) -> None:
-        self._link = link
+        """`wire` sums pseudo-gradients in another format than their own; buffers travel as they are."""
+        self._link, self._wire = link, wire
         self._lr, self._momentum = lr, momentum
         self.fragments = cut(models, num_fragments)
         frozen = (item for model in models for item in model.named_parameters() if not item[1].requires_grad)
         self._frozen = [(name, param, param._version) for name, param in frozen]
         self._own: list[list[torch.Tensor]] = []
         """This island's values while the synchronised ones are shown."""
-        self.num_bytes = 0
+        self.num_bytes = 0.0
         """Bytes that this island has sent for sums."""
+        self.difference: float | None = None
+        """About ‖Δg‖/‖g‖ of the first sum with a wire, on the first rank of each island."""
         for fragment in self.fragments:
             fragment.start = [tensor.detach().clone() for tensor in fragment.tensors]
             if momentum:
@@ -84,13 +96,20 @@ class OuterState:
         fragment = self.fragments[index]
         own, fragment.units_before = units - fragment.units_before, units
         fragment.sent = [tensor.detach().clone() for tensor in fragment.tensors]
-        for places in _by_kind(fragment.tensors).values():
+        for places in self._by_kind(fragment):
             kind = torch.float64 if fragment.tensors[places[0]].dtype == torch.float64 else torch.float32
             parts = [(fragment.start[place].to(kind) - fragment.sent[place].to(kind)).flatten() for place in places]
             # The units travel behind the values that they weight.
             memory = torch.cat([*parts, parts[0].new_ones(1)]).mul_(own)
-            self.num_bytes += memory.nbytes
-            fragment.sums.append((memory, self._link.sum_async(memory), places))
+            tensors = [fragment.tensors[place] for place in places]
+            if self._wire is None or places[0] >= fragment.num_trained:
+                fragment.sums.append(OuterSum(memory, places, self._link.sum_async(memory)))
+            else:
+                fragment.sums.append(
+                    self._wire.start([fragment.names[place] for place in places], tensors, places, memory)
+                )
+            name = "fp32" if self._wire is None or places[0] >= fragment.num_trained else self._wire.name
+            self.num_bytes += sent_bytes(name, outer_size(tensors), self._link.num_islands)
 
     @torch.no_grad()
     def take(self, index: int) -> None:
@@ -101,21 +120,34 @@ class OuterState:
         """
         fragment = self.fragments[index]
         sums, fragment.sums = fragment.sums, []
-        for memory, pending, places in sums:
-            pending.wait()
+        for one in sums:
+            one.wait()
+            memory, places = one.memory, one.places
             self._link.pass_on(memory)
             *values, units = torch.split(memory, [*(fragment.tensors[place].numel() for place in places), 1])
             if not float(units):
                 continue  # no island has made a finite step
-            memory[:-1].div_(units)
             if not bool(memory.isfinite().all()):
                 raise NonFiniteError(
                     "the weights of an island were NaN or infinite at a synchronisation; look at the learning rate, and at "
                     "outer_lr and outer_momentum"
                 )
+            if self._wire is not None:
+                self._wire.settle(one, float(units))
+            memory[:-1].div_(units)
             for place, delta in zip(places, values, strict=True):
                 self._step(fragment, place, delta.view_as(fragment.start[place]))
         fragment.sent = []
+        if sums and self._wire is not None and self.difference is None and index == len(self.fragments) - 1:
+            self.difference = self._wire.difference()
+
+    def _by_kind(self, fragment: Fragment) -> list[list[int]]:
+        """Return the places of tensors that travel in one memory: float64 apart from the rest, each device by itself."""
+        found: dict[tuple[bool, torch.device, bool], list[int]] = {}
+        for place, tensor in enumerate(fragment.tensors):
+            is_apart = self._wire is not None and place >= fragment.num_trained
+            found.setdefault((tensor.dtype == torch.float64, tensor.device, is_apart), []).append(place)
+        return list(found.values())
 
     def _step(self, fragment: Fragment, place: int, delta: torch.Tensor) -> None:
         start, tensor, sent = fragment.start[place], fragment.tensors[place], fragment.sent[place]
@@ -154,13 +186,36 @@ class OuterState:
         for fragment, values in zip(self.fragments, own, strict=False):
             torch._foreach_copy_([tensor.detach() for tensor in fragment.tensors], values)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the momentum by name; empty without momentum. It does not depend on islands or fragments."""
-        return {name: value for one in self.fragments for name, value in zip(one.names, one.momentum, strict=False)}
+    @property
+    def payload(self) -> GradientSize:
+        """Size of all parameters that travel in the format of the wire."""
+        return outer_size([tensor for one in self.fragments for tensor in one.tensors[: one.num_trained]])
+
+    def gather(self) -> None:
+        """Move the errors of the wire to rank 0, so that its `state_dict` holds all. All ranks call it; no sum is in progress."""
+        if self._wire is not None:
+            self._wire.gather(
+                {
+                    n: t
+                    for one in self.fragments
+                    for n, t in zip(one.names[: one.num_trained], one.tensors, strict=False)
+                }
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the momentum by name, if there is one, and the wire's state. It does not depend on islands or fragments."""
+        momentum = {name: value for one in self.fragments for name, value in zip(one.names, one.momentum, strict=False)}
+        return momentum if self._wire is None else momentum | {"wire": self._wire.state_dict()}
+
+    def close(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the momentum of `state_dict`, where names and shapes fit; others begin with 0."""
+        if self._wire is not None and "wire" in state:
+            self._wire.load_state_dict(state["wire"])
         for fragment in self.fragments:
             for name, value in zip(fragment.names, fragment.momentum, strict=False):
                 if name in state and state[name].shape == value.shape:
@@ -176,7 +231,9 @@ def cut(models: Sequence[nn.Module], num_fragments: int) -> list[Fragment]:
         for name, tensor in _tensors_of(model):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                (trained if isinstance(tensor, nn.Parameter) else averaged)[f"{prefix}.{name}"] = tensor
+                # An imaginary part is a value like others.
+                values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+                (trained if isinstance(tensor, nn.Parameter) else averaged)[f"{prefix}.{name}"] = values
     size = sum(tensor.nbytes for tensor in trained.values()) / num_fragments
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(num_fragments)]
     before = 0
@@ -194,11 +251,3 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
             yield name, buffer
-
-
-def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[tuple[bool, torch.device], list[int]]:
-    """Return the places of tensors that travel in one memory: float64 apart from the rest, each device by itself."""
-    found: dict[tuple[bool, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        found.setdefault((tensor.dtype == torch.float64, tensor.device), []).append(place)
-    return found

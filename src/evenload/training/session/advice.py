@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from torch import nn
 
-from evenload.balance.exchange_times import Work, cheapest, describe, exchange_s, options_of
+from evenload.balance.exchange_times import Work, cheapest, describe, exchange_s, local_options, options_of
 from evenload.balance.wire_bytes import FORMATS
+from evenload.training.parallel.wire.formats import codec_seconds
 from evenload.training.parallel.wire.gradient_wire import gradient_size
 from evenload.training.step.context import TrainingContext
 from evenload.training.step.step import Step, StepListener
@@ -34,14 +36,22 @@ class LinkAdvice(StepListener):
         if context.link is None or context.link.link is None:
             return []
         link, size, senders = context.link.link, gradient_size(self._models), context.link.num_senders
+        every = context.config.sync_every
         times = ", ".join(f"{name} {exchange_s(name, size, link, senders):.3g} s" for name in FORMATS)
-        own = "" if wire in ("fp32", "auto") else f"; wire={wire} is not exact, and the first step reports by how much"
+        rare = ", ".join(
+            f"{one.setting} {one.exchange_s:.3g} s" for one in local_options(size, link, senders, Work(0.0), every)
+        )
+        own = (
+            ""
+            if wire in ("fp32", "auto") or context.islands is not None
+            else f"; wire={wire} is not exact, and the first step reports by how much"
+        )
         return [
             f"link between {senders} {'ranks' if len(context.groups.generation.hosts) == 1 else 'machines'}: "
             f"{link.latency_s * 1e3:.3g} ms for a small sum, {link.up_bytes_per_s / 1e6:.3g} MB/s from rank 0, "
             f"{link.down_bytes_per_s / 1e6:.3g} MB/s to it, {link.both_bytes_per_s / 1e6:.3g} MB/s each way at once. The "
             f"gradients of a step have {size.num_values * size.value_bytes / 1e6:.3g} MB; to exchange them takes {times}, of "
-            f"which the backward hides a part{own}"
+            f"which the backward hides a part; not exact, and per step: {rare}{own}"
         ]
 
     def announce(self) -> None:
@@ -62,8 +72,19 @@ class LinkAdvice(StepListener):
         if len(self._computed_s) < _NUM_STEPS:
             return
         # The first steps load code and fill caches.
-        work = Work(statistics.median(self._computed_s[1:]), step.batch.plan.num_micro)
-        options = options_of(gradient_size(self._models), link, context.link.num_senders, work)
+        plan = step.batch.plan
+        # An island knows its own ranks' times.
+        whole = [] if context.islands is not None else list(zip(timed.own_seconds(), plan.shares, strict=False))
+        far = {rank for host in context.groups.generation.hosts if 0 not in host for rank in host}
+        work = Work(
+            statistics.median(self._computed_s[1:]),
+            plan.num_micro,
+            codec_seconds(context.device),
+            whole_batch_s=tuple(seconds * plan.num_samples / share if share else math.inf for seconds, share in whole),
+            is_far=tuple(rank in far for rank in range(len(whole))),
+        )
+        size, senders = gradient_size(self._models), context.link.num_senders
+        options = options_of(size, link, senders, work, context.config.sync_every)
         best, exact = cheapest(options, exact=False), cheapest(options, exact=True)
         took_s = statistics.median(self._took_s[1:])
         context.recorder.event(

@@ -72,10 +72,10 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
             f"{config.sources['batch_lr']} has no effect: it sets how the learning rate follows a growing batch; set "
             "batch_max too, or leave it out"
         )
-    if config.wire != "fp32" and config.strategy != "ddp":
+    if config.wire != "fp32" and config.strategy not in ("ddp", "local"):
         raise ConfigError(
             f"{config.sources['wire']} has no effect with strategy={config.strategy!r}: it is the format in which the ranks of "
-            "strategy='ddp' sum gradients; leave one of them out"
+            "strategy='ddp' sum gradients, and the islands of strategy='local' pseudo-gradients; leave one of them out"
         )
     _check_local(config, spec.mode)
     replicas: tuple[ReplicaDevice, ...] = ()
@@ -90,13 +90,14 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     device = _device(spec)
     if spec.num_threads:
         torch.set_num_threads(spec.num_threads)
+    sums_encoded = config.wire != "fp32" and config.strategy == "ddp"
     options: dict[str, Any] = {
         # `Groups` checks whether each rank has a GPU of its own.
         "backend": spec.backend if spec.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
         "timeout_s": config.timeout_s,
         "gpu": _gpu(device),
         "inner_backend": spec.inner_backend,
-        "has_wire": config.wire != "fp32",
+        "has_wire": sums_encoded,
     }
     # A worker that joins a run is a world of one until the others admit it (elastic/).
     alone = Membership(spec.generation, (spec.worker,), "", spec.device_names[spec.rank : spec.rank + 1])
@@ -147,7 +148,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
     throttle = ComputeThrottle(spec if len(replicas) < 2 else replace(spec, throttle={}))
     seed = mix(config.seed, islands.own) if islands is not None and islands.own else config.seed
     link = LinkMeter(groups, always=config.wire == "auto")
-    wire = GradientWire(config.wire, groups, config.seed, recorder.event, link) if config.wire != "fp32" else None
+    wire = GradientWire(config.wire, groups, config.seed, recorder.event, link) if sums_encoded else None
     parts = StrategyParts(
         spec,
         device,
@@ -215,6 +216,11 @@ def _check_local(config: Config, mode: str) -> None:
     if config.batch_max is not None:
         raise ConfigError(
             "batch_max with strategy='local': a batch grows by noise that all ranks measure; leave one of them out"
+        )
+    if config.wire == "auto":
+        raise ConfigError(
+            f"{config.sources['wire']} with strategy='local': it chooses by the noise of gradients, which all ranks of "
+            "strategy='ddp' measure in each step; set bf16, fp16, int8 or powersgd for the pseudo-gradients"
         )
     if config.fragments > config.sync_every:
         raise ConfigError(

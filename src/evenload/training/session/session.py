@@ -242,6 +242,8 @@ class Session(StepListener):
             context.loop.close()
             self._contract.close()
             context.engine.strategy.detach()
+            if self._islands is not None:
+                self._islands.close()
             end_rpc(well=well and sys.exception() is None and context.groups.world_size == context.spec.world_size)
             for model in self._models:
                 batchnorm.restore(model)

@@ -371,6 +371,8 @@ class Saver:
         failure: CheckpointError | None = None
         if context.wire is not None:
             context.wire.gather()
+        if self.islands is not None:
+            self.islands.gather()
         with context.clock.segment("other"):
             if context.groups.rank == 0:
                 try:

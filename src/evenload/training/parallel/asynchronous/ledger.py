@@ -14,8 +14,18 @@ Note [The bound holds by deadlines]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+
+
+def ends_sooner_without(own_s: float, others_s: Collection[float], num_left: int) -> bool:
+    """Return whether the others compute all parts that are left before a much slower worker would have computed one.
+
+    `own_s` and `others_s` are the seconds that each needs for a part; the others are half done with one each. At the end of an
+    epoch everybody waits for the part that ends last. The fastest worker never waits for others.
+    """
+    rate = sum(1 / seconds for seconds in others_s)
+    return rate > 0 and own_s > 1.5 * min(others_s) and (num_left + len(others_s) / 2) / rate < own_s
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,11 @@ class PartLedger:
     def is_done(self) -> bool:
         return not (self._todo or self._reserved or self._jobs)
 
+    @property
+    def num_left(self) -> int:
+        """Parts that nobody has received yet."""
+        return len(self._todo) + len(self._reserved)
+
     def hand_out(self, worker: int, *, reserve: bool = False) -> PartJob | None:
         """Return the next part for a worker; None if it must wait, or none is left.
 
@@ -68,6 +83,11 @@ class PartLedger:
         job = PartJob(self._num_jobs, worker, part, self.updates)
         self._jobs[job.number] = job
         return job
+
+    def give_back(self, worker: int) -> None:
+        """Let others take the part that is kept for a worker."""
+        if (part := self._reserved.pop(worker, None)) is not None:
+            self._todo.appendleft(part)
 
     def reserved_for(self, worker: int) -> int | None:
         return self._reserved.get(worker)

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import rpc
 
 from evenload.errors import PeerLostError
-from evenload.training.parallel.asynchronous.ledger import PartJob, PartLedger
+from evenload.training.parallel.asynchronous.ledger import PartJob, PartLedger, ends_sooner_without
 from evenload.training.parallel.asynchronous.messages import Handout, PartGradient
 
 _POLL_S = 0.2
@@ -82,6 +82,8 @@ class PartServer:
         self._snapshots: dict[int, tuple[Sequence[int], list[torch.Tensor]]] = {}
         """By version, the state that was sent."""
         self._given_s: dict[int, float] = {}
+        self._part_s: dict[int, float] = {}
+        """By worker, seconds from the part that it received last to its gradient."""
         self._left: set[int] = set()
         """Workers that have left the loop of this epoch by themselves."""
         self.read_state: Callable[[], tuple[Sequence[int], list[torch.Tensor]]] = lambda: ((), [])
@@ -173,6 +175,8 @@ class PartServer:
                 self._lose(message)
             elif not drops and self.ledger.arrive(message.job):
                 self._gradients[message.job] = message
+                worker = self.ledger.job(message.job).worker
+                self._part_s[worker] = time.monotonic() - self._given_s[message.job]
 
     def _lose(self, message: _Leave) -> None:
         worker = message.worker
@@ -199,6 +203,9 @@ class PartServer:
         for worker in list(self._waiting):
             if worker in self._left:
                 continue
+            if self._is_too_slow(worker):
+                self.ledger.give_back(worker)
+                continue
             job = self.ledger.hand_out(worker, reserve=self._waiting[worker].reads_ahead)
             if job is None:
                 return
@@ -207,6 +214,21 @@ class PartServer:
             self._given_s[job.number] = time.monotonic()
             handout = Handout(job, self.ledger.reserved_for(worker), *self._snapshots[job.version])
             self._waiting.pop(worker).answer.set_result(handout)
+
+    def _is_too_slow(self, worker: int) -> bool:
+        """Return whether a part that the worker took now would end after all others; it then takes none."""
+        now_s = time.monotonic()
+        since_s = {job.worker: now_s - self._given_s[job.number] for job in self.ledger.computing()}
+        others_s = [
+            seconds
+            for other, seconds in self._part_s.items()
+            if other != worker
+            and other in self.alive
+            and other not in self._left
+            and since_s.get(other, 0.0) < 2 * seconds
+        ]
+        own_s = self._part_s.get(worker)
+        return own_s is not None and ends_sooner_without(own_s, others_s, self.ledger.num_left)
 
     def _arrival(self, job: PartJob) -> PartArrival:
         gradient = self._gradients.pop(job.number)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from evenload.training.comm.wire_groups import WireGroups
-from evenload.training.parallel.buckets import Bucket
 
 Steps = Generator[dist.Work, None, None]
 """A sum that begins its collectives one after the other, and yields each to be waited for."""
@@ -34,11 +33,10 @@ class Matrix:
 class BucketSum:
     """The values of one bucket on one of the ranks that exchange it; the sum replaces them."""
 
-    bucket: Bucket
     values: torch.Tensor
     """float32 or float64, shape ``(n,)``."""
-    norm: torch.Tensor
-    """Scalar of the same dtype: the sum of the ranks' norms, which bounds every value of the exact sum."""
+    scalar: torch.Tensor
+    """Scalar of the same dtype, which travels as it is: of gradients the norm, whose sum bounds every value of the exact sum."""
     matrices: tuple[Matrix, ...] = ()
     lost: torch.Tensor | None = None
     """The part of this rank's contribution that was lost, like `values`; None if nothing."""
@@ -50,7 +48,7 @@ class WireFormat(Protocol):
     name: str
 
     def sum(self, job: BucketSum, groups: WireGroups) -> Steps:
-        """Replace ``job.values`` and ``job.norm`` by their sums over `groups`, equal in each bit on all its ranks.
+        """Replace ``job.values`` and ``job.scalar`` by their sums over `groups`, equal in each bit on all its ranks.
 
         The `index`-th collective runs in ``groups.stages[index]``. The sum over ranks of what they lost is the difference to the
         exact sum.

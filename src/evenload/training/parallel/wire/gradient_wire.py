@@ -287,7 +287,7 @@ class SumInProgress:
         self.flat = self._target if wire.on_gpus else self._target.cpu()
         self.flat = self.flat.to(wide_dtype(bucket))
         size = bucket.memory.gradients.numel()
-        self.job = BucketSum(bucket, self.flat[:size], self.flat[size], _matrices(bucket))
+        self.job = BucketSum(self.flat[:size], self.flat[size], _matrices(bucket))
         self._is_done = False
 
     def wait(self) -> None:

@@ -28,14 +28,14 @@ class GradientObservation:
         """Over calls and ranks: |g_r|², what each codec loses of it, seconds of codecs, seconds of computation."""
         self.own = self._totals.clone()
         """The same of this rank in this call."""
-        self._num_bytes = 0
+        self._num_values = 0
         self._num_micro = 1
         self._shares: tuple[int, ...] = ()
         self._began_s = 0.0
 
     def begin(self, shares: Sequence[int], num_micro: int) -> None:
         self.own.zero_()
-        self._num_bytes = 0
+        self._num_values = 0
         self._shares, self._num_micro = tuple(shares), num_micro
         self._began_s = time.perf_counter()
 
@@ -51,7 +51,7 @@ class GradientObservation:
             unpack(codec, message, part)
             self.own[index] += float(torch.linalg.vector_norm(part.sub_(values), dtype=torch.float64)) ** 2
         seconds = time.perf_counter() - began_s
-        self._num_bytes += bucket.memory.gradients.numel() * bucket.memory.gradients.element_size()
+        self._num_values += bucket.memory.gradients.numel()
         self.own[-2] += seconds
         self._began_s += seconds
         self.own[-1] = time.perf_counter() - self._began_s
@@ -67,7 +67,8 @@ class GradientObservation:
         own, *lost = (float(value) for value in self._totals[:-2])
         per_call = self.num_calls * len([n for n in self._shares if n]) or 1
         codec_s, compute_s = (float(value) / per_call for value in self._totals[-2:])
-        work = Work(compute_s, self._num_micro, codec_s / len(CODECS) / max(1, self._num_bytes))
+        value_s = codec_s / len(CODECS) / max(1, self._num_values)
+        work = Work(compute_s, self._num_micro, dict.fromkeys(CHOICES[1:], value_s))
         observed = ObservedGradients(own, self._noise, dict(zip(CHOICES[1:], lost, strict=True)))
         options = wire_options(size, link, num_senders, work, CHOICES)
         return choose_wire(observed, dict(zip(CHOICES, options, strict=True)))

@@ -38,7 +38,7 @@ class PowerSGD:
         rest = [values[low:high] for low, high in _between(chosen, len(values))]
         starts = [self.start(one, values) for one in chosen]
         products = [matrix @ start for matrix, start in zip(matrices, starts, strict=True)]
-        first = torch.cat([*map(torch.flatten, products), *rest, job.norm.view(1)])
+        first = torch.cat([*map(torch.flatten, products), *rest, job.scalar.view(1)])
         yield _all_reduce(first, groups.stages[0])
         *summed, norm = torch.split_with_sizes(first, [*(p.numel() for p in products), *map(len, rest), 1])
         bases = [orthonormal(s.view_as(p)) for s, p in zip(summed, products, strict=False)]
@@ -57,7 +57,7 @@ class PowerSGD:
             job.next_starts[one.name] = factor / factor.abs().amax(0).clamp_min(torch.finfo(factor.dtype).tiny)
         for part, total in zip(rest, summed[len(chosen) :], strict=True):
             part.copy_(total)
-        job.norm.copy_(norm[0])
+        job.scalar.copy_(norm[0])
 
     def start(self, one: Matrix, like: torch.Tensor) -> torch.Tensor:
         """Return the Q of a matrix, shape ``(num_columns, POWERSGD_RANK)``."""

@@ -31,14 +31,14 @@ class QuantisedSum:
     def _exchange(self, job: BucketSum, groups: WireGroups) -> Steps:
         codec, values = self._codec, job.values
         own = _bytes(message_bytes(codec, len(values)), values)
-        pack(codec, values, job.norm, own)
+        pack(codec, values, job.scalar, own)
         table = own.new_empty(2, len(own))
         yield _gather(table, own, groups.stages[0])
         parts = torch.empty_like(values), torch.empty_like(values)
         norms = [unpack(codec, message, part) for message, part in zip(table, parts, strict=True)]
         job.lost = values - parts[groups.index]
         torch.add(*parts, out=values)
-        job.norm.copy_(norms[0] + norms[1])
+        job.scalar.copy_(norms[0] + norms[1])
 
     def _scatter_and_gather(self, job: BucketSum, groups: WireGroups) -> Steps:
         codec, values, index = self._codec, job.values, groups.index
@@ -47,7 +47,7 @@ class QuantisedSum:
         sent = _bytes(sum(sizes), values)
         messages = torch.split_with_sizes(sent, sizes)
         for (low, high), message in zip(spans, messages, strict=True):
-            pack(codec, values[low:high], job.norm, message)
+            pack(codec, values[low:high], job.scalar, message)
         table = sent.new_empty(len(spans), sizes[index])
         yield dist.all_to_all_single(
             table.view(-1), sent, [sizes[index]] * len(spans), sizes, group=groups.stages[0], async_op=True
@@ -63,7 +63,7 @@ class QuantisedSum:
         total, term, norm = (
             torch.zeros_like(own),
             torch.empty_like(own),
-            torch.zeros_like(job.norm, dtype=torch.float64),
+            torch.zeros_like(job.scalar, dtype=torch.float64),
         )
         for rank, message in enumerate(table):
             norm = norm + unpack(codec, message, term)
@@ -75,7 +75,7 @@ class QuantisedSum:
         gathered = result.new_empty(len(spans), len(result))
         yield _gather(gathered, result, groups.stages[1])
         for (low, high), message in zip(spans, gathered, strict=True):
-            job.norm.copy_(unpack(codec, message, values[low:high]))
+            job.scalar.copy_(unpack(codec, message, values[low:high]))
 
 
 def split_chunks(num_values: int, num_parts: int) -> list[tuple[int, int]]:
