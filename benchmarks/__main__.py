@@ -30,6 +30,7 @@ NAMES = (
     "loading",
     "hosts",
     "wire",
+    "islands",
     "cut_link",
     "leaving",
     "preemption",
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default=None,
-        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of faults and "
+        help="of gpu, small_steps and churn: names of experiments, such as E1,E3; of islands: equal or 1:0.5; of faults and "
         "cut_link: seeds; of queue_product: parts",
     )
     options = parser.parse_args(arguments)
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {"peers": tuple(options.peers.split(","))} if options.peers and name == "efficiency" else {}
         if options.traces and name in ("queue_policies", "queue_product", "queue_cost"):
             chosen = {"traces": options.traces}
-        if options.only and name in ("gpu", "small_steps", "faults", "churn", "queue_product", "cut_link"):
+        if options.only and name in ("gpu", "small_steps", "faults", "churn", "queue_product", "islands", "cut_link"):
             chosen = {**chosen, "only": options.only}
         result = module.measure(quick=options.quick, **chosen)
         others_cpu = neighbours.share()

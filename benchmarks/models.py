@@ -85,7 +85,7 @@ def build(size: Size) -> tuple[nn.Module, Dataset[Any]]:
         return resnet50(), random_images(512, 64)
     if size.model == "tiny_resnet":
         return resnet50(width=4), random_images(64, 32)
-    classes = _example_classes()
+    classes = example_classes()
     text = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return classes.GPT(size.width, size.depth, size.context), classes.Crops(text, 100_000, size.context)
 
@@ -170,7 +170,7 @@ def images() -> Dataset[Any]:
     )
 
 
-def _example_classes() -> Any:
+def example_classes() -> Any:
     """The classes of the example, which is a script: its definitions without what it runs."""
     tree = ast.parse(EXAMPLE.read_text())
     wanted = [

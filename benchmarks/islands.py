@@ -1,0 +1,217 @@
+"""Two machines (network namespaces) behind a link of 100 Mbit/s and 2 x 20 ms: islands beside what torch offers.
+
+The example's GPT with 25 MB of gradients, one CPU rank of one thread on each machine, held to equal quotas or to 1 : 0.5 by
+control groups from outside (benchmarks/quota.py). All arms take the same global batches of the same data with AdamW:
+
+- `ddp`, `bf16`, `powersgd`: torch's DistributedDataParallel, with a bfloat16 all-reduce, with torch's own PowerSGD hook (rank 4)
+- `diloco`: torch alone as torchft does it: equal steps, a blocking average of the weights every `sync_every` steps
+- `evenload`: strategy local with the same `sync_every`; with fragments; with wire int8
+
+Losses by step do not depend on the link or on the quotas under the first three, which wait for the link in each step: they are
+trained once without a limit, and timed on the link for a few steps. Arms that synchronise rarely train on the link. Time to the
+loss: that of synchronous training after all steps, or the arm's own last one where it is higher (`reached` is then no). Compute
+is a step of a rank alone; exchange is what a step of `ddp` takes beyond it.
+
+Bars: the best of Evenload reaches 0.9 of (compute + exchange) / compute over `ddp`; at least the speed of the best of the others
+with equal islands, 1.3 times it at 1 : 0.5, and there 0.95 of the islands' summed speed; final loss within 1 %.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.launching import SCRIPTS
+from benchmarks.quota import quotas
+from benchmarks.report import rows
+from evenload.testing import hosts
+
+MBIT, DELAY_MS = 100.0, 20.0
+SIZE, QUICK_SIZE = "16,64,256,8", "8,16,32,1"
+EVERY, NUM_STEPS, NUM_TIMED = 20, 60, 9
+SPEEDS = {"equal": (0.7, 0.7), "1:0.5": (0.8, 0.4)}
+"""Cores of each rank; the rest of two is left to the relay of packets."""
+TORCH = ("ddp", "bf16", "powersgd", "diloco")
+EVENLOAD = {
+    "local": (),
+    "local, fragments=4": ("--fragments", "4"),
+    "local, wire=int8": ("--wire", "int8"),
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    folder: Path
+    steps: int
+    size: str
+
+
+def measure(quick: bool = False, only: str = "") -> dict[str, Any]:
+    """`only`: some of the names in `SPEEDS`, with commas."""
+    if reason := hosts.why_not():
+        return {"skipped": reason}
+    cases: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="evenload-bench-") as name:
+        place = _Place(Path(name), EVERY if quick else NUM_STEPS, QUICK_SIZE if quick else SIZE)
+        curves = {arm: _run(place, arm, (1.0, 1.0), fast=True)["curve"] for arm in TORCH[: 1 if quick else 3]}
+        for case, speeds in SPEEDS.items():
+            if (only and case not in only.split(",")) or (quick and case != "equal"):
+                continue
+            cases[case] = _case(place, speeds, curves, quick)
+    return {"cases": cases, "bars": _bars(cases)}
+
+
+def _case(place: _Place, speeds: tuple[float, float], curves: Mapping[str, Any], quick: bool) -> dict[str, Any]:
+    target = curves["ddp"][-1][-1]
+    arms: dict[str, Any] = {}
+    for arm, curve in curves.items():
+        step_s = _run(place, arm, speeds, steps=NUM_TIMED)["step_s"]
+        arms[arm] = {
+            "step_s": step_s,
+            "loss": curve[-1][-1],
+            **_reach([(n, n * step_s, loss) for n, _, loss in curve], target),
+        }
+    for arm, options in {"diloco": (), **EVENLOAD}.items():
+        if quick and arm not in ("diloco", "local"):
+            continue
+        found = _run(place, arm, speeds, options=options)
+        arms[arm] = {
+            "step_s": found["step_s"],
+            "loss": found["curve"][-1][-1],
+            "shares": found.get("shares", [])[-1:],
+            **_reach(found["curve"], target),
+        }
+    alone = [_run(place, "ddp", (speed, speed), steps=NUM_TIMED, fast=True)["step_s"] for speed in sorted(set(speeds))]
+    # A step of ddp without a limit is half a batch at the speed of one rank.
+    speed = sum(0.5 / seconds for seconds in (alone if len(alone) > 1 else alone * 2))
+    compute_s = 1 / speed
+    exchange_s = arms["ddp"]["step_s"] - max(alone)
+    return {"arms": arms, "compute_s": compute_s, "exchange_s": exchange_s, "target": target}
+
+
+def _reach(curve: Sequence[Any], target: float) -> dict[str, Any]:
+    """Return the seconds until the loss is reached, between two points of a curve; all of them if it never is."""
+    before = None
+    for _, seconds, loss in curve:
+        if loss <= target:
+            if before is None or before[1] == loss:
+                return {"to_loss_s": seconds, "reached": True}
+            part = (before[1] - target) / (before[1] - loss)
+            return {"to_loss_s": before[0] + part * (seconds - before[0]), "reached": True}
+        before = (seconds, loss)
+    return {"to_loss_s": curve[-1][1], "reached": False}
+
+
+def _bars(cases: Mapping[str, Any]) -> dict[str, bool]:
+    bars: dict[str, bool] = {}
+    for name, case in cases.items():
+        arms = case["arms"]
+        own = [arm for arm in arms if arm in EVENLOAD]
+        others = [arm for arm in ("bf16", "powersgd", "diloco") if arm in arms]
+        if not own or not others:
+            continue
+        best, rival = (min(arms[arm]["step_s"] for arm in some) for some in (own, others))
+        ideal = (case["compute_s"] + case["exchange_s"]) / case["compute_s"]
+        gain = arms["ddp"]["step_s"] / best
+        bars[f"{name}: {gain:.2f}x ddp (0.9 of {ideal:.2f}x)"] = gain >= 0.9 * ideal
+        wanted = 1.0 if name == "equal" else 1.3
+        bars[f"{name}: {rival / best:.2f}x the best of the others ({wanted:g})"] = rival / best >= wanted
+        if name != "equal":
+            bars[f"{name}: {case['compute_s'] / best:.2f} of the summed speed (0.95)"] = (
+                case["compute_s"] / best >= 0.95
+            )
+        loss = min(arms[arm]["loss"] for arm in own)
+        bars[f"{name}: final loss {loss:.3f}, synchronous {case['target']:.3f} (1 %)"] = loss <= 1.01 * case["target"]
+    return bars
+
+
+def _run(
+    place: _Place,
+    arm: str,
+    speeds: tuple[float, float],
+    *,
+    steps: int = 0,
+    fast: bool = False,
+    options: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run an arm on two machines; `steps` times it without validation. The curve is the mean of both ranks' parts."""
+    folder = Path(tempfile.mkdtemp(dir=place.folder))
+    with ExitStack() as stack:
+        pids = stack.enter_context(quotas(dict(enumerate(speeds))))
+        link: dict[str, Any] = {} if fast else {"delay_ms": DELAY_MS}
+        boxes = stack.enter_context(hosts.machines(2, None if fast else MBIT, **link))
+        processes = []
+        for box in boxes:
+            words = [
+                *("--arm", arm if arm in TORCH else "evenload", "--pids", str(pids)),
+                *("--out", str(folder), "--size", place.size, "--every", str(EVERY)),
+                *("--steps", str(steps or place.steps), "--validates", str(int(not steps))),
+            ]
+            command = [
+                sys.executable,
+                str(SCRIPTS / "train_islands.py"),
+                *words,
+                "--store",
+                f"{boxes[0].address}:29600",
+            ]
+            if arm not in TORCH:
+                run = [sys.executable, "-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1"]
+                local = ["--strategy", "local", "--sync-every", str(EVERY), *options]
+                command = [*run, *local, str(SCRIPTS / "train_islands.py"), *words]
+            own = folder / box.name
+            own.mkdir()
+            with (own / "screen").open("w") as screen:
+                environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"} if arm in TORCH else {}
+                processes.append(
+                    box.popen(
+                        ["env", *(f"{key}={value}" for key, value in environment.items()), *command],
+                        cwd=own,
+                        stdout=screen,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        try:
+            codes = [process.wait(250) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    if any(codes):
+        raise RuntimeError(f"{arm}: " + "\n".join((folder / box.name / "screen").read_text()[-1500:] for box in boxes))
+    parts = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    found: dict[str, Any] = parts[0]
+    found["step_s"] = max(part["step_s"] for part in parts)
+    found["curve"] = [
+        (here[0], max(here[1], there[1]), (here[2] + there[2]) / (here[3] + there[3]))
+        for here, there in zip(*(part["curve"] for part in parts), strict=True)
+    ]
+    print(
+        f"{arm}, {speeds}{', no limit' if fast else ''}: {found['step_s']:.3f} s a step, {found['curve'][-1:]}",
+        flush=True,
+    )
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """One row for each arm."""
+    if "skipped" in result:
+        return f"skipped: {result['skipped']}"
+    lines = [
+        (
+            case,
+            name,
+            f"{arm['step_s']:.3f} s",
+            f"{found['compute_s'] / arm['step_s']:.2f}",
+            f"{arm['loss']:.3f}",
+            f"{arm['to_loss_s']:.1f} s{'' if arm['reached'] else ' (not reached)'}",
+        )
+        for case, found in result["cases"].items()
+        for name, arm in found["arms"].items()
+    ]
+    return rows(("islands", "arm", "step", "of the summed speed", "final loss", "to the loss"), lines)
