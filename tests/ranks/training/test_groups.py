@@ -132,7 +132,7 @@ def test_a_registry_says_what_does_not_fit() -> None:
     registry.register("model", model)
     with pytest.raises(CheckpointError, match="two different objects"):
         registry.register("model", nn.Linear(2, 2))
-    with pytest.raises(CheckpointError, match="int, which has no state_dict"):
+    with pytest.raises(CheckpointError, match="steps is 3, which has no state_dict"):
         registry.register("steps", 3)
     with pytest.raises(CheckpointError, match="ema would be lost"):
         registry.load({"model": model.state_dict(), "ema": {}})

@@ -91,7 +91,7 @@ def test_efficiency(tmp_path: Path) -> None:
     assert case["arms"]["efficiency"]["value"] > 0 and "ddp" in case["peers"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_consistency_and_loading(tmp_path: Path) -> None:
     consistency, loading = quick_ones(tmp_path, "consistency", "loading")
     assert consistency["in_time"] == consistency["count"] == 5 and all(harm["named"] for harm in consistency["harms"])

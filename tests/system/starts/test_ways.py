@@ -7,7 +7,9 @@ import io
 import os
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +54,15 @@ def test_the_page_has_all_ways() -> None:
         assert any(word in command for command in commands()), word
 
 
-@pytest.mark.parametrize("command", WAYS, ids=[way.splitlines()[-2 if "wait" in way else 0] for way in WAYS])
+def _ways() -> Iterator[Any]:
+    """Yield all commands; two whose parts others have, torch.distributed.run and a script that spawns, run in `make long`."""
+    for way in WAYS:
+        is_double = "torch.distributed.run" in way or way.endswith(" spawned.py")
+        name = way.splitlines()[-2 if "wait" in way else 0]
+        yield pytest.param(way, id=name, marks=[pytest.mark.long] if is_double else [])
+
+
+@pytest.mark.parametrize("command", [*_ways()])
 def test_the_weights_are_the_same(
     command: str, tmp_path: Path, one_device: torch.Tensor, table: dict[str, float]
 ) -> None:

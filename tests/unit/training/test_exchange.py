@@ -29,7 +29,7 @@ def test_a_step_in_which_cudnn_tries_its_kernels_is_no_measurement(
     clock = StepClock(torch.device("cpu"))
     exchange = ReportExchange(control, clock, Consistency(0, control, print), torch.device(kind))
     coarsened: list[int] = []
-    planner: Any = SimpleNamespace(rank=0, has_decision=False, coarsen=lambda: coarsened.append(1))
+    planner: Any = SimpleNamespace(rank=0, world_size=1, has_decision=False, coarsen=lambda: coarsened.append(1))
     found = []
     for step, rows in enumerate([((16, 4), (15, 4)), ((15, 4), (16, 4)), ((16, 4), (12, 4)), ((0, 20),), ((12, 4),)]):
         batch: Any = SimpleNamespace(plan=SimpleNamespace(micro=rows), reading=SimpleNamespace(code=lambda: 0.0))
