@@ -102,6 +102,7 @@ def test_a_worker_that_is_killed_is_started_again(persistent: bool) -> None:
     assert found == [[*range(low, low + 9)] for low in range(0, 90, 9)] and data.killed[0] == 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of earlier tests' garbage
 def test_workers_that_are_killed_again_and_again_are_an_error() -> None:
     (rank,) = make_ranks(Board((1,)), DataLoader(KilledOnce(90, most=9), batch_size=9, num_workers=1))
     with warnings.catch_warnings(record=True), pytest.raises(DataError, match="were started again 3 times"):
