@@ -14,7 +14,7 @@ artifact (petuum/adaptdl, branch osdi21-artifact). 16 hosts of 4 devices, a rest
    means over the four workloads. `default` against `fifo` and `las` (neither is told anything). Bars: mean 2.0 × below
    FIFO and 1.4 × below LAS, 1.8 × below FIFO where remaining work is told with a log-normal error (σ = 1, mean over five
    seeds); a job's time over its own under FIFO: p99 at most 3. The bars are of offset 0 (jobs 0, 8, 16, …); the other
-   seven offsets are told beside.
+   seven offsets are reported beside.
 
 `queue_product` has jobs as the product runs them.
 """

@@ -46,7 +46,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """What happened, and what it did."""
+    """A fault, and its effect."""
     bills = result["bills_off_s"]
     lines = [
         ["jobs, attempts", f"{result['jobs']}, {result['attempts']}"],

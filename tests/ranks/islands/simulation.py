@@ -91,7 +91,7 @@ class Island:
     sent: list[list[torch.Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     errors: dict[str, Values] = field(default_factory=dict)
-    """What the wire has lost, in units of the pseudo-gradient."""
+    """Losses of the wire so far, in units of the pseudo-gradient."""
     total_per_own: float = 0.0
     """All islands' units of the newest synchronisation by those of this one."""
 

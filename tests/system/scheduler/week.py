@@ -280,7 +280,7 @@ class Week:
             self._alive_s, self._moved_s = presence.last_alive_s(self._queue.folder) or 0.0, 0.0
 
     def _has_started(self) -> None:
-        """Its clock may be another; the first tick tells."""
+        """Its clock may differ; the first tick shows it."""
         self._is_up = True
         time.sleep(_TICK_S)
         self._alive_s, self._moved_s = presence.last_alive_s(self._queue.folder) or 0.0, 0.0

@@ -107,10 +107,11 @@ def test_bytes_on_the_interface_are_those_of_the_docs(folders: list[Path]) -> No
 @pytest.mark.slow
 def test_a_run_reports_link_difference_and_advice(folders: list[Path]) -> None:
     events = {name: {e.kind: e.fields for e in read_events(folders[0] / "runs" / name)} for name in FORMATS}
+    for direction in ("both_bytes_per_s", "up_bytes_per_s"):
+        # The link has 25 MB/s each way. A busy machine may not keep up in one of the runs, and no run is faster.
+        assert max(found["link"][direction] for found in events.values()) == pytest.approx(25e6, rel=0.25)
+        assert min(found["link"][direction] for found in events.values()) > 5e6
     for name, found in events.items():
-        # The link has 25 MB/s each way, as far as the processors of a busy machine keep up.
-        assert 8e6 <= found["link"]["both_bytes_per_s"] <= 32e6
-        assert 8e6 <= found["link"]["up_bytes_per_s"] <= 32e6
         assert found["advice"]["cheapest_exact"] == 'wire="fp32"'
         settings = [option["setting"] for option in found["advice"]["options"]]
         assert 'strategy="local", sync_every=20, fragments=4' in settings and settings[-1] == 'strategy="async"'

@@ -1,4 +1,4 @@
-"""Which rank is on which device of a queue, and the runs that can't follow a change of these devices."""
+"""Assignment of ranks to the devices of a queue, and the runs that can't follow a change of these devices."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class _SlowSums:
     def __init__(self) -> None:
         self.sent: list[int] = []
         self.values: dict[int, torch.Tensor] = {}
-        """What each bucket held when it was last sent."""
+        """Copies of the buckets as they were last sent."""
 
     def sum_async(self, tensor: torch.Tensor) -> _SlowSums:
         self.sent.append(tensor.data_ptr())

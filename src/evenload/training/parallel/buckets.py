@@ -164,7 +164,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How an expectation lets buckets leave during the backward."""
+    """The order in which buckets leave during the backward, for one expectation."""
 
     queue: tuple[tuple[Bucket, frozenset[int]], ...]
     """Buckets in the order in which they leave, with the parameters that each waits for."""
