@@ -14,11 +14,20 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from evenload.testing.hosts import VirtualHost
 from tests.paths import TESTS
 
 
-@cache
+_starting = threading.Lock()
+
+
 def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    with _starting:
+        return _started()
+
+
+@cache
+def _started() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """A server that ends with this process, and the socket to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -36,16 +45,33 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 class Command:
     """A process, with the parts of `subprocess.Popen` that tests need; its output is text."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-        """Start ``python ARGUMENTS`` in a folder."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        host: VirtualHost | None = None,
+        output: Path | None = None,
+    ) -> None:
+        """Start ``python ARGUMENTS`` in a folder; `host`: on that machine; `output`: a file for all that it writes."""
         self.args = [sys.executable, *arguments]
         self.returncode: int | None = None
         self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = {"arguments": list(arguments), "folder": str(folder), "environment": dict(environment)}
-        pipes = [os.pipe(), os.pipe()]
+        request = {
+            "arguments": list(arguments),
+            "folder": str(folder),
+            "environment": dict(environment),
+            "host": [f"/run/netns/{host.namespace}", str(host.hosts_file), host.name] if host else [],
+        }
+        pipes = [os.pipe(), os.pipe()] if output is None else []
+        writers = [writer for _, writer in pipes]
+        if output is not None:
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            writers = [descriptor, os.dup(descriptor)]
         nothing = os.open(os.devnull, os.O_RDONLY)
         with theirs:
-            files = [theirs.fileno(), nothing, *(writer for _, writer in pipes)]
+            files = [theirs.fileno(), nothing, *writers]
             socket.send_fds(_server()[0], [json.dumps(request).encode()], files)
         for descriptor in files[1:]:
             os.close(descriptor)

@@ -11,6 +11,7 @@ Started by tests/warm.py, with one end of a socket pair as its argument.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import io
@@ -49,6 +50,8 @@ PRELOAD = (
     "evenload.training.run",
 )
 MAX_BYTES = 1 << 20
+_CLONE_NEWNET, _CLONE_NEWNS, _CLONE_NEWUTS = 0x40000000, 0x00020000, 0x04000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _WORKER = "evenload.training.launch.worker"
 _PATH = list(sys.path)
 _FINALIZERS: set[weakref.finalize[..., Any]] = set()
@@ -78,7 +81,9 @@ def serve(control: socket.socket) -> None:
                 request = json.loads(message)
                 pid = os.fork()
                 if pid == 0:
-                    _become(request["arguments"], request["environment"], files, folder=request["folder"])
+                    _become(
+                        request["arguments"], request["environment"], files, folder=request["folder"], host=request["host"]
+                    )
                 for descriptor in files:
                     os.close(descriptor)
                 running[pid] = socket.socket(fileno=reply)
@@ -137,6 +142,7 @@ def _become(
     *,
     folder: str = "",
     keep: Sequence[int] = (),
+    host: Sequence[str] = (),
 ) -> NoReturn:
     """Go on as an interpreter of these arguments; called in a process that was just forked."""
     code = 1
@@ -149,6 +155,8 @@ def _become(
         _close_others(keep)
         os.environ.clear()
         os.environ.update(environment)
+        if host:
+            _enter(*host)
         if folder:
             os.chdir(folder)
         _reset_modules(arguments)
@@ -157,6 +165,22 @@ def _become(
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _enter(network: str, hosts_file: str, name: str) -> None:
+    """Move this process to a machine of `evenload.testing.hosts`, as `VirtualHost.popen` does with nsenter and unshare."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: Any) -> None:
+        if getattr(libc, function)(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+
+    with open(network, "rb") as file:
+        call("setns", file.fileno(), _CLONE_NEWNET)
+    call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
+    call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+    call("mount", hosts_file.encode(), b"/etc/hosts", None, _MS_BIND, None)
+    socket.sethostname(name)
 
 
 def _reset_signals() -> None:

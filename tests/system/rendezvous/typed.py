@@ -6,6 +6,7 @@ import sys
 import time
 
 from tests.system.launch.scripts import INITIALISED
+from tests.warm import Command
 
 PORT = 29500
 FOREVER = "ready()\ntime.sleep(1000)\n"
@@ -19,15 +20,19 @@ class Typed:
         folder.mkdir(parents=True, exist_ok=True)
         self.screen = folder / f"screen-{len(list(folder.glob('screen-*')))}"
         self.began = time.monotonic()
-        with self.screen.open("w") as screen:
-            self.process = box.popen(
-                [sys.executable, *program, *arguments],
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=screen,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(folder), **(env or {})},
-            )
+        variables = {**os.environ, "TMPDIR": str(folder), **(env or {})}
+        if "PYTHONPATH" in (env or {}):  # other packages than those that a warm process has
+            with self.screen.open("w") as screen:
+                self.process = box.popen(
+                    [sys.executable, *program, *arguments],
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=screen,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                )
+        else:
+            self.process = Command([*program, *arguments], folder, variables, host=box, output=self.screen)
 
     def __enter__(self):
         return self

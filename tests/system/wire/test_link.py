@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from evenload.balance.wire_bytes import FORMATS, GradientSize, sent_bytes
 from evenload.records.reader import read_events
 from evenload.testing import hosts
+from tests.warm import Command
 
 SCRIPT = """
 import json, time, torch, evenload
@@ -76,16 +76,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             own = folder / box.name
             own.mkdir()
             (own / "train.py").write_text(SCRIPT)
-            command = ["run", "-d", "cpu", "--nodes", "2", "--host", "box1", "train.py"]
-            with (own / "screen").open("w") as screen:
-                processes.append(
-                    box.popen(
-                        [sys.executable, "-m", "evenload.cli.main", *command],
-                        cwd=own,
-                        stdout=screen,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            command = ["-m", "evenload.cli.main", "run", "-d", "cpu", "--nodes", "2", "--host", "box1", "train.py"]
+            processes.append(Command(command, own, os.environ, host=box, output=own / "screen"))
         codes = [process.wait(150) for process in processes]
     assert codes == [0, 0], [(folder / box.name / "screen").read_text() for box in boxes]
     return [folder / "box1", folder / "box2"]
