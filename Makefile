@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# pip compiles every module of every package, one after the other; here, only torch's are compiled, the others when they are used.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+COMPILE_TORCH := $(BIN)/python -c "import compileall, torch; compileall.compile_dir(torch.__path__[0], quiet=2, workers=2)"
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 # Three files at a time, also on two cores: many tests wait for processes of their own (with two, `make test-all` took a tenth
 # longer).
 # In the order of tests/conftest.py: the longest files first.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-# Tests start a thousand processes; where PYTHONDONTWRITEBYTECODE is set, each would compile what it imports.
+# Tests start a thousand processes: none has to compile what it imports.
 COMPILE := $(BIN)/python -m compileall -q -j 2 src tests benchmarks
 
 .PHONY: demo test test-all failed retest long gpu check check-style check-types check-docs docs bench format map clean install-all
@@ -17,11 +20,15 @@ COMPILE := $(BIN)/python -m compileall -q -j 2 src tests benchmarks
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e '.[dev]'
+	$(COMPILE_TORCH)
 	touch $(STAMP)
 
 # With Ray, for the system tests of its backend; where Ray can't be installed those tests are skipped.
-install-all: $(STAMP)
-	$(INSTALL) -e '.[dev,ray]' || echo "make install-all: no Ray for this Python: its tests are skipped"
+install-all:
+	test -e $(STAMP) || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.[dev,ray]' || { echo "make install-all: no Ray for this Python: its tests are skipped"; $(INSTALL) -e '.[dev]'; }
+	test -e $(STAMP) || $(COMPILE_TORCH)
+	touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/evenload demo

@@ -17,7 +17,6 @@ from pathlib import Path
 from evenload.testing.hosts import VirtualHost
 from tests.paths import TESTS
 
-
 _starting = threading.Lock()
 
 

@@ -82,7 +82,11 @@ def serve(control: socket.socket) -> None:
                 pid = os.fork()
                 if pid == 0:
                     _become(
-                        request["arguments"], request["environment"], files, folder=request["folder"], host=request["host"]
+                        request["arguments"],
+                        request["environment"],
+                        files,
+                        folder=request["folder"],
+                        host=request["host"],
                     )
                 for descriptor in files:
                     os.close(descriptor)
@@ -175,7 +179,7 @@ def _enter(network: str, hosts_file: str, name: str) -> None:
         if getattr(libc, function)(*arguments) != 0:
             raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
 
-    with open(network, "rb") as file:
+    with Path(network).open("rb") as file:
         call("setns", file.fileno(), _CLONE_NEWNET)
     call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
     call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)

@@ -37,7 +37,7 @@ from evenload.training.launch.throttle import ThrottleController
 
 Value = TypeVar("Value")
 
-_PRELOAD = ["torch", "torch.distributed", "evenload.training.run"]
+_PRELOAD = ["torch", "torch.distributed", "evenload.testing.ranks", "evenload.training.run"]
 _THROTTLE_POLL_S = 0.02
 _CAUSE_WAIT_S = 1.0
 """Time after the first failure in which other ranks may report theirs; the earliest is the cause."""
@@ -110,7 +110,8 @@ class _Ranks:
 
     def start(self, spec: WorkerSpec, call: bytes) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        # The module that holds the function may import pytest.
+        context.set_forkserver_preload([*_PRELOAD, *(name for name in ("pytest",) if name in sys.modules)])
         path = self._folder / f"worker-{spec.rank}.json"
         write_spec(spec, path)
         environment = {**os.environ, WORKER_VARIABLE: str(path)}

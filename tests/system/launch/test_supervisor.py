@@ -149,6 +149,20 @@ def test_a_script_without_init_is_told_what_to_add(tmp_path):
     assert (code, stderr) == (0, "") and "alone" in stdout
 
 
+@pytest.mark.parametrize(("own", "expected"), [("", "200000 700"), ("gc.set_threshold(5000)", "200000 5000")])
+def test_few_collections_of_garbage_until_init(tmp_path, own, expected):
+    """Imports make no garbage; what the script sets itself stays."""
+    body = f"""
+import gc, evenload
+before = gc.get_threshold()[0]
+{own}
+run = evenload.init(project_dir="run")
+print(before, gc.get_threshold()[0])
+"""
+    code, stdout, stderr = run(tmp_path, body, "-d", "cpu", initialised=False)
+    assert code == 0 and expected in stdout, stdout + stderr
+
+
 def test_an_error_in_the_clean_up_fails_the_run(tmp_path):
     code, _, stderr = run(tmp_path, "worker.at_exit(lambda: 1 / 0)\n", "-d", "cpu")
     assert code == 1 and "ZeroDivisionError" in stderr

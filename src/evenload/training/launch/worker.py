@@ -11,6 +11,7 @@ process that used gloo may crash in its destructors. This module must not import
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.machinery
 import importlib.util
 import io
@@ -48,6 +49,8 @@ from evenload.training.launch.stop_status import StopStatus
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _CLEAN_UP_S = 5.0
 """Time limit of the clean-up of a worker that failed or was stopped: it may wait for a lost peer."""
+_IMPORT_THRESHOLD = 200_000
+"""Objects between two collections of garbage until the script calls `init`: imports make hundreds of thousands and no garbage."""
 _PR_SET_PDEATHSIG = 1
 _GLOO_THREADS_S = 0.02
 """Time for gloo's threads to release their tensors, several times the interpreter's switch interval."""
@@ -70,6 +73,7 @@ class WorkerProgress:
 
 
 progress = WorkerProgress()
+_thresholds = gc.get_threshold()
 _exit_timers: list[threading.Timer] = []
 _callbacks: list[Callable[[], object]] = []
 
@@ -94,6 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     # SIGTERM runs `finally` blocks and the clean-up; the supervisor kills what does not end by itself.
     signal.signal(signal.SIGTERM, leave_on_signal)
     sys.unraisablehook = _leave_again
+    gc.set_threshold(_IMPORT_THRESHOLD, *_thresholds[1:])
     code = 0
     try:
         if spec.call:
@@ -118,6 +123,19 @@ def main(argv: list[str] | None = None) -> None:
     _exit(code, spec)
 
 
+def set_initialised(folder: Path) -> None:
+    """Note that the script has called `init`, with its run folder; from here on, garbage is collected as usual."""
+    progress.initialised = True
+    progress.folder = folder
+    collect_as_usual()
+
+
+def collect_as_usual() -> None:
+    """Collect garbage as often as Python does by itself, unless the script has set how often."""
+    if gc.get_threshold()[0] == _IMPORT_THRESHOLD:
+        gc.set_threshold(*_thresholds)
+
+
 def run_function(folder: Path, rank: int) -> None:
     """Call the function in `folder`, with the path and arguments of the process that sent it."""
     call = read_call(folder)
@@ -127,6 +145,7 @@ def run_function(folder: Path, rank: int) -> None:
         progress.reading = True
         run_script([*call.main, *call.argv[1:]], MAIN_NAME)
         progress.reading = False
+    collect_as_usual()
     run_call(call, folder, rank)
 
 

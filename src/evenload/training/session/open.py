@@ -186,8 +186,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         engine.stays_because = "under strategy local no rank leaves its island"
     loop = StepLoop(engine)
     registry = Registry(lambda: loop.steps_done)
-    worker.progress.initialised = True
-    worker.progress.folder = folder
+    worker.set_initialised(folder)
     return TrainingContext(
         *(spec, config, folder, device, groups, control, clock, recorder, engine, loop, registry),
         take_records,
