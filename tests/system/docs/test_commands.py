@@ -64,7 +64,7 @@ HERE = (
     "evenload run -d cpu:2 --strategy dp train.py",
 )
 """In this order, in one folder, with the script of docs/start.md; the last three find that the run is finished."""
-AS_TYPED = 4
+AS_TYPED = 2
 """So many of them start interpreters; the others are forked from a server that has torch loaded (tests/warm.py)."""
 
 
