@@ -33,10 +33,10 @@ install-all:
 demo: $(STAMP)
 	$(BIN)/evenload demo
 
-# Tests without commands, daemons, network namespaces, Slurm or Ray.
+# Tests without commands, daemons, network namespaces, Slurm or Ray, and without those marked slow.
 test: $(STAMP)
 	$(COMPILE)
-	$(PYTEST) $(PARALLEL) tests/unit tests/ranks $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not long and not slow' tests/unit tests/ranks $(PYTEST_ARGS)
 
 # All tests. Slurm, Ray, Fashion-MNIST and recorded workloads (EVENLOAD_TRACES) are used where they are installed.
 test-all: $(STAMP)

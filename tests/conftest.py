@@ -34,7 +34,6 @@ _LONG_FILES = (
     "tests/ranks/exact/test_hierarchical.py",
     "tests/ranks/exact/test_methods.py",
     "tests/ranks/exact/test_splits.py",
-    "tests/ranks/exact/test_third_strategy.py",
     "tests/system/launch/test_supervisor.py",
     "tests/ranks/wrong_uses/test_gradient_uses.py",
     "tests/system/launch/test_preemption.py",

@@ -17,6 +17,8 @@ from tests.ranks.exact.reference import Reference
 from tests.ranks.exact.tasks import TASKS, Recorder
 from tests.ranks.exact.test_methods import METHODS, train_methods
 
+pytestmark = pytest.mark.slow
+
 SPLITS = (((24, 6, 2), 8, False), ((31, 1, 0), "auto", False), ("even", 8, True))
 SCALED = ("Inf", "InfInOneOfTwo", "InfInDiscriminator")
 REPEATED = ("OutOfMemory", "OutOfMemoryTokens")

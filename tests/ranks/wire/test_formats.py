@@ -23,6 +23,8 @@ from evenload.training.parallel.model_split.buckets import BucketSegments
 from evenload.training.parallel.wire.gradient_wire import GradientWire, spans
 from tests.ranks.wire.simulation import CODECS, Values, powersgd_sum, quantised_sum
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ("bf16", "fp16", "int8", "powersgd")
 HOSTS = ("a", "a", "b", "c")
 COMPUTING = {"two machines": (0, 1, 2), "three machines": (0, 1, 2, 3)}
