@@ -12,7 +12,7 @@ import torch
 
 from evenload.errors import DesyncError, PeerLostError, RankFailedError
 from evenload.testing import run_ranks
-from evenload.training.comm.shared_sums import SharedSum
+from evenload.training.comm.shared_sums import MOST_BYTES, SharedSum
 from tests.ranks.training.test_shared_memory import _groups, _values
 
 _KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64)
@@ -49,7 +49,7 @@ def _sums_in_flight(num_ranks: int) -> None:
     matrix = torch.full((3, 4), float(rank))
     groups.sum_async(matrix).wait()
     assert torch.equal(matrix, torch.full((3, 4), sum(range(num_ranks)), dtype=torch.float32))
-    large, turned = torch.ones(1 << 14), torch.ones(4, 3).t()
+    large, turned = torch.ones(MOST_BYTES // num_ranks // 4 + 1), torch.ones(4, 3).t()
     assert not any(isinstance(one, SharedSum) for one in (groups.sum_async(large), groups.sum_async(turned)))
 
 

@@ -1,7 +1,7 @@
-"""`SharedSums`: sums of few numbers among ranks on the CPUs of one host, through shared memory.
+"""`SharedSums`: sums of small vectors among ranks on the CPUs of one host, through shared memory.
 
-A sum of gloo takes about a millisecond even between two ranks of one host, most of it to wake threads: as much as a whole step of
-a small model. Through shared memory a rank writes its part when the sum begins, and adds up those of all when it waits for it.
+A sum of gloo takes a millisecond and more even between two ranks of one host, most of it to wake threads: as much as a whole step
+of a small model. Through shared memory a rank writes its part when the sum begins, and adds up those of all when it waits for it.
 Each sum in flight has a channel of its own, in turn.
 """
 
@@ -16,11 +16,9 @@ from evenload.errors import PeerLostError
 from evenload.training.comm.host_exchange import Gather, HostMap, share_channels
 from evenload.training.comm.shared_memory import ChannelLayout, SharedChannel
 
-_MOST_BYTES = 1 << 15
-"""Largest vector; gloo is faster for much larger ones, which it cuts in parts that overlap."""
-_MOST_TABLE_BYTES = 1 << 18
-"""Most bytes that a rank reads in a sum: those of all ranks."""
-_NUM_CHANNELS = 4
+MOST_BYTES = 1 << 21
+"""Those of all ranks in a sum, each of which reads them all."""
+_NUM_CHANNELS = 2
 
 
 class SharedSum:
@@ -48,7 +46,7 @@ class SharedSums:
 
     def __init__(self, channels: Sequence[SharedChannel], num_ranks: int) -> None:
         self._channels = channels
-        self._most_bytes = min(_MOST_BYTES, _MOST_TABLE_BYTES // num_ranks)
+        self._most_bytes = MOST_BYTES // num_ranks
         self._last: list[SharedSum | None] = [None] * len(channels)
         self._count = 0
 
@@ -86,6 +84,6 @@ def share_sums(
     """
     if not found.are_together(ranks):
         return False, None
-    layouts = [ChannelLayout(len(ranks), min(_MOST_BYTES, _MOST_TABLE_BYTES // len(ranks)))] * _NUM_CHANNELS
+    layouts = [ChannelLayout(len(ranks), MOST_BYTES // len(ranks))] * _NUM_CHANNELS
     agreed, channels = share_channels(found, rank, ranks, layouts, gather, timeout_s)
     return agreed, SharedSums(channels, len(ranks)) if channels else None
