@@ -15,6 +15,7 @@ from evenload.errors import PeerLostError
 from evenload.training.comm.hierarchical_sum import HierarchicalSum
 from evenload.training.comm.host_exchange import HostExchange
 from evenload.training.comm.shared_memory import SharedChannel
+from evenload.training.comm.shared_sums import SharedSums
 from evenload.training.comm.wire_groups import WireGroups
 
 
@@ -43,6 +44,7 @@ class ComputingGroups:
     hierarchy: HierarchicalSum | None
     statistics: dist.ProcessGroup | SharedChannel | None
     wire: WireGroups | None = None
+    sums: SharedSums | None = None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -56,6 +58,8 @@ class ComputingGroups:
             self.hierarchy.close()
         if isinstance(self.statistics, SharedChannel):
             self.statistics.close()
+        if self.sums is not None:
+            self.sums.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,8 @@ class Generation:
     """Shared memory where all computing ranks are on one host and on CPUs."""
     wire: WireGroups | None = None
     """Of a job whose gradients travel in another format; see parallel/wire/."""
+    sums: SharedSums | None = None
+    """Sums of small gradients, where all computing ranks are on one host and on CPUs; the others travel in `gradients`."""
     hosts: tuple[tuple[int, ...], ...] = ()
     """The ranks of each machine."""
     rows: HostExchange | None = None

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,14 +26,18 @@ from evenload.training.comm.backend import InnerRanks, find_inner
 from evenload.training.comm.collective_errors import check_setup
 from evenload.training.comm.generation import ComputingGroups, Generation, Membership
 from evenload.training.comm.grid_gather import LEAST_MEMBERS, GridGather
-from evenload.training.comm.hierarchical_sum import HierarchicalSum, PendingBroadcast, split_ranks
+from evenload.training.comm.hierarchical_sum import PendingBroadcast, make_hierarchy, split_ranks
 from evenload.training.comm.host_exchange import Gather, HostExchange, HostMap, find_hosts, share_rows, share_statistics
 from evenload.training.comm.pending import Pending, PendingCollectives
 from evenload.training.comm.shared_memory import SharedChannel
+from evenload.training.comm.shared_sums import SharedSum, SharedSums, share_sums
 from evenload.training.comm.store import connect, late_connections, wait_for_members
 from evenload.training.comm.subset import Subset, begin_gather
 from evenload.training.comm.wire_groups import make_wire_groups
 
+Shared = TypeVar("Shared")
+Share = Callable[[HostMap, int, Sequence[int], Gather, float], tuple[bool, Shared | None]]
+"""How some ranks of one host share memory: `share_sums` or `share_statistics`."""
 # A store outlives the groups built with it, so each `init` of a process uses its own keys.
 _sessions = itertools.count()
 _ended: list[Store | dist.ProcessGroup | None] = []
@@ -204,11 +209,11 @@ class Groups:
             if number is not None and number <= self._newest_number:
                 return
             self._collectives.fail(reason)
-        for shared in (self.generation.rows, self.generation.statistics):
-            if isinstance(shared, HostExchange | SharedChannel):
+        for shared in (self.generation.rows, self.generation.statistics, self.generation.sums):
+            if isinstance(shared, HostExchange | SharedChannel | SharedSums):
                 shared.abort(reason)
 
-    def sum_async(self, tensor: torch.Tensor, *, on_host: bool = False) -> Pending | PendingBroadcast:
+    def sum_async(self, tensor: torch.Tensor, *, on_host: bool = False) -> Pending | PendingBroadcast | SharedSum:
         """Begin a sum of gradients over all ranks, in place. They begin sums, and wait for them, in the same order.
 
         `on_host`: of the host's numbers, over ranks that all compute, so that nobody waits for a device.
@@ -216,6 +221,8 @@ class Groups:
         now = self.generation
         if now.gradients is None:
             return Pending(None, blocking=False)
+        if now.sums is not None and not on_host and now.sums.takes(tensor):
+            return now.sums.begin(tensor)
         try:
             if now.hierarchy is not None and not on_host:
                 return now.hierarchy.sum_async(tensor)
@@ -296,7 +303,9 @@ class Groups:
         for shared in (now.rows, *self._groups_of.values()):
             if shared is not None:
                 shared.close()
-        self.generation = replace(now, control=None, gradients=None, hierarchy=None, statistics=None, rows=None)
+        self.generation = replace(
+            now, control=None, gradients=None, hierarchy=None, statistics=None, sums=None, rows=None
+        )
         self._row_groups.clear()
         self._gather_rows = None
         self._subsets.clear()
@@ -378,33 +387,24 @@ class Groups:
     def _make_groups(self, now: Generation, ranks: tuple[int, ...]) -> ComputingGroups:
         """Make what travels among the ranks that compute, on all ranks."""
         gradients = self._new_group(ranks)
-        hierarchy = self._new_hierarchy(now.rank, ranks, gradients)
+        parts = split_ranks(ranks, self._inner.ranks)
+        hierarchy = make_hierarchy(parts, now.rank, ranks, gradients, self._new_group, self._collectives.begin)
         hosts = self._hosts.hosts if self._has_wire and self._hosts is not None else None
         wire = hosts and make_wire_groups(hosts, now.rank, ranks, self._inner.backend_of(ranks), self._make_group)
-        return ComputingGroups(gradients, hierarchy, self._new_statistics(now, ranks), wire or None)
-
-    def _new_hierarchy(
-        self, rank: int, ranks: tuple[int, ...], gradients: dist.ProcessGroup | None
-    ) -> HierarchicalSum | None:
-        inner, outer = split_ranks(ranks, self._inner.ranks)
-        if not inner:
-            return None
-        inner_group = self._new_group(inner)
-        outer_group = self._new_group(outer) if outer != ranks else gradients
-        if rank not in ranks:
-            return None
-        return HierarchicalSum(inner_group, outer_group, leads=rank == inner[0], begin=self._collectives.begin)
+        sums = None if self._inner.ranks else self._share(now, ranks, share_sums)[1]
+        return ComputingGroups(gradients, hierarchy, self._new_statistics(now, ranks), wire or None, sums)
 
     def _new_statistics(self, now: Generation, ranks: tuple[int, ...]) -> dist.ProcessGroup | SharedChannel | None:
         """Make what statistics travel in, on all ranks; None for a rank outside, and for a single rank."""
         on_cpu = self._inner.backend_of(ranks) != "nccl"
-        if on_cpu and len(ranks) > 1 and self._hosts is not None and now.control is not None:
-            agreed, channel = share_statistics(
-                self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s
-            )
-            if agreed:
-                return channel
-        return self._new_group(ranks)
+        agreed, channel = self._share(now, ranks, share_statistics) if on_cpu else (False, None)
+        return channel if agreed else self._new_group(ranks)
+
+    def _share(self, now: Generation, ranks: tuple[int, ...], share: Share[Shared]) -> tuple[bool, Shared | None]:
+        """Let some ranks share memory, on all ranks; the first value is False on all of them if it is impossible."""
+        if len(ranks) < 2 or self._hosts is None or now.control is None:
+            return False, None
+        return share(self._hosts, now.rank, ranks, self._gather_in(now.control), self.timeout_s)
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Make a group for gradients or statistics, on all ranks; None outside, and for a single rank."""

@@ -175,3 +175,23 @@ def split_ranks(ranks: Sequence[int], able: Sequence[int]) -> tuple[tuple[int, .
     if not 0 < len(inner) < len(ranks):
         return (), ()
     return inner, tuple(rank for rank in ranks if rank == inner[0] or rank not in able)
+
+
+def make_hierarchy(
+    parts: tuple[tuple[int, ...], tuple[int, ...]],
+    rank: int,
+    ranks: Sequence[int],
+    everyone: dist.ProcessGroup | None,
+    new_group: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+    begin: Begin,
+) -> HierarchicalSum | None:
+    """Make the sum in two parts (`split_ranks`) over some ranks, on all ranks; None without parts, and for a rank outside.
+
+    `everyone`: the group of these ranks; `new_group`: makes another one, on all ranks; `begin`: see `HierarchicalSum`.
+    """
+    inner, outer = parts
+    if not inner:
+        return None
+    inner_group = new_group(inner)
+    outer_group = new_group(outer) if outer != tuple(ranks) else everyone
+    return HierarchicalSum(inner_group, outer_group, leads=rank == inner[0], begin=begin) if rank in ranks else None

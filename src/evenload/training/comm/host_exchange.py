@@ -169,8 +169,20 @@ def share_statistics(
     """
     if not found.are_together(ranks):
         return False, None
-    agreed, segment = _share(found, rank, ranks, [ChannelLayout(len(ranks), _STATISTICS_BYTES)], gather)
-    return agreed, segment.channel(0, timeout_s) if segment is not None else None
+    layouts = [ChannelLayout(len(ranks), _STATISTICS_BYTES)]
+    agreed, channels = share_channels(found, rank, ranks, layouts, gather, timeout_s)
+    return agreed, channels[0] if channels else None
+
+
+def share_channels(
+    found: HostMap, rank: int, ranks: Sequence[int], layouts: Sequence[ChannelLayout], gather: Gather, timeout_s: float
+) -> tuple[bool, list[SharedChannel]]:
+    """Return whether some ranks of one host can share memory, and a channel for each layout; none for a rank outside.
+
+    All ranks call it, and get the same answer to the first.
+    """
+    agreed, segment = _share(found, rank, ranks, layouts, gather)
+    return agreed, [] if segment is None else [segment.channel(index, timeout_s) for index in range(len(layouts))]
 
 
 def _share(

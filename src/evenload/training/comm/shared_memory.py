@@ -271,13 +271,19 @@ class SharedChannel:
         step = self._layout.row_bytes // own.element_size()
         for start in range(0, own.numel(), step):
             part = own if own.numel() <= step else own[start : start + step]
-            first, *others = self._publish(part).unbind()
-            if len(others) == 1:
-                torch.add(first, others[0], out=part)
-                continue
-            part.copy_(first)
-            for row in others:
-                part.add_(row)
+            _add_up(self._publish(part), part)
+
+    def begin_sum(self, own: torch.Tensor) -> None:
+        """Publish a vector of at most `row_bytes`, whose sum `end_sum` waits for; nothing else may come between them."""
+        start = self._begin()
+        self._table(start, own.dtype, own.numel())[self._segment.index].copy_(own)
+        self._write_number(start, own.numel() * own.element_size())
+
+    def end_sum(self, own: torch.Tensor) -> None:
+        """Replace the vector of `begin_sum` by the sum over all members, as `sum` does."""
+        start = self._start + self._round % 2 * self._layout.buffer_bytes
+        self._await_others(start, own.numel() * own.element_size())
+        _add_up(self._table(start, own.dtype, own.numel()), own)
 
     def abort(self, reason: str) -> None:
         """End the exchanges of all members; see `SharedSegment.abort`."""
@@ -315,13 +321,21 @@ class SharedChannel:
 
     def _exchange(self, start: int, num_bytes: int) -> None:
         """Publish this rank's slot of the buffer at `start`, and wait until all writers have published theirs."""
+        if self._segment.index < len(self._sequence):
+            self._write_number(start, num_bytes)
+        self._await_others(start, num_bytes)
+
+    def _write_number(self, start: int, num_bytes: int) -> None:
+        """Publish what this rank has written in its slot of the buffer at `start`."""
+        words, index = self._words, self._segment.index
+        words[start // 8 + index * (self._layout.slot_bytes // 8)] = num_bytes
+        word = self._sequence[index]
+        words[word] = self._round
+        self._segment.wake(word)
+
+    def _await_others(self, start: int, num_bytes: int) -> None:
         words, segment, count = self._words, self._segment, self._round
         sizes, slot_words = start // 8, self._layout.slot_bytes // 8
-        if segment.index < len(self._sequence):
-            words[sizes + segment.index * slot_words] = num_bytes
-            word = self._sequence[segment.index]
-            words[word] = count
-            segment.wake(word)
         for writer in self._peers:
             if words[self._sequence[writer]] < count:
                 began_ns = time.perf_counter_ns()
@@ -360,6 +374,17 @@ class SharedChannel:
                 ranks = ", ".join(str(self._segment.members[other].rank) for other in behind)
                 raise TimeoutError(f"timed out after {self._timeout_s:g} s; rank {ranks} did not come")
             self._segment.sleep(word, value)
+
+
+def _add_up(table: torch.Tensor, total: torch.Tensor) -> None:
+    """Write the sum of the rows, added in their order, into a vector."""
+    first, *others = table.unbind()
+    if len(others) == 1:
+        torch.add(first, others[0], out=total)
+        return
+    total.copy_(first)
+    for row in others:
+        total.add_(row)
 
 
 def _size(members: Sequence[SegmentMember], layouts: Sequence[ChannelLayout]) -> int:
