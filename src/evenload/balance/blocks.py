@@ -47,7 +47,9 @@ class StepBlocks:
         if self._steps and _split_of(step) != _split_of(self._steps[-1]):
             self._steps.clear()
         self._steps.append(step)
-        self._recent_s.append(max(step.whole_s - step.delay_s, BLOCK_S / _MOST_STEPS))
+        # The wait for a rank may be counted in the step after its own.
+        longest_s = max(step.whole_s, *(time_s for time_s in step.seconds if time_s is not None))
+        self._recent_s.append(max(longest_s - step.delay_s, BLOCK_S / _MOST_STEPS))
         self._num_seen += 1
         if len(self._steps) < self._size:
             return None

@@ -35,7 +35,7 @@ class Observation:
     parts: tuple[Seconds, ...] = ()
     """The seconds of each of these."""
     delay_s: float = 0.0
-    """Most seconds of the step in which a rank was ready to compute and other programs had the processor."""
+    """Seconds by which the ranks computed longer because other programs had their processors."""
 
     @property
     def is_measured(self) -> bool:

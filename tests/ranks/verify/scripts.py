@@ -1,5 +1,7 @@
 """Small training scripts: correct ones, and ones with exactly one fault each. Each takes an open run."""
 
+from functools import partial
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -402,3 +404,12 @@ def batch_loss(run):
 
     for step in loader:
         step.backward(encode, batch_loss=model.nt_xent)
+
+
+def looks_at_padding(run):
+    """Each part is padded to its own longest sequence."""
+    torch.manual_seed(3)
+    model = nn.GRU(2, 4, batch_first=True, bidirectional=True)
+    sequences = [torch.randn(2 + index, 2) for index in range(24)]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    _train(run, model, lambda batch: model(batch)[0].square().mean(), sequences, collate_fn=pad)

@@ -119,6 +119,7 @@ def test_low_precision(tmp_path, precision):
         ("forgotten_where_nothing_counts", "weights", "not finite", "evenload.count_tokens(batch['labels'])"),
         ("forgotten_class_weights", "weights", "units other than samples", "return (loss, units)"),
         ("contrastive", "coupled", "depends on other samples of the batch", "batch_loss=fn"),
+        ("looks_at_padding", "coupled", "the parts are padded to other lengths", "pack or mask the padding"),
         ("own_batch_norm", "batch_norm", "1 BatchNorm modules", "_OwnBatchNorm"),
         ("forgotten_head", "unprepared", "Linear.weight", "run.prepare(model, head"),
         ("counts_calls", "nondeterminism", "differs from itself", "no counter"),

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from evenload.errors import ConfigError, LaunchError, RankFailedError
+from evenload.records.reader import read_steps
 from evenload.testing import run_ranks
 from evenload.testing.faults import set_throttle
 from evenload.training.launch.environment import WorkerSpec, detect
@@ -188,3 +189,33 @@ def test_wrong_speeds(tmp_path):
         run_ranks(_ask_in_vain, 1)
     with pytest.raises(ConfigError, match="2 speeds for 1 ranks"):
         run_ranks(_ask_in_vain, 1, throttle=[1, 0.5])
+
+
+UNEQUAL = """
+import time, torch, evenload
+run = evenload.init(project_dir="run", log_every_s=1000)
+model, loader = run.prepare(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(32 * 700, 1), batch_size=32))
+
+sizes = []
+def loss_fn(batch):
+    sizes.append(len(batch))
+    until = time.thread_time() + 0.0015 * len(batch)  # what a throttled rank takes twice as long for
+    while time.thread_time() < until:
+        pass
+    return model(batch).square().mean()
+
+for step in loader:
+    step.backward(loss_fn)
+    model.zero_grad()
+    if step.index % 20 == 19 and run.any(sizes[-1] > 18):
+        break
+"""
+
+
+@needs_quota
+def test_shares_follow_a_quota_although_it_makes_its_rank_wait_for_its_core(tmp_path):
+    with Started(tmp_path, UNEQUAL, "-d", "cpu:2", "--throttle", "1,0.5", initialised=False) as run:
+        code, _, stderr = run.end(90)
+    assert code == 0, stderr
+    last = [record.shares for record in read_steps(tmp_path / "run")][-1]
+    assert last[0] > 18 > 14 > last[1], last

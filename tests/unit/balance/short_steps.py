@@ -174,12 +174,13 @@ def run_kind(name: str, seed: int, world_size: int = 2, num_samples: int = 64, s
     while now_s < end_s and step < 2500:
         while coming and coming[0][0] <= step:
             shares = coming.pop(0)[1]
-        own, delay_s = [], 0.0
+        own, alone = [], []
         for rank, share in enumerate(shares):
             part = fixed + (1 - fixed) * max(share, 1) * world_size / num_samples
             moment = Moment(part * usual_s, rank, step, now_s, world_size)
             own.append(max(1e-6, noise(rng, moment)))
-            delay_s = max(delay_s, moment.delay_s)
+            alone.append(own[-1] - moment.delay_s)
+        delay_s = max(0.0, max(own) - max(alone))
         whole_s = max(own) + 3e-4 * math.exp(rng.gauss(0, 0.5))
         now_s += whole_s
         trace.shares.append(shares)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from evenload.errors import DesyncError, StepError
-from evenload.training.comm.clock import SEGMENTS, ProcessorDelay
+from evenload.training.comm.clock import SEGMENTS, ProcessorDelay, Segment
 from evenload.training.parallel.strategy import AWAY, OK, RAISED
 from evenload.training.step.exchange import check_trained, total, totals_of
 from evenload.training.step.report import OwnReport, RankReport, Reports, read_table
@@ -81,6 +82,25 @@ def test_the_report_of_a_rank_alone_reads_like_its_row() -> None:
         OwnReport(report(random.Random(5), metrics=tuple(map(str, range(80)))))
 
 
+@pytest.mark.parametrize(
+    ("compute_s", "delays_s", "expected"),
+    [
+        ((0.025, 0.055), (0.0, 0.05), 0.03),  # a quota holds the second: the first takes as long as it needs
+        ((0.007, 0.009), (0.005, 0.007), 0.007),  # a busy machine
+        ((0.007, 0.002), (0.0, 0.0), 0.0),
+        ((0.007, 0.002), (0.0, 0.002), 0.0),
+    ],
+)
+def test_a_delay_is_what_made_the_step_longer(
+    compute_s: tuple[float, ...], delays_s: tuple[float, ...], expected: float
+) -> None:
+    rng, stats = random.Random(0), StepStats()
+    sent = [report(rng, delay_s=delay_s) for delay_s in delays_s]
+    times: dict[Segment, float] = dict.fromkeys(SEGMENTS, 0.0)
+    stats.add(read([replace(one, seconds={**times, "compute": s}) for one, s in zip(sent, compute_s, strict=True)]))
+    assert stats.delay_s == pytest.approx(expected)
+
+
 def test_times_add_up_over_the_backwards_of_a_step() -> None:
     rng, stats = random.Random(0), StepStats()
     both = [[report(rng, delay_s=delay_s) for delay_s in (0.125, 0.5, 0.25)] for _ in range(2)]
@@ -93,7 +113,9 @@ def test_times_add_up_over_the_backwards_of_a_step() -> None:
     assert stats.whole_seconds() == sum(
         getattr(stats.rank_times()[0], f"{n}_s") for n in ("compute", "optimizer", "wait", "comm")
     )
-    assert stats.delay_s == 1.0  # of each backward the most of all ranks
+    own_s = stats.own_seconds()
+    alone_s = [seconds - 2 * delay_s for seconds, delay_s in zip(own_s, (0.125, 0.5, 0.25), strict=True)]
+    assert stats.delay_s == pytest.approx(max(0.0, max(own_s) - max(alone_s)))
     assert not stats.stop_requested
     stats.add(read([report(rng), report(rng, stop_requested=1), report(rng)]))
     assert stats.stop_requested

@@ -72,8 +72,8 @@ class StepStats:
         self._times = np.empty((0, len(SEGMENTS)))
         """Seconds of each rank in each segment."""
         self._own_s: list[float] | None = None
-        self.delay_s = 0.0
-        """Most seconds in which a rank waited for a CPU that others had."""
+        self._delays_s: NDArray[np.float64] | None = None
+        """Seconds in which each rank waited for a CPU that others had."""
 
     @property
     def metrics_now(self) -> Mapping[str, float | torch.Tensor]:
@@ -84,7 +84,8 @@ class StepStats:
         """Add the reports of a backward; their times are those of the step `earlier`, if that is given."""
         self._reports = reports
         if not isinstance(reports, OwnReport):
-            self.delay_s += reports.most("delay_s")
+            delays_s, before_s = reports.values("delay_s"), self._delays_s
+            self._delays_s = delays_s if before_s is None or len(before_s) != len(delays_s) else before_s + delays_s
         if earlier is not None:
             self.earlier, earlier.earlier = earlier, None
         elif not reports.any("times_of"):  # OWN_TIMES of all ranks
@@ -114,6 +115,17 @@ class StepStats:
         if self._own_s is None:
             self._own_s = (self._times[:, _COMPUTE] + self._times[:, _OPTIMIZER]).tolist()
         return self._own_s
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds by which the ranks computed longer because other programs had their CPUs.
+
+        Not the longest delay: a rank that a quota holds waits for a CPU too, and the others take as long as they need.
+        """
+        if self._delays_s is None or len(self._delays_s) != len(self._times) or not self._delays_s.any():
+            return 0.0
+        own_s = self._times[:, _COMPUTE] + self._times[:, _OPTIMIZER]
+        return float(max(0.0, own_s.max() - (own_s - self._delays_s).max()))
 
     def whole_seconds(self) -> float:
         """Return the seconds of the step on the first rank, with waiting and collectives, without waiting for samples."""

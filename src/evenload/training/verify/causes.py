@@ -125,12 +125,12 @@ def _coupled(call: VerifyCall, spans: Sequence[Span], used: float, rest: float) 
         f"and no weights explain it ({rest:.1e} is left): the loss of a sample depends on other samples of the batch "
         "(contrastive, in-batch negatives, a statistic of the batch, a normalisation written by hand)"
     )
-    if _padded(call, spans):
-        finding += "; the parts are also padded to different lengths than the whole, which affects an unmasked model"
+    if not _padded(call, spans):
+        return DifferenceCause("coupled", finding, COUPLED_FIX)
     return DifferenceCause(
         "coupled",
-        finding,
-        COUPLED_FIX,
+        f"the parts are padded to other lengths than the whole, which changes a model that looks at padding; {finding}",
+        f"pack or mask the padding, or pad all parts alike (docs/data-loading.md); if that changes nothing, {COUPLED_FIX}",
     )
 
 
