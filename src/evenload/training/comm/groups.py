@@ -221,8 +221,8 @@ class Groups:
         now = self.generation
         if now.gradients is None:
             return Pending(None, blocking=False)
-        if now.sums is not None and not on_host and now.sums.takes(tensor):
-            return now.sums.begin(tensor)
+        if now.sums is not None and not on_host and (shared := now.sums.begin(tensor)) is not None:
+            return shared
         try:
             if now.hierarchy is not None and not on_host:
                 return now.hierarchy.sum_async(tensor)

@@ -2,7 +2,11 @@
 
 A sum of gloo takes a millisecond and more even between two ranks of one host, most of it to wake threads: as much as a whole step
 of a small model. Through shared memory a rank writes its part when the sum begins, and adds up those of all when it waits for it.
-Each sum in flight has a channel of its own, in turn.
+
+Note [Sums in flight]
+  Ranks begin the same sums in one order, but one may begin several before another begins its first, and wait for the others
+  elsewhere before it ends one. So no sum may wait for a free channel: the first ones of an attempt have a channel each, and the
+  rest of the attempt travels over gloo. All of an attempt have ended when the next one begins.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from evenload.training.comm.shared_memory import ChannelLayout, SharedChannel
 
 MOST_BYTES = 1 << 21
 """Those of all ranks in a sum, each of which reads them all."""
-_NUM_CHANNELS = 2
+_NUM_CHANNELS = 4
 
 
 class SharedSum:
@@ -48,19 +52,23 @@ class SharedSums:
         self._channels = channels
         self._most_bytes = MOST_BYTES // num_ranks
         self._last: list[SharedSum | None] = [None] * len(channels)
-        self._count = 0
+        self._num_begun = 0
 
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is small enough; the same on all ranks."""
+    def begin_attempt(self) -> None:
+        """Begin an attempt of a step; all ranks have ended, or given up, the sums of the one before."""
+        self._num_begun = 0
+
+    def begin(self, tensor: torch.Tensor) -> SharedSum | None:
+        """Begin a sum, in place, without waiting; None, on all ranks, if it is too large or no channel is left."""
         is_small = tensor.numel() * tensor.element_size() <= self._most_bytes
-        return is_small and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-    def begin(self, tensor: torch.Tensor) -> SharedSum:
-        """Begin a sum, in place; it does not wait, unless `_NUM_CHANNELS` sums are in progress."""
-        index = self._count % len(self._channels)
-        self._count += 1
+        if not is_small or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        index = self._num_begun
+        if index == len(self._channels):
+            return None
+        self._num_begun += 1
         if (before := self._last[index]) is not None:
-            before.wait()  # all ranks have begun it, or will: it comes before this one
+            before.wait()  # all ranks have begun it; this one gave up the attempt
         vector, channel = tensor.view(-1), self._channels[index]
         channel.begin_sum(vector)
         self._last[index] = started = SharedSum(channel, vector)

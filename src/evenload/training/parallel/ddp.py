@@ -131,6 +131,8 @@ class ReplicaStrategy:
         if self._wire is not None:
             self._wire.begin(self._precision.scale, plan.shares, plan.num_micro)
         now = self._groups.generation
+        if now.sums is not None:
+            now.sums.begin_attempt()
         reducer.sends_all = now.gradients is not None and has_idle_rank(plan, now.computing)
         may_expect = call.may_expect and not (self._shares_gpu_queue() and reducer.sends_all)
         reducer.begin(self._arrivals.expected.get(call.index) if may_expect else None)
