@@ -160,6 +160,29 @@ def count_updates(folder: str, epochs: int) -> int:
     return server.max_staleness if server is not None else 0
 
 
+def train_one_part_an_epoch(folder: str) -> tuple[list[int], int]:
+    """Return the epochs in which this rank computed, and those that it has counted."""
+    run = evenload.init(project_dir=folder, strategy="async")
+    model, loader = run.prepare(make_model(), DataLoader(TensorDataset(rows()[:BATCH]), batch_size=BATCH))
+    optimizer, _ = optimizers(model)
+    computed = []
+    for epoch in range(4):
+        for step in loader:
+            computed.append(epoch)
+            step.backward(lambda batch: loss_of(model, batch[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+    epochs = loader.epoch
+    run.close()
+    return computed, epochs
+
+
+def test_a_worker_without_a_part_in_an_epoch_stays_in_the_run(tmp_path: Path) -> None:
+    (server, _), *workers = found = run_ranks(train_one_part_an_epoch, 3, str(tmp_path), timeout_s=60.0)
+    assert server == sorted(epoch for computed, _ in workers for epoch in computed) == [0, 1, 2, 3]
+    assert {epochs for _, epochs in found} == {4}
+
+
 def check_updates(folder: Path, epochs: int, counted: int) -> None:
     records = read_steps(folder)
     assert [record.step for record in records] == list(range(300 * epochs))

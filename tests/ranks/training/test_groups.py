@@ -51,19 +51,23 @@ def test_abort_wakes_a_rank_that_waits_for_a_peer() -> None:
     assert waited_s < 1.2
 
 
-def _desync() -> str:
+def _desync() -> tuple[str, str]:
     groups, rank = _groups()
     control = Control(groups)
     control.set_position(1, 7 if rank == 0 else 8)
-    with pytest.raises(DesyncError) as caught:
+    with pytest.raises(DesyncError) as in_step:
         control.exchange(Operation.BACKWARD if rank == 0 else Operation.CLOSE)
+    control.set_position(rank, -1)
+    with pytest.raises(DesyncError) as between_steps:
+        control.exchange(Operation.AGREE)
     groups.close()
-    return str(caught.value)
+    return str(in_step.value), str(between_steps.value)
 
 
 def test_ranks_at_different_places_learn_who_does_what() -> None:
-    zero, one = run_ranks(_desync, 2)
-    assert zero == one
+    (zero, between), other = run_ranks(_desync, 2)
+    assert (zero, between) == other
+    assert "rank 0 begins an epoch at epoch 0; rank 1 begins an epoch at epoch 1" in between
     assert "rank 0 is in step.backward at epoch 1, step 7" in zero
     assert "rank 1 has ended its script at epoch 1, step 8" in zero
     assert "run.any" in zero

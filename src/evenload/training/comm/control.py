@@ -252,13 +252,15 @@ class Control:
 def _describe_desync(heads: list[list[float]], all_ranks: Sequence[int]) -> str:
     places: dict[str, list[int]] = {}
     operations = {Operation(int(head[0])) for head in heads}
+    one_epoch = len({head[1] for head in heads}) == 1
     for rank, (operation, epoch, step, length) in zip(all_ranks, heads, strict=True):
         doing = _DOING[Operation(int(operation))]
-        where = f" at epoch {int(epoch)}, step {int(step)}" if step >= 0 else ""
+        at_step = f", step {int(step)}" if step >= 0 else ""
+        where = f" at epoch {int(epoch)}{at_step}" if at_step or not one_epoch else ""
         size = f" with {int(length)} values" if len({tuple(head[:3]) for head in heads}) == 1 else ""
         places.setdefault(doing + where + size, []).append(rank)
     who = "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} {doing}"
+        f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))} {doing}"
         for doing, ranks in places.items()
     )
     called = [_DOING[operation].removeprefix("calls ") for operation in _CALLED_BY_ALL if operation in operations]

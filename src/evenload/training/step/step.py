@@ -395,13 +395,13 @@ class StepLoader:
         """Yield steps to the end of the epoch, or until a listener's extra steps are due; return that listener."""
         loop = self._loop
         loop.before_use()
+        loop.engine.control.set_position(self.loader.epoch, -1)  # a rank may have no step in an epoch (async)
         batches = iter(self.loader)
         while True:
             loop.check_alone(self.loader)
             loop.engine.clock.switch("data")
-            try:
-                batch = next(batches)
-            except StopIteration:
+            batch = next(batches, None)
+            if batch is None:
                 loop.steps_done = self.planner.end_loop(self.loader, loop.steps_done, left=False)
                 loop.end_epoch()
                 return None
