@@ -234,7 +234,7 @@ def _fork_workers() -> list[float]:
         if pid == 0:
             if how == "close":
                 exchange.abort("a worker ended")
-                exchange.close()
+                exchange.generation.rows.close()  # torch's groups can't be closed in a fork: their threads are not there
             elif how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             os._exit(0)

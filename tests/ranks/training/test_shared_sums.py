@@ -1,9 +1,10 @@
-"""Sums of small gradients through shared memory: the same bits on all ranks, several in flight, and no wait for a lost rank."""
+"""Sums of gradients through shared memory: the same bits on all ranks, several in flight, and no wait for a lost rank."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import torch
 from evenload.errors import DesyncError, PeerLostError, RankFailedError
 from evenload.testing import run_ranks
 from evenload.training.comm.groups import Groups
-from evenload.training.comm.shared_sums import MOST_BYTES, SharedSum
+from evenload.training.comm.shared_sums import MOST_BYTES, SharedSum, SmallSum
 from tests.ranks.training.test_shared_memory import _groups, _values
 
+_SMALL, _LARGE = 2, 1_000_003
+"""Values of a vector that is written when its sum begins, and of one that a thread adds up in pieces."""
 _KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64)
 
 
@@ -40,28 +43,34 @@ def _sums_in_flight(num_ranks: int) -> None:
     for index in range(40):
         dtype = _KINDS[index % len(_KINDS)]
         sizes = [(7 * index + number) % 900 + 1 for number in range(index % 7 + 1)]  # up to seven at once
+        if index % 8 == 0:
+            sizes = [*sizes, _LARGE // (1 + index), 3, _LARGE // (2 + index)]
+        limit = MOST_BYTES // num_ranks
+        is_small = [size * dtype.itemsize <= limit for size in sizes]
         parts = [_part(rank, 100 * index + number, size, dtype) for number, size in enumerate(sizes)]
         if rank == index % num_ranks:
             time.sleep(0.002)
         _begin_attempt(groups)
         pending = [groups.sum_async(part) for part in parts]
-        assert [isinstance(one, SharedSum) for one in pending] == [number < 4 for number in range(len(parts))]
+        expected = [small and sum(is_small[:number]) < 4 for number, small in enumerate(is_small)]
+        assert [isinstance(one, SmallSum) for one in pending] == expected
         if index % 3 == rank:
             pending.reverse()  # ranks may wait in any order
         for one in pending:
             one.wait()
             one.wait()  # a second wait does nothing
         for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            expected = _expected(num_ranks, 100 * index + number, size, dtype)
-            assert (
-                torch.equal(part, expected) if number < 4 else torch.allclose(part, expected, rtol=0.1, atol=5)
-            )  # gloo's
+            assert torch.equal(part, _expected(num_ranks, 100 * index + number, size, dtype)), (index, number)
     _begin_attempt(groups)
     matrix = torch.full((3, 4), float(rank))
     groups.sum_async(matrix).wait()
     assert torch.equal(matrix, torch.full((3, 4), sum(range(num_ranks)), dtype=torch.float32))
-    large, turned = torch.ones(MOST_BYTES // num_ranks // 4 + 1), torch.ones(4, 3).t()
-    assert not any(isinstance(one, SharedSum) for one in (groups.sum_async(large), groups.sum_async(turned)))
+    turned, nothing = torch.ones(4, 3).t(), torch.ones(0)
+    pending = [groups.sum_async(turned), groups.sum_async(nothing)]
+    assert not any(isinstance(one, SharedSum) for one in pending)
+    for one in pending:
+        one.wait()
+    assert bool((turned == num_ranks).all())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -92,64 +101,95 @@ def test_ranks_that_compute_sum_among_themselves() -> None:
     assert first == second == [*(2.0 * index + 1 for index in range(9)), 3.0] and third == [3.0]
 
 
-def _lose_rank_1(found: str) -> None:
-    groups, rank = _groups()
-    groups.sum_async(torch.ones(2)).wait()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+def _sum_in_vain(groups: Groups, size: int) -> tuple[str, float]:
+    """Return the error of a sum that another rank does not end, and after how many seconds it came."""
     began_s = time.monotonic()
     with pytest.raises(PeerLostError) as raised:
-        groups.sum_async(torch.ones(2)).wait()
-    Path(found).write_text(f"{time.monotonic() - began_s:.3f} {raised.value}")
+        groups.sum_async(torch.ones(size)).wait()
+    return str(raised.value), time.monotonic() - began_s
 
 
-def test_a_killed_rank_is_named_within_a_second(tmp_path: Path) -> None:
+def _lose_rank_1(found: str, size: int) -> None:
+    groups, rank = _groups()
+    groups.sum_async(torch.ones(size)).wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    text, seconds = _sum_in_vain(groups, size)
+    Path(found).write_text(f"{seconds:.3f} {text}")
+
+
+@pytest.mark.parametrize("size", [_SMALL, _LARGE])
+def test_a_killed_rank_is_named_within_a_second(tmp_path: Path, size: int) -> None:
     with pytest.raises(RankFailedError, match="rank 1"):
-        run_ranks(_lose_rank_1, 2, str(tmp_path / "found"))
+        run_ranks(_lose_rank_1, 2, str(tmp_path / "found"), size)
     seconds, text = (tmp_path / "found").read_text().split(maxsplit=1)
     assert float(seconds) < 1 and "of rank 1 has ended" in text
 
 
-def _come_late() -> tuple[str, float]:
+def _come_late(size: int) -> tuple[str, float]:
     groups, rank = _groups(timeout_s=1)
     if rank == 1:
         time.sleep(2.5)
         return "", 0.0
-    began_s = time.monotonic()
-    with pytest.raises(PeerLostError) as raised:
-        groups.sum_async(torch.ones(2)).wait()
-    return str(raised.value), time.monotonic() - began_s
+    return _sum_in_vain(groups, size)
 
 
-def test_a_late_rank_ends_the_wait_at_the_limit() -> None:
-    (text, seconds), _ = run_ranks(_come_late, 2)
+@pytest.mark.parametrize("size", [_SMALL, _LARGE])
+def test_a_late_rank_ends_the_wait_at_the_limit(size: int) -> None:
+    (text, seconds), _ = run_ranks(_come_late, 2, size)
     assert "timed out after 1 s; rank 1 did not come" in text and seconds < 2
 
 
-def _abort() -> tuple[str, float]:
+def _abort(size: int) -> tuple[str, float]:
     groups, rank = _groups()
     if rank == 1:
         time.sleep(0.3)
         groups.abort("rank 1 ran out of memory")
         time.sleep(0.5)
         return "", 0.0
-    began_s = time.monotonic()
-    with pytest.raises(PeerLostError) as raised:
-        groups.sum_async(torch.ones(2)).wait()
-    return str(raised.value), time.monotonic() - began_s
+    return _sum_in_vain(groups, size)
 
 
-def test_an_abort_ends_the_wait() -> None:
-    (text, seconds), _ = run_ranks(_abort, 2)
+@pytest.mark.parametrize("size", [_SMALL, _LARGE])
+def test_an_abort_ends_the_wait(size: int) -> None:
+    (text, seconds), _ = run_ranks(_abort, 2, size)
     assert text == "rank 1 ran out of memory" and seconds < 0.6
 
 
-def _differ() -> str:
+def _differ(size: int) -> str:
     groups, rank = _groups()
     with pytest.raises(DesyncError) as raised:
-        groups.sum_async(torch.ones(2 + rank)).wait()
+        groups.sum_async(torch.ones(size + rank)).wait()
     return str(raised.value)
 
 
-def test_unlike_lengths_are_an_error() -> None:
-    assert all("they do different things" in text for text in run_ranks(_differ, 2))
+@pytest.mark.parametrize("size", [_SMALL, _LARGE])
+def test_unlike_lengths_are_an_error(size: int) -> None:
+    assert all("they do different things" in text for text in run_ranks(_differ, 2, size))
+
+
+def _has_thread() -> bool:
+    return any(thread.name == "evenload-piecewise-sums" for thread in threading.enumerate())
+
+
+def _close_early() -> tuple[str, bool]:
+    """Rank 1 closes its groups while a sum of both is in progress."""
+    groups, rank = _groups()
+    if rank == 1:
+        groups.sum_async(torch.ones(_LARGE)).wait()
+        groups.sum_async(torch.ones(_LARGE))
+        assert _has_thread()
+        began_s = time.monotonic()
+        groups.close()
+        assert time.monotonic() - began_s < 1
+        return "", _has_thread()
+    groups.sum_async(torch.ones(_LARGE)).wait()
+    time.sleep(0.3)
+    text, _ = _sum_in_vain(groups, _LARGE)
+    groups.close()
+    return text, _has_thread()
+
+
+def test_closing_ends_the_thread_and_the_others_sums() -> None:
+    (text, has_thread), (_, has_other) = run_ranks(_close_early, 2)
+    assert text == "the process groups were closed" and not has_thread and not has_other

@@ -167,22 +167,28 @@ def share_statistics(
 
     All ranks call it, and get the same answer to the first.
     """
-    if not found.are_together(ranks):
-        return False, None
-    layouts = [ChannelLayout(len(ranks), _STATISTICS_BYTES)]
-    agreed, channels = share_channels(found, rank, ranks, layouts, gather, timeout_s)
+    agreed, channels = share_channels(found, rank, ranks, _STATISTICS_BYTES, 1, gather, timeout_s)
     return agreed, channels[0] if channels else None
 
 
 def share_channels(
-    found: HostMap, rank: int, ranks: Sequence[int], layouts: Sequence[ChannelLayout], gather: Gather, timeout_s: float
+    found: HostMap,
+    rank: int,
+    ranks: Sequence[int],
+    row_bytes: int,
+    num_channels: int,
+    gather: Gather,
+    timeout_s: float,
 ) -> tuple[bool, list[SharedChannel]]:
-    """Return whether some ranks of one host can share memory, and a channel for each layout; none for a rank outside.
+    """Return whether some ranks share memory, which must be on one host, and their channels; none for a rank outside.
 
     All ranks call it, and get the same answer to the first.
     """
+    if not found.are_together(ranks):
+        return False, []
+    layouts = [ChannelLayout(len(ranks), row_bytes)] * num_channels
     agreed, segment = _share(found, rank, ranks, layouts, gather)
-    return agreed, [] if segment is None else [segment.channel(index, timeout_s) for index in range(len(layouts))]
+    return agreed, [] if segment is None else [segment.channel(index, timeout_s) for index in range(num_channels)]
 
 
 def _share(
