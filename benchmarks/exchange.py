@@ -1,4 +1,4 @@
-"""Small exchanges between two ranks of one host: through shared memory, and over gloo.
+"""Exchanges between two ranks of one host: through shared memory, and over gloo.
 
 Method: two processes, each on a core of its own. Blocks of 25 exchanges of each kind alternate; the figure is the median over
 single exchanges on rank 0. A rank then waits for the other, which sleeps: its CPU time per wait, and the time from the other's
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from benchmarks.report import rows
 from evenload.testing import run_ranks
 from evenload.training.comm.host_exchange import ROW_VALUES, find_hosts, share_rows, share_statistics
+from evenload.training.comm.shared_sums import SharedSums, share_sums
 from evenload.training.launch.environment import detect
 
 WAITS_S = (0.001, 0.01, 0.1, 1.0)
@@ -31,9 +32,12 @@ def measure(quick: bool) -> dict[str, Any]:
     result: dict[str, Any] = run_ranks(_measure_rank, 2, num_rounds, WAITS_S[:1] if quick else WAITS_S, timeout_s=300)[
         0
     ]
-    bars = (
-        {} if quick else {"a gather of 129 floats takes < 50 us": result["exchanges"]["gather of 129"]["shared"] < 50}
-    )
+    gather, largest = result["exchanges"]["gather of 129"], result["exchanges"]["gradients of 25 MiB"]
+    bars = {
+        "a gather of 129 floats takes < 50 us": gather["shared"] < 50,
+        "gradients of 25 MiB are added up in at most half of gloo's time": largest["shared"] <= largest["gloo"] / 2,
+    }
+    bars = {} if quick else bars
     return {**result, "bars": bars}
 
 
@@ -64,7 +68,8 @@ def _measure_rank(num_rounds: int, waits_s: tuple[float, ...]) -> dict[str, Any]
     hosts = find_hosts(_gloo_gather)
     shared = share_rows(hosts, spec.rank, _gloo_gather, lambda _: _gloo_gather, 60.0)
     channel = share_statistics(hosts, spec.rank, (0, 1), _gloo_gather, 60.0)[1]
-    if shared is None or channel is None:
+    sums = share_sums(hosts, spec.rank, (0, 1), _gloo_gather, 60.0)[1]
+    if shared is None or channel is None or sums is None:
         raise RuntimeError("the ranks of this machine can't share memory")
     row = torch.zeros(ROW_VALUES, dtype=torch.float64)
     kinds: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -83,6 +88,9 @@ def _measure_rank(num_rounds: int, waits_s: tuple[float, ...]) -> dict[str, Any]
             functools.partial(channel.sum, torch.zeros(size)),
             functools.partial(dist.all_reduce, torch.zeros(size)),
         )
+    for name, num_bytes in {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "25 MiB": 25 << 20}.items():
+        own = torch.zeros(num_bytes // 4)
+        kinds[f"gradients of {name}"] = functools.partial(_sum, sums, own), functools.partial(dist.all_reduce, own)
     times_us: dict[str, dict[str, list[float]]] = {name: {"shared": [], "gloo": []} for name in kinds}
     for round_index in range(num_rounds + 1):
         for name, pair in kinds.items():
@@ -92,8 +100,16 @@ def _measure_rank(num_rounds: int, waits_s: tuple[float, ...]) -> dict[str, Any]
                     times_us[name][way] += found
     waits = {str(wait_s): _wait(shared.exchange_row, spec.rank, wait_s) for wait_s in waits_s}
     shared.close()
+    sums.close()
     exchanges = {name: {way: median(found) for way, found in ways.items()} for name, ways in times_us.items()}
     return {"exchanges": exchanges, "waits": waits}
+
+
+def _sum(sums: SharedSums, gradients: torch.Tensor) -> None:
+    sums.begin_attempt()
+    started = sums.begin(gradients)
+    assert started is not None
+    started.wait()
 
 
 def _gloo_gather(own: torch.Tensor) -> torch.Tensor:
