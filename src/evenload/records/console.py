@@ -128,7 +128,9 @@ class ProgressLines:
         if isinstance(record, LateMetrics):
             return []
         if isinstance(record, RunEvent):
-            return [f"evenload: {record.message}"] if record.message else []
+            # What to do after a stop comes last, below the progress.
+            last = self.finish() if record.kind == "stopped" else []
+            return [*last, f"evenload: {record.message}"] if record.message else last
         if self._window and self._window[-1].arm != record.arm:
             self._window.clear()  # a line covers steps of one arm only
         self._window.append(record)

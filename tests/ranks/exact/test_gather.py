@@ -129,7 +129,9 @@ def test_an_evaluation_that_ends_early(tmp_path: Path) -> None:
 
 
 OWN_METRIC = """
-import datasets, evaluate, sklearn.metrics
+import datasets
+import evaluate
+import sklearn.metrics
 
 class MacroF1(evaluate.Metric):
     def _info(self):

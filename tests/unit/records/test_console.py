@@ -111,6 +111,15 @@ def test_many_ranks_fit_one_line() -> None:
     assert len(line) < 160
 
 
+def test_the_instruction_after_a_stop_is_the_last_line() -> None:
+    plain = ProgressLines(log_every_s=1e9)
+    plain.add(make_step(0))
+    assert plain.add(make_step(1)) == []
+    progress, instruction = plain.add(RunEvent("stopped", "stopped after step 2; start it again: evenload run train.py"))
+    assert progress.startswith("step 2 | ") and instruction.endswith("start it again: evenload run train.py")
+    assert plain.finish() == []
+
+
 def test_a_line_never_mixes_arms() -> None:
     plain = ProgressLines(log_every_s=10.0)
     for index in range(10):

@@ -83,6 +83,22 @@ def test_the_same_shares_later_have_the_newer_reason(tmp_path: Path) -> None:
     assert [span.reason for span in summarize_run(tmp_path).spans] == ["", "down", "up", "down again"]
 
 
+def test_an_event_of_several_lines_stays_in_its_column(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "run")
+    recorder.step(make_step(0))
+    recorder.event("failed", "rank 1 failed\n  File train.py, line 3\nValueError: no data", step=1)
+    recorder.close()
+    lines = format_run_summary(summarize_run(tmp_path / "run")).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.endswith("rank 1 failed"))
+    column = lines[first].index("rank 1 failed")
+    assert [line[column:] for line in lines[first : first + 3]] == [
+        "rank 1 failed",
+        "  File train.py, line 3",
+        "ValueError: no data",
+    ]
+    assert not lines[first + 1][:column].strip()
+
+
 def test_what_the_run_is_bound_by_is_told(tmp_path: Path) -> None:
     def write(name: str, *ranks: tuple[float, float]) -> str:
         recorder = Recorder(tmp_path / name)

@@ -218,7 +218,7 @@ def describe_workers(workers: Sequence[WorkerSpec]) -> list[str]:
     width = max(len(name) for _, _, name, *_ in rows)
     for rank, device, name, num_threads, backend, factor in rows:
         threads = f"{num_threads} thread" + ("s" if num_threads != 1 else "")
-        throttle = "" if factor is None else f", throttled to {factor:g} of its speed"
+        throttle = "" if factor in (None, 1.0) else f", throttled to {factor:g} of its speed"
         lines.append(f"rank {rank}: {device:<6} {name:<{width}}  {threads}{backend}{throttle}")
     return lines
 

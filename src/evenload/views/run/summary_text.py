@@ -187,10 +187,12 @@ def _events(summary: RunSummary) -> str:
     title = (
         "Events" if len(shown) == len(summary.events) else f"Events (the last {len(shown)} of {len(summary.events)})"
     )
-    rows = [
-        [format_seconds(event.time - first_s), "" if event.step is None else f"step {event.step}", event.message]
-        for event in shown
-    ]
+    rows = []
+    for event in shown:
+        first, *more = event.message.splitlines() or [""]
+        step = "" if event.step is None else f"step {event.step}"
+        rows.append([format_seconds(event.time - first_s), step, first])
+        rows += [["", "", line] for line in more]
     return f"{title}\n" + _aligned(rows, left=0, last=True)
 
 
