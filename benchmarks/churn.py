@@ -119,9 +119,12 @@ def _run_arm(
         for index in range(num_kills):
             _watch(folder, deaths, until_s=began_s + kill_every_s * (index + 1))
             # Each core in turn: the oldest process is the one that was not killed last.
+            limit_s = time.time() + _MOST_START_S
             while not (trained := [one for one in _read(folder) if one.pid not in deaths and one.steps]):
-                if launcher.poll() is not None:
-                    raise RuntimeError("the launcher ended")
+                if launcher.poll() is not None or time.time() > limit_s:
+                    raise RuntimeError(
+                        f"no rank trained within {_MOST_START_S:.0f} s after a kill, or the launcher ended"
+                    )
                 _watch(folder, deaths, until_s=time.time() + 0.1)
             victim = min(trained, key=lambda process: process.ready_s)
             kills_s.append(time.time())

@@ -92,7 +92,10 @@ def train_ddp(folder: Path, batch_size: int, save_every: int) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
     notes = Notes(folder)
     notes.add("ready")
-    dist.init_process_group("gloo")
+    # Where torchrun restarts the ranks, they find the addresses of the ranks before in the store, and may wait for them.
+    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
