@@ -72,6 +72,32 @@ print("both ran")
 """
 
 
+READY_TOO_LATE = """
+import os, signal, time
+import torch, evenload
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+killed, joins = Path("killed"), Path("joins")
+run = evenload.init(project_dir="run")
+model, loader = run.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.resume(model=model, optimizer=optimizer)
+if killed.exists():
+    joins.touch()
+for epoch in range(loader.epoch, 1):
+    for step in loader:
+        step.backward(lambda batch: model(batch[0]).square().mean())
+        optimizer.step(); optimizer.zero_grad()
+        if step.index == 1 and run.rank == 1:
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while step.index == 3 and not joins.exists():
+            time.sleep(0.01)
+    time.sleep(1)  # the successor is let in, but no step is left at whose end it could join
+print("ended")
+"""
+
+
 def wait(found, started, timeout_s=90):
     deadline_s = time.monotonic() + timeout_s
     while not found():
@@ -138,3 +164,9 @@ def test_a_second_run_of_a_script_leaves_the_files_of_the_script_alone(tmp_path)
     with Started(tmp_path, TWICE, "-d", "cpu:2", initialised=False) as started:
         code, stdout, stderr = started.end(100)
     assert code == 0 and stdout.count("both ran") == 2 and "Exception" not in stderr, stdout + stderr
+
+
+def test_a_rank_that_would_join_after_the_last_step_does_not_keep_the_run(tmp_path):
+    with Started(tmp_path, READY_TOO_LATE, "-d", "cpu:2", initialised=False) as started:
+        code, stdout, stderr = started.end(60)
+    assert code == 0 and stdout.count("ended") == 1 and "it is restarted (1 of 3)" in stderr, stdout + stderr

@@ -180,6 +180,27 @@ def test_after_the_loop_nobody_joins():
     assert "the training loop has ended" in only(decider.lost([loss("worker-0")]), EndRun).reason
 
 
+def test_an_admission_that_no_further_step_can_carry_out_is_given_up():
+    decider = started(2)
+    worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
+    change = only(decider.ready(worker), SendChange).change
+    assert decider.finished() == []  # a stop was requested: the step that runs may still carry it out
+    assert decider.finished("worker-0") == [EndWorker(worker)]
+    assert decider.members == ("worker-0", "worker-1") and not decider.changes
+    assert decider.finished("worker-1") == [] and decider.switched("worker-1", change.number) == []
+
+
+def test_an_admission_that_a_finished_worker_has_carried_out_stays():
+    decider = started(2)
+    worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker
+    change = only(decider.ready(worker), SendChange).change
+    decider.switched("worker-0", change.number)
+    assert decider.finished("worker-0") == []
+    decider.switched("worker-1", change.number)
+    decider.switched(worker, change.number)
+    assert decider.members == ("worker-0", "worker-1", worker) and not decider.changes
+
+
 def test_a_request_to_leave_of_a_joiner_ends_it():
     decider = started(2)
     worker = only(decider.request_join(WorkerPlace(2, "cpu")), StartWorker).worker

@@ -115,7 +115,9 @@ def test_the_instruction_after_a_stop_is_the_last_line() -> None:
     plain = ProgressLines(log_every_s=1e9)
     plain.add(make_step(0))
     assert plain.add(make_step(1)) == []
-    progress, instruction = plain.add(RunEvent("stopped", "stopped after step 2; start it again: evenload run train.py"))
+    progress, instruction = plain.add(
+        RunEvent("stopped", "stopped after step 2; start it again: evenload run train.py")
+    )
     assert progress.startswith("step 2 | ") and instruction.endswith("start it again: evenload run train.py")
     assert plain.finish() == []
 

@@ -220,9 +220,13 @@ class MembershipDecider:
         self._to_start.append(self._successor(place, 0.0))
         return self._starts() if self._pending is None else []
 
-    def finished(self) -> list[Instruction]:
-        """A script's training loop has ended: nobody can join any more."""
+    def finished(self, worker: str = "") -> list[Instruction]:
+        """A script's training loop has ended, on `worker` if given: nobody can join any more."""
         self._finished = True
+        change = self._pending
+        if change is not None and not change.urgent and worker in self._effective and worker not in self._switched:
+            # All switch at the end of one step, and this worker has no further one.
+            self._pending, self.members = None, self._effective
         joining = [worker for worker in self._joiners if worker not in self.members]
         for worker in joining:
             del self._joiners[worker]

@@ -177,11 +177,11 @@ class RunMembers:
         self._act(decider.lost(losses, restart=all(failure.lost for failure in failures.values())))
         return None
 
-    def stop_joins(self) -> None:
-        """End the workers that prepare to join: the run is about to end."""
+    def stop_joins(self, finished: str = "") -> None:
+        """End the workers that prepare to join: the run is about to end, or the script of the worker `finished` has ended."""
         if self._decider is not None:
             self._ends = self._ends or self.changes
-            self._act(self._decider.finished())
+            self._act(self._decider.finished(finished))
             self._due.clear()
 
     @property
@@ -280,7 +280,7 @@ class RunMembers:
         elif isinstance(message, Activity | Waits):
             self._stalls.take(message, time.monotonic())
         elif isinstance(message, Finished):
-            self.stop_joins()
+            self.stop_joins(message.worker)
 
     def _print_change(self, change: MembershipChange) -> None:
         num_ranks = len(change.workers)
