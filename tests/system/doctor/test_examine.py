@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from evenload.doctor import Finding, Options, exit_code, run_checks
@@ -16,6 +15,7 @@ from evenload.doctor.checklist import GROUPS, Check
 from evenload.doctor.report import as_json, as_text
 from tests.paths import ROOT
 from tests.system.doctor.conftest import environment
+from tests.system.launch.scripts import assert_gone
 
 REPOSITORY = ROOT
 NAMES = {check.name for group in GROUPS for check in group}
@@ -50,8 +50,7 @@ def test_a_hung_check_is_a_finding_and_its_processes_are_ended(tmp_path: Path) -
     assert "no result within 6 s" in hung.found
     assert hung.fix.startswith(f"{sys.executable} -m evenload.doctor.child")
     assert (after.status, after.found) == ("skip", "not run, see hang")
-    for pid in map(int, (tmp_path / "ids").read_text().split()):
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert_gone(map(int, (tmp_path / "ids").read_text().split()))
 
 
 def test_each_check_has_a_limit_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def run(folder, body, *options, arguments=(), initialised=True, timeout_s=40):
 
 
 def assert_gone(pids, timeout_s=5.0):
+    pids = list(pids)
     deadline = time.monotonic() + timeout_s
     while living := [pid for pid in pids if _lives(pid)]:
         assert time.monotonic() < deadline, f"{living} live on"
