@@ -312,6 +312,28 @@ def test_a_mean_over_other_units_than_samples(init: Any, kwargs: dict[str, Any],
     assert len(messages) == 1 and re.search(expected, messages[0])
 
 
+@pytest.mark.parametrize(
+    ("loss_of", "is_named"),
+    [
+        (lambda out, y: functional.cross_entropy(out, y, reduction="sum"), True),
+        (lambda out, y: functional.cross_entropy(out, y, reduction="sum") + out.square().mean(), True),
+        (lambda out, y: functional.cross_entropy(out, y, reduction="sum") / len(y), False),
+        (lambda out, y: functional.cross_entropy(out, y) + 0.1 * out.square().mean(), False),
+        (lambda out, y: (functional.cross_entropy(out, y, reduction="sum") / len(y), len(y)), False),
+    ],
+)
+def test_a_sum_over_a_part_of_the_batch(init: Any, loss_of: Callable[..., Any], is_named: bool) -> None:
+    run = init()
+    model, loader = run.prepare(nn.Linear(4, 3), _labels())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in loader:
+            step.backward(lambda batch: loss_of(model(batch[0]), batch[1]))
+            model.zero_grad()
+    named = [warning for warning in caught if "the loss is a sum over a part of the batch" in str(warning.message)]
+    assert len(named) == is_named
+
+
 def test_gradients_removed_before_the_optimizer(init: Any, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(init())
     for step in job.loader:

@@ -1,4 +1,4 @@
-"""Warn once if the loss is a mean over other units than samples but loss_fn returns no weight."""
+"""Warn once if a loss without weight is no mean over samples: a sum, or a mean over other units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from evenload.training.launch.print_once import warn_once
 _MAX_NODES = 64
 """Operations searched, from the loss backwards."""
 _MEAN = 1
-"""`reduction="mean"` as torch stores it."""
+_SUM = 2
+"""`reduction="mean"` and `reduction="sum"` as torch stores them."""
+_KEEPS_A_SUM = (
+    "ViewBackward",
+    "AliasBackward",
+    "UnsafeViewBackward",
+    "ReshapeAliasBackward",
+    "AddBackward",
+    "ToCopyBackward",
+)
+"""Operations after which a sum over samples is still one."""
 
 
 class LabelWatch:
@@ -42,6 +52,11 @@ class LabelWatch:
                     "loss_fn returned no weight, so it is not the global batch's mean. Return the units of the mean too: "
                     f"(loss, (labels != {mean[2]}).sum()), or with class weights (loss, class_weights[labels].sum())"
                 )
+            elif has_sum(loss):
+                message = (
+                    "the loss is a sum over a part of the batch (reduction='sum'), so it depends on the sizes of the parts. "
+                    "Return a mean over samples: reduction='mean', or loss.sum() / len(labels)"
+                )
             else:
                 return
             self._left = 0
@@ -63,6 +78,21 @@ def find_partial_mean(loss: torch.Tensor) -> tuple[float, int, int] | None:
             return (units, num_labels, _signed(node._saved_ignore_index)) if is_mean and units != num_labels else None
         left += [following for following, _ in node.next_functions]
     return None
+
+
+def has_sum(loss: torch.Tensor) -> bool:
+    """Return whether the loss, or a term of it, is a loss function of torch with ``reduction="sum"``, not divided by anything."""
+    left, seen = [loss.grad_fn], 0
+    while left and seen < _MAX_NODES:
+        node: Any = left.pop(0)
+        if node is None:
+            continue
+        seen += 1
+        if getattr(node, "_saved_reduction", None) == _SUM:
+            return True
+        if node.name().startswith(_KEEPS_A_SUM):
+            left += [following for following, _ in node.next_functions]
+    return False
 
 
 def _signed(number: int) -> int:
