@@ -36,7 +36,10 @@ class PiecewiseSum:
         self._has_ended.set()
 
     def wait(self) -> None:
-        """Wait until the vector holds the sum; PeerLostError if a rank is gone, or the sums were aborted."""
+        """Wait until the vector holds the sum; PeerLostError if a rank is gone or late, or the sums were aborted.
+
+        The waits of the thread have the time limit of its channels.
+        """
         self._has_ended.wait()
         if self._error is not None:
             raise self._error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from evenload.training.launch.print_once import warn_once
 
 _MAX_NODES = 64
 """Operations searched, from the loss backwards."""
-_MEAN = 1
-_SUM = 2
+_MEAN, _SUM = 1, 2
 """`reduction="mean"` and `reduction="sum"` as torch stores them."""
 _KEEPS_A_SUM = (
     "ViewBackward",
@@ -65,34 +65,31 @@ class LabelWatch:
 
 def find_partial_mean(loss: torch.Tensor) -> tuple[float, int, int] | None:
     """Find a cross-entropy in the loss whose mean leaves out or weights labels: its units, its labels, its ignore_index."""
-    left, seen = [loss.grad_fn], 0
-    while left and seen < _MAX_NODES:
-        node: Any = left.pop(0)
-        if node is None:
-            continue
-        seen += 1
+    for node in _operations(loss):
         if node.name().startswith("NllLoss"):
             num_labels = node._saved_target.numel()
             units = float(node._saved_total_weight)
             is_mean = node._saved_reduction == _MEAN
             return (units, num_labels, _signed(node._saved_ignore_index)) if is_mean and units != num_labels else None
-        left += [following for following, _ in node.next_functions]
     return None
 
 
 def has_sum(loss: torch.Tensor) -> bool:
     """Return whether the loss, or a term of it, is a loss function of torch with ``reduction="sum"``, not divided by anything."""
+    return any(getattr(node, "_saved_reduction", None) == _SUM for node in _operations(loss, through=_KEEPS_A_SUM))
+
+
+def _operations(loss: torch.Tensor, through: tuple[str, ...] = ("",)) -> Iterator[Any]:
+    """Yield operations of the loss's graph from the last one backwards; behind those whose names begin with one of `through`."""
     left, seen = [loss.grad_fn], 0
     while left and seen < _MAX_NODES:
         node: Any = left.pop(0)
         if node is None:
             continue
         seen += 1
-        if getattr(node, "_saved_reduction", None) == _SUM:
-            return True
-        if node.name().startswith(_KEEPS_A_SUM):
+        yield node
+        if node.name().startswith(through):
             left += [following for following, _ in node.next_functions]
-    return False
 
 
 def _signed(number: int) -> int:
