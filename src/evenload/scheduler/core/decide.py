@@ -12,6 +12,7 @@ import math
 
 from evenload.scheduler.core.availability import Availability
 from evenload.scheduler.core.backfill import BackfillWindow, Release, backfill_window
+from evenload.scheduler.core.changes import JobChanges
 from evenload.scheduler.core.collecting import no_collecting
 from evenload.scheduler.core.eligibility import (
     Eligibility,
@@ -24,14 +25,11 @@ from evenload.scheduler.core.eligibility import (
 )
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, Placed, StopRequested
-from evenload.scheduler.core.kind_changes import KindChanges
 from evenload.scheduler.core.limits import LimitUse
-from evenload.scheduler.core.moving import Moving
 from evenload.scheduler.core.plan import Plan
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
 from evenload.scheduler.core.refusal import most_together
-from evenload.scheduler.core.resizing import Resizing
 from evenload.scheduler.core.run_times import oldest_work
 from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import QueueSnapshot
@@ -54,7 +52,7 @@ def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
     if snapshot.reservations:
         clear_reserved(snapshot, eligibility, now_s)
     choices = PoolChoices(snapshot, now_s)
-    sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if snapshot.shares else None
+    sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if eligibility.has_sharing else None
     is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in eligibility.running)
     may_move = bool(eligibility.running) and bool(eligibility.free) and snapshot.layout.has_speeds
     may_change = bool(eligibility.holders) and snapshot.settings.policy == "cost"
@@ -82,10 +80,8 @@ class _Planning:
         followers = sharing.followers if sharing is not None else ()
         self.limits = LimitUse(snapshot, eligibility.pending, (*eligibility.holders, *followers))
         self.decision: PolicyDecision
-        self.kind_changes: KindChanges
+        self.changes: JobChanges
         self.candidates: PreemptionCandidates | None = None
-        self.sizing: Resizing | None = None
-        self.moving = Moving(snapshot, self.availability, now_s)
         self.window: BackfillWindow | None = None
         self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
         self.is_anyone_waiting = False
@@ -99,26 +95,15 @@ class _Planning:
         self.decision = policy_named(self.settings.policy)(self._inputs(keeping))
         self.choices.restrict(self.decision.kinds)
         order = self._ordered()
-        self.kind_changes = KindChanges(
-            self.snapshot, self.eligibility, self.availability, self.choices, self.decision, self.now_s
+        self.changes = JobChanges(
+            self.snapshot, self.now_s, self.eligibility, self.availability, self.choices, self.limits, self.decision
         )
-        self.kind_changes.stop_held(keeping)
-        if self.decision.sizes is not None:
-            self.sizing = Resizing(
-                self.snapshot,
-                self.eligibility,
-                self.availability,
-                self.choices,
-                self.decision,
-                keeping,
-                self.limits.most,
-                now_s=self.now_s,
-            )
-            self.sizing.shrink()
+        self.changes.stop_held(keeping)
+        self.changes.shrink(keeping)
         if self.decision.preempts:
             self._find_candidates(order, bound, young)
         self._give_out(order)
-        if self.sizing is None:
+        if self.decision.sizes is None:
             self._widen()
         self._command()
         if not self.explain:
@@ -187,18 +172,17 @@ class _Planning:
         return is_starving(job, self.now_s, self.settings)
 
     def _find_candidates(self, order: list[Job], bound: set[str], young: set[str]) -> None:
-        closed, slots, devices = self.snapshot.closed, self.eligibility.slots, self.snapshot.layout.devices
-        fixed = bound | self.kind_changes.changed | (self.sizing.changed if self.sizing is not None else set())
-        runs, found = JobState.RUNNING, []
-        for job in order:
-            if job.state is runs and (name := job.id) not in fixed:
-                usable = [s for s in slots[name] if devices[s].id not in closed] if closed else slots[name]
-                found.append(PreemptionCandidate(job, usable, name in young))
-        self._fixed = fixed
+        fixed = self._fixed = bound | self.changes.changed
+        runs, usable = JobState.RUNNING, self.eligibility.usable
+        found = [
+            PreemptionCandidate(job, usable(job), job.id in young)
+            for job in order
+            if job.state is runs and job.id not in fixed
+        ]
         self.candidates = PreemptionCandidates(found, self.choices.pool_of, self.snapshot.layout.host_of)
 
     def _give_out(self, order: list[Job]) -> None:
-        candidates, sizing = self.candidates, self.sizing
+        candidates, changes = self.candidates, self.changes
         sizes, fixed = self.decision.sizes, self._fixed
         has_speeds = self.snapshot.layout.has_speeds
         gone = candidates.displaced if candidates is not None else frozenset()
@@ -210,12 +194,12 @@ class _Planning:
             if job.state is JobState.RUNNING:
                 if candidates is not None and job.id not in fixed and job.id not in gone:
                     candidates.pass_by(job)
-                    if job.id in self.decision.kinds and self.kind_changes.is_elsewhere(job):
-                        self.kind_changes.move(job, candidates)
-                    elif sizing is not None and self.window is None:
-                        sizing.grow(job)
+                    if job.id in self.decision.kinds and changes.is_elsewhere(job):
+                        changes.change_kind(job, candidates)
+                    elif sizes is not None and self.window is None:
+                        changes.grow(job)
                     if has_speeds and job.id not in self.decision.kinds:
-                        self._move(job)
+                        changes.move_to_faster(job, self.window)
                 continue
             if self.sharing is not None and self._join(job):
                 continue
@@ -238,22 +222,12 @@ class _Planning:
             if not self._start(job, num) and not self._may_pass(job):
                 break
 
-    def _move(self, job: Job) -> None:
-        """Let a running job move to faster devices, before those that are behind it in the order."""
-        is_changed = self.sizing is not None and job.id in self.sizing.changed
-        if is_changed or job.spec.share_device or is_young(job, self.settings, self.now_s):
-            return
-        choice = self.choices.of(job)
-        if self.window is None or self.window.pools.issuperset(choice.pools):
-            self.moving.move(job, self.eligibility.slots[job.id], choice)
-
     def _join(self, job: Job) -> bool:
         """Start a small job on a device that others share (`core.sharing`); False if there is none."""
         if self.sharing is None or not job.spec.share_device or not self._within_limits(job):
             return False
-        changed: set[str] = self.sizing.changed if self.sizing is not None else set()
         pools, until_s = self.choices.of(job).pools, self._gone_s(job)
-        if not self.sharing.join(job, pools, until_s, self.window, self.candidates, changed):
+        if not self.sharing.join(job, pools, until_s, self.window, self.candidates, self.changes.changed):
             return False
         self.limits.add(job, 1)
         return True
@@ -397,10 +371,7 @@ class _Planning:
                     self.commands.append(
                         StopRequested(self.now_s, job.id, reason="a job that goes first needs its devices")
                     )
-        self.commands += self.kind_changes.commands
-        if self.sizing is not None:
-            self.commands += self.sizing.commands
-        self.commands += self.moving.commands
+        self.commands += self.changes.commands
         for job, slots in self.starts.values():
             self.commands.append(
                 Placed(self.now_s, job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1)

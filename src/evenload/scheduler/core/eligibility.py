@@ -35,13 +35,22 @@ class Eligibility:
     coming: list[int] = field(default_factory=list)
     """Devices of jobs that are saving, and will not keep them."""
     has_soft_limits: bool = False
+    has_sharing: bool = False
+    """True if some jobs may share a device."""
     waits: dict[str, str] = field(default_factory=dict)
     """Job → reason why it can't start, of those that are not in `pending`."""
+    closed: frozenset[int] = frozenset()
+    """Devices on which nothing new may start."""
+
+    def usable(self, job: Job) -> list[int]:
+        """Return a holder's devices that others could use once it leaves them."""
+        slots = self.slots[job.id]
+        return [slot for slot in slots if slot not in self.closed] if self.closed else slots
 
 
 def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
-    eligibility = Eligibility()
-    index, closed = snapshot.layout.index, snapshot.closed
+    index = snapshot.layout.index
+    eligibility = Eligibility(closed=frozenset([index[device] for device in snapshot.closed if device in index]))
     is_taken = bytearray(len(snapshot.layout.devices))
     pending, running, holders, slots_of = (
         eligibility.pending,
@@ -54,6 +63,8 @@ def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
         state, spec = job.state, job.spec
         if spec.soft_limit_s is not None:
             eligibility.has_soft_limits = True
+        if spec.share_device:
+            eligibility.has_sharing = True
         if state is waits:
             if job.doomed or job.is_held or job.unmet or spec.not_before_s is not None:
                 _sort_pending(job, now_s, eligibility)
@@ -70,11 +81,10 @@ def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
             _sort_holder(job, slots, now_s, eligibility)
             for device in job.target:
                 is_taken[index[device]] = 1
-    for device in closed:
-        if device in index:
-            is_taken[index[device]] = 1
-    if closed and eligibility.coming:
-        eligibility.coming = [s for s in eligibility.coming if snapshot.layout.devices[s].id not in closed]
+    for slot in eligibility.closed:
+        is_taken[slot] = 1
+    if eligibility.closed:
+        eligibility.coming = [slot for slot in eligibility.coming if slot not in eligibility.closed]
     eligibility.free = [slot for slot, taken in enumerate(is_taken) if not taken]
     return eligibility
 
@@ -121,9 +131,7 @@ def clear_reserved(snapshot: QueueSnapshot, eligibility: Eligibility, now_s: flo
             staying.append(job)
             continue
         eligibility.commands.append(StopRequested(now_s, job.id, reason=f"reservation {of_others.id} has begun"))
-        eligibility.coming += [
-            slot for slot in eligibility.slots[job.id] if snapshot.layout.devices[slot].id not in snapshot.closed
-        ]
+        eligibility.coming += eligibility.usable(job)
     eligibility.running = staying
 
 
@@ -228,7 +236,7 @@ def _zones(
         return layout.pool_of, zones
     held: dict[int, tuple[Reservation, ...]] = {}
     for reservation in reservations:
-        for device in reservation.devices:
+        for device in sorted(reservation.devices):  # a set has another order in each process
             if device in layout.index:
                 slot = layout.index[device]
                 held[slot] = (*held.get(slot, ()), reservation)

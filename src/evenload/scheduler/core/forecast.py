@@ -84,7 +84,7 @@ class _Future:
         self.notes: dict[str, str] = {}
         self._granted: dict[str, tuple[str, ...]] = {}
         """Job → the devices that it gets now."""
-        self._shared = shared_devices(snapshot.jobs, planned.commands) if snapshot.shares else frozenset()
+        self._shared = shared_devices(snapshot.jobs, planned.commands)
         self._positions: dict[str, int] = {}
         self._free: dict[int, int] = {}
         """Pool → number of devices that are free now and not given to a job."""

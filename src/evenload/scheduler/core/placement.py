@@ -11,6 +11,7 @@ so that finding a place doesn't look at all hosts.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -83,21 +84,19 @@ class FreeDevices:
         self._buckets: dict[tuple[int, ...], _Buckets] = {}
         self._by_pool: dict[int, list[_Buckets]] = {}
         self._failed: dict[PoolChoice, int] = {}
+        self._num_of: defaultdict[int, int] = defaultdict(int)
         self.num_free = 0
-        host_of, by_host = layout.host_of, self._free
         for device in free:
-            pools = by_host.get(host_of[device])
-            if pools is None:
-                pools = by_host[host_of[device]] = {}
-            devices = pools.get(pool_of[device])
-            if devices is None:
-                pools[pool_of[device]] = [device]
-            else:
-                devices.append(device)
+            self._free.setdefault(layout.host_of[device], {}).setdefault(pool_of[device], []).append(device)
+            self._num_of[pool_of[device]] += 1
             self.num_free += 1
 
     def total(self, pools: tuple[int, ...]) -> int:
         return self._buckets_of(pools).total
+
+    def free_pools(self) -> list[int]:
+        """Return the pools with free devices."""
+        return [pool for pool, num in self._num_of.items() if num]
 
     def is_hopeless(self, choice: PoolChoice, num: int) -> bool:
         """Return whether it is already known that there is no place for such a gang."""
@@ -157,6 +156,7 @@ class FreeDevices:
 
     def _changed(self, host: int, pool: int, change: int) -> None:
         self.num_free += change
+        self._num_of[pool] += change
         for buckets in self._by_pool.get(pool, ()):
             buckets.add(host, change)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from evenload.errors import QueueError
-from evenload.scheduler.core import events, occupancy
+from evenload.scheduler.core import events
 from evenload.scheduler.core.accounting import accounted, counted_preemptions, without_unused
 from evenload.scheduler.core.dependencies import after_end, waits_for
 from evenload.scheduler.core.layout import Layout, layout_of
@@ -39,8 +39,10 @@ class QueueState:
         self.dependents: dict[str, list[str]] = {}
         """Job → jobs that wait for it to end."""
         self._layout: Layout | None = None
-        self.num_sharing = 0
-        """Of `jobs`, how many may share a device."""
+        self._now_s = 0.0
+        """Of the event that is being applied."""
+        self._changed: dict[str, Job] = {}
+        """The jobs that it has changed so far."""
         for event in past:
             self.apply(event)
 
@@ -62,15 +64,13 @@ class QueueState:
         """
         self.time_s, self.settings, self._layout = time_s, settings, None
         self.devices = {device.id: device for device in devices}
-        self.closed = dict(closed)
+        self.closed, self.outcomes = dict(closed), dict(outcomes)
         self.users = {user.name: user for user in users}
         self.reservations = {reservation.id: reservation for reservation in reservations}
         self.jobs = {job.id: job for job in jobs}
-        self.outcomes = dict(outcomes)
         self.holder, self.dependents = {}, {}
-        self.num_sharing = sum(job.spec.share_device for job in self.jobs.values())
         for job in self.jobs.values():
-            occupancy.occupy(self.holder, self.jobs, job, (*job.devices, *job.target))
+            self._occupy(job, (*job.devices, *job.target))
             for name in job.unmet:
                 self.dependents.setdefault(name, []).append(job.id)
 
@@ -83,10 +83,13 @@ class QueueState:
             QueueError: the event can't follow those before it; the state is unchanged then.
         """
         handler = _HANDLERS[type(event)]
-        time_s = max(self.time_s, event.time_s)
-        changed = handler(self, event, time_s)
-        self.time_s = time_s
-        return tuple(changed or ())
+        self._now_s, self._changed = max(self.time_s, event.time_s), {}
+        if isinstance(event, events.JobEvent) and not isinstance(event, events.Submitted):
+            handler(self, self._job(event.job), event)
+        else:
+            handler(self, event)
+        self.time_s = self._now_s
+        return tuple(self._changed.values())
 
     def snapshot(self, past: PastRuns = NOTHING_SEEN) -> QueueSnapshot:
         return QueueSnapshot(
@@ -96,7 +99,6 @@ class QueueState:
             users=dict(self.users),
             reservations=tuple(self.reservations.values()),
             settings=self.settings,
-            shares=self.num_sharing > 0,
             past=past,
         )
 
@@ -110,173 +112,147 @@ class QueueState:
 
     # What each event does. Each checks first and changes then.
 
-    def _submitted(self, event: events.Submitted, time_s: float) -> list[Job]:
+    def _submitted(self, event: events.Submitted) -> None:
+        spec, now_s = event.spec, self._now_s
         if event.job in self.jobs or event.job in self.outcomes:
             raise QueueError(f"job {event.job} was submitted twice")
-        unmet, doomed = waits_for(event.job, event.spec, self.jobs, self.outcomes)
-        job = Job(
-            id=event.job,
-            spec=event.spec,
-            submitted_s=time_s,
-            since_s=time_s,
-            accounted_s=time_s,
-            total=event.spec.total,
-            rates=event.spec.rates,
-            unmet=unmet,
-            doomed=doomed,
-        )
-        for name in job.unmet:
-            self.dependents.setdefault(name, []).append(job.id)
-        self._user(event.spec.user)
-        self.jobs[job.id] = job
-        self.num_sharing += job.spec.share_device
-        return [job]
+        unmet, doomed = waits_for(event.job, spec, self.jobs, self.outcomes)
+        for name in unmet:
+            self.dependents.setdefault(name, []).append(event.job)
+        self._user(spec.user)
+        job = Job(event.job, spec, now_s, since_s=now_s, accounted_s=now_s, unmet=unmet, doomed=doomed)
+        self._set(replace(job, total=spec.total, rates=spec.rates))
 
-    def _placed(self, event: events.Placed, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _placed(self, job: Job, event: events.Placed) -> None:
         state = next_state(job.state, Verb.PLACE)
         self._check_devices(job, event.devices, may_join=True)
         if event.attempt != job.attempt + 1:
             raise QueueError(f"attempt {event.attempt} of job {job.id}, whose last was {job.attempt}")
-        return [self._hold(job, time_s, event.devices, state=state, attempt=event.attempt, reason=event.reason)]
+        self._hold(job, event.devices, state=state, attempt=event.attempt, reason=event.reason)
 
-    def _began(self, event: events.JobStarted, time_s: float) -> list[Job]:
-        job = self._job(event.job)
-        state = next_state(job.state, Verb.BEGIN)
-        first_s = time_s if job.first_began_s is None else job.first_began_s
-        return [self._put(job, time_s, state=state, first_began_s=first_s, reported_s=time_s)]
+    def _began(self, job: Job, event: events.JobStarted) -> None:
+        state, now_s = next_state(job.state, Verb.BEGIN), self._now_s
+        first_s = now_s if job.first_began_s is None else job.first_began_s
+        self._put(job, state=state, first_began_s=first_s, reported_s=now_s)
 
-    def _reported(self, event: events.Reported, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _reported(self, job: Job, event: events.Reported) -> None:
         rates = job.rates if event.rates is None else tuple(event.rates)
         total = job.total if event.total is None else event.total
-        new = replace(job, done=event.done, total=total, rate_per_s=event.rate_per_s, rates=rates, reported_s=time_s)
-        self.jobs[job.id] = new
-        return [new]
+        rate_per_s, now_s = event.rate_per_s, self._now_s
+        self._set(replace(job, done=event.done, total=total, rate_per_s=rate_per_s, rates=rates, reported_s=now_s))
 
-    def _measured(self, event: events.MemoryMeasured, time_s: float) -> list[Job]:
-        job = self._job(event.job)
-        new = self.jobs[job.id] = replace(job, peak_bytes=max(job.peak_bytes, event.peak_bytes))
-        return [new]
+    def _measured(self, job: Job, event: events.MemoryMeasured) -> None:
+        self._set(replace(job, peak_bytes=max(job.peak_bytes, event.peak_bytes)))
 
-    def _resize_requested(self, event: events.ResizeRequested, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _resize_requested(self, job: Job, event: events.ResizeRequested) -> None:
         state = next_state(job.state, Verb.RESIZE)
         self._check_devices(job, event.devices)
-        occupancy.occupy(self.holder, self.jobs, job, event.devices)
-        counted = counted_preemptions(job, time_s) if event.is_forced else job.preempted_s
-        return [self._put(job, time_s, state=state, target=event.devices, preempted_s=counted, reason=event.reason)]
+        self._occupy(job, event.devices)
+        counted = counted_preemptions(job, self._now_s) if event.is_forced else job.preempted_s
+        self._put(job, state=state, target=event.devices, preempted_s=counted, reason=event.reason)
 
-    def _resized(self, event: events.Resized, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _resized(self, job: Job, event: events.Resized) -> None:
         state = next_state(job.state, Verb.SWITCH)
         if event.devices == job.devices:  # it keeps them
-            occupancy.vacate(self.holder, job, set(job.target) - set(job.devices))
-            return [self._put(job, time_s, state=state, target=(), reason=event.reason)]
+            self._vacate(job, set(job.target) - set(job.devices))
+            self._put(job, state=state, target=(), reason=event.reason)
+            return
         if (event.devices, event.attempt) != (job.target, job.attempt + 1):
             raise QueueError(f"job {job.id} was to continue on {job.target}, and does so on {event.devices}")
-        return [self._hold(job, time_s, event.devices, state=state, attempt=event.attempt)]
+        self._hold(job, event.devices, state=state, attempt=event.attempt)
 
-    def _resize_refused(self, event: events.ResizeRefused, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _resize_refused(self, job: Job, event: events.ResizeRefused) -> None:
         if job.state is not JobState.RESIZING:
             raise QueueError(f"job {job.id} is {job.state}, not about to continue on other devices")
-        spec = replace(job.spec, resize_s=None)
-        return [self._put(job, time_s, spec=spec, reason=f"{job.reason}, by a stop and a start: {event.reason}")]
+        reason = f"{job.reason}, by a stop and a start: {event.reason}"
+        self._put(job, spec=replace(job.spec, resize_s=None), reason=reason)
 
-    def _stop_requested(self, event: events.StopRequested, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _stop_requested(self, job: Job, event: events.StopRequested) -> None:
         state = next_state(job.state, Verb.STOP)
         if event.then not in (JobState.PENDING, JobState.CANCELLED, JobState.FAILED):
             raise QueueError(f"job {job.id} is to stop and then be {event.then}: expected PENDING, CANCELLED or FAILED")
-        ending = job.ending if event.then is JobState.PENDING else event.then
+        ending = job.ending if event.is_preemption else event.then
         counted = job.preempted_s
-        if event.then is JobState.PENDING and job.state is not JobState.PREEMPTING:
-            counted = counted_preemptions(job, time_s)
+        if event.is_preemption and job.state is not JobState.PREEMPTING:
+            counted = counted_preemptions(job, self._now_s)
         if job.state is JobState.RESIZING and job.resizes_in_place and len(job.target) > len(job.devices):
-            job = self._hold(job, time_s, job.target, state=state, attempt=job.attempt + 1)  # ranks may run there
-        occupancy.vacate(self.holder, job, set(job.target) - set(job.devices))
-        return [self._put(job, time_s, state=state, target=(), ending=ending, preempted_s=counted, reason=event.reason)]
+            job = self._hold(job, job.target, state=state, attempt=job.attempt + 1)  # ranks may run there
+        self._vacate(job, set(job.target) - set(job.devices))
+        self._put(job, state=state, target=(), ending=ending, preempted_s=counted, reason=event.reason)
 
-    def _yielded(self, event: events.Yielded, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _yielded(self, job: Job, event: events.Yielded) -> None:
+        reason = event.reason or job.reason
         if job.ending is not None:
-            return self._end(job, time_s, _ending_verb(job), event.reason or job.reason, event.ended_s)
-        if job.state is JobState.RESIZING:
-            if not any(device in self.closed for device in job.target):
-                state = next_state(job.state, Verb.YIELD)
-                return [self._hold(job, time_s, job.target, state=state, attempt=job.attempt + 1, reason=job.reason)]
-            state, reason = next_state(job.state, Verb.LOSE), "its new devices can't be used now"
-            return [self._release(job, time_s, state, reason, event.ended_s)]
-        state = next_state(job.state, Verb.YIELD)
-        return [self._release(job, time_s, state, event.reason or job.reason, event.ended_s)]
+            self._end(job, _ending_verb(job), reason, event.ended_s)
+        elif job.state is not JobState.RESIZING:
+            self._release(job, next_state(job.state, Verb.YIELD), reason, event.ended_s)
+        elif any(device in self.closed for device in job.target):
+            state = next_state(job.state, Verb.LOSE)
+            self._release(job, state, "its new devices can't be used now", event.ended_s)
+        else:
+            self._hold(job, job.target, state=next_state(job.state, Verb.YIELD), attempt=job.attempt + 1)
 
-    def _ended(self, event: events.Ended, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _ended(self, job: Job, event: events.Ended) -> None:
         if event.is_success:
-            return self._end(job, time_s, Verb.SUCCEED, event.reason, event.ended_s)
-        if job.ending is not None:
-            return self._end(job, time_s, _ending_verb(job), job.reason or event.reason, event.ended_s)
-        if job.num_failures < job.spec.retries:
-            state = next_state(job.state, Verb.RETRY)
-            tried = replace(job, num_failures=job.num_failures + 1)
-            reason = f"{event.reason}; it is tried again".lstrip("; ")
-            return [self._release(tried, time_s, state, reason, event.ended_s)]
-        return self._end(job, time_s, Verb.FAIL, event.reason, event.ended_s)
+            self._end(job, Verb.SUCCEED, event.reason, event.ended_s)
+        elif job.ending is not None:
+            self._end(job, _ending_verb(job), job.reason or event.reason, event.ended_s)
+        elif job.num_failures < job.spec.retries:
+            state, reason = next_state(job.state, Verb.RETRY), f"{event.reason}; it is tried again".lstrip("; ")
+            self._release(replace(job, num_failures=job.num_failures + 1), state, reason, event.ended_s)
+        else:
+            self._end(job, Verb.FAIL, event.reason, event.ended_s)
 
-    def _lost(self, event: events.Lost, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _lost(self, job: Job, event: events.Lost) -> None:
         state = next_state(job.state, Verb.LOSE)
+        num_lost = job.num_lost + 1
         if job.ending is not None:
-            return self._end(job, time_s, _ending_verb(job), job.reason or event.reason, event.ended_s)
-        job = replace(job, num_lost=job.num_lost + 1)
-        if job.num_lost >= self.settings.max_lost:
-            reason = f"lost {job.num_lost} times, last: {event.reason}"
-            return self._end(job, time_s, Verb.FAIL, reason, event.ended_s)
-        return [self._release(job, time_s, state, event.reason, event.ended_s)]
+            self._end(job, _ending_verb(job), job.reason or event.reason, event.ended_s)
+        elif num_lost >= self.settings.max_lost:
+            reason = f"lost {num_lost} times, last: {event.reason}"
+            self._end(replace(job, num_lost=num_lost), Verb.FAIL, reason, event.ended_s)
+        else:
+            self._release(replace(job, num_lost=num_lost), state, event.reason, event.ended_s)
 
-    def _cancelled(self, event: events.Cancelled, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _cancelled(self, job: Job, event: events.Cancelled) -> None:
         if job.state is not JobState.PENDING:
             raise QueueError(f"job {job.id} is {job.state}: request its stop (StopRequested) before cancelling it")
-        return self._end(job, time_s, Verb.CANCEL, event.reason)
+        self._end(job, Verb.CANCEL, event.reason)
 
-    def _held(self, event: events.JobHeld, time_s: float) -> list[Job]:
-        job = self._job(event.job)
+    def _held(self, job: Job, event: events.JobHeld) -> None:
         if job.state is not JobState.PENDING:
             raise QueueError(f"job {job.id} is {job.state}: only a pending job can be held back")
-        return [self._put(job, time_s, is_held=True)]
+        self._put(job, is_held=True)
 
-    def _released(self, event: events.Released, time_s: float) -> list[Job]:
-        return [self._put(self._job(event.job), time_s, is_held=False)]
+    def _released(self, job: Job, event: events.Released) -> None:
+        self._put(job, is_held=False)
 
-    def _respecified(self, event: events.SpecChanged, time_s: float) -> list[Job]:
-        job, spec = self._job(event.job), event.spec
+    def _respecified(self, job: Job, event: events.SpecChanged) -> None:
+        spec = event.spec
         if spec.user != job.spec.user or spec.after != job.spec.after or spec.array != job.spec.array:
             raise QueueError(f"job {job.id}: its user, its array and what it starts after can't be changed")
         if job.state in WITH_DEVICES and (spec.needs, spec.share_device) != (job.spec.needs, job.spec.share_device):
             raise QueueError(
                 f"job {job.id} is {job.state}: which devices it needs can't be changed while it holds some"
             )
-        self.num_sharing += spec.share_device - job.spec.share_device
-        return [self._put(job, time_s, spec=spec, total=spec.total if spec.total is not None else job.total)]
+        self._put(job, spec=spec, total=spec.total if spec.total is not None else job.total)
 
-    def _device_added(self, event: events.DeviceAdded, time_s: float) -> None:
+    def _device_added(self, event: events.DeviceAdded) -> None:
         known = self.devices.get(event.device.id)
         if known is not None and known.host != event.device.host:
             raise QueueError(f"device {known.id} of host {known.host} can't be one of host {event.device.host} too")
         self.devices[event.device.id] = event.device
         self._layout = None
 
-    def _device_closed(self, event: events.DeviceClosed, time_s: float) -> None:
+    def _device_closed(self, event: events.DeviceClosed) -> None:
         self._known_device(event.device)
         self.closed[event.device] = event.reason
 
-    def _device_opened(self, event: events.DeviceOpened, time_s: float) -> None:
+    def _device_opened(self, event: events.DeviceOpened) -> None:
         self._known_device(event.device)
         self.closed.pop(event.device, None)
 
-    def _device_removed(self, event: events.DeviceRemoved, time_s: float) -> None:
+    def _device_removed(self, event: events.DeviceRemoved) -> None:
         self._known_device(event.device)
         if event.device in self.holder:
             jobs = ", ".join(self.holder[event.device])
@@ -285,22 +261,22 @@ class QueueState:
         self.closed.pop(event.device, None)
         self._layout = None
 
-    def _limits_set(self, event: events.LimitsSet, time_s: float) -> None:
+    def _limits_set(self, event: events.LimitsSet) -> None:
         self.users[event.user] = replace(self._user(event.user), limits=event.limits)
 
-    def _reservation_set(self, event: events.ReservationSet, time_s: float) -> None:
-        for device in event.reservation.devices:
+    def _reservation_set(self, event: events.ReservationSet) -> None:
+        for device in sorted(event.reservation.devices):
             self._known_device(device)
         self.reservations[event.reservation.id] = event.reservation
 
-    def _reservation_ended(self, event: events.ReservationEnded, time_s: float) -> None:
+    def _reservation_ended(self, event: events.ReservationEnded) -> None:
         if event.reservation not in self.reservations:
             raise QueueError(f"there is no reservation {event.reservation}")
         del self.reservations[event.reservation]
 
-    def _settings_set(self, event: events.SettingsSet, time_s: float) -> None:
+    def _settings_set(self, event: events.SettingsSet) -> None:
         for name, user in self.users.items():  # what was used so far decayed at the old rate
-            self.users[name] = accounted(user, time_s, self.settings.half_life_s)
+            self.users[name] = accounted(user, self._now_s, self.settings.half_life_s)
         self.settings = event.settings
 
     # The few ways in which a job changes.
@@ -320,71 +296,92 @@ class QueueState:
             raise QueueError(f"there is no device {device} in this queue")
 
     def _check_devices(self, job: Job, devices: tuple[str, ...], *, may_join: bool = False) -> None:
+        """Raise `QueueError` if the job can't get a device: it is closed, or a holder doesn't share it with the job.
+
+        Memory is not checked here: what fitted when it was decided is not judged by later rules.
+        """
         if not devices or len(set(devices)) != len(devices):
             raise QueueError(f"job {job.id} is to get the devices {devices}: expected some, none twice")
         for device in devices:
             self._known_device(device)
-            occupancy.check(self.holder, self.jobs, self.closed, job, device, may_join=may_join)
+            others = [name for name in self.holder.get(device, ()) if name != job.id]
+            joins = may_join and job.spec.share_device and all(self.jobs[name].may_be_joined for name in others)
+            if others and not joins:
+                raise QueueError(f"job {job.id} is to get device {device}, which job {', '.join(others)} holds")
+            if device in self.closed and device not in job.devices:
+                reason = self.closed[device]
+                raise QueueError(f"job {job.id} is to get device {device}, which is closed: {reason}")
 
-    def _put(self, job: Job, time_s: float, **changes: Any) -> Job:
+    def _occupy(self, job: Job, devices: Iterable[str]) -> None:
+        """Add a job to devices, beside those that share them."""
+        for device in devices:
+            names = {*self.holder.get(device, ()), job.id}  # in an order that a state read from a store has too
+            self.holder[device] = tuple(sorted(names, key=lambda name: (self.jobs[name].attempt_began_s, name)))
+
+    def _vacate(self, job: Job, devices: Iterable[str]) -> None:
+        for device in devices:
+            self.holder[device] = tuple(name for name in self.holder[device] if name != job.id)
+            if not self.holder[device]:
+                del self.holder[device]
+
+    def _set(self, job: Job) -> Job:
+        self.jobs[job.id] = self._changed[job.id] = job
+        return job
+
+    def _put(self, job: Job, **changes: Any) -> Job:
         """Bring the job's times up to now and change it."""
-        state = changes.get("state", job.state)
+        now_s, state = self._now_s, changes.get("state", job.state)
         new = replace(
             job,
-            held_s=job.held_until(time_s),
-            service_device_s=job.service_until(time_s),
-            waited_s=job.waited_until(time_s),
-            accounted_s=time_s,
-            since_s=job.since_s if state is job.state else time_s,
+            held_s=job.held_until(now_s),
+            service_device_s=job.service_until(now_s),
+            waited_s=job.waited_until(now_s),
+            accounted_s=now_s,
+            since_s=job.since_s if state is job.state else now_s,
             **changes,
         )
-        self.jobs[job.id] = new
-        return new
+        return self._set(new)
 
-    def _hold(self, job: Job, time_s: float, devices: tuple[str, ...], **changes: Any) -> Job:
+    def _hold(self, job: Job, devices: tuple[str, ...], **changes: Any) -> Job:
         """Give devices to the job in place of those it has."""
-        occupancy.vacate(self.holder, job, set(job.devices) - set(devices))
-        self._account(job, time_s, len(devices) - len(job.devices))
+        self._vacate(job, set(job.devices) - set(devices))
+        self._account(job, len(devices) - len(job.devices))
         needs, starts = job.spec.needs, changes.get("state") is JobState.STARTING
         new = self._put(
             job,
-            time_s,
             devices=devices,
             target=(),
-            attempt_began_s=time_s if starts else job.attempt_began_s,
+            attempt_began_s=self._now_s if starts else job.attempt_began_s,
             num_restarts=job.num_restarts + (job.attempt > 0 and starts),
             rate_per_s=0.0 if needs.min_devices < needs.max_devices else job.rate_per_s,  # it was measured on others
             **changes,
         )
-        occupancy.occupy(self.holder, self.jobs, new, devices)
+        self._occupy(new, devices)
         return new
 
-    def _release(
-        self, job: Job, time_s: float, state: JobState, reason: str, ended_s: float | None, **changes: Any
-    ) -> Job:
+    def _release(self, job: Job, state: JobState, reason: str, ended_s: float | None) -> None:
         """Free the job's devices; it used them until `ended_s` (None: until now)."""
-        occupancy.vacate(self.holder, job, {*job.devices, *job.target})
-        self._account(job, time_s, -len(job.devices))
-        new = self._put(job, time_s, state=state, devices=(), target=(), reason=reason, **changes)
-        if ended_s is not None and job.devices and (unused_s := time_s - max(job.attempt_began_s, ended_s)) > 0:
-            new, self.users[job.spec.user] = without_unused(new, self.users[job.spec.user], len(job.devices), unused_s)
-            self.jobs[job.id] = new
-        return new
+        self._vacate(job, {*job.devices, *job.target})
+        self._account(job, -len(job.devices))
+        new = self._put(job, state=state, devices=(), target=(), reason=reason)
+        unused_s = 0.0 if ended_s is None else self._now_s - max(job.attempt_began_s, ended_s)
+        if job.devices and unused_s > 0:
+            user = self.users[job.spec.user]
+            new, self.users[user.name] = without_unused(new, user, len(job.devices), unused_s)
+            self._set(new)
 
-    def _end(self, job: Job, time_s: float, verb: Verb, reason: str, ended_s: float | None = None) -> list[Job]:
+    def _end(self, job: Job, verb: Verb, reason: str, ended_s: float | None = None) -> None:
         state = next_state(job.state, verb)
-        changed = [self._release(job, time_s, state, reason, ended_s)]
+        self._release(job, state, reason, ended_s)
         del self.jobs[job.id]
-        self.num_sharing -= job.spec.share_device
         self.outcomes[job.id] = state
         for name in self.dependents.pop(job.id, ()):
             if (waiting := self.jobs.get(name)) is not None:
                 unmet, doomed = after_end(waiting, job.id, state)
-                changed.append(self._put(waiting, time_s, unmet=unmet, doomed=doomed))
-        return changed
+                self._put(waiting, unmet=unmet, doomed=doomed)
 
-    def _account(self, job: Job, time_s: float, change: int) -> None:
-        user = accounted(self._user(job.spec.user), time_s, self.settings.half_life_s)
+    def _account(self, job: Job, change: int) -> None:
+        user = accounted(self._user(job.spec.user), self._now_s, self.settings.half_life_s)
         self.users[user.name] = replace(user, num_devices=user.num_devices + change)
 
 
@@ -392,7 +389,7 @@ def _ending_verb(job: Job) -> Verb:
     return Verb.CANCEL if job.ending is JobState.CANCELLED else Verb.FAIL
 
 
-_HANDLERS: dict[type[Any], Callable[[QueueState, Any, float], list[Job] | None]] = {
+_HANDLERS: dict[type[Any], Callable[..., None]] = {
     events.Submitted: QueueState._submitted,
     events.Placed: QueueState._placed,
     events.JobStarted: QueueState._began,
@@ -418,3 +415,4 @@ _HANDLERS: dict[type[Any], Callable[[QueueState, Any, float], list[Job] | None]]
     events.ReservationEnded: QueueState._reservation_ended,
     events.SettingsSet: QueueState._settings_set,
 }
+"""Those of job events, `Submitted` apart, get the job too."""

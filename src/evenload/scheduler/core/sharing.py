@@ -20,7 +20,6 @@ from evenload.scheduler.core.backfill import BackfillWindow
 from evenload.scheduler.core.eligibility import Eligibility, is_bound, is_young
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, Placed, StopRequested
-from evenload.scheduler.core.occupancy import may_be_joined
 from evenload.scheduler.core.preemption import PreemptionCandidates
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
@@ -40,7 +39,7 @@ def expected_bytes(job: Job) -> int | None:
 
 def free_bytes(jobs: Collection[Job], memory_bytes: int, settings: Settings) -> int | None:
     """Return the largest peak that fits beside these jobs on a device; None if no job may join them."""
-    if len(jobs) >= settings.max_sharers or not all(map(may_be_joined, jobs)):
+    if len(jobs) >= settings.max_sharers or not all(job.may_be_joined for job in jobs):
         return None
     left = math.floor(memory_bytes / settings.share_margin)
     for job in jobs:
@@ -58,7 +57,7 @@ def excess_bytes(jobs: Iterable[Job], memory_bytes: int) -> int:
 
 def shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> frozenset[str]:
     once: set[str] = set()
-    several = set()
+    several: set[str] = set()
     given = [command.devices for command in commands if isinstance(command, Placed)]
     for devices in (*(job.devices for job in jobs if job.devices), *given):
         several.update(once.intersection(devices))

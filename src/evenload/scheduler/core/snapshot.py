@@ -22,7 +22,6 @@ class QueueSnapshot:
     users: Mapping[str, User]
     reservations: tuple[Reservation, ...]
     settings: Settings
-    shares: bool = False
     past: PastRuns = NOTHING_SEEN
     """Run times of jobs that have ended, as the shell remembers them."""
     midnight_s: float = 0.0

@@ -218,6 +218,11 @@ class Job:
         return len(self.devices)
 
     @property
+    def may_be_joined(self) -> bool:
+        """True if other jobs may join on its device: it shares, and isn't about to stop."""
+        return self.spec.share_device and self.state in (JobState.STARTING, JobState.RUNNING)
+
+    @property
     def resizes_in_place(self) -> bool:
         """While RESIZING: True if it takes or gives back devices without a stop; it exchanges none that way."""
         own, target = set(self.devices), set(self.target)
