@@ -14,7 +14,7 @@ STORED_EVENTS = {
     "SpecChanged": "Respecified",
     "StopRequested": "StopAsked",
 }
-"""Queue events (`scheduler.core.events`): class → kind in a queue's log. The others are stored under their own names."""
+"""Queue events (`scheduler.store.event_rows`): class → kind in a queue's log. The others are stored under their own names."""
 
 REMOVED_SETTINGS = ("price_weight", "energy_weight")
 """Settings of a queue that are gone: an error in a file or command, left out where a queue had stored them."""

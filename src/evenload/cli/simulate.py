@@ -101,7 +101,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate a queue: mean, median and p99 completion time, use, restarts, fairness, cost."""
-    from evenload.scheduler.core.values import settings_from
+    from evenload.scheduler.queue_settings import settings_from
     from evenload.scheduler.simulator.arrivals import capped, thinned
     from evenload.scheduler.simulator.cluster import devices_of
     from evenload.scheduler.simulator.report import report_of, table

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.pollux.workload import pollux_workload
 from benchmarks.queue_policies import AS_TIRESIAS, pollux_folder
+
 from evenload.errors import QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
@@ -33,7 +34,9 @@ from evenload.scheduler.simulator.simulate import Conditions, simulate
 
 STORED = Path("tests/stored/decisions.json")
 GIB = 2**30
-FEATURES = frozenset(("elastic", "one_host", "shares", "limits", "reservations", "closed", "after", "deadlines", "faults"))
+FEATURES = frozenset(
+    ("elastic", "one_host", "shares", "limits", "reservations", "closed", "after", "deadlines", "faults")
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ LARGE: dict[str, RandomQueue] = {
     "default, 2000, one kind": RandomQueue(
         Settings(), 2000, 8, 25, features=frozenset(("elastic", "one_host", "limits")), seed=25, every=12
     ),
-    "las, 2000": RandomQueue(Settings(policy="las"), 2000, 8, 20, features=FEATURES - {"reservations"}, seed=26, every=10),
+    "las, 2000": RandomQueue(
+        Settings(policy="las"), 2000, 8, 20, features=FEATURES - {"reservations"}, seed=26, every=10
+    ),
 }
 
 

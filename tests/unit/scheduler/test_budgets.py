@@ -10,10 +10,9 @@ import pytest
 from evenload.errors import ConfigError
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
-from evenload.scheduler.core.budgets import within_budgets
 from evenload.scheduler.core.decide import decide
 from evenload.scheduler.core.values import Device, Limits, User
-from evenload.scheduler.daemon.budgets import Budgets
+from evenload.scheduler.daemon.budgets import Budgets, within_budgets
 from evenload.scheduler.daemon.queue_file import UserGroup, read_queue_file
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.usage import month_began_s

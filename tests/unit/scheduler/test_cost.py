@@ -13,11 +13,13 @@ from evenload.errors import ConfigError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.tariff import tariff_of
-from evenload.scheduler.core.values import Device, Settings, settings_from
+from evenload.scheduler.core.values import Device, Settings
+from evenload.scheduler.queue_settings import settings_from
 from evenload.scheduler.simulator.arrivals import JobArrival, timed_program
 from evenload.scheduler.simulator.outcome import SimulationOutcome
 from evenload.scheduler.simulator.report import report_of
 from evenload.scheduler.simulator.simulate import Conditions, simulate
+from evenload.scheduler.store.event_rows import from_row
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.usage import usage_rows
 from evenload.scheduler.store.writer import QueueStore
@@ -165,7 +167,7 @@ def test_wrong_hours_prices_and_removed_settings_are_named() -> None:
 
 def test_a_queue_stored_with_a_removed_setting_opens() -> None:
     row = {"kind": "SettingsSet", "time_s": 1.0, "settings": {"price_weight": 0.5, "min_run_s": 60.0}}
-    event = events.from_row(row)
+    event = from_row(row)
     assert isinstance(event, events.SettingsSet) and event.settings == Settings(min_run_s=60.0)
 
 

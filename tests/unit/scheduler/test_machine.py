@@ -17,6 +17,7 @@ from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.sharing import expected_bytes, free_bytes
 from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import POLICIES, After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings
+from evenload.scheduler.store.event_rows import as_row, from_row
 from tests.unit.scheduler.invariants import violations
 from tests.unit.scheduler.queue import is_preemption
 
@@ -250,8 +251,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def replay(self) -> None:
         """The log, written and read again, folds to the same state."""
-        rows = json.loads(json.dumps([events.as_row(event) for event in self.log]))
-        again = QueueState(events.from_row(row) for row in rows)
+        rows = json.loads(json.dumps([as_row(event) for event in self.log]))
+        again = QueueState(from_row(row) for row in rows)
         assert again.snapshot() == self.queue_state.snapshot()
         assert (again.outcomes, again.holder) == (self.queue_state.outcomes, self.queue_state.holder)
         queue_state, stored = self.queue_state, QueueState()

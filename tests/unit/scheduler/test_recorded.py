@@ -14,6 +14,7 @@ from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.recorded import read_log, record_of, write_table
 from evenload.scheduler.simulator.simulate import Conditions, simulate
 from evenload.scheduler.simulator.workloads import read_workload
+from evenload.scheduler.store.event_rows import as_row
 from tests.unit.scheduler.queue import Queue, box
 
 JOBS = "job,submitted_s,devices,duration_s,user,priority,after,preemptible\n" + "\n".join(
@@ -24,7 +25,7 @@ JOBS = "job,submitted_s,devices,duration_s,user,priority,after,preemptible\n" + 
 
 
 def write_log(log: list[events.QueueEvent], path: Path) -> Path:
-    path.write_text("".join(json.dumps(events.as_row(event)) + "\n" for event in log))
+    path.write_text("".join(json.dumps(as_row(event)) + "\n" for event in log))
     return path
 
 

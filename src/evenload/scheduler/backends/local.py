@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import ConfigError, QueueError
-from evenload.scheduler import paths
+from evenload.scheduler import paths, validation
 from evenload.scheduler.backends.interface import BackendRequest, JobStatus, SchedulerBackend, check_resolved
 from evenload.scheduler.client import connect
-from evenload.scheduler.core import events
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import JobState
@@ -167,7 +166,7 @@ def _check_devices(job: JobFile, status: Mapping[str, Any]) -> None:
 
 def _spec_row(job: JobFile, index: int | None) -> dict[str, Any]:
     """The job's spec without what only the daemon knows: its owner and the array's id."""
-    row: dict[str, Any] = events.as_row(events.Submitted(0.0, "", to_spec(job, "?", index=index)))["spec"]
+    row: dict[str, Any] = validation.plain(to_spec(job, "?", index=index))
     del row["user"]
     row.pop("preemptible", None)
     if job.saves is not None:

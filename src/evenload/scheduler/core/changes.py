@@ -124,7 +124,7 @@ class JobChanges:
         if not speeds or spec.share_device or not spec.preemptible or job.id in self.changed:
             return
         availability, choice, slowest = self._availability, self._choices.of(job), min([speeds[slot] for slot in own])
-        if all([self._zone_speeds[zone] <= slowest for zone in availability.now.free_pools()]):
+        if all(self._zone_speeds[zone] <= slowest for zone in availability.now.free_pools()):
             return
         is_first_delayed = window is not None and not window.pools.issuperset(choice.pools)
         is_fixed = is_young(job, self._snapshot.settings, self._now_s) or len(self._eligibility.usable(job)) < len(own)

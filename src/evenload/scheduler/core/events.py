@@ -6,15 +6,10 @@ and then acts, so that after a crash the log shows what may be under way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from evenload.errors import ConfigError, QueueError
-from evenload.scheduler import validation
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, JobSpec, Limits, Reservation, Settings
-from evenload.stored_names import REMOVED_SETTINGS, STORED_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,7 @@ class Reported(JobEvent):
     rate_per_s: float = 0.0
     """Work a second with the devices it has; 0 where not yet measured."""
     rates: tuple[float, ...] | None = None
-    """Work a second on 1, 2, … devices; None where nothing new is known (`core.speed` makes them of measurements)."""
+    """Work a second on 1, 2, … devices; None where nothing new is known (`scheduler.learned_speeds`)."""
     resumed_at: float | None = None
     """Work that was done when the attempt began, where its program reports that for the first time."""
 
@@ -211,35 +206,3 @@ class SettingsSet(QueueEvent):
 
 Command = Placed | ResizeRequested | StopRequested | Cancelled
 """The events that `decide` returns: a shell records each and then carries it out."""
-
-
-def stored_kind(kind: type[Any]) -> str:
-    """Return the name under which logs store this kind of event."""
-    return STORED_EVENTS.get(kind.__name__, kind.__name__)
-
-
-KINDS: dict[str, type[QueueEvent]] = {
-    stored_kind(kind): kind
-    for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, QueueEvent) and kind not in (QueueEvent, JobEvent)
-}
-"""Stored name → class, of all events above."""
-
-
-def as_row(event: QueueEvent) -> dict[str, Any]:
-    """Return the event as plain values of JSON, with its kind; what has its default is left out."""
-    return {"kind": stored_kind(type(event)), **validation.plain(event)}
-
-
-def from_row(row: Mapping[str, Any]) -> QueueEvent:
-    """Return the event of a row that `as_row` made; `QueueError` for an unknown kind, or a field that doesn't fit."""
-    kind = KINDS.get(str(row.get("kind")))
-    if kind is None:
-        raise QueueError(f"an event of kind {row.get('kind')!r}: this version knows {', '.join(KINDS)}")
-    values = {name: value for name, value in row.items() if name != "kind"}
-    if kind is SettingsSet and isinstance(settings := values.get("settings"), Mapping):
-        values["settings"] = {name: value for name, value in settings.items() if name not in REMOVED_SETTINGS}
-    try:
-        return validation.build(kind, values, "")
-    except ConfigError as error:
-        raise QueueError(f"event {row['kind']}: {error}") from error

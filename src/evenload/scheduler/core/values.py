@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.tariff import tariff_of
-from evenload.stored_names import REMOVED_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +252,7 @@ class Limits:
     """Jobs that have not ended; a further submit is refused by the shell (`QueueState.refusal`)."""
     share: float = 1.0
     budget_device_hours: float | None = None
-    """Device-hours a calendar month; after that jobs get idle devices only (`core.budgets`)."""
+    """Device-hours a calendar month; after that jobs get idle devices only (`daemon.budgets`)."""
 
     def __post_init__(self) -> None:
         for name in ("max_devices", "max_running", "max_queued", "budget_device_hours"):
@@ -380,45 +377,3 @@ class Settings:
             raise ConfigError(
                 f"las_thresholds_device_s={self.las_thresholds_device_s}: expected growing numbers above 0"
             )
-
-
-def settings_from(values: Mapping[str, Any], base: Settings | None = None) -> Settings:
-    """Return settings from a mapping (a TOML table, command-line options); those not named are taken from `base`.
-
-    Raises `ConfigError` if a name is unknown or a value is of the wrong type.
-    """
-    known = {name: Settings.__dataclass_fields__[name].type for name in Settings.__dataclass_fields__}
-    for name, value in values.items():
-        if name in REMOVED_SETTINGS:
-            raise ConfigError(
-                f"{name}={value!r}: this setting was removed, as it changed no measured figure; leave it out, and set "
-                f"policy=cost, price_per_hour of the devices, and cheap_hours"
-            )
-        if name not in known:
-            raise ConfigError(f"{name}={value!r}: there is no such setting of the queue; there are {', '.join(known)}")
-    read: dict[str, Any] = {}
-    for name, value in values.items():
-        try:
-            read[name] = _read(str(known[name]), value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name}={value!r}: expected {known[name]}") from error
-    return replace(base or Settings(), **read)
-
-
-def _read(kind: str, value: Any) -> Any:
-    if kind == "bool":
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() in ("true", "yes", "on", "1"):
-            return True
-        if str(value).lower() in ("false", "no", "off", "0"):
-            return False
-        raise ValueError(value)
-    if kind.startswith("tuple"):
-        parts = value.split(",") if isinstance(value, str) else value
-        return tuple(float(part) for part in parts)
-    if kind == "int":
-        if float(value) != int(float(value)):
-            raise ValueError(value)
-        return int(float(value))
-    return float(value) if kind == "float" else str(value)

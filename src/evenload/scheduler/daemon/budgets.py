@@ -1,12 +1,19 @@
-"""Device-hours that users and groups with a budget have held in this calendar month."""
+"""Device-hours that users and groups with a budget have held in this calendar month, and what a spent budget means.
+
+Once it is spent, a job that can be preempted counts as one with a priority below 0: it takes what no other job wants, and
+gives it back at once. Any other would keep its devices, so it waits. Jobs that already run and can't be preempted go on.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from evenload.scheduler.clock import QueueClock, wall_s
+from evenload.scheduler.core.snapshot import QueueSnapshot
+from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import User
 from evenload.scheduler.daemon.queue_file import UserGroup
 from evenload.scheduler.store.reader import Reader
@@ -15,6 +22,7 @@ from evenload.scheduler.store.usage import month_at, month_began_s
 _COST_FACTOR = 50
 """Reading takes at most this part of the time."""
 _MIN_PAUSE_S = 1.0
+_IDLE_ONLY = -1
 
 
 class Budgets:
@@ -66,3 +74,22 @@ class Budgets:
             held_s = (now_s if ended_s is None else ended_s) - max(began_s, month_s)
             used[user] = used.get(user, 0.0) + max(0.0, held_s) * len(json.loads(devices)) / 3600
         return used
+
+
+def within_budgets(snapshot: QueueSnapshot, spent: Mapping[str, str]) -> tuple[QueueSnapshot, dict[str, str]]:
+    """Return the queue that the policy may decide on, and the reasons of the jobs that wait although they could run.
+
+    `spent`: user → which budget is spent, for people.
+    """
+    if not spent:
+        return snapshot, {}
+    jobs, waits = [], {}
+    for job in snapshot.jobs:
+        reason = spent.get(job.spec.user)
+        if reason is not None and job.spec.preemptible:
+            job = replace(job, spec=replace(job.spec, priority=min(_IDLE_ONLY, job.spec.priority)))
+        elif reason is not None and job.state is JobState.PENDING:
+            waits[job.id] = f"{reason}; a job that can save, or with --requeue, would use idle devices"
+            continue
+        jobs.append(job)
+    return replace(snapshot, jobs=tuple(jobs)), waits

@@ -18,7 +18,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.layout import layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.states import ENDED, JobState
-from evenload.scheduler.core.values import Job, JobSpec, Limits, Reservation, settings_from
+from evenload.scheduler.core.values import Job, JobSpec, Limits, Reservation
 from evenload.scheduler.daemon import replies, requests
 from evenload.scheduler.daemon.listening import listening_addresses
 from evenload.scheduler.daemon.queue_file import groups_of_users
@@ -26,6 +26,7 @@ from evenload.scheduler.daemon.requests import Caller, JobPart, check_name, job_
 from evenload.scheduler.daemon.state import DaemonState
 from evenload.scheduler.job_lookup import row_of_attempt
 from evenload.scheduler.messages import LARGEST_PAGE
+from evenload.scheduler.queue_settings import settings_from
 from evenload.scheduler.store import rows, usage
 
 READING = frozenset({"list", "job", "status", "wait", "report"})

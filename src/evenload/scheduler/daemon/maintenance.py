@@ -13,10 +13,11 @@ from dataclasses import replace
 from evenload.scheduler.clock import QueueClock
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
-from evenload.scheduler.core.values import Limits, Reservation, settings_from
+from evenload.scheduler.core.values import Limits, Reservation
 from evenload.scheduler.daemon.devices import LocalDevice
 from evenload.scheduler.daemon.external_processes import GpuScan, closed_reason, join_refusal
 from evenload.scheduler.daemon.queue_file import QueueFile
+from evenload.scheduler.queue_settings import settings_from
 
 _MISSING = "isn't found in this machine now"
 _SATURDAY = 5

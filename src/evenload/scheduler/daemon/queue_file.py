@@ -47,8 +47,9 @@ from typing import Any
 
 from evenload.errors import ConfigError
 from evenload.scheduler import validation
-from evenload.scheduler.core.values import Limits, settings_from
+from evenload.scheduler.core.values import Limits
 from evenload.scheduler.paths import SETTINGS_FILE, SYSTEM_FOLDER
+from evenload.scheduler.queue_settings import settings_from
 
 
 @dataclass(frozen=True, slots=True)

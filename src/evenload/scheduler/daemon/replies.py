@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from evenload.scheduler import validation
-from evenload.scheduler.core import events
 from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.sharing import excess_bytes
 from evenload.scheduler.core.states import JobState
@@ -124,7 +123,7 @@ def group_row(state: DaemonState, name: str) -> dict[str, Any]:
 
 def reservation_row(state: DaemonState, name: str) -> dict[str, Any]:
     ahead_s, reservation = state.clock.ahead_s, state.store.queue_state.reservations[name]
-    row = events.as_row(events.ReservationSet(0.0, shifted(reservation, ahead_s)))["reservation"]
+    row = validation.plain(shifted(reservation, ahead_s))
     return {"users": [], **row}
 
 

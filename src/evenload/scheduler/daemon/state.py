@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from evenload.scheduler.clock import QueueClock
-from evenload.scheduler.core.budgets import within_budgets
 from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.daemon.budgets import Budgets
+from evenload.scheduler.daemon.budgets import Budgets, within_budgets
 from evenload.scheduler.daemon.devices import LocalDevice
 from evenload.scheduler.daemon.eta_cache import EtaCache
 from evenload.scheduler.daemon.external_processes import DeviceUse, GpuScan

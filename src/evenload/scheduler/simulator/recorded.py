@@ -23,6 +23,7 @@ from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings
 from evenload.scheduler.simulator.arrivals import DEFAULT_SCALING
+from evenload.scheduler.store.event_rows import from_row
 
 COLUMNS = (
     "job", "submitted_s", "devices", "duration_s", "user", "priority", "kinds", "memory_gib", "one_host", "one_kind",
@@ -106,14 +107,14 @@ def _cut(reservations: dict[str, Reservation], name: str, time_s: float) -> None
 
 
 def read_log(path: Path) -> QueueRecord:
-    """Read and fold a file with one `core.events.as_row` a line; `ConfigError` if it is not such a log."""
+    """Read and fold a file with one `store.event_rows.as_row` a line; `ConfigError` if it is not such a log."""
     log = []
     number = 0
     try:
         for line in path.read_text().splitlines():
             number += 1
             if line.strip():
-                log.append(events.from_row(json.loads(line)))
+                log.append(from_row(json.loads(line)))
         return record_of(log)
     except OSError as error:
         raise ConfigError(f"record {path} can't be read: {error.strerror}") from error

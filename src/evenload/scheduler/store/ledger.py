@@ -10,6 +10,7 @@ from evenload.errors import QueueError, StaleError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.store.event_rows import stored_kind
 
 NOT_SAVED = "NotSaved"
 RESIZED = "Resized"
@@ -149,7 +150,7 @@ class Ledger:
         number = job.attempt if job.devices else None
         runner = None
         if before is not None and before.fence.attempt != number:
-            kind, reason = events.stored_kind(type(event)), getattr(event, "reason", "") or job.reason
+            kind, reason = stored_kind(type(event)), getattr(event, "reason", "") or job.reason
             if isinstance(event, events.Yielded) and not event.has_saved:
                 kind = NOT_SAVED
             if isinstance(event, events.Resized | events.StopRequested):

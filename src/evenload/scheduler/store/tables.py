@@ -13,6 +13,7 @@ from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Device, Job, Limits, Reservation, Settings, User
 from evenload.scheduler.store import rows
+from evenload.scheduler.store.event_rows import stored_kind
 from evenload.scheduler.store.ledger import AttemptRecord, Changes, Entry, Fence, Ledger
 
 _ENDED = tuple(str(state) for state in sorted(ENDED))
@@ -46,7 +47,7 @@ def log_row(number: int, entry: Entry, extra: Mapping[str, Any] | None) -> LogRo
     return LogRow(
         number,
         entry.time_s,
-        events.stored_kind(type(entry)),
+        stored_kind(type(entry)),
         getattr(entry, "job", None),
         rows.text_of(row, what),
         None if extra is None else rows.text_of(dict(extra), f"what comes with {what}"),

@@ -14,6 +14,7 @@ from evenload.errors import ConfigError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Needs
+from evenload.scheduler.store.event_rows import stored_kind
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.validation import build
 
@@ -88,7 +89,7 @@ def usage_rows(
         if (row := row_of(user, month_at(submitted_s + ahead_s))) is not None:
             row.num_jobs += 1
             row.waited_s += waited_s
-    stopped = events.stored_kind(events.StopRequested)
+    stopped = stored_kind(events.StopRequested)
     for user, time_s in reader.events_of(stopped, "json_extract(e.body, '$.then') IS NULL"):
         if (row := row_of(user, month_at(time_s + ahead_s))) is not None:
             row.num_preempted += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.errors import QueueError
+from evenload.scheduler import validation
 from evenload.scheduler.client import connect
 from evenload.scheduler.core import events
 from evenload.scheduler.core.states import ENDED, JobState
@@ -302,10 +303,9 @@ def _stored(folder: Path, job: str) -> dict[str, Any]:
         cost = prices.cost_of(reader.attempts(job), clock.now_s())
         attempts = [row_of_attempt(attempt, clock.ahead_s) for attempt in reader.attempts(job)]
         program = reader.program(job) or {}
-    spec = events.as_row(events.Submitted(0.0, "", found.spec))["spec"]
     return {
         "job": row_of_job(folder, found, clock),
-        "spec": spec,
+        "spec": validation.plain(found.spec),
         "program": program,
         "attempts": attempts,
         "cost": cost,

@@ -20,6 +20,7 @@ from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import After, Device, Job
 from evenload.scheduler.job_file import JobFile, as_table, job_from, to_spec
+from evenload.scheduler.store.event_rows import from_row
 from evenload.scheduler.store.reader import Reader
 from evenload.scheduler.store.writer import QueueStore
 from evenload.stored_names import RAY_LOG
@@ -149,7 +150,7 @@ class RayQueue:
                 if line.endswith("\n"):
                     row = json.loads(line)
                     extra = row.pop("extra", None)
-                    self.record(events.from_row(row), extra)
+                    self.record(from_row(row), extra)
             self.commit()
         log.rename(log.with_name(f"{log.name}.imported"))
 
