@@ -292,7 +292,7 @@ def hash_of(queue: RandomQueue) -> str:
 
 
 def recorded_hashes(traces: Path) -> dict[str, str]:
-    """Hashes of the events of recorded workloads in the simulator, every 4th job."""
+    """Hashes of the events of recorded workloads in the simulator, every 3rd job."""
     folder = pollux_folder(traces)
     found = {}
     for number, settings, is_elastic, remaining in (
@@ -304,9 +304,9 @@ def recorded_hashes(traces: Path) -> dict[str, str]:
         (3, Settings(policy="cost", cheap_hours="1-4"), False, "known"),
         (2, Settings(), False, "history"),
     ):
-        arrivals = thinned(pollux_workload(folder / "workloads" / f"workload-{number}.csv", elastic=is_elastic), 4)
+        arrivals = thinned(pollux_workload(folder / "workloads" / f"workload-{number}.csv", elastic=is_elastic), 3)
         deadline_times = 2.0 if settings.policy == "cost" else None
-        conditions = Conditions(devices_of("4x4"), settings, remaining=remaining, deadline_times=deadline_times)
+        conditions = Conditions(devices_of("8x4"), settings, remaining=remaining, deadline_times=deadline_times)
         log: list[events.QueueEvent] = []
         simulate(arrivals, conditions, log)
         text = "\n".join(repr((type(event).__name__, dataclasses.astuple(event))) for event in log)

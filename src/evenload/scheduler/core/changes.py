@@ -41,8 +41,8 @@ class JobChanges:
         self._snapshot, self._now_s, self._eligibility = snapshot, now_s, eligibility
         self._availability, self._choices, self._limits, self._decision = availability, choices, limits, decision
         layout = snapshot.layout
-        self._speeds = [layout.pools[pool].speed for pool in layout.pool_of] if layout.has_speeds else []
-        self._zone_speeds = dict(zip(choices.pool_of, self._speeds, strict=False))
+        self._speeds = [layout.pools[pool].speed for pool in layout.pool_of]
+        self._zone_speeds = dict(zip(choices.pool_of, self._speeds, strict=True))
         self._kind_changes: list[Command] = []
         self._resizes: list[Command] = []
         self._moves: list[Command] = []
@@ -120,12 +120,13 @@ class JobChanges:
 
     def move_to_faster(self, job: Job, window: BackfillWindow | None) -> None:
         """Move a job to as many free devices that no job before it gets, where that saves more than two restarts cost."""
-        spec, own, speeds = job.spec, self._eligibility.slots[job.id], self._speeds
-        if not speeds or spec.share_device or not spec.preemptible or job.id in self.changed:
+        spec, own, availability = job.spec, self._eligibility.slots[job.id], self._availability
+        fastest = max([self._zone_speeds[zone] for zone in availability.now.free_pools()], default=0.0)
+        if spec.share_device or not spec.preemptible or job.id in self.changed:
             return
-        availability, choice, slowest = self._availability, self._choices.of(job), min([speeds[slot] for slot in own])
-        if all(self._zone_speeds[zone] <= slowest for zone in availability.now.free_pools()):
+        if fastest <= min([self._speeds[slot] for slot in own]):
             return
+        choice = self._choices.of(job)
         is_first_delayed = window is not None and not window.pools.issuperset(choice.pools)
         is_fixed = is_young(job, self._snapshot.settings, self._now_s) or len(self._eligibility.usable(job)) < len(own)
         if is_first_delayed or is_fixed:

@@ -9,6 +9,7 @@ between calls. Cost: one pass over the jobs, one sort, and a few operations for 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 from evenload.scheduler.core.availability import Availability
 from evenload.scheduler.core.backfill import BackfillWindow, Release, backfill_window
@@ -26,6 +27,7 @@ from evenload.scheduler.core.eligibility import (
 from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, Placed, StopRequested
 from evenload.scheduler.core.limits import LimitUse
+from evenload.scheduler.core.placement import FreeDevices, PoolChoice
 from evenload.scheduler.core.plan import Plan
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
@@ -81,51 +83,33 @@ class _Planning:
         self.limits = LimitUse(snapshot, eligibility.pending, (*eligibility.holders, *followers))
         self.decision: PolicyDecision
         self.changes: JobChanges
-        self.candidates: PreemptionCandidates | None = None
+        self.candidates: PreemptionCandidates
         self.window: BackfillWindow | None = None
         self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
         self.is_anyone_waiting = False
         self.commands: list[Command] = list(eligibility.commands)
-        self._everything: Availability | None = None
         self._fixed: set[str] = set()
 
     def run(self) -> Plan:
-        bound, young = self._bound_and_young()
+        settings, now_s = self.settings, self.now_s
+        bound = {job.id for job in self.eligibility.running if is_bound(job, settings, now_s)}
+        young = {job.id for job in self.eligibility.running if is_young(job, settings, now_s)}
         keeping = frozenset(bound | young)
-        self.decision = policy_named(self.settings.policy)(self._inputs(keeping))
+        self.decision = policy_named(settings.policy)(self._inputs(keeping))
         self.choices.restrict(self.decision.kinds)
         order = self._ordered()
         self.changes = JobChanges(
-            self.snapshot, self.now_s, self.eligibility, self.availability, self.choices, self.limits, self.decision
+            self.snapshot, now_s, self.eligibility, self.availability, self.choices, self.limits, self.decision
         )
         self.changes.stop_held(keeping)
         self.changes.shrink(keeping)
-        if self.decision.preempts:
-            self._find_candidates(order, bound, young)
+        self._fixed = bound | self.changes.changed
+        self.candidates = self._candidates(order if self.decision.preempts else [], young)
         self._give_out(order)
         if self.decision.sizes is None:
             self._widen()
         self._command()
-        if not self.explain:
-            return Plan(tuple(self.commands))
-        return Plan(
-            tuple(self.commands),
-            self.eligibility.waits,
-            tuple(order),
-            self.decision,
-        )
-
-    def _bound_and_young(self) -> tuple[set[str], set[str]]:
-        """Return running jobs that no job may displace, and those that only a higher class may."""
-        settings, now_s = self.settings, self.now_s
-        bound, young = set(), set()
-        grown_s, never = now_s - settings.min_run_s, not settings.max_preemptions_per_hour
-        for job in self.eligibility.running:
-            if (job.preempted_s or never or not job.spec.preemptible) and is_bound(job, settings, now_s):
-                bound.add(job.id)
-            if job.attempt_began_s > grown_s and is_young(job, settings, now_s):
-                young.add(job.id)
-        return bound, young
+        return Plan(tuple(self.commands), self.eligibility.waits, tuple(order), self.decision)
 
     def _inputs(self, keeping: frozenset[str]) -> PolicyInput:
         eligibility, layout = self.eligibility, self.snapshot.layout
@@ -151,19 +135,15 @@ class _Planning:
         """Put the starving before all others, and those over their soft limit behind."""
         if not self.decision.preempts:
             return list(self.decision.order)
-        oldest_s, has_limits = self.now_s - self.settings.starve_after_s, self.eligibility.has_soft_limits
-        if self.snapshot.jobs[0].submitted_s >= oldest_s and not has_limits:
-            return list(self.decision.order)
-        first, middle, last = [], [], []
-        for job in self.decision.order:
-            if has_limits and is_overdue(job, self.now_s):
-                last.append(job)
-            elif job.submitted_s < oldest_s and self._is_starving(job):
-                first.append(job)
-            else:
-                middle.append(job)
-        first.sort(key=lambda job: job.submitted_s)
-        return [*first, *middle, *last]
+
+        oldest_s, order = self.now_s - self.settings.starve_after_s, self.decision.order
+        late = {job.id for job in order if job.spec.soft_limit_s is not None and is_overdue(job, self.now_s)}
+        starving = [j for j in order if j.submitted_s < oldest_s and j.id not in late and self._is_starving(j)]
+        if not late and not starving:
+            return list(order)
+        moved = late.union([job.id for job in starving])
+        first = sorted(starving, key=lambda job: job.submitted_s)
+        return [*first, *(j for j in order if j.id not in moved), *(j for j in order if j.id in late)]
 
     def _is_starving(self, job: Job) -> bool:
         """Return whether the guard puts a job first; a policy that plans for a job's deadline, or holds it, knows better."""
@@ -171,28 +151,23 @@ class _Planning:
             return False
         return is_starving(job, self.now_s, self.settings)
 
-    def _find_candidates(self, order: list[Job], bound: set[str], young: set[str]) -> None:
-        fixed = self._fixed = bound | self.changes.changed
-        runs, usable = JobState.RUNNING, self.eligibility.usable
-        found = [
-            PreemptionCandidate(job, usable(job), job.id in young)
-            for job in order
-            if job.state is runs and job.id not in fixed
-        ]
-        self.candidates = PreemptionCandidates(found, self.choices.pool_of, self.snapshot.layout.host_of)
+    def _candidates(self, order: list[Job], young: set[str]) -> PreemptionCandidates:
+        runs, usable, fixed = JobState.RUNNING, self.eligibility.usable, self._fixed
+        movable = [job for job in order if job.state is runs and job.id not in fixed]
+        found = [PreemptionCandidate(job, usable(job), job.id in young) for job in movable]
+        return PreemptionCandidates(found, self.choices.pool_of, self.snapshot.layout.host_of)
 
     def _give_out(self, order: list[Job]) -> None:
         candidates, changes = self.candidates, self.changes
-        sizes, fixed = self.decision.sizes, self._fixed
+        sizes, fixed, gone = self.decision.sizes, self._fixed, candidates.displaced
         has_speeds = self.snapshot.layout.has_speeds
-        gone = candidates.displaced if candidates is not None else frozenset()
         for job in order:
             if reason := self.decision.held.get(job.id):
                 if job.state is not JobState.RUNNING:
                     self._wait(job, reason)
                 continue
             if job.state is JobState.RUNNING:
-                if candidates is not None and job.id not in fixed and job.id not in gone:
+                if self.decision.preempts and job.id not in fixed and job.id not in gone:
                     candidates.pass_by(job)
                     if job.id in self.decision.kinds and changes.is_elsewhere(job):
                         changes.change_kind(job, candidates)
@@ -203,7 +178,7 @@ class _Planning:
                 continue
             if self.sharing is not None and self._join(job):
                 continue
-            is_all_gone = self.availability.is_empty and (candidates is None or candidates.is_empty)
+            is_all_gone = self.availability.is_empty and candidates.is_empty
             # With shared devices a reservation is needed first: joining jobs may not delay the first in line.
             if is_all_gone and (self.sharing is None or self.window is not None):
                 self.is_anyone_waiting = True
@@ -264,8 +239,7 @@ class _Planning:
         if availability.is_anything_coming and availability.claim(choice, num) is not None:
             self._wait(job, "waits for devices of jobs that are stopping")
             return True
-        candidates = self.candidates
-        if candidates and not candidates.is_empty and candidates.preempt_for(job, choice, least, availability):
+        if not self.candidates.is_empty and self.candidates.preempt_for(job, choice, least, availability):
             availability.claim(choice, least)
             self._wait(job, "waits for devices of jobs that are to stop for it")
             return True
@@ -275,12 +249,11 @@ class _Planning:
         """Reserve devices for a job that can't start; False if no later job may pass it."""
         self.is_anyone_waiting = True
         if not self.decision.reserves or self.window is not None:
-            if self.explain:
-                self._wait(job, "no devices that it can use are free")
+            self._wait(job, "no devices that it can use are free")
             return True
         choice = self.choices.of(job)
         least = job.spec.needs.min_devices
-        if not self._could_ever(job, least):
+        if not self._could_ever(job, choice):
             self._wait(job, "asks for devices that are not here, or closed, or reserved")
             return True
         self._wait(job, "is first in line for the next devices")
@@ -291,7 +264,7 @@ class _Planning:
             choice,
             least,
             self.availability.soon.free(),
-            self._releases(self.candidates.behind() if self.candidates is not None else set()),
+            self._releases(self.candidates.behind()),
             self.choices.pool_of,
             self.snapshot.layout.host_of,
             self.now_s,
@@ -321,22 +294,24 @@ class _Planning:
         """Return when a job that starts now has ended or can be preempted by the first in line."""
         spec, now_s, window = job.spec, self.now_s, self.window
         gone_s = end_s(job, now_s)
-        may_be_bound = job.preempted_s or not self.settings.max_preemptions_per_hour
-        if self.decision.preempts and spec.preemptible and not (may_be_bound and is_bound(job, self.settings, now_s)):
+        if self.decision.preempts and not is_bound(job, self.settings, now_s):
             until_s = now_s if window and spec.priority < window.job.spec.priority else now_s + self.settings.min_run_s
             return gone_s if gone_s < until_s else until_s
         if window is not None and window.start_s == math.inf:
             return math.inf  # the first in line may get its devices at any moment
         return gone_s
 
-    def _could_ever(self, job: Job, num: int) -> bool:
-        layout, closed = self.snapshot.layout, self.snapshot.closed
-        if not closed and not self.snapshot.reservations:
-            return most_together(job.spec.needs, layout) >= num
-        if self._everything is None:
-            usable = [slot for slot, device in enumerate(layout.devices) if device.id not in closed]
-            self._everything = Availability(layout, self.choices.pool_of, self.settings.packing, usable, [])
-        return self._everything.now.largest(self.choices.of(job)) >= num
+    def _could_ever(self, job: Job, choice: PoolChoice) -> bool:
+        if not self.eligibility.closed and not self.snapshot.reservations:
+            return most_together(job.spec.needs, self.snapshot.layout) >= job.spec.needs.min_devices
+        return self._everything.largest(choice) >= job.spec.needs.min_devices
+
+    @cached_property
+    def _everything(self) -> FreeDevices:
+        """All devices that are not closed."""
+        layout = self.snapshot.layout
+        usable = [slot for slot in range(len(layout.devices)) if slot not in self.eligibility.closed]
+        return FreeDevices(layout, usable, self.choices.pool_of, self.settings.packing)
 
     def _within_limits(self, job: Job) -> bool:
         reason = self.limits.reached(job)
@@ -365,12 +340,10 @@ class _Planning:
 
     def _command(self) -> None:
         devices = self.snapshot.layout.devices
-        if self.candidates is not None and (gone := self.candidates.displaced):
-            for job in self.eligibility.running:
-                if job.id in gone:
-                    self.commands.append(
-                        StopRequested(self.now_s, job.id, reason="a job that goes first needs its devices")
-                    )
+        reason = "a job that goes first needs its devices"
+        for job in self.eligibility.running if self.candidates.displaced else ():
+            if job.id in self.candidates.displaced:
+                self.commands.append(StopRequested(self.now_s, job.id, reason=reason))
         self.commands += self.changes.commands
         for job, slots in self.starts.values():
             self.commands.append(

@@ -34,7 +34,6 @@ class Eligibility:
     free: list[int] = field(default_factory=list)
     coming: list[int] = field(default_factory=list)
     """Devices of jobs that are saving, and will not keep them."""
-    has_soft_limits: bool = False
     has_sharing: bool = False
     """True if some jobs may share a device."""
     waits: dict[str, str] = field(default_factory=dict)
@@ -61,8 +60,6 @@ def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
     waits, runs = JobState.PENDING, JobState.RUNNING  # most are one of these, and there may be 100,000
     for job in snapshot.jobs:
         state, spec = job.state, job.spec
-        if spec.soft_limit_s is not None:
-            eligibility.has_soft_limits = True
         if spec.share_device:
             eligibility.has_sharing = True
         if state is waits:

@@ -11,7 +11,7 @@ so that finding a place doesn't look at all hosts.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -75,21 +75,20 @@ class _Buckets:
 class FreeDevices:
     """Free devices, changed as a plan gives them out."""
 
-    def __init__(self, layout: Layout, free: Iterable[int], pool_of: Sequence[int], packing: str) -> None:
+    def __init__(self, layout: Layout, free: Sequence[int], pool_of: Sequence[int], packing: str) -> None:
         """Take the indices of the free devices; `pool_of` may be finer than the layout's own (reservations)."""
         self._host_of, self._pool_of = layout.host_of, pool_of
         self._spread = packing == "spread"
         self._host_size = max(1, layout.host_size)
-        self._free: dict[int, dict[int, list[int]]] = {}
+        self._free: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._buckets: dict[tuple[int, ...], _Buckets] = {}
         self._by_pool: dict[int, list[_Buckets]] = {}
         self._failed: dict[PoolChoice, int] = {}
-        self._num_of: defaultdict[int, int] = defaultdict(int)
-        self.num_free = 0
+        by_host, host_of = self._free, layout.host_of
         for device in free:
-            self._free.setdefault(layout.host_of[device], {}).setdefault(pool_of[device], []).append(device)
-            self._num_of[pool_of[device]] += 1
-            self.num_free += 1
+            by_host[host_of[device]][pool_of[device]].append(device)
+        self._num_of = Counter([pool_of[device] for device in free])
+        self.num_free = len(free)
 
     def total(self, pools: tuple[int, ...]) -> int:
         return self._buckets_of(pools).total
@@ -124,7 +123,7 @@ class FreeDevices:
     def give(self, devices: Iterable[int]) -> None:
         for device in devices:
             host, pool = self._host_of[device], self._pool_of[device]
-            of_pool = self._free.setdefault(host, {}).setdefault(pool, [])
+            of_pool = self._free[host][pool]
             of_pool.append(device)
             of_pool.sort()
             self._changed(host, pool, 1)

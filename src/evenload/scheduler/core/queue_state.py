@@ -305,8 +305,8 @@ class QueueState:
         for device in devices:
             self._known_device(device)
             others = [name for name in self.holder.get(device, ()) if name != job.id]
-            joins = may_join and job.spec.share_device and all(self.jobs[name].may_be_joined for name in others)
-            if others and not joins:
+            may_share = may_join and job.spec.share_device
+            if others and not (may_share and all(self.jobs[name].may_be_joined for name in others)):
                 raise QueueError(f"job {job.id} is to get device {device}, which job {', '.join(others)} holds")
             if device in self.closed and device not in job.devices:
                 reason = self.closed[device]
@@ -315,13 +315,17 @@ class QueueState:
     def _occupy(self, job: Job, devices: Iterable[str]) -> None:
         """Add a job to devices, beside those that share them."""
         for device in devices:
-            names = {*self.holder.get(device, ()), job.id}  # in an order that a state read from a store has too
-            self.holder[device] = tuple(sorted(names, key=lambda name: (self.jobs[name].attempt_began_s, name)))
+            names = {*self.holder.get(device, ()), job.id}
+            if len(names) == 1:
+                self.holder[device] = (job.id,)
+            else:  # in an order that a state read from a store has too
+                self.holder[device] = tuple(sorted(names, key=lambda name: (self.jobs[name].attempt_began_s, name)))
 
     def _vacate(self, job: Job, devices: Iterable[str]) -> None:
         for device in devices:
-            self.holder[device] = tuple(name for name in self.holder[device] if name != job.id)
-            if not self.holder[device]:
+            if others := tuple([name for name in self.holder[device] if name != job.id]):
+                self.holder[device] = others
+            else:
                 del self.holder[device]
 
     def _set(self, job: Job) -> Job:

@@ -158,7 +158,7 @@ class Sharing:
         pools: Collection[int],
         until_s: float,
         window: BackfillWindow | None,
-        candidates: PreemptionCandidates | None,
+        candidates: PreemptionCandidates,
         changed: Collection[str],
     ) -> bool:
         """Start a job on a device with other jobs; False if there is none that it may join.
@@ -171,17 +171,13 @@ class Sharing:
             candidates: jobs that could be displaced; the lead of the joined device is removed.
             changed: jobs from which this plan has taken their devices.
         """
-        gone: Collection[str] = candidates.displaced if candidates is not None else ()
         for place in self._fitting(job, pools):
             lead = place.lead.id
-            if (
-                lead in gone
-                or lead in changed
-                or (window is not None and self._delays(place, until_s, window, candidates))
-            ):
+            if lead in candidates.displaced or lead in changed:
                 continue
-            if candidates is not None:
-                candidates.keep(lead)
+            if window is not None and self._delays(place, until_s, window, candidates):
+                continue
+            candidates.keep(lead)
             self._line(place.slot, len(place.jobs)).remove((place.free_bytes or 0, place.slot))
             place.jobs = [*place.jobs, replace(job, state=JobState.STARTING)]
             place.joined_until_s = max(place.joined_until_s, until_s)
@@ -203,12 +199,11 @@ class Sharing:
         return found
 
     def _delays(
-        self, place: _SharedDevice, until_s: float, window: BackfillWindow, candidates: PreemptionCandidates | None
+        self, place: _SharedDevice, until_s: float, window: BackfillWindow, candidates: PreemptionCandidates
     ) -> bool:
         if window.admit((place.slot,), until_s):
             return False
-        behind: Collection[str] = candidates.behind() if candidates is not None else ()
-        return place.lead.id in behind or max(end_s(job, self._now_s) for job in place.jobs) <= window.start_s
+        return place.lead.id in candidates.behind() or max(end_s(job, self._now_s) for job in place.jobs) <= window.start_s
 
     def longer_s(self, behind: Collection[str]) -> Mapping[str, float]:
         """Return lead → until when others hold its device; for a lead in `behind` (preemptible) only those that join now."""
