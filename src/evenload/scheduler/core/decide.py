@@ -80,7 +80,7 @@ class _Planning:
             snapshot.layout, self.choices.pool_of, self.settings.packing, eligibility.free, eligibility.coming
         )
         followers = sharing.followers if sharing is not None else ()
-        self.limits = LimitUse(snapshot, eligibility.pending, (*eligibility.holders, *followers))
+        self.limits = LimitUse(snapshot.users, (*eligibility.holders, *followers))
         self.decision: PolicyDecision
         self.changes: JobChanges
         self.candidates: PreemptionCandidates

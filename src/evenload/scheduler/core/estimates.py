@@ -41,17 +41,12 @@ def device_s_left(job: Job, now_s: float) -> float | None:
 
     For a job that can use more, sizes are compared by what it would need on few: how many it has now doesn't count.
     """
-    spec, num, held = job.spec, job.spec.needs.min_devices, len(job.devices)
-    if job.total is not None and (job.rates or job.rate_per_s > 0):
-        if job.rates and (rate := job.rates[min(num, len(job.rates)) - 1]) > 0:
-            left = work_left(job, now_s)
-            return None if left is None else left / rate * num
-        seconds = left_s(job, now_s)
-        return None if seconds is None else seconds * (held or num)
-    if spec.estimate_s is None:  # without a speed the estimate is all there is
-        return None
-    left_of_estimate_s = spec.estimate_s - (job.held_until(now_s) if held else job.held_s)
-    return left_of_estimate_s * (held or num) if left_of_estimate_s > 0 else None
+    num = job.spec.needs.min_devices
+    if job.total is not None and job.rates and (rate := job.rates[min(num, len(job.rates)) - 1]) > 0:
+        left = work_left(job, now_s)
+        return None if left is None else left / rate * num
+    seconds = left_s(job, now_s)
+    return None if seconds is None else seconds * (len(job.devices) or num)
 
 
 def end_s(job: Job, now_s: float) -> float:

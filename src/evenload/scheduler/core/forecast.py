@@ -16,7 +16,6 @@ from evenload.scheduler.core.decide import plan
 from evenload.scheduler.core.eligibility import PoolChoices, is_bound, is_young
 from evenload.scheduler.core.estimates import left_s, restart_s
 from evenload.scheduler.core.events import Placed, ResizeRequested, StopRequested
-from evenload.scheduler.core.limits import limits_of
 from evenload.scheduler.core.plan import Plan
 from evenload.scheduler.core.sharing import shared_devices
 from evenload.scheduler.core.snapshot import QueueSnapshot
@@ -94,8 +93,8 @@ class _Future:
         self._soft: dict[str, float] = {}
         """Running job → from when on others may displace it."""
         self._gates: dict[tuple[str, str], _Gate] = {}
-        for name, (max_devices, max_running) in limits_of(snapshot).items():
-            for what, limit in (("devices", max_devices), ("jobs", max_running)):
+        for name, user in snapshot.users.items():
+            for what, limit in (("devices", user.limits.max_devices), ("jobs", user.limits.max_running)):
                 if limit is not None:
                     self._gates[what, name] = _Gate(limit)
         for job in snapshot.jobs:

@@ -171,57 +171,39 @@ class FreeDevices:
         return buckets
 
     def _find(self, choice: PoolChoice, num: int) -> tuple[tuple[int, ...], Shares] | None:
-        groups = choice.groups
-        if self._spread and not choice.one_host:
-            sets = groups if choice.one_kind or len(groups) == 1 else (*groups, choice.pools)
-            return next(((pools, s) for pools in sets if (s := self._spread_over(pools, num))), None)
-        for pools in groups:
-            if (host := self._one_host(pools, num)) is not None:
-                return pools, [(host, num)]
-        if len(groups) > 1 and not choice.one_kind and (host := self._one_host(choice.pools, num)) is not None:
-            return choice.pools, [(host, num)]
-        if choice.one_host:
-            return None
-        sets = groups if choice.one_kind or len(groups) == 1 else (*groups, choice.pools)
-        return next(((pools, s) for pools in sets if (s := self._few_hosts(pools, num))), None)
-
-    def _one_host(self, pools: tuple[int, ...], num: int) -> int | None:
-        buckets = self._buckets_of(pools)
-        if self._spread:
-            return next(iter(buckets.hosts[buckets.top])) if 0 < num <= buckets.top else None
-        return buckets.best_fit(num)
-
-    def _few_hosts(self, pools: tuple[int, ...], num: int) -> Shares | None:
-        buckets = self._buckets_of(pools)
-        if buckets.total < num:
-            return None
-        shares: Shares = []
-        used: set[int] = set()
-        for count in range(buckets.top, 0, -1):
-            for host in buckets.hosts[count]:
-                if num <= count:
-                    break
-                shares.append((host, count))
-                used.add(host)
-                num -= count
-            if num <= count:
-                last = buckets.best_fit(num, used)
-                if last is not None:
-                    shares.append((last, num))
-                    return shares
+        is_one_set = choice.one_kind or len(choice.groups) == 1
+        sets = choice.groups if is_one_set else (*choice.groups, choice.pools)
+        ways = (self._in_one_host, self._over_hosts)
+        for way in ways[:1] if choice.one_host else ways[1:] if self._spread else ways:
+            for pools in sets:
+                if (shares := way(self._buckets_of(pools), num)) is not None:
+                    return pools, shares
         return None
 
-    def _spread_over(self, pools: tuple[int, ...], num: int) -> Shares | None:
-        buckets = self._buckets_of(pools)
+    def _in_one_host(self, buckets: _Buckets, num: int) -> Shares | None:
+        if self._spread:
+            host = next(iter(buckets.hosts[buckets.top])) if 0 < num <= buckets.top else None
+        else:
+            host = buckets.best_fit(num)
+        return None if host is None else [(host, num)]
+
+    def _over_hosts(self, buckets: _Buckets, num: int) -> Shares | None:
+        """Take the emptiest hosts; to pack, the last is the one that the rest of the gang fills best."""
         if buckets.total < num:
             return None
         shares: Shares = []
         for count in range(buckets.top, 0, -1):
             for host in buckets.hosts[count]:
+                if num <= count and not self._spread:
+                    break
                 shares.append((host, min(count, num)))
                 num -= min(count, num)
                 if num == 0:
                     return shares
+            if num <= count and not self._spread:
+                last = buckets.best_fit(num, {host for host, _ in shares})
+                if last is not None:
+                    return [*shares, (last, num)]
         return None
 
     def _take_shares(self, pools: tuple[int, ...], shares: Shares) -> tuple[int, ...]:

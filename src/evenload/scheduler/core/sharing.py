@@ -12,7 +12,6 @@ reservation of the first in line (`core.backfill`), unless other jobs hold the d
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,9 +23,6 @@ from evenload.scheduler.core.preemption import PreemptionCandidates
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
-
-_MOST_TRIED = 16
-"""Number of devices with enough memory that are checked against the reservation of the first in line."""
 
 
 def expected_bytes(job: Job) -> int | None:
@@ -73,7 +69,8 @@ class _SharedDevice:
     lead: Job
     followers: list[Job] = field(default_factory=list)
     """Those beside the lead that are not leaving; they do what it does."""
-    free_bytes: int | None = None
+    free_bytes: int = 0
+    """The largest peak of a job that may join; 0 if none may."""
     joined_until_s: float = 0.0
     """When those that join in this plan can be preempted."""
 
@@ -85,8 +82,6 @@ class Sharing:
         self.followers: list[Job] = []
         """Jobs that hold devices and are not in the eligibility."""
         self._places: dict[int, _SharedDevice] = {}
-        self._joinable: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """(Pool, number of jobs) → (room, device) of devices that may be joined, the least room first."""
         self._joins: list[tuple[Job, int]] = []
         self._choose_leads(eligibility)
 
@@ -140,12 +135,7 @@ class Sharing:
 
     def _open(self, place: _SharedDevice) -> None:
         memory_bytes = self._snapshot.layout.devices[place.slot].memory_bytes
-        place.free_bytes = free_bytes(place.jobs, memory_bytes, self._settings)
-        if place.free_bytes is not None:
-            insort(self._line(place.slot, len(place.jobs)), (place.free_bytes, place.slot))
-
-    def _line(self, slot: int, num: int) -> list[tuple[int, int]]:
-        return self._joinable.setdefault((self._pool_of[slot], num), [])
+        place.free_bytes = free_bytes(place.jobs, memory_bytes, self._settings) or 0
 
     def give(self, job: Job, slot: int) -> None:
         """Record that the plan starts a job alone on a device; others may join it."""
@@ -178,7 +168,6 @@ class Sharing:
             if window is not None and self._delays(place, until_s, window, candidates):
                 continue
             candidates.keep(lead)
-            self._line(place.slot, len(place.jobs)).remove((place.free_bytes or 0, place.slot))
             place.jobs = [*place.jobs, replace(job, state=JobState.STARTING)]
             place.joined_until_s = max(place.joined_until_s, until_s)
             self._open(place)
@@ -191,12 +180,8 @@ class Sharing:
         need = expected_bytes(job)
         if need is None:
             return []
-        found: list[_SharedDevice] = []
-        for num in range(1, self._settings.max_sharers):
-            lines = [line for pool in pools if (line := self._joinable.get((pool, num)))]
-            fitting = [entry for line in lines for entry in line[bisect_left(line, (need, -1)) :][:_MOST_TRIED]]
-            found += [self._places[slot] for _, slot in sorted(fitting)[:_MOST_TRIED]]
-        return found
+        fitting = [p for p in self._places.values() if p.free_bytes >= need and self._pool_of[p.slot] in pools]
+        return sorted(fitting, key=lambda place: (len(place.jobs), place.free_bytes, place.slot))
 
     def _delays(
         self, place: _SharedDevice, until_s: float, window: BackfillWindow, candidates: PreemptionCandidates
