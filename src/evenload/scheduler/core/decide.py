@@ -8,18 +8,19 @@ between calls. Cost: one pass over the jobs, one sort, and a few operations for 
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from evenload.scheduler.core.availability import Availability
 from evenload.scheduler.core.backfill import BackfillWindow, Release, backfill_window
 from evenload.scheduler.core.changes import JobChanges
-from evenload.scheduler.core.collecting import no_collecting
 from evenload.scheduler.core.eligibility import (
     Eligibility,
     PoolChoices,
-    clear_reserved,
-    eligibility_of,
     is_bound,
     is_overdue,
     is_young,
@@ -28,7 +29,6 @@ from evenload.scheduler.core.estimates import end_s
 from evenload.scheduler.core.events import Command, Placed, StopRequested
 from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.placement import FreeDevices, PoolChoice
-from evenload.scheduler.core.plan import Plan
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
 from evenload.scheduler.core.refusal import most_together
@@ -42,19 +42,42 @@ from evenload.scheduler.policies import policy_named
 from evenload.scheduler.policies.starvation import is_starving
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Commands, and the reason why each waiting job waits."""
+
+    commands: tuple[Command, ...]
+    waits: dict[str, str] = field(default_factory=dict)
+    """Job → why it has no devices; complete after ``plan(..., explain=True)`` alone."""
+    order: tuple[Job, ...] = ()
+    """Those that run or could, the most deserving first."""
+    decision: PolicyDecision | None = None
+    """Of the policy; None where there was nothing for it to decide."""
+
+
 def decide(snapshot: QueueSnapshot, now_s: float) -> tuple[Command, ...]:
     """Return what to do now: start, resize, preempt, end; empty if nothing needs to change."""
-    with no_collecting():
+    with _no_collecting():
         return plan(snapshot, now_s).commands
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Pause the garbage collector: a plan holds no cycles, and searching all jobs for some takes up to a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
     """Decide, with reasons for waiting jobs if `explain`: these cost a pass over all jobs."""
-    eligibility = eligibility_of(snapshot, now_s)
-    if snapshot.reservations:
-        clear_reserved(snapshot, eligibility, now_s)
+    eligibility = Eligibility(snapshot, now_s)
     choices = PoolChoices(snapshot, now_s)
-    sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if eligibility.has_sharing else None
+    sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if eligibility.shares else None
     is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in eligibility.running)
     may_move = bool(eligibility.running) and bool(eligibility.free) and snapshot.layout.has_speeds
     may_change = bool(eligibility.holders) and snapshot.settings.policy == "cost"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from evenload.scheduler.core.events import Cancelled, Command, StopRequested
 from evenload.scheduler.core.placement import PoolChoice
@@ -18,118 +18,92 @@ from evenload.scheduler.core.values import Job, Needs, Reservation, Settings
 _HOUR_S = 3600.0
 
 
-@dataclass
 class Eligibility:
     """The jobs and devices of a snapshot by what can happen to them."""
 
-    running: list[Job] = field(default_factory=list)
-    """RUNNING, and not about to be ended."""
-    pending: list[Job] = field(default_factory=list)
-    """PENDING, and nothing but devices and limits keeps them from starting."""
-    holders: list[Job] = field(default_factory=list)
-    slots: dict[str, list[int]] = field(default_factory=dict)
-    """Job → indices of its devices, of those in `holders`."""
-    commands: list[Command] = field(default_factory=list)
-    """Commands that are due whatever the policy decides."""
-    free: list[int] = field(default_factory=list)
-    coming: list[int] = field(default_factory=list)
-    """Devices of jobs that are saving, and will not keep them."""
-    has_sharing: bool = False
-    """True if some jobs may share a device."""
-    waits: dict[str, str] = field(default_factory=dict)
-    """Job → reason why it can't start, of those that are not in `pending`."""
-    closed: frozenset[int] = frozenset()
-    """Devices on which nothing new may start."""
+    def __init__(self, snapshot: QueueSnapshot, now_s: float) -> None:
+        self._now_s, index = now_s, snapshot.layout.index
+        self.running: list[Job] = []
+        """RUNNING, and not about to be ended."""
+        self.pending: list[Job] = []
+        """PENDING, and nothing but devices and limits keeps them from starting."""
+        self.holders: list[Job] = []
+        self.slots: dict[str, list[int]] = {}
+        """Job → indices of its devices, of those in `holders`."""
+        self.commands: list[Command] = []
+        """Commands that are due whatever the policy decides."""
+        self.coming: list[int] = []
+        """Devices of jobs that are saving, and will not keep them."""
+        self.waits: dict[str, str] = {}
+        """Job → reason why it can't start, of those that are not in `pending`."""
+        self.closed = frozenset([index[device] for device in snapshot.closed if device in index])
+        """Devices on which nothing new may start."""
+        self.shares = False
+        """True if some jobs may share a device."""
+        taken = set(self.closed)
+        for job in snapshot.jobs:
+            spec = job.spec
+            if spec.share_device:
+                self.shares = True
+            if job.state is not JobState.PENDING:
+                self.holders.append(job)
+                self.slots[job.id] = slots = [index[device] for device in job.devices]
+                taken.update(slots, [index[device] for device in job.target])
+                self._sort_holder(job)
+            elif job.doomed or job.is_held or job.unmet or spec.not_before_s is not None:
+                self._sort_pending(job)
+            else:  # most of them, and there may be 100,000
+                self.pending.append(job)
+        self.free = [slot for slot in range(len(snapshot.layout.devices)) if slot not in taken]
+        if snapshot.reservations:
+            self._clear_reserved(snapshot)
 
     def usable(self, job: Job) -> list[int]:
         """Return a holder's devices that others could use once it leaves them."""
         slots = self.slots[job.id]
         return [slot for slot in slots if slot not in self.closed] if self.closed else slots
 
+    def _sort_holder(self, job: Job) -> None:
+        limit_s = job.spec.hard_limit_s
+        if job.state is JobState.PREEMPTING:
+            self.coming += self.usable(job)
+        elif limit_s is not None and job.held_until(self._now_s) >= limit_s:
+            self._stop(job, JobState.FAILED, f"its time limit of {limit_s:g} s is over")
+        elif job.state is JobState.RUNNING:
+            self.running.append(job)
+        elif job.state is JobState.RESIZING:
+            kept = set(job.target)
+            left = [slot for slot, device in zip(self.slots[job.id], job.devices, strict=True) if device not in kept]
+            self.coming += [slot for slot in left if slot not in self.closed]
 
-def eligibility_of(snapshot: QueueSnapshot, now_s: float) -> Eligibility:
-    index = snapshot.layout.index
-    eligibility = Eligibility(closed=frozenset([index[device] for device in snapshot.closed if device in index]))
-    is_taken = bytearray(len(snapshot.layout.devices))
-    pending, running, holders, slots_of = (
-        eligibility.pending,
-        eligibility.running,
-        eligibility.holders,
-        eligibility.slots,
-    )
-    waits, runs = JobState.PENDING, JobState.RUNNING  # most are one of these, and there may be 100,000
-    for job in snapshot.jobs:
-        state, spec = job.state, job.spec
-        if spec.share_device:
-            eligibility.has_sharing = True
-        if state is waits:
-            if job.doomed or job.is_held or job.unmet or spec.not_before_s is not None:
-                _sort_pending(job, now_s, eligibility)
-            else:
-                pending.append(job)
-            continue
-        holders.append(job)
-        slots = slots_of[job.id] = [index[device] for device in job.devices]
-        for slot in slots:
-            is_taken[slot] = 1
-        if state is runs and spec.hard_limit_s is None:
-            running.append(job)
+    def _stop(self, job: Job, then: JobState, reason: str) -> None:
+        self.commands.append(StopRequested(self._now_s, job.id, then, reason))
+        self.coming += self.usable(job)
+
+    def _sort_pending(self, job: Job) -> None:
+        not_before_s = job.spec.not_before_s
+        if job.doomed:
+            self.commands.append(Cancelled(self._now_s, job.id, job.doomed))
+        elif job.is_held:
+            self.waits[job.id] = "its owner holds it back"
+        elif job.unmet:
+            self.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
+        elif not_before_s is not None and not_before_s > self._now_s:
+            self.waits[job.id] = f"is not to start for another {not_before_s - self._now_s:.0f} s"
         else:
-            _sort_holder(job, slots, now_s, eligibility)
-            for device in job.target:
-                is_taken[index[device]] = 1
-    for slot in eligibility.closed:
-        is_taken[slot] = 1
-    if eligibility.closed:
-        eligibility.coming = [slot for slot in eligibility.coming if slot not in eligibility.closed]
-    eligibility.free = [slot for slot, taken in enumerate(is_taken) if not taken]
-    return eligibility
+            self.pending.append(job)
 
-
-def _sort_holder(job: Job, slots: list[int], now_s: float, eligibility: Eligibility) -> None:
-    limit_s = job.spec.hard_limit_s
-    if job.state is JobState.PREEMPTING:
-        eligibility.coming += slots
-    elif limit_s is not None and job.held_until(now_s) >= limit_s:
-        reason = f"its time limit of {limit_s:g} s is over"
-        eligibility.commands.append(StopRequested(now_s, job.id, JobState.FAILED, reason))
-        eligibility.coming += slots
-    elif job.state is JobState.RUNNING:
-        eligibility.running.append(job)
-    elif job.state is JobState.RESIZING:
-        kept = set(job.target)
-        eligibility.coming += [slot for slot, device in zip(slots, job.devices, strict=True) if device not in kept]
-
-
-def _sort_pending(job: Job, now_s: float, eligibility: Eligibility) -> None:
-    if job.doomed:
-        eligibility.commands.append(Cancelled(now_s, job.id, job.doomed))
-    elif job.is_held:
-        eligibility.waits[job.id] = "its owner holds it back"
-    elif job.unmet:
-        eligibility.waits[job.id] = f"waits for job {', '.join(job.unmet)} to end"
-    elif job.spec.not_before_s is not None and job.spec.not_before_s > now_s:
-        eligibility.waits[job.id] = f"is not to start for another {job.spec.not_before_s - now_s:.0f} s"
-    else:
-        eligibility.pending.append(job)
-
-
-def clear_reserved(snapshot: QueueSnapshot, eligibility: Eligibility, now_s: float) -> None:
-    """Preempt jobs on devices that are reserved for other users from now on."""
-    active = [r for r in snapshot.reservations if r.start_s <= now_s < r.end_s]
-    if not active:
-        return
-    staying = []
-    for job in eligibility.running:
-        of_others = next(
-            (r for r in active if job.spec.user not in r.users and not r.devices.isdisjoint(job.devices)), None
-        )
-        if of_others is None or not job.spec.preemptible:
-            staying.append(job)
-            continue
-        eligibility.commands.append(StopRequested(now_s, job.id, reason=f"reservation {of_others.id} has begun"))
-        eligibility.coming += eligibility.usable(job)
-    eligibility.running = staying
+    def _clear_reserved(self, snapshot: QueueSnapshot) -> None:
+        """Preempt jobs on devices that are reserved for other users from now on."""
+        active = [r for r in snapshot.reservations if r.start_s <= self._now_s < r.end_s]
+        staying = []
+        for job in self.running:
+            others = (r for r in active if job.spec.user not in r.users and not r.devices.isdisjoint(job.devices))
+            if (reservation := next(others, None)) is not None and job.spec.preemptible:
+                self._stop(job, JobState.PENDING, f"reservation {reservation.id} has begun")
+            else:
+                staying.append(job)
+        self.running = staying
 
 
 def is_bound(job: Job, settings: Settings, now_s: float) -> bool:

@@ -12,11 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evenload.scheduler.core.decide import plan
+from evenload.scheduler.core.decide import Plan, plan
 from evenload.scheduler.core.eligibility import PoolChoices, is_bound, is_young
 from evenload.scheduler.core.estimates import left_s, restart_s
 from evenload.scheduler.core.events import Placed, ResizeRequested, StopRequested
-from evenload.scheduler.core.plan import Plan
 from evenload.scheduler.core.sharing import shared_devices
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState

@@ -188,7 +188,9 @@ class Sharing:
     ) -> bool:
         if window.admit((place.slot,), until_s):
             return False
-        return place.lead.id in candidates.behind() or max(end_s(job, self._now_s) for job in place.jobs) <= window.start_s
+        return (
+            place.lead.id in candidates.behind() or max(end_s(job, self._now_s) for job in place.jobs) <= window.start_s
+        )
 
     def longer_s(self, behind: Collection[str]) -> Mapping[str, float]:
         """Return lead → until when others hold its device; for a lead in `behind` (preemptible) only those that join now."""
