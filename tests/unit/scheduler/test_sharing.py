@@ -9,7 +9,6 @@ import pytest
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.forecast import forecast
-from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import JobSpec, Limits, Needs, Reservation
 from tests.unit.scheduler.queue import GIB, Queue, box, is_preemption, spec
@@ -297,16 +296,3 @@ def test_the_book_lets_nobody_onto_a_device_who_may_not() -> None:
         queue.apply(events.DeviceRemoved(queue.now_s, "gpu0.0"))
     with pytest.raises(ConfigError, match="share_device: such a job has one device"):
         JobSpec("ann", Needs(2, 2), share_device=True)
-
-
-def test_a_snapshot_tells_whether_anybody_shares() -> None:
-    queue = queue_of(1)
-    assert not queue.queue_state.snapshot().shares
-    job, other = small(queue), queue.submit()
-    assert queue.queue_state.snapshot().shares
-    queue.settle()
-    queue.ended(job)
-    assert not queue.queue_state.snapshot().shares
-    queue.apply(events.SpecChanged(queue.now_s, other, spec(share_device=True)))
-    again = QueueState(queue.log)
-    assert again.snapshot().shares and again.snapshot() == queue.queue_state.snapshot()
