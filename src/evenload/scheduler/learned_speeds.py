@@ -1,7 +1,7 @@
 """Speeds of one job on numbers of devices, learned from its reports; used by the daemon and by the simulator. Pure.
 
-A job that reports its step costs (`evenload.balance.scaling`) gets a model of them, which predicts all numbers of devices,
-and the best batch for each where it chooses its batch. For any other job `speed_curve` puts a curve through measured speeds.
+A job that reports its step costs (`balance.scaling`) gets a model of them, which predicts all numbers of devices, and the
+best batch for each where it chooses its batch. For any other job `balance.speed_curve` puts a curve through measured speeds.
 
 A speed on other devices than the present ones loses weight with its age, so that a job which was slow there is tried there
 again; each time that finds the same speed, the next trial comes after twice the time.
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from evenload.balance.batch import efficiency
 from evenload.balance.scaling import StepCosts, StepPoint, fit_scaling
+from evenload.balance.speed_curve import rates_from
 from evenload.scheduler.core.values import Job
-from evenload.scheduler.speed_curve import rates_from
 
 _HALF_LIFE_S = 1800.0
 """A speed on another number of devices counts half after so long; twice as long each time it is found again."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from evenload.balance.run_times import PastRuns, work_of
 from evenload.scheduler.core.events import SpecChanged
-from evenload.scheduler.core.run_times import PastRuns, work_of
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, JobSpec
 

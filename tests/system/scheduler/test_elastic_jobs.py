@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from evenload import hardware
+from evenload.balance.speed_curve import rates_from
 from evenload.scheduler.daemon.learning import lost_s
-from evenload.scheduler.speed_curve import rates_from
 from tests.system.scheduler.daemons import Box, box, until
 
 ELASTIC = """

@@ -20,14 +20,14 @@ from typing import Any
 from benchmarks.pollux.workload import pollux_workload
 from benchmarks.queue_policies import AS_TIRESIAS, pollux_folder
 
+from evenload.balance.run_times import PastRuns
 from evenload.errors import QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
-from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.queue_state import QueueState
-from evenload.scheduler.core.run_times import PastRuns
 from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings
+from evenload.scheduler.forecast.forecast import forecast
 from evenload.scheduler.simulator.arrivals import thinned
 from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.simulate import Conditions, simulate

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.tariff import tariff_of
 from evenload.scheduler.core.values import Device, Settings
+from evenload.scheduler.forecast.forecast import forecast
 from evenload.scheduler.queue_settings import settings_from
 from evenload.scheduler.simulator.arrivals import JobArrival, timed_program
 from evenload.scheduler.simulator.outcome import SimulationOutcome

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from evenload.scheduler.core import events
-from evenload.scheduler.core.forecast import Forecast, forecast
 from evenload.scheduler.core.values import POLICIES, After, Limits, Reservation
+from evenload.scheduler.forecast.forecast import Forecast, forecast
 from tests.unit.scheduler.queue import Queue, box, spec
 
 

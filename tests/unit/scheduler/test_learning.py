@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from evenload.balance.scaling import ScalingModel, StepCosts
+from evenload.balance.speed_curve import rates_from
 from evenload.job.protocol import ProgressReport
 from evenload.scheduler.core import events
 from evenload.scheduler.core.values import Job
 from evenload.scheduler.daemon.learning import Learning
 from evenload.scheduler.learned_speeds import LearnedSpeeds
-from evenload.scheduler.speed_curve import rates_from
 from tests.unit.scheduler.queue import Queue, box, spec
 
 

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from evenload.scheduler.core import events
 from evenload.scheduler.core.decide import decide, plan
-from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.queue_state import QueueState
 from evenload.scheduler.core.sharing import expected_bytes, free_bytes
 from evenload.scheduler.core.states import WITH_DEVICES, JobState
 from evenload.scheduler.core.values import POLICIES, After, Device, Job, JobSpec, Limits, Needs, Reservation, Settings
+from evenload.scheduler.forecast.forecast import forecast
 from evenload.scheduler.store.event_rows import as_row, from_row
 from tests.unit.scheduler.invariants import violations
 from tests.unit.scheduler.queue import is_preemption

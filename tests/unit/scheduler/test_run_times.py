@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns, _RunTimes
+from evenload.balance.run_times import NOTHING_SEEN, PastRuns, _RunTimes
 from tests.unit.scheduler.queue import Queue, box
 
 

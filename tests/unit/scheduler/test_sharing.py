@@ -8,9 +8,9 @@ import pytest
 
 from evenload.errors import ConfigError, QueueError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.forecast import forecast
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import JobSpec, Limits, Needs, Reservation
+from evenload.scheduler.forecast.forecast import forecast
 from tests.unit.scheduler.queue import GIB, Queue, box, is_preemption, spec
 
 

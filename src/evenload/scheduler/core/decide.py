@@ -25,14 +25,13 @@ from evenload.scheduler.core.eligibility import (
     is_overdue,
     is_young,
 )
-from evenload.scheduler.core.estimates import end_s
+from evenload.scheduler.core.estimates import end_s, oldest_work
 from evenload.scheduler.core.events import Command, Placed, StopRequested
 from evenload.scheduler.core.limits import LimitUse
 from evenload.scheduler.core.placement import FreeDevices, PoolChoice
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
 from evenload.scheduler.core.preemption import PreemptionCandidate, PreemptionCandidates
 from evenload.scheduler.core.refusal import most_together
-from evenload.scheduler.core.run_times import oldest_work
 from evenload.scheduler.core.sharing import Sharing
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState

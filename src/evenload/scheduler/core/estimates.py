@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+from evenload.balance.run_times import work_of
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, Settings
 
@@ -69,3 +71,14 @@ def change_s(job: Job, settings: Settings) -> float:
 def restart_s(job: Job, settings: Settings) -> float:
     """Return what a stop and resume costs the job, in seconds of its devices."""
     return settings.restart_s if job.spec.restart_s is None else job.spec.restart_s
+
+
+def oldest_work(jobs: Iterable[Job], now_s: float) -> dict[str, float]:
+    """Return `JobSpec.run_key` → the most that one of its unended jobs has run, as on one device."""
+    oldest: dict[str, float] = {}
+    for job in jobs:
+        key = job.spec.run_key
+        if key and (job.devices or job.held_s):
+            num = job.spec.needs.min_devices
+            oldest[key] = max(oldest.get(key, 0.0), work_of(job.service_until(now_s) / num, num))
+    return oldest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from evenload.balance.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.layout import Layout
-from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.tariff import Tariff
 from evenload.scheduler.core.values import Job, Settings, User
 
@@ -31,7 +31,7 @@ class PolicyInput:
     tariff: Tariff
     past: PastRuns = NOTHING_SEEN
     oldest: Mapping[str, float] = field(default_factory=dict)
-    """`core.run_times.oldest_work` of all these jobs."""
+    """`core.estimates.oldest_work` of all these jobs."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from evenload.balance.run_times import NOTHING_SEEN, PastRuns
 from evenload.errors import QueueError
 from evenload.scheduler.core import events
 from evenload.scheduler.core.accounting import accounted, counted_preemptions, without_unused
 from evenload.scheduler.core.dependencies import after_end, waits_for
 from evenload.scheduler.core.layout import Layout, layout_of
 from evenload.scheduler.core.refusal import refusal
-from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import WITH_DEVICES, JobState, Verb, next_state
 from evenload.scheduler.core.values import Device, Job, JobSpec, Reservation, Settings, User

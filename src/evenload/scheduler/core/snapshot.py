@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evenload.balance.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.layout import Layout
-from evenload.scheduler.core.run_times import NOTHING_SEEN, PastRuns
 from evenload.scheduler.core.values import Job, Reservation, Settings, User
 
 

@@ -9,8 +9,8 @@ import math
 import time
 from collections.abc import Mapping
 
-from evenload.scheduler.core.forecast import Forecast, forecast
 from evenload.scheduler.core.snapshot import QueueSnapshot
+from evenload.scheduler.forecast.forecast import Forecast, forecast
 
 _FRESH_S = 1.0
 """A result stays valid this long if no event was recorded since."""

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from evenload.scheduler import validation
-from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.sharing import excess_bytes
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, JobSpec
@@ -17,6 +16,7 @@ from evenload.scheduler.daemon.idle import long_idle_s
 from evenload.scheduler.daemon.maintenance import shifted
 from evenload.scheduler.daemon.runners import LiveAttempt
 from evenload.scheduler.daemon.state import DaemonState
+from evenload.scheduler.forecast.forecast import Forecast
 from evenload.scheduler.job_lookup import row_of_job
 from evenload.scheduler.messages import DeviceRow, ExternalProcessRow, JobRow, StatusRow
 from evenload.scheduler.store.reader import JobLine

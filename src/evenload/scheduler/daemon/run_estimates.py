@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from evenload.balance.run_times import PastRuns
 from evenload.scheduler.core import events
-from evenload.scheduler.core.run_times import PastRuns
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job, JobSpec
 from evenload.scheduler.runtime_history import RunKey, RuntimeHistory, run_keys

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from evenload.scheduler.clock import QueueClock
-from evenload.scheduler.core.forecast import Forecast
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import ENDED, JobState
 from evenload.scheduler.core.values import Job
@@ -21,6 +20,7 @@ from evenload.scheduler.daemon.memory_history import MemoryHistory
 from evenload.scheduler.daemon.queue_file import QueueFile
 from evenload.scheduler.daemon.run_estimates import RunEstimates
 from evenload.scheduler.daemon.runners import Runners
+from evenload.scheduler.forecast.forecast import Forecast
 from evenload.scheduler.program import JobProgram, program_from
 from evenload.scheduler.store.ledger import Entry
 from evenload.scheduler.store.reader import Reader

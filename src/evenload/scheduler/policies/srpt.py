@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from evenload.balance.run_times import work_of
 from evenload.scheduler.core.estimates import device_s_left, restart_s
 from evenload.scheduler.core.policy import PolicyDecision, PolicyInput
-from evenload.scheduler.core.run_times import work_of
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.values import Job
 
@@ -38,7 +38,7 @@ def work(inputs: PolicyInput, job: Job) -> float:
 def guessed_s(inputs: PolicyInput, job: Job, age_s: float) -> float:
     """Guess the seconds left on its minimum of devices, of a job of unknown work that ran for `age_s` there.
 
-    Without an estimate it takes at least as long as another of the same script that still runs (`core.run_times`).
+    Without an estimate it takes at least as long as another of the same script that still runs (`balance.run_times`).
     """
     num, spec = job.spec.needs.min_devices, job.spec
     if spec.estimate_source:

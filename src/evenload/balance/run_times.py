@@ -18,8 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from evenload.scheduler.core.values import Job
-
 _FIRST_S = 600.0
 _RATIO = 2.0
 _NUM_ASSUMED = 12
@@ -43,17 +41,6 @@ _EXPONENT = 0.9
 def work_of(seconds: float, num_devices: int) -> float:
     """Return the seconds that a run on so many devices would have taken on one."""
     return seconds * math.pow(num_devices, _EXPONENT)
-
-
-def oldest_work(jobs: Iterable[Job], now_s: float) -> dict[str, float]:
-    """Return `JobSpec.run_key` → the most that one of its unended jobs has run, as on one device."""
-    oldest: dict[str, float] = {}
-    for job in jobs:
-        key = job.spec.run_key
-        if key and (job.devices or job.held_s):
-            num = job.spec.needs.min_devices
-            oldest[key] = max(oldest.get(key, 0.0), work_of(job.service_until(now_s) / num, num))
-    return oldest
 
 
 @dataclass(frozen=True, slots=True)

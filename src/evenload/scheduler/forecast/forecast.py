@@ -20,8 +20,8 @@ from evenload.scheduler.core.sharing import shared_devices
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.tariff import tariff_of
-from evenload.scheduler.core.timeline import Timeline
 from evenload.scheduler.core.values import Job
+from evenload.scheduler.forecast.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
