@@ -74,34 +74,18 @@ def _no_collecting() -> Iterator[None]:
 
 def plan(snapshot: QueueSnapshot, now_s: float, explain: bool = False) -> Plan:
     """Decide, with reasons for waiting jobs if `explain`: these cost a pass over all jobs."""
-    eligibility = Eligibility(snapshot, now_s)
-    choices = PoolChoices(snapshot, now_s)
-    sharing = Sharing(snapshot, eligibility, now_s, choices.pool_of) if eligibility.shares else None
-    is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in eligibility.running)
-    may_move = bool(eligibility.running) and bool(eligibility.free) and snapshot.layout.has_speeds
-    may_change = bool(eligibility.holders) and snapshot.settings.policy == "cost"
-    if not eligibility.pending and not is_elastic and not may_move and not may_change:
-        return Plan(tuple(eligibility.commands), eligibility.waits)
-    return _Planning(snapshot, now_s, eligibility, choices, sharing, explain).run()
+    return _Planning(snapshot, now_s, explain).run()
 
 
 class _Planning:
-    def __init__(
-        self,
-        snapshot: QueueSnapshot,
-        now_s: float,
-        eligibility: Eligibility,
-        choices: PoolChoices,
-        sharing: Sharing | None,
-        explain: bool,
-    ) -> None:
-        self.snapshot, self.now_s, self.eligibility, self.explain = snapshot, now_s, eligibility, explain
-        self.settings = snapshot.settings
-        self.choices, self.sharing = choices, sharing
-        self.availability = Availability(
-            snapshot.layout, self.choices.pool_of, self.settings.packing, eligibility.free, eligibility.coming
-        )
-        followers = sharing.followers if sharing is not None else ()
+    def __init__(self, snapshot: QueueSnapshot, now_s: float, explain: bool) -> None:
+        self.snapshot, self.settings, self.now_s, self.explain = snapshot, snapshot.settings, now_s, explain
+        self.eligibility = eligibility = Eligibility(snapshot, now_s)
+        self.choices = PoolChoices(snapshot, now_s)
+        pool_of, packing = self.choices.pool_of, self.settings.packing
+        self.sharing = Sharing(snapshot, eligibility, now_s, pool_of) if eligibility.shares else None
+        self.availability = Availability(snapshot.layout, pool_of, packing, eligibility.free, eligibility.coming)
+        followers = self.sharing.followers if self.sharing is not None else ()
         self.limits = LimitUse(snapshot.users, (*eligibility.holders, *followers))
         self.decision: PolicyDecision
         self.changes: JobChanges
@@ -109,29 +93,38 @@ class _Planning:
         self.window: BackfillWindow | None = None
         self.starts: dict[str, tuple[Job, tuple[int, ...]]] = {}
         self.is_anyone_waiting = False
-        self.commands: list[Command] = list(eligibility.commands)
-        self._fixed: set[str] = set()
 
     def run(self) -> Plan:
-        settings, now_s = self.settings, self.now_s
-        bound = {job.id for job in self.eligibility.running if is_bound(job, settings, now_s)}
-        young = {job.id for job in self.eligibility.running if is_young(job, settings, now_s)}
+        eligibility, settings, now_s = self.eligibility, self.settings, self.now_s
+        if self._is_settled():
+            return Plan(tuple(eligibility.commands), eligibility.waits)
+        bound = {job.id for job in eligibility.running if is_bound(job, settings, now_s)}
+        young = {job.id for job in eligibility.running if is_young(job, settings, now_s)}
         keeping = frozenset(bound | young)
         self.decision = policy_named(settings.policy)(self._inputs(keeping))
         self.choices.restrict(self.decision.kinds)
         order = self._ordered()
         self.changes = JobChanges(
-            self.snapshot, now_s, self.eligibility, self.availability, self.choices, self.limits, self.decision
+            self.snapshot, now_s, eligibility, self.availability, self.choices, self.limits, self.decision
         )
         self.changes.stop_held(keeping)
         self.changes.shrink(keeping)
-        self._fixed = bound | self.changes.changed
-        self.candidates = self._candidates(order if self.decision.preempts else [], young)
+        fixed = bound | self.changes.changed
+        movable = [j for j in order if j.state is JobState.RUNNING and j.id not in fixed and self.decision.preempts]
+        candidates = [PreemptionCandidate(job, eligibility.usable(job), job.id in young) for job in movable]
+        self.candidates = PreemptionCandidates(candidates, self.choices.pool_of, self.snapshot.layout.host_of)
         self._give_out(order)
         if self.decision.sizes is None:
             self._widen()
-        self._command()
-        return Plan(tuple(self.commands), self.eligibility.waits, tuple(order), self.decision)
+        return Plan(tuple(self._commands()), eligibility.waits, tuple(order), self.decision)
+
+    def _is_settled(self) -> bool:
+        """Return whether there is nothing for a policy to decide."""
+        running, layout = self.eligibility.running, self.snapshot.layout
+        is_elastic = any(job.spec.needs.min_devices < job.spec.needs.max_devices for job in running)
+        may_move = bool(running) and bool(self.eligibility.free) and layout.has_speeds
+        may_change = bool(self.eligibility.holders) and self.settings.policy == "cost"
+        return not (self.eligibility.pending or is_elastic or may_move or may_change)
 
     def _inputs(self, keeping: frozenset[str]) -> PolicyInput:
         eligibility, layout = self.eligibility, self.snapshot.layout
@@ -173,15 +166,8 @@ class _Planning:
             return False
         return is_starving(job, self.now_s, self.settings)
 
-    def _candidates(self, order: list[Job], young: set[str]) -> PreemptionCandidates:
-        runs, usable, fixed = JobState.RUNNING, self.eligibility.usable, self._fixed
-        movable = [job for job in order if job.state is runs and job.id not in fixed]
-        found = [PreemptionCandidate(job, usable(job), job.id in young) for job in movable]
-        return PreemptionCandidates(found, self.choices.pool_of, self.snapshot.layout.host_of)
-
     def _give_out(self, order: list[Job]) -> None:
-        candidates, changes = self.candidates, self.changes
-        sizes, fixed, gone = self.decision.sizes, self._fixed, candidates.displaced
+        candidates, changes, sizes = self.candidates, self.changes, self.decision.sizes
         has_speeds = self.snapshot.layout.has_speeds
         for job in order:
             if reason := self.decision.held.get(job.id):
@@ -189,8 +175,7 @@ class _Planning:
                     self._wait(job, reason)
                 continue
             if job.state is JobState.RUNNING:
-                if self.decision.preempts and job.id not in fixed and job.id not in gone:
-                    candidates.pass_by(job)
+                if candidates.pass_by(job):
                     if job.id in self.decision.kinds and changes.is_elsewhere(job):
                         changes.change_kind(job, candidates)
                     elif sizes is not None and self.window is None:
@@ -294,20 +279,15 @@ class _Planning:
         return True
 
     def _releases(self, behind: set[str]) -> list[Release]:
-        releases: list[Release] = []
-        now_s, slots_of = self.now_s, self.eligibility.slots
-        min_run_s = self.settings.min_run_s
+        """Return when the devices of running jobs, and of those that start now, come back for the first in line."""
+        now_s, min_run_s = self.now_s, self.settings.min_run_s
         longer_s = self.sharing.longer_s(behind) if self.sharing is not None else {}
+        releases: list[Release] = []
         for job in self.eligibility.holders:
-            if job.id not in behind:
-                time_s = end_s(job, now_s)
-            elif (young_until_s := job.attempt_began_s + min_run_s) <= now_s:
-                time_s = now_s
-            else:
-                time_s = min(end_s(job, now_s), young_until_s)
-            if longer_s:
-                time_s = max(time_s, longer_s.get(job.id, 0.0))
-            releases.append((time_s, slots_of[job.id]))
+            time_s = end_s(job, now_s)
+            if job.id in behind:
+                time_s = min(time_s, max(now_s, job.attempt_began_s + min_run_s))
+            releases.append((max(time_s, longer_s.get(job.id, 0.0)), self.eligibility.slots[job.id]))
         for job, slots in self.starts.values():
             releases.append((max(self._gone_s(job), longer_s.get(job.id, 0.0)), slots))
         return releases
@@ -360,19 +340,17 @@ class _Planning:
             self.limits.add_devices(job.spec.user, len(wider) - len(slots))
             self.starts[job.id] = (job, wider)
 
-    def _command(self) -> None:
-        devices = self.snapshot.layout.devices
+    def _commands(self) -> list[Command]:
+        devices, now_s = self.snapshot.layout.devices, self.now_s
+        commands, gone = list(self.eligibility.commands), self.candidates.displaced
         reason = "a job that goes first needs its devices"
-        for job in self.eligibility.running if self.candidates.displaced else ():
-            if job.id in self.candidates.displaced:
-                self.commands.append(StopRequested(self.now_s, job.id, reason=reason))
-        self.commands += self.changes.commands
+        commands += [StopRequested(now_s, j.id, reason=reason) for j in self.eligibility.running if j.id in gone]
+        commands += self.changes.commands
         for job, slots in self.starts.values():
-            self.commands.append(
-                Placed(self.now_s, job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1)
-            )
+            commands.append(Placed(now_s, job.id, tuple([devices[slot].id for slot in slots]), job.attempt + 1))
         if self.sharing is not None:
-            self.commands += self.sharing.commands(self.commands)
+            commands += self.sharing.commands(commands)
+        return commands
 
     def _wait(self, job: Job, reason: str) -> None:
         if self.explain:

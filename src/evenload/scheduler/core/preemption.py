@@ -35,6 +35,7 @@ class PreemptionCandidates:
     def __init__(self, in_order: list[PreemptionCandidate], pool_of: Sequence[int], host_of: Sequence[int]) -> None:
         """Take the candidates, the most deserving first."""
         self._in_order, self._pool_of, self._host_of = in_order, pool_of, host_of
+        self._index = {candidate.job.id: index for index, candidate in enumerate(in_order)}
         self._num_passed = 0
         self._num_left = sum([len(candidate.slots) for candidate in in_order])
         self._failed: dict[tuple[PoolChoice, int], int] = {}
@@ -48,20 +49,21 @@ class PreemptionCandidates:
         """Return the jobs that stay so far, but may still have to stop."""
         return {candidate.job.id for candidate in self._in_order[self._num_passed :]} - self.displaced
 
-    def pass_by(self, job: Job) -> None:
-        """Advance to this running job: it stays, and only those behind it may still be displaced."""
-        while (candidate := self._in_order[self._num_passed]).job.id != job.id:  # those displaced before are passed too
-            self._num_passed += 1
-        self._num_passed += 1
-        self._num_left -= len(candidate.slots)
+    def pass_by(self, job: Job) -> bool:
+        """Advance to this running job: only those behind it may still be displaced. False if it is fixed, or displaced itself."""
+        index = self._index.get(job.id)
+        if index is None or job.id in self.displaced:
+            return False
+        self._num_passed = index + 1
+        self._num_left -= len(self._in_order[index].slots)
+        return True
 
     def keep(self, name: str) -> None:
         """Let a job stay whatever its position: another has joined on its device (`core.sharing`)."""
-        for index in range(self._num_passed, len(self._in_order)):
-            if (candidate := self._in_order[index]).job.id == name:
-                self._num_left -= len(candidate.slots)
-                self._in_order[index] = candidate._replace(slots=())
-                return
+        index = self._index.get(name, -1)
+        if index >= self._num_passed:
+            self._num_left -= len(self._in_order[index].slots)
+            self._in_order[index] = self._in_order[index]._replace(slots=())
 
     def preempt_for(self, job: Job, choice: PoolChoice, num: int, availability: Availability) -> bool:
         """Displace jobs to free `num` devices of `choice`; False, and nothing displaced, if that is impossible."""
