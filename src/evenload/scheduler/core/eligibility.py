@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from evenload.scheduler.core.events import Cancelled, Command, StopRequested
 from evenload.scheduler.core.placement import PoolChoice
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
-from evenload.scheduler.core.values import Job, Needs, Reservation, Settings
+from evenload.scheduler.core.values import Job, Reservation, Settings
 
 _HOUR_S = 3600.0
 
@@ -133,37 +134,30 @@ class PoolChoices:
     def __init__(self, snapshot: QueueSnapshot, now_s: float) -> None:
         self._snapshot, self._now_s = snapshot, now_s
         self._reservations = [r for r in snapshot.reservations if r.end_s > now_s]
-        self._known: dict[tuple[object, ...], PoolChoice] = {}
-        # By identity: they live as long as the snapshot, and most are one object.
-        self._of_needs: dict[int, PoolChoice] = {}
-        self._by_groups: dict[tuple[object, ...], PoolChoice] = {}
+        self._known: dict[Hashable, PoolChoice] = {}
+        self._by_groups: dict[Hashable, PoolChoice] = {}
         self._only: Mapping[str, tuple[str, ...]] = {}
         self.pool_of, self._zones = _zones(snapshot, self._reservations)
 
     def of(self, job: Job) -> PoolChoice:
         """Return the pools, as groups of one kind each, the best first."""
-        spec, needs = job.spec, job.spec.needs
-        is_usual = job.id not in self._only
-        if is_usual and not self._reservations and (choice := self._of_needs.get(id(needs))) is not None:
-            return choice
-        if (kinds := self._only.get(job.id)) is not None:
-            needs = replace(needs, kinds=kinds, one_kind=True)
-        key: tuple[object, ...] = (needs.kinds, needs.memory_bytes, needs.one_host, needs.one_kind)
-        if self._reservations:
-            key = (*key, spec.user, spec.preemptible, spec.hard_limit_s)
+        spec = job.spec
+        key: Hashable = id(spec.needs)  # it lives as long as the snapshot, and most are one object
+        if self._reservations or job.id in self._only:
+            key = (key, self._only.get(job.id), spec.user, spec.preemptible, spec.hard_limit_s)
         choice = self._known.get(key)
         if choice is None:
-            choice = self._known[key] = self._work_out(job, needs)
-        if is_usual:
-            self._of_needs[id(needs)] = choice
+            choice = self._known[key] = self._work_out(job)
         return choice
 
     def restrict(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Let some jobs use only one kind of these at a time, the first that has place."""
         self._only = kinds
 
-    def _work_out(self, job: Job, needs: Needs) -> PoolChoice:
-        layout, groups = self._snapshot.layout, dict[str, list[int]]()
+    def _work_out(self, job: Job) -> PoolChoice:
+        layout, needs, groups = self._snapshot.layout, job.spec.needs, dict[str, list[int]]()
+        if (only := self._only.get(job.id)) is not None:
+            needs = replace(needs, kinds=only, one_kind=True)
         for zone, (pool_index, held) in enumerate(self._zones):
             pool = layout.pools[pool_index]
             is_fit = (not needs.kinds or pool.kind in needs.kinds) and pool.memory_bytes >= needs.memory_bytes
@@ -177,7 +171,7 @@ class PoolChoices:
             return (-math.inf if mine else -pool.speed, pool.memory_bytes, zone)
 
         ordered = [tuple(sorted(zones, key=rank)) for zones in groups.values()]
-        if job.id in self._only:
+        if only is not None:
             ordered.sort(key=lambda zones: needs.kinds.index(layout.pools[self._zones[zones[0]][0]].kind))
         else:
             ordered.sort(key=lambda zones: rank(zones[0]))
@@ -205,12 +199,10 @@ def _zones(
     zones: list[tuple[int, tuple[Reservation, ...]]] = [(pool, ()) for pool in range(len(layout.pools))]
     if not reservations:
         return layout.pool_of, zones
-    held: dict[int, tuple[Reservation, ...]] = {}
+    held: defaultdict[int, tuple[Reservation, ...]] = defaultdict(tuple)
     for reservation in reservations:
-        for device in sorted(reservation.devices):  # a set has another order in each process
-            if device in layout.index:
-                slot = layout.index[device]
-                held[slot] = (*held.get(slot, ()), reservation)
+        for device in sorted(reservation.devices & layout.index.keys()):  # a set has another order in each process
+            held[layout.index[device]] += (reservation,)
     pool_of = list(layout.pool_of)
     numbers: dict[tuple[int, tuple[str, ...]], int] = {}
     for slot, of_slot in held.items():

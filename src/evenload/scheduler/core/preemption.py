@@ -49,6 +49,10 @@ class PreemptionCandidates:
         """Return the jobs that stay so far, but may still have to stop."""
         return {candidate.job.id for candidate in self._in_order[self._num_passed :]} - self.displaced
 
+    def is_behind(self, name: str) -> bool:
+        """Return whether a job is one of these."""
+        return self._index.get(name, -1) >= self._num_passed and name not in self.displaced
+
     def pass_by(self, job: Job) -> bool:
         """Advance to this running job: only those behind it may still be displaced. False if it is fixed, or displaced itself."""
         index = self._index.get(job.id)

@@ -97,7 +97,7 @@ class Sharing:
             lead = max(staying, key=self._lead_key) if staying else jobs[0]
             place = self._places[slot] = _SharedDevice(slot, jobs, lead, [job for job in staying if job is not lead])
             self.followers += [job for job in jobs if job is not lead]
-            if len(staying) == len(jobs) and self._snapshot.layout.devices[slot].id not in self._snapshot.closed:
+            if len(staying) == len(jobs) and slot not in eligibility.closed:
                 self._open(place)
             if len(jobs) > 1 and slot in eligibility.coming:
                 eligibility.coming = [other for other in eligibility.coming if other != slot] + [slot] * (not staying)
@@ -188,9 +188,8 @@ class Sharing:
     ) -> bool:
         if window.admit((place.slot,), until_s):
             return False
-        return (
-            place.lead.id in candidates.behind() or max(end_s(job, self._now_s) for job in place.jobs) <= window.start_s
-        )
+        is_held_longer = max(end_s(job, self._now_s) for job in place.jobs) > window.start_s
+        return candidates.is_behind(place.lead.id) or not is_held_longer
 
     def longer_s(self, behind: Collection[str]) -> Mapping[str, float]:
         """Return lead → until when others hold its device; for a lead in `behind` (preemptible) only those that join now."""
@@ -205,20 +204,11 @@ class Sharing:
 
     def commands(self, given: Iterable[Command]) -> list[Command]:
         """Return the commands for followers that follow from the plan's, and the starts of jobs that join."""
-        stopped = {
-            command.job: command.reason
-            for command in given
-            if isinstance(command, StopRequested) and command.is_preemption
-        }
-        found: list[Command] = []
+        stopped = {c.job: c.reason for c in given if isinstance(c, StopRequested) and c.is_preemption}
+        now_s, devices, found = self._now_s, self._snapshot.layout.devices, list[Command]()
         for place in self._places.values():
             if (reason := stopped.get(place.lead.id)) is not None:
-                found += [
-                    StopRequested(self._now_s, follower.id, reason=reason)
-                    for follower in place.followers
-                    if follower.id not in stopped
-                ]
-        devices = self._snapshot.layout.devices
-        for job, slot in self._joins:
-            found.append(Placed(self._now_s, job.id, (devices[slot].id,), job.attempt + 1))
+                following = [job.id for job in place.followers if job.id not in stopped]
+                found += [StopRequested(now_s, name, reason=reason) for name in following]
+        found += [Placed(now_s, job.id, (devices[slot].id,), job.attempt + 1) for job, slot in self._joins]
         return found
