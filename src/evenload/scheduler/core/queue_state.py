@@ -156,10 +156,10 @@ class QueueState:
         if event.devices == job.devices:  # it keeps them
             self._vacate(job, set(job.target) - set(job.devices))
             self._put(job, state=state, target=(), reason=event.reason)
-            return
-        if (event.devices, event.attempt) != (job.target, job.attempt + 1):
+        elif (event.devices, event.attempt) == (job.target, job.attempt + 1):
+            self._hold(job, event.devices, state=state, attempt=event.attempt)
+        else:
             raise QueueError(f"job {job.id} was to continue on {job.target}, and does so on {event.devices}")
-        self._hold(job, event.devices, state=state, attempt=event.attempt)
 
     def _resize_refused(self, job: Job, event: events.ResizeRefused) -> None:
         if job.state is not JobState.RESIZING:
@@ -204,8 +204,7 @@ class QueueState:
             self._end(job, Verb.FAIL, event.reason, event.ended_s)
 
     def _lost(self, job: Job, event: events.Lost) -> None:
-        state = next_state(job.state, Verb.LOSE)
-        num_lost = job.num_lost + 1
+        state, num_lost = next_state(job.state, Verb.LOSE), job.num_lost + 1
         if job.ending is not None:
             self._end(job, _ending_verb(job), job.reason or event.reason, event.ended_s)
         elif num_lost >= self.settings.max_lost:
@@ -309,8 +308,7 @@ class QueueState:
             if others and not (may_share and all(self.jobs[name].may_be_joined for name in others)):
                 raise QueueError(f"job {job.id} is to get device {device}, which job {', '.join(others)} holds")
             if device in self.closed and device not in job.devices:
-                reason = self.closed[device]
-                raise QueueError(f"job {job.id} is to get device {device}, which is closed: {reason}")
+                raise QueueError(f"job {job.id} is to get device {device}, which is closed: {self.closed[device]}")
 
     def _occupy(self, job: Job, devices: Iterable[str]) -> None:
         """Add a job to devices, beside those that share them."""
