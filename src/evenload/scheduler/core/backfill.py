@@ -9,11 +9,12 @@ job counts as ended once it may be preempted. If no end is known, only preemptib
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from evenload.scheduler.core.placement import PoolChoice
+from evenload.scheduler.core.placement import Place, PoolChoice, place_counter
 from evenload.scheduler.core.values import Job
 
 Release = tuple[float, Sequence[int]]
@@ -62,41 +63,23 @@ def backfill_window(
     job: Job,
     choice: PoolChoice,
     num: int,
-    free: Iterable[int],
     releases: Iterable[Release],
     pool_of: Sequence[int],
     host_of: Sequence[int],
-    now_s: float,
 ) -> BackfillWindow:
-    """Find when and where `job`, the first in line, can start; `releases` may omit devices that never come back."""
-    groups = choice.groups if choice.one_kind else (choice.pools,)
-    group_of = {pool: number for number, group in enumerate(groups) for pool in group}
-    counts: dict[tuple[int, int], int] = {}
+    """Find when and where `job`, the first in line, can start.
 
-    def add(slots: Iterable[int]) -> tuple[int, int] | None:
-        """Count devices by where they can serve together; return a place that now suffices."""
-        full = None
-        for slot in slots:
-            group = group_of.get(pool_of[slot])
-            if group is None:
-                continue
-            key = (group, host_of[slot] if choice.one_host else -1)
-            counts[key] = counts.get(key, 0) + 1
-            if counts[key] >= num:
-                full = key
-        return full
-
-    place, start_s = add(free), now_s
-    if place is None:
-        for time_s, slots in sorted(releases, key=itemgetter(0)):
-            if time_s == math.inf:
-                break
-            start_s = max(now_s, time_s)
-            place = add(slots)
-            if place is not None:
-                break
-    if place is None:
-        return BackfillWindow(job, frozenset(choice.pools), None, math.inf, 0, pool_of, host_of)
-    group, host = place
-    pools = frozenset(groups[group])
-    return BackfillWindow(job, pools, host if host >= 0 else None, start_s, counts[place] - num, pool_of, host_of)
+    `releases` include the devices that are free now, before others, and may omit devices that never come back.
+    """
+    places_of = place_counter(choice, pool_of, host_of)
+    counts: Counter[Place] = Counter()
+    for time_s, slots in sorted(releases, key=itemgetter(0)):
+        if time_s == math.inf:
+            break
+        more = places_of(slots)
+        counts.update(more)
+        if full := [place for place in more if counts[place] >= num]:
+            host, kind = full[-1]
+            pools = frozenset(choice.pools if kind is None else choice.groups[kind])
+            return BackfillWindow(job, pools, host, time_s, counts[full[-1]] - num, pool_of, host_of)
+    return BackfillWindow(job, frozenset(choice.pools), None, math.inf, 0, pool_of, host_of)

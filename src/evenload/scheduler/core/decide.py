@@ -259,30 +259,21 @@ class _Planning:
             self._wait(job, "no devices that it can use are free")
             return True
         choice = self.choices.of(job)
-        least = job.spec.needs.min_devices
         if not self._could_ever(job, choice):
             self._wait(job, "asks for devices that are not here, or closed, or reserved")
             return True
         self._wait(job, "is first in line for the next devices")
         if not self.settings.backfill:
             return False
-        self.window = backfill_window(
-            job,
-            choice,
-            least,
-            self.availability.soon.free(),
-            self._releases(self.candidates.behind()),
-            self.choices.pool_of,
-            self.snapshot.layout.host_of,
-            self.now_s,
-        )
+        num, releases = job.spec.needs.min_devices, self._releases(self.candidates.behind())
+        self.window = backfill_window(job, choice, num, releases, self.choices.pool_of, self.snapshot.layout.host_of)
         return True
 
     def _releases(self, behind: set[str]) -> list[Release]:
-        """Return when the devices of running jobs, and of those that start now, come back for the first in line."""
+        """Return when devices come back for the first in line: free ones, those of running jobs, and of those that start now."""
         now_s, min_run_s = self.now_s, self.settings.min_run_s
         longer_s = self.sharing.longer_s(behind) if self.sharing is not None else {}
-        releases: list[Release] = []
+        releases: list[Release] = [(now_s, self.availability.soon.free())]
         for job in self.eligibility.holders:
             time_s = end_s(job, now_s)
             if job.id in behind:

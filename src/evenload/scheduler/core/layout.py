@@ -26,7 +26,6 @@ class Layout:
 
     devices: tuple[Device, ...]
     index: Mapping[str, int]
-    hosts: tuple[str, ...]
     host_of: tuple[int, ...]
     pools: tuple[Pool, ...]
     pool_of: tuple[int, ...]
@@ -60,7 +59,6 @@ def layout_of(devices: Iterable[Device]) -> Layout:
     return Layout(
         devices=devices,
         index={device.id: index for index, device in enumerate(devices)},
-        hosts=tuple(hosts),
         host_of=tuple(host_of),
         pools=tuple(pools),
         pool_of=tuple(pool_of),

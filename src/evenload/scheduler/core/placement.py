@@ -12,7 +12,7 @@ so that finding a place doesn't look at all hosts.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from evenload.scheduler.core.layout import Layout
@@ -32,6 +32,28 @@ class PoolChoice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pools", tuple(pool for group in self.groups for pool in group))
+
+
+Place = tuple[int | None, int | None]
+"""Where devices can serve a gang together: a host, and the number of a group; None where it may be any."""
+
+
+def place_counter(
+    choice: PoolChoice, pool_of: Sequence[int], host_of: Sequence[int]
+) -> Callable[[Iterable[int]], dict[Place, int]]:
+    """Return a function that counts the devices that a gang of this choice could use, by place."""
+    kind_of = {pool: number for number, group in enumerate(choice.groups) for pool in group}
+    one_host, one_kind = choice.one_host, choice.one_kind
+
+    def counted(slots: Iterable[int]) -> dict[Place, int]:
+        counts: dict[Place, int] = {}
+        for slot in slots:
+            if (kind := kind_of.get(pool_of[slot])) is not None:
+                place = (host_of[slot] if one_host else None, kind if one_kind else None)
+                counts[place] = counts.get(place, 0) + 1
+        return counts
+
+    return counted
 
 
 Shares = list[tuple[int, int]]

@@ -6,12 +6,12 @@ often within the hour, and has had its minimum run time or is of a lower class.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from evenload.scheduler.core.availability import Availability
-from evenload.scheduler.core.placement import PoolChoice
+from evenload.scheduler.core.placement import Place, PoolChoice, place_counter
 from evenload.scheduler.core.values import Job
 
 
@@ -21,12 +21,6 @@ class PreemptionCandidate(NamedTuple):
     """Indices of its devices that others could use."""
     is_young: bool
     """Only a job of a higher class may displace it."""
-
-
-Place = tuple[int, int]
-"""Where devices can serve a gang together: a host and a kind, -1 for any."""
-Adds = dict[Place, int]
-"""The number of devices in each place."""
 
 
 class PreemptionCandidates:
@@ -88,22 +82,11 @@ class PreemptionCandidates:
         self, priority: int, choice: PoolChoice, num: int, availability: Availability
     ) -> list[PreemptionCandidate] | None:
         """Return the least deserving jobs that together with what is free make a place."""
-        kind_of = {pool: number for number, group in enumerate(choice.groups) for pool in group}
-        pool_of, host_of, one_host = self._pool_of, self._host_of, choice.one_host
-        one_kind = choice.one_kind and len(choice.groups) > 1
-
-        def adds_of(slots: Sequence[int]) -> Adds:
-            adds: Adds = {}
-            for slot in slots:
-                if (kind := kind_of.get(pool_of[slot])) is not None:
-                    place = (host_of[slot] if one_host else -1, kind if one_kind else -1)
-                    adds[place] = adds.get(place, 0) + 1
-            return adds
-
-        soon, is_anywhere = availability.soon, not one_host and not one_kind
-        free = {(-1, -1): soon.total(choice.pools)} if is_anywhere else adds_of(soon.free())
-        counts: defaultdict[Place, int] = defaultdict(int, free)
-        found: list[tuple[PreemptionCandidate, Adds]] = []
+        adds_of = place_counter(choice, self._pool_of, self._host_of)
+        soon, kind = availability.soon, 0 if choice.one_kind else None
+        is_one_place = not choice.one_host and (not choice.one_kind or len(choice.groups) == 1)
+        counts = Counter({(None, kind): soon.total(choice.pools)} if is_one_place else adds_of(soon.free()))
+        found: list[tuple[PreemptionCandidate, dict[Place, int]]] = []
         displaced = self.displaced
         for index in range(len(self._in_order) - 1, self._num_passed - 1, -1):
             candidate = self._in_order[index]
@@ -119,7 +102,9 @@ class PreemptionCandidates:
         return None
 
 
-def _needed(found: list[tuple[PreemptionCandidate, Adds]], spare: int, place: Place) -> list[PreemptionCandidate]:
+def _needed(
+    found: list[tuple[PreemptionCandidate, dict[Place, int]]], spare: int, place: Place
+) -> list[PreemptionCandidate]:
     """Leave out those that others make unnecessary; spare the more deserving first."""
     needed = []
     for candidate, adds in reversed(found):

@@ -211,10 +211,6 @@ class Job:
     """Reason for its state, for people."""
 
     @property
-    def num_devices(self) -> int:
-        return len(self.devices)
-
-    @property
     def may_be_joined(self) -> bool:
         """True if other jobs may join on its device: it shares, and isn't about to stop."""
         return self.spec.share_device and self.state in (JobState.STARTING, JobState.RUNNING)
