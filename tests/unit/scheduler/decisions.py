@@ -1,7 +1,7 @@
 """Hashes of everything that is decided on random queues, to see that a change of the code changes no decision.
 
-``python -m tests.unit.scheduler.decisions`` compares all of `QUEUES` with `STORED`, ``--store`` stores them anew,
-``--traces DIR`` also simulates recorded workloads (see `benchmarks.queue_policies`). A hash covers all commands, and now
+``python -m tests.unit.scheduler.decisions`` compares all of `QUEUES` and `LARGE` with `STORED`, ``--store`` stores them anew
+after an intended change, ``--traces DIR`` also simulates recorded workloads (see `benchmarks.queue_policies`). A hash covers all commands, and now
 and then the reasons, the order and the forecasts of all jobs, and the state that follows.
 """
 
@@ -32,7 +32,7 @@ from evenload.scheduler.simulator.arrivals import thinned
 from evenload.scheduler.simulator.cluster import devices_of
 from evenload.scheduler.simulator.simulate import Conditions, simulate
 
-STORED = Path("tests/stored/decisions.json")
+STORED = Path(__file__).with_suffix(".json")
 GIB = 2**30
 FEATURES = frozenset(
     ("elastic", "one_host", "shares", "limits", "reservations", "closed", "after", "deadlines", "faults")
@@ -46,7 +46,7 @@ class RandomQueue:
     settings: Settings
     num_devices: int = 48
     host_size: int = 4
-    num_calls: int = 200
+    num_calls: int = 70
     features: frozenset[str] = FEATURES
     seed: int = 0
     every: int = 5
@@ -58,7 +58,7 @@ QUEUES: dict[str, RandomQueue] = {
     "default, spread, no backfill": RandomQueue(Settings(packing="spread", backfill=False, min_run_s=0.0), seed=1),
     "default, short ageing": RandomQueue(Settings(ageing_s=300.0, starve_after_s=1800.0, fairness=0.0), seed=2),
     "default, few preemptions": RandomQueue(Settings(max_preemptions_per_hour=1, max_sharers=2), seed=3, host_size=8),
-    "default, one box": RandomQueue(Settings(), num_devices=8, host_size=8, seed=4, num_calls=400),
+    "default, one box": RandomQueue(Settings(), num_devices=8, host_size=8, seed=4),
     "fifo": RandomQueue(Settings(policy="fifo"), seed=5),
     "fifo, no preemption at all": RandomQueue(Settings(policy="fifo", max_preemptions_per_hour=0), seed=6, every=3),
     "priority": RandomQueue(Settings(policy="priority", packing="spread"), seed=7),
@@ -75,7 +75,7 @@ QUEUES: dict[str, RandomQueue] = {
         Settings(policy="cost", cheap_hours="22-6", deadline_margin=1.0, cheap_wait_s=3600.0), seed=15, host_size=2
     ),
 }
-"""Small ones: the test computes them."""
+"""Small ones, which `test_decisions` computes."""
 LARGE: dict[str, RandomQueue] = {
     "default, 300": RandomQueue(Settings(), 300, 8, 80, seed=20),
     "goodput, 300": RandomQueue(Settings(policy="goodput"), 300, 8, 60, seed=21),
