@@ -138,7 +138,6 @@ class _Planning:
             settings=self.settings,
             num_devices=num_held + len(eligibility.free) + len(eligibility.coming),
             settled=settled,
-            host_size=max(1, layout.host_size),
             keeping=keeping,
             past=self.snapshot.past,
             oldest=oldest_work([*jobs, *settled], self.now_s),

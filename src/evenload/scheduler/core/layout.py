@@ -30,7 +30,7 @@ class Layout:
     pools: tuple[Pool, ...]
     pool_of: tuple[int, ...]
     host_size: int
-    """Devices of the largest host."""
+    """Devices of the largest host; 1 without devices."""
     makeups: tuple[tuple[tuple[int, int], ...], ...]
     """Contents of hosts as (pool, number) pairs; equal hosts once."""
     pool_sizes: tuple[int, ...]
@@ -62,7 +62,7 @@ def layout_of(devices: Iterable[Device]) -> Layout:
         host_of=tuple(host_of),
         pools=tuple(pools),
         pool_of=tuple(pool_of),
-        host_size=max(Counter(host_of).values(), default=0),
+        host_size=max(Counter(host_of).values(), default=1),
         makeups=tuple({tuple(sorted(counts.items())): None for counts in by_host}),
         pool_sizes=tuple(sizes[pool] for pool in range(len(pools))),
     )

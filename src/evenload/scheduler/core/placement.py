@@ -101,7 +101,7 @@ class FreeDevices:
         """Take the indices of the free devices; `pool_of` may be finer than the layout's own (reservations)."""
         self._host_of, self._pool_of = layout.host_of, pool_of
         self._spread = packing == "spread"
-        self._host_size = max(1, layout.host_size)
+        self._host_size = layout.host_size
         self._free: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._buckets: dict[tuple[int, ...], _Buckets] = {}
         self._by_pool: dict[int, list[_Buckets]] = {}

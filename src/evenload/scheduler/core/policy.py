@@ -24,7 +24,6 @@ class PolicyInput:
     """Devices that are free, coming free, or held by `jobs`."""
     settled: Sequence[Job]
     """Jobs that are about to run on devices which can't be changed now (STARTING, RESIZING)."""
-    host_size: int
     keeping: frozenset[str]
     """Running jobs whose devices can't be taken from them now (not preemptible, young, preempted too often lately)."""
     layout: Layout

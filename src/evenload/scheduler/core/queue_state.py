@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from evenload.balance.run_times import NOTHING_SEEN, PastRuns
 from evenload.errors import QueueError
@@ -110,9 +110,9 @@ class QueueState:
             self._layout = layout_of(self.devices.values())
         return self._layout
 
-    # What each event does. Each checks first and changes then.
+    # What each event does, by the type of `event`. Each checks first and changes then.
 
-    def _submitted(self, event: events.Submitted) -> None:
+    def _on_submitted(self, event: events.Submitted) -> None:
         spec, now_s = event.spec, self._now_s
         if event.job in self.jobs or event.job in self.outcomes:
             raise QueueError(f"job {event.job} was submitted twice")
@@ -123,35 +123,35 @@ class QueueState:
         job = Job(event.job, spec, now_s, since_s=now_s, accounted_s=now_s, unmet=unmet, doomed=doomed)
         self._set(replace(job, total=spec.total, rates=spec.rates))
 
-    def _placed(self, job: Job, event: events.Placed) -> None:
+    def _on_placed(self, job: Job, event: events.Placed) -> None:
         state = next_state(job.state, Verb.PLACE)
         self._check_devices(job, event.devices, may_join=True)
         if event.attempt != job.attempt + 1:
             raise QueueError(f"attempt {event.attempt} of job {job.id}, whose last was {job.attempt}")
         self._hold(job, event.devices, state=state, attempt=event.attempt, reason=event.reason)
 
-    def _began(self, job: Job, event: events.JobStarted) -> None:
+    def _on_began(self, job: Job, event: events.JobStarted) -> None:
         state, now_s = next_state(job.state, Verb.BEGIN), self._now_s
         first_s = now_s if job.first_began_s is None else job.first_began_s
         self._put(job, state=state, first_began_s=first_s, reported_s=now_s)
 
-    def _reported(self, job: Job, event: events.Reported) -> None:
+    def _on_reported(self, job: Job, event: events.Reported) -> None:
         rates = job.rates if event.rates is None else tuple(event.rates)
         total = job.total if event.total is None else event.total
         rate_per_s, now_s = event.rate_per_s, self._now_s
         self._set(replace(job, done=event.done, total=total, rate_per_s=rate_per_s, rates=rates, reported_s=now_s))
 
-    def _measured(self, job: Job, event: events.MemoryMeasured) -> None:
+    def _on_measured(self, job: Job, event: events.MemoryMeasured) -> None:
         self._set(replace(job, peak_bytes=max(job.peak_bytes, event.peak_bytes)))
 
-    def _resize_requested(self, job: Job, event: events.ResizeRequested) -> None:
+    def _on_resize_requested(self, job: Job, event: events.ResizeRequested) -> None:
         state = next_state(job.state, Verb.RESIZE)
         self._check_devices(job, event.devices)
         self._occupy(job, event.devices)
         counted = counted_preemptions(job, self._now_s) if event.is_forced else job.preempted_s
         self._put(job, state=state, target=event.devices, preempted_s=counted, reason=event.reason)
 
-    def _resized(self, job: Job, event: events.Resized) -> None:
+    def _on_resized(self, job: Job, event: events.Resized) -> None:
         state = next_state(job.state, Verb.SWITCH)
         if event.devices == job.devices:  # it keeps them
             self._vacate(job, set(job.target) - set(job.devices))
@@ -161,13 +161,13 @@ class QueueState:
         else:
             raise QueueError(f"job {job.id} was to continue on {job.target}, and does so on {event.devices}")
 
-    def _resize_refused(self, job: Job, event: events.ResizeRefused) -> None:
+    def _on_resize_refused(self, job: Job, event: events.ResizeRefused) -> None:
         if job.state is not JobState.RESIZING:
             raise QueueError(f"job {job.id} is {job.state}, not about to continue on other devices")
         reason = f"{job.reason}, by a stop and a start: {event.reason}"
         self._put(job, spec=replace(job.spec, resize_s=None), reason=reason)
 
-    def _stop_requested(self, job: Job, event: events.StopRequested) -> None:
+    def _on_stop_requested(self, job: Job, event: events.StopRequested) -> None:
         state = next_state(job.state, Verb.STOP)
         if event.then not in (JobState.PENDING, JobState.CANCELLED, JobState.FAILED):
             raise QueueError(f"job {job.id} is to stop and then be {event.then}: expected PENDING, CANCELLED or FAILED")
@@ -180,7 +180,7 @@ class QueueState:
         self._vacate(job, set(job.target) - set(job.devices))
         self._put(job, state=state, target=(), ending=ending, preempted_s=counted, reason=event.reason)
 
-    def _yielded(self, job: Job, event: events.Yielded) -> None:
+    def _on_yielded(self, job: Job, event: events.Yielded) -> None:
         reason = event.reason or job.reason
         if job.ending is not None:
             self._end(job, _ending_verb(job), reason, event.ended_s)
@@ -192,7 +192,7 @@ class QueueState:
         else:
             self._hold(job, job.target, state=next_state(job.state, Verb.YIELD), attempt=job.attempt + 1)
 
-    def _ended(self, job: Job, event: events.Ended) -> None:
+    def _on_ended(self, job: Job, event: events.Ended) -> None:
         if event.is_success:
             self._end(job, Verb.SUCCEED, event.reason, event.ended_s)
         elif job.ending is not None:
@@ -203,7 +203,7 @@ class QueueState:
         else:
             self._end(job, Verb.FAIL, event.reason, event.ended_s)
 
-    def _lost(self, job: Job, event: events.Lost) -> None:
+    def _on_lost(self, job: Job, event: events.Lost) -> None:
         state, num_lost = next_state(job.state, Verb.LOSE), job.num_lost + 1
         if job.ending is not None:
             self._end(job, _ending_verb(job), job.reason or event.reason, event.ended_s)
@@ -213,20 +213,20 @@ class QueueState:
         else:
             self._release(replace(job, num_lost=num_lost), state, event.reason, event.ended_s)
 
-    def _cancelled(self, job: Job, event: events.Cancelled) -> None:
+    def _on_cancelled(self, job: Job, event: events.Cancelled) -> None:
         if job.state is not JobState.PENDING:
             raise QueueError(f"job {job.id} is {job.state}: request its stop (StopRequested) before cancelling it")
         self._end(job, Verb.CANCEL, event.reason)
 
-    def _held(self, job: Job, event: events.JobHeld) -> None:
+    def _on_held(self, job: Job, event: events.JobHeld) -> None:
         if job.state is not JobState.PENDING:
             raise QueueError(f"job {job.id} is {job.state}: only a pending job can be held back")
         self._put(job, is_held=True)
 
-    def _released(self, job: Job, event: events.Released) -> None:
+    def _on_released(self, job: Job, event: events.Released) -> None:
         self._put(job, is_held=False)
 
-    def _respecified(self, job: Job, event: events.SpecChanged) -> None:
+    def _on_respecified(self, job: Job, event: events.SpecChanged) -> None:
         spec = event.spec
         if spec.user != job.spec.user or spec.after != job.spec.after or spec.array != job.spec.array:
             raise QueueError(f"job {job.id}: its user, its array and what it starts after can't be changed")
@@ -236,22 +236,22 @@ class QueueState:
             )
         self._put(job, spec=spec, total=spec.total if spec.total is not None else job.total)
 
-    def _device_added(self, event: events.DeviceAdded) -> None:
+    def _on_device_added(self, event: events.DeviceAdded) -> None:
         known = self.devices.get(event.device.id)
         if known is not None and known.host != event.device.host:
             raise QueueError(f"device {known.id} of host {known.host} can't be one of host {event.device.host} too")
         self.devices[event.device.id] = event.device
         self._layout = None
 
-    def _device_closed(self, event: events.DeviceClosed) -> None:
+    def _on_device_closed(self, event: events.DeviceClosed) -> None:
         self._known_device(event.device)
         self.closed[event.device] = event.reason
 
-    def _device_opened(self, event: events.DeviceOpened) -> None:
+    def _on_device_opened(self, event: events.DeviceOpened) -> None:
         self._known_device(event.device)
         self.closed.pop(event.device, None)
 
-    def _device_removed(self, event: events.DeviceRemoved) -> None:
+    def _on_device_removed(self, event: events.DeviceRemoved) -> None:
         self._known_device(event.device)
         if event.device in self.holder:
             jobs = ", ".join(self.holder[event.device])
@@ -260,20 +260,20 @@ class QueueState:
         self.closed.pop(event.device, None)
         self._layout = None
 
-    def _limits_set(self, event: events.LimitsSet) -> None:
+    def _on_limits_set(self, event: events.LimitsSet) -> None:
         self.users[event.user] = replace(self._user(event.user), limits=event.limits)
 
-    def _reservation_set(self, event: events.ReservationSet) -> None:
+    def _on_reservation_set(self, event: events.ReservationSet) -> None:
         for device in sorted(event.reservation.devices):
             self._known_device(device)
         self.reservations[event.reservation.id] = event.reservation
 
-    def _reservation_ended(self, event: events.ReservationEnded) -> None:
+    def _on_reservation_ended(self, event: events.ReservationEnded) -> None:
         if event.reservation not in self.reservations:
             raise QueueError(f"there is no reservation {event.reservation}")
         del self.reservations[event.reservation]
 
-    def _settings_set(self, event: events.SettingsSet) -> None:
+    def _on_settings_set(self, event: events.SettingsSet) -> None:
         for name, user in self.users.items():  # what was used so far decayed at the old rate
             self.users[name] = accounted(user, self._now_s, self.settings.half_life_s)
         self.settings = event.settings
@@ -392,29 +392,6 @@ def _ending_verb(job: Job) -> Verb:
 
 
 _HANDLERS: dict[type[Any], Callable[..., None]] = {
-    events.Submitted: QueueState._submitted,
-    events.Placed: QueueState._placed,
-    events.JobStarted: QueueState._began,
-    events.Reported: QueueState._reported,
-    events.MemoryMeasured: QueueState._measured,
-    events.ResizeRequested: QueueState._resize_requested,
-    events.Resized: QueueState._resized,
-    events.ResizeRefused: QueueState._resize_refused,
-    events.StopRequested: QueueState._stop_requested,
-    events.Yielded: QueueState._yielded,
-    events.Ended: QueueState._ended,
-    events.Lost: QueueState._lost,
-    events.Cancelled: QueueState._cancelled,
-    events.JobHeld: QueueState._held,
-    events.Released: QueueState._released,
-    events.SpecChanged: QueueState._respecified,
-    events.DeviceAdded: QueueState._device_added,
-    events.DeviceClosed: QueueState._device_closed,
-    events.DeviceOpened: QueueState._device_opened,
-    events.DeviceRemoved: QueueState._device_removed,
-    events.LimitsSet: QueueState._limits_set,
-    events.ReservationSet: QueueState._reservation_set,
-    events.ReservationEnded: QueueState._reservation_ended,
-    events.SettingsSet: QueueState._settings_set,
+    get_type_hints(method)["event"]: method for name, method in vars(QueueState).items() if name.startswith("_on_")
 }
-"""Those of job events, `Submitted` apart, get the job too."""
+"""Class of event → what it does; to all but `Submitted` a job's event is given after the job."""

@@ -359,14 +359,13 @@ class Settings:
         for name in ("ageing_s", "half_life_s", "starve_after_s", "horizon_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a number above 0")
-        for name in (
-            "min_run_s", "restart_s", "fairness", "max_preemptions_per_hour", "share_after_s", "cheap_wait_s",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected a number of at least 0")
-        for name in ("max_lost", "max_sharers", "share_margin", "deadline_margin"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
+        for least, names in (
+            (0, "min_run_s restart_s fairness max_preemptions_per_hour share_after_s cheap_wait_s"),
+            (1, "max_lost max_sharers share_margin deadline_margin"),
+        ):
+            for name in names.split():
+                if not least <= getattr(self, name) < math.inf:
+                    raise ConfigError(f"{name}={getattr(self, name)}: expected a number of at least {least}")
         if list(self.las_thresholds_device_s) != sorted(set(self.las_thresholds_device_s)) or any(
             threshold <= 0 for threshold in self.las_thresholds_device_s
         ):

@@ -49,7 +49,7 @@ def speedups(inputs: PolicyInput, job: Job) -> Sequence[float]:
         one = rates[0] if rates[0] > 0 else next(rate / (k + 1) for k, rate in enumerate(rates) if rate > 0)
         known = [0.0, *(rate / one for rate in rates[:most])]
         return known + [known[-1]] * (most + 1 - len(known))
-    most = max(min(needs.max_devices, inputs.host_size), needs.min_devices, len(job.devices))
+    most = max(min(needs.max_devices, inputs.layout.host_size), needs.min_devices, len(job.devices))
     return _prior(most)
 
 
