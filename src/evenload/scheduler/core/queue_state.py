@@ -13,8 +13,6 @@ from typing import Any, get_type_hints
 from evenload.balance.run_times import NOTHING_SEEN, PastRuns
 from evenload.errors import QueueError
 from evenload.scheduler.core import events
-from evenload.scheduler.core.accounting import accounted, counted_preemptions, without_unused
-from evenload.scheduler.core.dependencies import after_end, waits_for
 from evenload.scheduler.core.layout import Layout, layout_of
 from evenload.scheduler.core.refusal import refusal
 from evenload.scheduler.core.snapshot import QueueSnapshot
@@ -116,7 +114,7 @@ class QueueState:
         spec, now_s = event.spec, self._now_s
         if event.job in self.jobs or event.job in self.outcomes:
             raise QueueError(f"job {event.job} was submitted twice")
-        unmet, doomed = waits_for(event.job, spec, self.jobs, self.outcomes)
+        unmet, doomed = self._waits_for(event.job, spec)
         for name in unmet:
             self.dependents.setdefault(name, []).append(event.job)
         self._user(spec.user)
@@ -148,7 +146,7 @@ class QueueState:
         state = next_state(job.state, Verb.RESIZE)
         self._check_devices(job, event.devices)
         self._occupy(job, event.devices)
-        counted = counted_preemptions(job, self._now_s) if event.is_forced else job.preempted_s
+        counted = job.preempted_until(self._now_s) if event.is_forced else job.preempted_s
         self._put(job, state=state, target=event.devices, preempted_s=counted, reason=event.reason)
 
     def _on_resized(self, job: Job, event: events.Resized) -> None:
@@ -174,7 +172,7 @@ class QueueState:
         ending = job.ending if event.is_preemption else event.then
         counted = job.preempted_s
         if event.is_preemption and job.state is not JobState.PREEMPTING:
-            counted = counted_preemptions(job, self._now_s)
+            counted = job.preempted_until(self._now_s)
         if job.state is JobState.RESIZING and job.resizes_in_place and len(job.target) > len(job.devices):
             job = self._hold(job, job.target, state=state, attempt=job.attempt + 1)  # ranks may run there
         self._vacate(job, set(job.target) - set(job.devices))
@@ -275,7 +273,7 @@ class QueueState:
 
     def _on_settings_set(self, event: events.SettingsSet) -> None:
         for name, user in self.users.items():  # what was used so far decayed at the old rate
-            self.users[name] = accounted(user, self._now_s, self.settings.half_life_s)
+            self.users[name] = user.until(self._now_s, self.settings.half_life_s)
         self.settings = event.settings
 
     # The few ways in which a job changes.
@@ -286,6 +284,18 @@ class QueueState:
             ended = self.outcomes.get(name)
             raise QueueError(f"job {name} has ended ({ended})" if ended else f"there is no job {name}")
         return job
+
+    def _waits_for(self, job: str, spec: JobSpec) -> tuple[tuple[str, ...], str]:
+        """Return the jobs that a job still waits for, and why it can never start."""
+        unmet, doomed = [], ""
+        for after in spec.after:
+            if after.job in self.jobs:
+                unmet.append(after.job)
+            elif after.job not in self.outcomes:
+                raise QueueError(f"job {job} is to start after {after.job}, but there is no such job")
+            elif not after.is_met(self.outcomes[after.job]):
+                doomed = f"it was to start after job {after.job}, which is {self.outcomes[after.job]}"
+        return tuple(dict.fromkeys(unmet)), doomed
 
     def _user(self, name: str) -> User:
         return self.users.setdefault(name, User(name))
@@ -368,9 +378,16 @@ class QueueState:
         new = self._put(job, state=state, devices=(), target=(), reason=reason)
         unused_s = 0.0 if ended_s is None else self._now_s - max(job.attempt_began_s, ended_s)
         if job.devices and unused_s > 0:
-            user = self.users[job.spec.user]
-            new, self.users[user.name] = without_unused(new, user, len(job.devices), unused_s)
-            self._set(new)
+            user, device_s = self.users[job.spec.user], len(job.devices) * unused_s
+            self.users[user.name] = replace(user, usage_device_s=max(0.0, user.usage_device_s - device_s))
+            self._set(
+                replace(
+                    new,
+                    held_s=max(0.0, new.held_s - unused_s),
+                    service_device_s=max(0.0, new.service_device_s - device_s),
+                    since_s=new.since_s - unused_s,
+                )
+            )
 
     def _end(self, job: Job, verb: Verb, reason: str, ended_s: float | None = None) -> None:
         state = next_state(job.state, verb)
@@ -379,11 +396,11 @@ class QueueState:
         self.outcomes[job.id] = state
         for name in self.dependents.pop(job.id, ()):
             if (waiting := self.jobs.get(name)) is not None:
-                unmet, doomed = after_end(waiting, job.id, state)
+                unmet, doomed = self._waits_for(name, waiting.spec)
                 self._put(waiting, unmet=unmet, doomed=doomed)
 
     def _account(self, job: Job, change: int) -> None:
-        user = accounted(self._user(job.spec.user), self._now_s, self.settings.half_life_s)
+        user = self._user(job.spec.user).until(self._now_s, self.settings.half_life_s)
         self.users[user.name] = replace(user, num_devices=user.num_devices + change)
 
 

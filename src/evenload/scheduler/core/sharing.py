@@ -51,16 +51,6 @@ def excess_bytes(jobs: Iterable[Job], memory_bytes: int) -> int:
     return max(0, sum(expected_bytes(job) or 0 for job in jobs) - memory_bytes) if memory_bytes else 0
 
 
-def shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> frozenset[str]:
-    once: set[str] = set()
-    several: set[str] = set()
-    given = [command.devices for command in commands if isinstance(command, Placed)]
-    for devices in (*(job.devices for job in jobs if job.devices), *given):
-        several.update(once.intersection(devices))
-        once.update(devices)
-    return frozenset(several)
-
-
 @dataclass
 class _SharedDevice:
     slot: int

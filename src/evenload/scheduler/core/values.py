@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from evenload.errors import ConfigError
@@ -221,6 +221,10 @@ class Job:
         own, target = set(self.devices), set(self.target)
         return self.spec.resize_s is not None and bool(target) and (own < target or target < own)
 
+    def preempted_until(self, now_s: float) -> tuple[float, ...]:
+        """Return when it was preempted within the last hour, with one more preemption now."""
+        return (*(time_s for time_s in self.preempted_s if time_s > now_s - 3600.0), now_s)
+
     def held_until(self, now_s: float) -> float:
         """Return the seconds for which it held devices, up to now."""
         return self.held_s + (now_s - self.accounted_s if self.devices else 0.0)
@@ -272,6 +276,10 @@ class User:
         """Return decayed device-seconds as of now: u·2^(−t/h) + n·h/ln 2·(1 − 2^(−t/h)) with n devices held since."""
         decay = math.exp2(-(now_s - self.accounted_s) / half_life_s)
         return self.usage_device_s * decay + self.num_devices * half_life_s / math.log(2) * (1 - decay)
+
+    def until(self, now_s: float, half_life_s: float) -> User:
+        """Return the same with the use brought up to now."""
+        return replace(self, usage_device_s=self.usage_until(now_s, half_life_s), accounted_s=now_s)
 
 
 RECURRENCES = ("day", "weekday", "week")

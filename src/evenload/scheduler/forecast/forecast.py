@@ -9,14 +9,13 @@ backfilling are ignored, and times that depend on a job of unknown length are un
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from evenload.scheduler.core.decide import Plan, plan
 from evenload.scheduler.core.eligibility import PoolChoices, is_bound, is_young
 from evenload.scheduler.core.estimates import left_s, restart_s
-from evenload.scheduler.core.events import Placed, ResizeRequested, StopRequested
-from evenload.scheduler.core.sharing import shared_devices
+from evenload.scheduler.core.events import Command, Placed, ResizeRequested, StopRequested
 from evenload.scheduler.core.snapshot import QueueSnapshot
 from evenload.scheduler.core.states import JobState
 from evenload.scheduler.core.tariff import tariff_of
@@ -82,7 +81,7 @@ class _Future:
         self.notes: dict[str, str] = {}
         self._granted: dict[str, tuple[str, ...]] = {}
         """Job → the devices that it gets now."""
-        self._shared = shared_devices(snapshot.jobs, planned.commands)
+        self._shared = _shared_devices(snapshot.jobs, planned.commands)
         self._positions: dict[str, int] = {}
         self._free: dict[int, int] = {}
         """Pool → number of devices that are free now and not given to a job."""
@@ -264,3 +263,13 @@ class _Future:
         if job.state is JobState.STARTING:
             return "its program is being started"
         return "" if job.state is JobState.RUNNING else job.reason
+
+
+def _shared_devices(jobs: Iterable[Job], commands: Iterable[Command] = ()) -> frozenset[str]:
+    once: set[str] = set()
+    several: set[str] = set()
+    given = [command.devices for command in commands if isinstance(command, Placed)]
+    for devices in (*(job.devices for job in jobs if job.devices), *given):
+        several.update(once.intersection(devices))
+        once.update(devices)
+    return frozenset(several)
