@@ -137,10 +137,10 @@ class FreeDevices:
     def take(self, devices: Iterable[int]) -> None:
         """Take exactly these; those that aren't free are left out."""
         for device in devices:
-            of_pool = self._free.get(self._host_of[device], {}).get(self._pool_of[device], [])
-            if device in of_pool:
+            host, pool = self._host_of[device], self._pool_of[device]
+            if host in self._free and device in (of_pool := self._free[host].get(pool, [])):
                 of_pool.remove(device)
-                self._changed(self._host_of[device], self._pool_of[device], -1)
+                self._changed(host, pool, -1)
 
     def give(self, devices: Iterable[int]) -> None:
         for device in devices:

@@ -34,8 +34,6 @@ class MemoryPeaks:
     def measure(self, record: Record) -> None:
         """Measure all running jobs that may share; called once a second."""
         queue_state = self._state.store.queue_state
-        if not queue_state.num_sharing:
-            return
         now_s = self._state.clock.now_s()
         for live in self._state.runners.live.values():
             job = queue_state.jobs.get(live.fence.job)
