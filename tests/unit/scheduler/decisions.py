@@ -1,8 +1,9 @@
 """Hashes of everything that is decided on random queues, to see that a change of the code changes no decision.
 
-``python -m tests.unit.scheduler.decisions`` compares all of `QUEUES` and `LARGE` with `STORED`, ``--store`` stores them anew
-after an intended change, ``--traces DIR`` also simulates recorded workloads (see `benchmarks.queue_policies`). A hash covers all commands, and now
-and then the reasons, the order and the forecasts of all jobs, and the state that follows.
+A hash covers all commands, and now and then the reasons, the order and the forecasts of all jobs, and the state that follows.
+
+``python -m tests.unit.scheduler.decisions`` compares `QUEUES` and `LARGE` with `STORED`; ``--store`` stores them anew after an
+intended change; ``--traces DIR`` also simulates recorded workloads (see `benchmarks.queue_policies`).
 """
 
 from __future__ import annotations

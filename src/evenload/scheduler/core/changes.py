@@ -26,7 +26,7 @@ _LEAST_SAVED = 2.0
 
 
 class JobChanges:
-    """What a policy wants of running jobs, turned into commands as far as there are devices."""
+    """The changes of running jobs that a policy wants, turned into commands as far as there are devices."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""When each waiting job is expected to start, and each job to end, and why it is in its state. Pure; reads plans of the core."""
+"""Forecasts of jobs: why each is in its state, and its expected start and end. Pure; reads plans of the core."""
