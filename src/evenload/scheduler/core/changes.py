@@ -55,16 +55,15 @@ class JobChanges:
 
     def stop_held(self, keeping: Collection[str]) -> None:
         """Stop the jobs that the policy holds."""
-        held = self._decision.held
-        for job in self._eligibility.running if held else ():
-            if job.id in held and job.id not in keeping:
-                self._leave(job, StopRequested(self._now_s, job.id, reason=held[job.id]), self._kind_changes)
+        for job in self._eligibility.running:
+            if (reason := self._decision.held.get(job.id)) is not None and job.id not in keeping:
+                self._leave(job, StopRequested(self._now_s, job.id, reason=reason), self._kind_changes)
 
     def shrink(self, keeping: Collection[str]) -> None:
         """Take devices from jobs that should have fewer, before anything is given out."""
-        sizes = self._decision.sizes
-        for job in self._eligibility.running if sizes is not None else ():
-            size = len(job.devices) if sizes is None else sizes.get(job.id, len(job.devices))
+        sizes = self._decision.sizes or {}
+        for job in self._eligibility.running:
+            size = sizes.get(job.id, len(job.devices))
             if size >= len(job.devices) or (job.id in keeping and job.spec.resize_s is None):
                 continue
             if size == 0:
