@@ -6,7 +6,7 @@ often within the hour, and has had its minimum run time or is of a lower class.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,9 +31,19 @@ class PreemptionCandidates:
         self._in_order, self._pool_of, self._host_of = in_order, pool_of, host_of
         self._index = {candidate.job.id: index for index, candidate in enumerate(in_order)}
         self._num_passed = 0
-        self._num_left = sum([len(candidate.slots) for candidate in in_order])
+        self._num_left = 0
+        self._left: defaultdict[int | None, Counter[int]] = defaultdict(Counter)
+        """Pool → devices of jobs that may stop: by class where only a higher one may displace them, else under None."""
         self._failed: dict[tuple[PoolChoice, int], int] = {}
         self.displaced: set[str] = set()
+        for candidate in in_order:
+            self._count(candidate, 1)
+
+    def _count(self, candidate: PreemptionCandidate, sign: int) -> None:
+        left = self._left[candidate.job.spec.priority if candidate.is_young else None]
+        for slot in candidate.slots:
+            left[self._pool_of[slot]] += sign
+        self._num_left += sign * len(candidate.slots)
 
     @property
     def is_empty(self) -> bool:
@@ -53,14 +63,14 @@ class PreemptionCandidates:
         if index is None or job.id in self.displaced:
             return False
         self._num_passed = index + 1
-        self._num_left -= len(self._in_order[index].slots)
+        self._count(self._in_order[index], -1)
         return True
 
     def keep(self, name: str) -> None:
         """Let a job stay whatever its position: another has joined on its device (`core.sharing`)."""
         index = self._index.get(name, -1)
         if index >= self._num_passed:
-            self._num_left -= len(self._in_order[index].slots)
+            self._count(self._in_order[index], -1)
             self._in_order[index] = self._in_order[index]._replace(slots=())
 
     def preempt_for(self, job: Job, choice: PoolChoice, num: int, availability: Availability) -> bool:
@@ -74,7 +84,7 @@ class PreemptionCandidates:
             return False
         for candidate in found:
             self.displaced.add(candidate.job.id)
-            self._num_left -= len(candidate.slots)
+            self._count(candidate, -1)
             availability.comes_free(candidate.slots)
         return True
 
@@ -83,9 +93,14 @@ class PreemptionCandidates:
     ) -> list[PreemptionCandidate] | None:
         """Return the least deserving jobs that together with what is free make a place."""
         adds_of = place_counter(choice, self._pool_of, self._host_of)
-        soon, kind = availability.soon, 0 if choice.one_kind else None
-        is_one_place = not choice.one_host and (not choice.one_kind or len(choice.groups) == 1)
-        counts = Counter({(None, kind): soon.total(choice.pools)} if is_one_place else adds_of(soon.free()))
+        soon = availability.soon
+        if choice.one_host or (choice.one_kind and len(choice.groups) > 1):
+            counts = Counter(adds_of(soon.free()))
+        else:  # all devices are one place: their number says if there are enough
+            counts = Counter({(None, 0 if choice.one_kind else None): soon.total(choice.pools)})
+            movable = [left for level, left in self._left.items() if level is None or level < priority]
+            if counts.total() + sum(left[pool] for left in movable for pool in choice.pools) < num:
+                return None
         found: list[tuple[PreemptionCandidate, dict[Place, int]]] = []
         displaced = self.displaced
         for index in range(len(self._in_order) - 1, self._num_passed - 1, -1):
