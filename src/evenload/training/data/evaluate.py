@@ -265,13 +265,13 @@ def _stream_batches(
         # A round has fewer samples than ranks only where the whole stream has.
         parts.begin(_ranks_without(sum(map(len, first)), weights))
         for batch in itertools.chain(first, rounds):
-            check_same_stream(agree, rank, len(batch), "evaluation")
+            check_same_stream(agree, rank, batch, "evaluation")
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)
             if low < high:
                 parts.add(high - low, low)
                 yield reader.collate(batch.samples(low, high), low)
-        check_same_stream(agree, rank, 0, "evaluation")
+        check_same_stream(agree, rank, StreamBatch([], position), "evaluation")
     finally:
         parts.end()
         reader.pause()
