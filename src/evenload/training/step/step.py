@@ -196,7 +196,7 @@ class StepLoop:
         """By callback, those that override it."""
         self.optimizer_stepped = False
         self._session_steps = 0
-        self._watch = UpdateWatch(engine)
+        self.watch = UpdateWatch(engine)
         self._dropped: Step | None = None
 
     def add_listener(self, listener: StepListener) -> None:
@@ -237,7 +237,7 @@ class StepLoop:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
         try:
-            kept = step.stats.calls > 0 and not self.optimizer_stepped and self._watch.keeps_weights
+            kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
             attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
             loss = self.engine.backward(attempt)
         except DivergenceError as error:
@@ -247,7 +247,7 @@ class StepLoop:
             self.in_backward = False
         self.failed = self.optimizer_stepped = False
         self.unsound = ""
-        self._watch.begin()
+        self.watch.begin()
         for listener in self._listeners["on_gradients"]:
             listener.on_gradients(step)
         return loss
@@ -333,7 +333,7 @@ class StepLoop:
         step = self.step
         if step is None or not step.stats.calls or step.stats.skipped or self.optimizer_stepped:
             return False
-        return self._watch.are_unused
+        return self.watch.are_unused
 
     def check_alone(self, loader: GlobalLoader) -> None:
         """Raise StepError if a step is open: a step can't be of two loaders, and a loader has one loop at a time."""
