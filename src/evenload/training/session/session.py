@@ -64,7 +64,7 @@ class Session(StepListener):
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
         self._advice = LinkAdvice(context, models)
-        self._mistakes = SilentMistakes(context, models)
+        self._mistakes = SilentMistakes(context, models, loaders)
         self._islands: IslandSynchroniser | None = None
         if context.islands is not None:
             find = functools.partial(live_objects, LRScheduler)

@@ -188,7 +188,7 @@ class StepLoop:
         """True if this rank has left the run on request, while the others continue (elastic/)."""
         self.last_loss = 0.0
         """Loss of the last step whose body has ended."""
-        self.before_use: Callable[[], None] = _nothing
+        self.before_use: Callable[[], None] = lambda: None
         """Called before the position or the steps of a loader are used: a rank that joins waits there."""
         self.unsound = ""
         """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
@@ -349,12 +349,11 @@ class StepLoop:
             )
 
 
-def _nothing() -> None:
-    """Nobody waits."""
-
-
 class StepLoader:
     """Result of `run.prepare` for a DataLoader: iterating over it yields steps."""
+
+    epoch_was_read = False
+    """True if the script has read `epoch`, to count its epochs from it."""
 
     def __init__(self, loader: GlobalLoader, planner: Planner, loop: StepLoop) -> None:
         self.loader = loader
@@ -368,6 +367,7 @@ class StepLoader:
     @property
     def epoch(self) -> int:
         """Epoch of the running iteration, or of the next one; after `run.resume` the one to continue with."""
+        self.epoch_was_read = True
         self._loop.before_use()
         return self.loader.epoch
 
