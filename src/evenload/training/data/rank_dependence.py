@@ -48,8 +48,8 @@ def check_sampler(sampler: Any, rank: int, firsts: Sequence[Any], draw: Callable
     if own:
         raise DataError(
             f"{type(sampler).__qualname__} selects other samples on rank {rank} ({_shown(own)}) than on rank 0 "
-            f"({_shown(firsts)}): it depends on the rank, or on something drawn before evenload.init. The samples of rank 0 would "
-            "be used on all ranks, and the rest of the data never. Evenload splits each global batch over the ranks itself: "
+            f"({_shown(firsts)}): it depends on the rank, or on something drawn before evenload.init. Those of rank 0 would "
+            "be used on all ranks, the rest never. Evenload splits each global batch over the ranks itself: "
             "remove the sampler and set shuffle=True, or give every rank the same sampler, over the whole dataset"
         )
 
@@ -109,18 +109,28 @@ def differs(row: Sequence[int], other: Sequence[int]) -> bool:
 
 def sharded_stream(where: str, rank: int) -> DataError:
     return DataError(
-        f"{where}: rank {rank} read other samples of the iterable dataset than rank 0, and the same again when it read them anew: "
-        "the dataset shards itself by rank, so each rank would use a part of its own part, and the rest of the data would never "
-        "be used. Let it yield all samples on every rank (without run.rank, RANK and dist.get_rank(); sharding over workers by "
+        f"{where}: rank {rank} read other samples of the iterable dataset than rank 0, and the same when it read them again: "
+        "the dataset shards itself by rank, so each rank would use a part of its own part, and the rest would never be "
+        "used. Let it yield all samples on every rank (without run.rank, RANK and dist.get_rank(); sharding over workers by "
         "get_worker_info is right): Evenload takes each rank's part"
     )
 
 
 def _values(leaf: Any) -> Any:
     """Return an array, flat and cut, of a tensor, an array or a number; None of anything else."""
-    if type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu" and not leaf.is_quantized:
+    if (
+        type(leaf) is torch.Tensor
+        and leaf.layout is torch.strided
+        and leaf.device.type == "cpu"
+        and not leaf.is_quantized
+    ):
         flat = leaf.detach().flatten()[:_NUM_VALUES]
-        leaf = (flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat).resolve_neg().resolve_conj().numpy()
+        leaf = (
+            (flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat)
+            .resolve_neg()
+            .resolve_conj()
+            .numpy()
+        )
     if isinstance(leaf, float | np.ndarray | np.generic):
         flat_values = np.asarray(leaf).reshape(-1)[:_NUM_VALUES]
         return flat_values if flat_values.dtype.kind in "iubf" else None

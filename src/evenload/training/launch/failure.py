@@ -249,8 +249,8 @@ _ARGUMENTS_HINT = (
     "argparse does so for wrong arguments; options of evenload come before the script, the script's own after it"
 )
 _EARLY_HINT = (
-    "os._exit, or code that calls it: Evenload could not write the last checkpoint. Return from the script, call sys.exit, or call "
-    "run.close() before it"
+    "os._exit, or code that calls it: Evenload could not write the last checkpoint. Return from the script, call sys.exit, or "
+    "call run.close() before it"
 )
 _SIGNAL_HINTS = {
     "SIGKILL": "from outside; the system does this when memory runs out",

@@ -73,9 +73,9 @@ class SilentMistakes:
             if not any(loader.epoch_was_read for loader in self._loaders):
                 self._context.recorder.event(
                     "epoch_not_read",
-                    f"RESUMED AT EPOCH {began}, NOW IN EPOCH {step.epoch}, and the script has never read loader.epoch: a loop like "
-                    "`for epoch in range(N)` counts from 0 again and trains N more epochs. Write `for epoch in range(loader.epoch, "
-                    "N)`. (A loop that ends by step.index, or counts from a value of run.resume, is right as it is)",
+                    f"RESUMED AT EPOCH {began}, NOW IN EPOCH {step.epoch}, and the script has never read loader.epoch: a loop "
+                    "like `for epoch in range(N)` counts from 0 again and trains N more epochs. Write `for epoch in "
+                    "range(loader.epoch, N)`. (A loop that ends by step.index, or counts from a value of run.resume, is right)",
                     step=step.index,
                 )
 
