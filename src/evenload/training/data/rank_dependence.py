@@ -57,6 +57,8 @@ def check_sampler(sampler: Any, rank: int, firsts: Sequence[Any], draw: Callable
 def _other_keys(firsts: Sequence[Any], draw: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     """Return this rank's keys if they are others than rank 0's, in whatever order, and the same at each draw; else nothing."""
     own = draw()
+    if own == firsts:
+        return ()  # as nearly always, and fast
     selected = _comparable(own)
     if selected == _comparable(firsts) or any(_comparable(draw()) != selected for _ in range(_NUM_DRAWS)):
         return ()
