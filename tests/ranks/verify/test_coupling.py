@@ -97,6 +97,19 @@ def test_units_that_the_collate_fn_counts(tmp_path):
     assert not _messages(tmp_path)
 
 
+def test_batch_norm_without_running_statistics_is_no_coupled_loss(tmp_path):
+    run = evenload.init(project_dir=str(tmp_path), seed=0)
+    norm = torch.nn.BatchNorm1d(16, track_running_stats=False)
+    model, loader = run.prepare(torch.nn.Sequential(torch.nn.Linear(12, 16), norm, torch.nn.Linear(16, 5)), _loader())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in loader:
+        step.backward(lambda batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    assert not _messages(tmp_path)
+
+
 @pytest.mark.parametrize("loss", UNCOUPLED, ids=lambda loss: loss.__name__)
 def test_no_other_loss_is_named(folder: Path, loss):
     assert not _messages(folder / loss.__name__)

@@ -109,7 +109,8 @@ class CouplingWatch(StepListener):
     def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> tuple[PartsFit, str] | None:
         """Return how the parts make up the whole, and what is wrong with its units; None if that shows nothing."""
         read = self._read(step, num_samples)
-        if read is None:
+        # BatchNorm without running statistics takes those of its batch in any mode, and over all ranks in training.
+        if read is None or any(getattr(module, "running_mean", 0) is None for _, module in batch_norms(self._models)):
             return None
         data, num_read, first = read
         num = min(num_read, num_samples)
