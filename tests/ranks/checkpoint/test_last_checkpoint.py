@@ -38,3 +38,25 @@ def test_an_error_on_one_rank_and_a_save_longer_than_any_clean_up(tmp_path: Path
     assert ended.code == 1 and "rank 1 (cpu) failed at step 5: ZeroDivisionError: on one rank" in ended.stderr
     assert "checkpoint at step 6 (the script ended by an error" in ended.stdout
     assert _newest_step(tmp_path) == 6
+
+
+def test_a_step_whose_optimizer_is_refused_is_not_saved_as_used(tmp_path: Path) -> None:
+    """The repaired script would leave its samples out."""
+    replaced = """
+        if step.index == 3:
+            import copy
+            model = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    """
+    ended = evenload_run(tmp_path, script(prepared=_PREPARED, begin=replaced), "-d", "cpu:2")
+    assert ended.code == 1 and "SGD steps 2 parameters that are in no model given to run.prepare" in ended.stderr
+    assert "checkpoint at step 3 (the script ended by an error)" in ended.stdout
+    another = """
+        if step.index == 5:
+            other = torch.nn.Linear(4, 1)
+            other(torch.ones(4)).sum().backward()
+            torch.optim.SGD(other.parameters(), lr=0.01).step()
+    """
+    ended = evenload_run(tmp_path, script(prepared=_PREPARED, end=another), "-d", "cpu:2")
+    assert ended.code == 1 and "an optimizer was refused after another one of the same step" in ended.stdout
+    assert _newest_step(tmp_path) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -201,3 +202,18 @@ def test_streams_that_differ_are_an_error_not_a_hang() -> None:
     lengths = iter([12, 8])
     with pytest.raises(DataError, match="evaluation: rank 1 read 0 samples where rank 0 read 4"):
         side_by_side(lambda: DataLoader(Stream(next(lengths)), batch_size=4), [1.0, 1.0])
+
+
+def test_a_stream_that_shards_itself_by_rank_is_an_error() -> None:
+    firsts = iter([0, 100])
+
+    class Shard(Stream):
+        def __init__(self, first: int) -> None:
+            super().__init__(12)
+            self.first = first
+
+        def __iter__(self) -> Iterator[int]:
+            return (value + self.first for value in super().__iter__())
+
+    with pytest.raises(DataError, match="evaluation: rank 1 read other samples of the iterable dataset than rank 0"):
+        side_by_side(lambda: DataLoader(Shard(next(firsts)), batch_size=4), [1.0, 1.0])

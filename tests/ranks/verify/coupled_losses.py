@@ -164,7 +164,32 @@ def gradient_penalty(model, x, y):
     return score.mean() + 10 * (grad.norm(dim=1) - 1).square().mean()
 
 
+def counted(model, x, y):
+    losses = F.cross_entropy(model.head(model(x)), y, reduction="none")
+    kept = (y != 2).float()
+    return (losses * kept).sum() / kept.sum(), kept.sum()
+
+
+def variational(model, x, y):
+    z = model(x)
+    out = model.decoder(z + 0.1 * torch.randn_like(z))
+    return (out - x).square().sum() / len(x) + 0.1 * z.square().sum(1).mean()
+
+
+def penalty_alone(model, x, y):
+    return model.head.weight.square().sum(), 1
+
+
+def rare_positives(model, x, y):
+    positives = max(1, int((y > 10).sum()))
+    return F.cross_entropy(model.head(model(x)), y, reduction="sum") / positives, positives
+
+
 UNCOUPLED = [
+    counted,
+    variational,
+    penalty_alone,
+    rare_positives,
     classification,
     as_many_classes_as_samples,
     fixed_triplets,
@@ -176,3 +201,41 @@ UNCOUPLED = [
     mixup,
     gradient_penalty,
 ]
+
+
+# -- no means over their units ----------------------------------------------------------------------------------------
+
+
+def global_batch_as_weight(model, x, y):
+    return F.cross_entropy(model.head(model(x)), y), 16
+
+
+def over_the_global_batch(model, x, y):
+    return F.cross_entropy(model.head(model(x)), y, reduction="sum") / 16
+
+
+def over_the_global_batch_by_hand(model, x, y):
+    return F.cross_entropy(model.head(model(x)), y, reduction="none").sum() / 16, len(x)
+
+
+def over_the_global_batch_with_noise(model, x, y):
+    z = model(x)
+    return (model.decoder(z + 0.1 * torch.randn_like(z)) - x).square().sum() / 16
+
+
+def masked_mean(model, x, y):
+    return counted(model, x, y)[0]
+
+
+def masked_mean_counted_as_samples(model, x, y):
+    return counted(model, x, y)[0], len(x)
+
+
+WRONG_UNITS = {
+    global_batch_as_weight: "the weight 16 for a few samples and for half of them too",
+    over_the_global_batch: "add up to the loss of all of them",
+    over_the_global_batch_by_hand: "add up to the loss of all of them",
+    over_the_global_batch_with_noise: "add up to the loss of all of them",
+    masked_mean: "a mean over other units than samples",
+    masked_mean_counted_as_samples: "a mean over other units than the returned weights",
+}

@@ -1,4 +1,4 @@
-"""A loss that couples the samples of its batch is named in the first step of a run, and no other is."""
+"""A loss that couples the samples of its batch, or is no mean over its units, is named in the first step; no other is."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ from tests.ranks.verify.coupled_losses import (
     COUPLED,
     NUM_CLASSES,
     UNCOUPLED,
+    WRONG_UNITS,
     Encoder,
     clip,
     mixup,
@@ -53,13 +54,15 @@ def _train_all(losses, folder, *args):
 
 def _messages(folder):
     lines = (folder / "events.jsonl").read_text().splitlines()
-    return [event["message"] for event in map(json.loads, lines) if event.get("kind") == "coupled_loss"]
+    return [
+        event["message"] for event in map(json.loads, lines) if event.get("kind") in ("coupled_loss", "wrong_units")
+    ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("coupling")
-    run_ranks(_train_all, 2, [*COUPLED, *UNCOUPLED], str(folder), (12, 4), timeout_s=100)
+    run_ranks(_train_all, 2, [*COUPLED, *UNCOUPLED, *WRONG_UNITS], str(folder), (12, 4), timeout_s=100)
     return folder
 
 
@@ -67,6 +70,44 @@ def folder(tmp_path_factory):
 def test_a_coupled_loss_is_named_once(folder: Path, loss):
     (message,) = _messages(folder / loss.__name__)
     assert "step.backward(encode, batch_loss=fn)" in message and "this is not the loss of the global batch" in message
+
+
+@pytest.mark.parametrize("loss", WRONG_UNITS, ids=lambda loss: loss.__name__)
+def test_wrong_units_are_named_once(folder: Path, loss):
+    (message,) = _messages(folder / loss.__name__)
+    assert WRONG_UNITS[loss] in message
+
+
+def test_units_that_the_collate_fn_counts(tmp_path):
+    """Half of a collated batch is no batch of half the samples."""
+
+    def collate(rows):
+        x, y = torch.utils.data.default_collate(rows)
+        return x, y, len(rows)
+
+    run = evenload.init(project_dir=str(tmp_path), seed=0)
+    loader = _loader()
+    model, prepared = run.prepare(Encoder(), DataLoader(loader.dataset, 16, collate_fn=collate))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in prepared:
+        step.backward(lambda batch: (model.head(model(batch[0])).square().sum() / batch[2], batch[2]))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    assert not _messages(tmp_path)
+
+
+def test_batch_norm_without_running_statistics_is_no_coupled_loss(tmp_path):
+    run = evenload.init(project_dir=str(tmp_path), seed=0)
+    norm = torch.nn.BatchNorm1d(16, track_running_stats=False)
+    model, loader = run.prepare(torch.nn.Sequential(torch.nn.Linear(12, 16), norm, torch.nn.Linear(16, 5)), _loader())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in loader:
+        step.backward(lambda batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    assert not _messages(tmp_path)
 
 
 @pytest.mark.parametrize("loss", UNCOUPLED, ids=lambda loss: loss.__name__)

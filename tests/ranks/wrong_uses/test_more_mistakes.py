@@ -283,3 +283,29 @@ def test_two_ranks_answer_once(tmp_path: Any, pieces: dict[str, str], fix: str) 
     ended = evenload_run(tmp_path, script(**pieces), "-d", "cpu,cpu")
     assert ended.code == 1 and fix in "\n".join(ended.stderr.splitlines()[:HEAD_LINES]), ended.stderr
     assert ended.stderr.count("Traceback") <= 1
+
+
+EPOCH_LOOPS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "from 0": (lambda loader: range(3), True),
+    "from the epoch": (lambda loader: range(loader.epoch, 3), False),
+    "until an epoch": (lambda loader: itertools.takewhile(lambda _: loader.epoch < 3, itertools.count()), False),
+    "until an epoch, looked at last": (
+        lambda loader: itertools.takewhile(lambda index: not index or loader.epoch < 3, itertools.count()),
+        False,
+    ),
+    "one epoch": (lambda loader: range(1), False),
+}
+
+
+@pytest.mark.parametrize("name", EPOCH_LOOPS)
+def test_a_resumed_loop_that_counts_epochs_from_0(name: str, init: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for interrupted in (True, False):
+        run = init()
+        job = Job(run)
+        run.resume(model=job.model, optimizer=job.optimizer)
+        for _ in range(1) if interrupted else EPOCH_LOOPS[name][0](job.loader):
+            job.train()
+        run.close()
+        assert not interrupted or "loader.epoch" not in capsys.readouterr().out
+    text = "RESUMED AT EPOCH 1, NOW IN EPOCH 2, and the script has never read loader.epoch"
+    assert (text in capsys.readouterr().out) == EPOCH_LOOPS[name][1]

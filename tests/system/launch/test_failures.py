@@ -86,6 +86,14 @@ def test_a_rank_that_is_killed(tmp_path):
     assert told.startswith("evenload: rank 1 (cpu) failed: killed by SIGKILL: from outside")
 
 
+def test_a_rank_that_ends_by_os_exit_0(tmp_path):
+    """Its exit code says that all is well; the others would wait for it until the time limit."""
+    told = _fails(tmp_path, script(loss="if run.rank == 1 and step.index == 1: os._exit(0)"))
+    assert told.startswith("evenload: rank 1 (cpu) failed: it ended with exit code 0 before its script did: os._exit")
+    ended = evenload_run(tmp_path, f"{script()}\nrun.close(); print('over', flush=True); os._exit(0)\n", "-d", "cpu:2")
+    assert ended.code == 0 and ended.stdout.count("over") == 2, ended
+
+
 def test_a_rank_in_a_deadlock_is_ended_when_another_fails(tmp_path):
     loss = """
         if step.index == 1:

@@ -41,26 +41,31 @@ class LabelWatch:
             if not self._left:
                 return
             self._left -= 1
-            if ignores_labels(data):
-                message = (
-                    "the batch's labels contain -100, but loss_fn returned no weight, so its mean over tokens is not the "
-                    "global batch's. Return (loss, evenload.count_tokens(batch['labels'])) instead"
-                )
-            elif (mean := find_partial_mean(loss)) is not None:
-                message = (
-                    f"the loss is a mean over {mean[0]:g} of {mean[1]} labels (ignore_index={mean[2]}, or class weights), but "
-                    "loss_fn returned no weight, so it is not the global batch's mean. Return the units of the mean too: "
-                    f"(loss, (labels != {mean[2]}).sum()), or with class weights (loss, class_weights[labels].sum())"
-                )
-            elif has_sum(loss):
-                message = (
-                    "the loss is a sum over a part of the batch (reduction='sum'), so it depends on the sizes of the parts. "
-                    "Return a mean over samples: reduction='mean', or loss.sum() / len(labels)"
-                )
-            else:
-                return
-            self._left = 0
-        warn_once(message)
+            if message := describe_unweighted(data, loss):
+                self._left = 0
+        if message:
+            warn_once(message)
+
+
+def describe_unweighted(data: Any, loss: torch.Tensor) -> str:
+    """Return why a loss without weight is no mean over the samples of `data`, and what to return; empty if nothing shows it."""
+    if ignores_labels(data):
+        return (
+            "the batch's labels contain -100, but loss_fn returned no weight, so its mean over tokens is not the "
+            "global batch's. Return (loss, evenload.count_tokens(batch['labels'])) instead"
+        )
+    if (mean := find_partial_mean(loss)) is not None:
+        return (
+            f"the loss is a mean over {mean[0]:g} of {mean[1]} labels (ignore_index={mean[2]}, or class weights), but "
+            "loss_fn returned no weight, so it is not the global batch's mean. Return the units of the mean too: "
+            f"(loss, (labels != {mean[2]}).sum()), or with class weights (loss, class_weights[labels].sum())"
+        )
+    if has_sum(loss):
+        return (
+            "the loss is a sum over a part of the batch (reduction='sum'), so it depends on the sizes of the parts. "
+            "Return a mean over samples: reduction='mean', or loss.sum() / len(labels)"
+        )
+    return ""
 
 
 def find_partial_mean(loss: torch.Tensor) -> tuple[float, int, int] | None:

@@ -257,21 +257,27 @@ def _stream_batches(
     epoch: int,
     parts: EvaluationParts,
 ) -> Iterator[Any]:
-    try:
+    position = 0
+    rounds: Iterator[StreamBatch] = iter(())
+
+    def read_first() -> StreamBatch:
+        nonlocal rounds
         reader.begin(epoch)
-        position = 0
         rounds = _stream_rounds(reader, _num_members(weights))
-        first = list(itertools.islice(rounds, 1))
+        return next(rounds, StreamBatch([], 0))
+
+    try:
+        batch = read_first()
         # A round has fewer samples than ranks only where the whole stream has.
-        parts.begin(_ranks_without(sum(map(len, first)), weights))
-        for batch in itertools.chain(first, rounds):
-            check_same_stream(agree, rank, len(batch), "evaluation")
+        parts.begin(_ranks_without(len(batch), weights))
+        batch = check_same_stream(agree, rank, batch, "evaluation", read_first)
+        while len(batch):
             low, high = _part(position, position + len(batch), weights, rank)
             position += len(batch)
             if low < high:
                 parts.add(high - low, low)
                 yield reader.collate(batch.samples(low, high), low)
-        check_same_stream(agree, rank, 0, "evaluation")
+            batch = check_same_stream(agree, rank, next(rounds, StreamBatch([], position)), "evaluation")
     finally:
         parts.end()
         reader.pause()

@@ -25,7 +25,7 @@ from evenload.training.data.places import BatchPlace, RoundPlanner
 from evenload.training.data.prefetch import Span
 from evenload.training.data.resumed import check_resumed
 from evenload.training.data.step_planner import StepPlanner
-from evenload.training.data.stream import StreamReader, check_same_stream
+from evenload.training.data.stream import StreamBatch, StreamReader, check_same_stream
 from evenload.training.data.tuning import ReadSettings, StepCost
 
 
@@ -99,6 +99,7 @@ class GlobalLoader:
         self._begun = False
         self.draws_alone = False
         """True in a rank that joins until it has drawn the epoch in progress, which the others have drawn."""
+        self._has_compared_stream = False
         self._running: weakref.ref[Generator[GlobalBatch, None, None]] | None = None
         self._committed: weakref.ref[GlobalBatch] | None = None
 
@@ -331,13 +332,19 @@ class GlobalLoader:
     def _stream_steps(self, reader: StreamReader) -> Generator[GlobalBatch, None, None]:
         epoch, position = self._cursor.epoch, self._cursor.position
         try:
-            reader.begin(epoch, skip_batches=self._cursor.step, skip_samples=position)
-            step = self._cursor.step
+            step = begun = self._cursor.step
+
+            def read_first(position: int = position) -> StreamBatch:
+                reader.begin(epoch, skip_batches=begun, skip_samples=position)
+                return reader.next_batch(position)
+
+            with self._clock.segment("data"):
+                samples = read_first()
+            again = None if self._has_compared_stream else read_first
             while True:
-                with self._clock.segment("data"):
-                    samples = reader.next_batch(position)
                 with self._clock.segment("wait"):
-                    check_same_stream(self._planner.agree, self._reader_rank, len(samples), f"step {step}")
+                    samples = check_same_stream(self._planner.agree, self._reader_rank, samples, f"step {step}", again)
+                again, self._has_compared_stream = None, True
                 if not len(samples):
                     break
 
@@ -348,6 +355,8 @@ class GlobalLoader:
                 plan = self._plan(step, position, position + len(samples))
                 yield self._batch(plan, read, lambda: None)
                 step, position = step + 1, position + len(samples)
+                with self._clock.segment("data"):
+                    samples = reader.next_batch(position)
             self._next_epoch()
         finally:
             reader.pause()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import array
 import bisect
+import copy
 import itertools
 import json
 import pickle
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from evenload.errors import DataError, PeerLostError
 from evenload.training.data import checks, randomness
 from evenload.training.data.permutation import KeyedPermutation
+from evenload.training.data.rank_dependence import MAX_COMPARED, check_sampler
 
 MAX_DRAWN = 1 << 25
 """Most samples of an order that plain shuffling draws as a whole: 256 MiB."""
@@ -34,6 +37,8 @@ MAX_ENDLESS = 10_000_000
 
 BroadcastIntegers = Callable[[Sequence[int] | None], list[int]]
 """Broadcasts rank 0's integers to all ranks; the others pass None."""
+_compared: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+"""Loaders whose sampler was compared with rank 0's."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,9 @@ def _share_order(
         header, keys = _unpack(agree(None))
         if "error" in header:
             raise PeerLostError(f"rank 0 could not draw the order of epoch {epoch}: {header['error']}")
+        if loader not in _compared:
+            _compared.add(loader)
+            _compare(loader, generators, header, keys, seed, epoch, rank)
         # Any rank can then take over from rank 0, and all cursors are equal.
         randomness.load_generators(generators, header["after"])
     source: torch.Tensor | list[Any] = torch.tensor(keys, dtype=torch.int64)
@@ -210,13 +218,12 @@ def _draw(loader: DataLoader[Any], generators: list[Any], seed: int, epoch: int)
     lengths: list[int] | None = None
     with randomness.forked():
         randomness.reseed(randomness.mix(seed, epoch, randomness.DRAW))
-        if checks.has_plain_batches(loader):
-            keys = _draw_keys(loader.sampler)
-        else:
-            lists = [list(keys) for keys in _draw_keys(loader.batch_sampler)]
+        keys = _draw_keys(_sampler_of(loader))
+        if not checks.has_plain_batches(loader):
+            lists = list(map(list, keys))
             if not all(lists):
                 raise DataError(f"batch {lists.index([])} of the batch_sampler is empty; leave empty batches out")
-            lengths = [len(keys) for keys in lists]
+            lengths = list(map(len, lists))
             keys = list(itertools.chain.from_iterable(lists))
     plain = all(type(key) is int and -(1 << 63) <= key < 1 << 63 for key in keys)
     header = {
@@ -232,6 +239,37 @@ def _draw(loader: DataLoader[Any], generators: list[Any], seed: int, epoch: int)
             f"the sampler yields keys of type {type(keys[0]).__qualname__}, which can't be sent to the other ranks "
             f"({error}); let it yield integers, strings or tuples of them"
         ) from error
+
+
+def _compare(
+    loader: DataLoader[Any],
+    generators: list[Any],
+    header: dict[str, Any],
+    keys: list[int],
+    seed: int,
+    epoch: int,
+    rank: int,
+) -> None:
+    """Raise DataError if this rank would certainly have drawn other samples than rank 0."""
+    firsts = keys if header["keys"] is None else header["keys"]
+    if len(firsts) > MAX_COMPARED:
+        return
+
+    def draw() -> list[Any]:
+        sampler = copy.copy(_sampler_of(loader))  # counters of its own stay as they are
+        randomness.load_generators(generators, header["before"])
+        with randomness.forked():
+            randomness.reseed(randomness.mix(seed, epoch, randomness.DRAW))
+            if checks.has_plain_batches(loader):
+                return list(itertools.islice(sampler, len(firsts) + 1))
+            batches = itertools.islice(sampler, len(header["lengths"]) + 1)
+            return list(itertools.chain.from_iterable(batches))
+
+    check_sampler(_sampler_of(loader), rank, firsts, draw)
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if checks.has_plain_batches(loader) else loader.batch_sampler
 
 
 def _draw_keys(sampler: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from evenload.errors import DataError
 from evenload.training.data import randomness
 from evenload.training.data.batches import pin as pin_batch
 from evenload.training.data.order import BroadcastIntegers
+from evenload.training.data.rank_dependence import differs, sharded_stream, stream_row
 from evenload.training.data.reading import (
     ignore_worker_warnings,
     inner_loader,
@@ -42,6 +43,10 @@ class StreamBatch:
 
     def __len__(self) -> int:
         return len(self._samples)
+
+    @property
+    def contents(self) -> Sequence[Any]:
+        return self._samples
 
     def samples(self, low: int, high: int) -> list[Any]:
         return [self._samples[index] for index in range(low - self._position, high - self._position)]
@@ -138,15 +143,31 @@ class StreamReader:
                 yield batch
 
 
-def check_same_stream(agree: BroadcastIntegers, rank: int, num_samples: int, where: str) -> None:
-    """Raise DataError on a rank whose batch has another length than rank 0's, which would end in a hang."""
-    (first,) = agree([num_samples] if rank == 0 else None)
-    if first != num_samples:
+def check_same_stream(
+    agree: BroadcastIntegers,
+    rank: int,
+    samples: StreamBatch,
+    where: str,
+    read_again: Callable[[], StreamBatch] | None = None,
+) -> StreamBatch:
+    """Return the batch to go on with; raise DataError on a rank whose batch is not rank 0's, as far as can be seen.
+
+    Batches of other lengths would end in a hang. With `read_again`, which reads the epoch anew up to this batch, and was given
+    on rank 0 too, the first samples are compared.
+    """
+    row = stream_row(samples.contents) if read_again is not None else []
+    num_samples, *first = agree([len(samples), *row] if rank == 0 else None)
+    if num_samples == len(samples) and read_again is not None and first and differs(row, first):
+        samples = read_again()
+        if stream_row(samples.contents) == row:
+            raise sharded_stream(where, rank)
+    if num_samples != len(samples):
         raise DataError(
-            f"{where}: rank {rank} read {num_samples} samples where rank 0 read {first}; an iterable dataset must yield the "
-            "same samples on every rank: don't shard it by rank (Evenload takes each rank's part), and draw its randomness "
+            f"{where}: rank {rank} read {len(samples)} samples where rank 0 read {num_samples}; an iterable dataset must yield "
+            "the same samples on every rank: don't shard it by rank (Evenload takes each rank's part), and draw its randomness "
             "from the global generators"
         )
+    return samples
 
 
 class _SeededStream(IterableDataset[Any]):

@@ -209,7 +209,11 @@ def _is_type(summary: traceback.TracebackException, kind: type[BaseException]) -
 
 
 def describe_end(rank: int, code: int, ended_s: float) -> FailureReport:
-    """Return the report of a worker that wrote none, from its exit code (−N: signal N)."""
+    """Return the report of a worker that wrote none, from its exit code (−N: signal N; 0: before the end of its script)."""
+    if code == 0:
+        return FailureReport(
+            rank, "it ended with exit code 0 before its script did", _EARLY_HINT, time_s=ended_s, lost=True
+        )
     if code > 0:
         message = _ARGUMENTS_HINT if code == _WRONG_ARGUMENTS else ""
         return FailureReport(
@@ -243,6 +247,10 @@ _WRONG_ARGUMENTS = 2
 """Exit code of argparse for wrong arguments."""
 _ARGUMENTS_HINT = (
     "argparse does so for wrong arguments; options of evenload come before the script, the script's own after it"
+)
+_EARLY_HINT = (
+    "os._exit, or code that calls it: Evenload could not write the last checkpoint. Return from the script, call sys.exit, or "
+    "call run.close() before it"
 )
 _SIGNAL_HINTS = {
     "SIGKILL": "from outside; the system does this when memory runs out",

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from evenload.job.processes import SessionProcess, stat_of
+from evenload.training.launch import stop_status
 from evenload.training.launch.environment import WORKER_VARIABLE, WorkerSpec, write_spec
-from evenload.training.launch.failure import FailureReport, read_failure
+from evenload.training.launch.failure import FailureReport, describe_end, read_failure
 from evenload.training.launch.membership_messages import MessageChannel
 from evenload.training.launch.output import WorkerOutputs
 
@@ -74,8 +75,12 @@ class WorkerProcess(SessionProcess):
         self.channel = MessageChannel(own_socket, blocking=False) if own_socket is not None else None
 
     def read_failure(self) -> FailureReport | None:
-        """Return the error that the worker has reported; None: none yet."""
-        return read_failure(Path(self.spec.launch_dir), self.spec.worker)
+        """Return the error that the worker has reported, or that it ended with exit code 0 too early; None: none yet."""
+        folder, worker = Path(self.spec.launch_dir), self.spec.worker
+        report = read_failure(folder, worker)
+        if report is None and self.poll() == 0 and stop_status.ended_early(folder, worker):
+            return describe_end(self.spec.rank, 0, self.ended_s)
+        return report
 
     def is_stopped(self) -> bool:
         """Return True for a process that SIGSTOP or a debugger holds."""

@@ -67,6 +67,14 @@ def read(launch_dir: Path, workers: Iterable[str]) -> StopStatus:
     return StopStatus.CLOSED
 
 
+def ended_early(launch_dir: Path, worker: str) -> bool:
+    """Return whether a worker that is gone, with exit code 0, had not come to the end of its script or closed its run.
+
+    A folder that was removed while it ran (a cleaner of old files in ``/tmp``) shows nothing.
+    """
+    return launch_dir.is_dir() and _read(launch_dir, worker) not in (StopStatus.CLOSED, StopStatus.EXITING)
+
+
 def has_time(launch_dir: Path, worker: str, is_main: bool, asked_s: float) -> bool:
     """Return whether a worker that got SIGTERM at `asked_s` (monotonic) still may exit by itself: rank 0 may be saving."""
     status = _read(launch_dir, worker) if is_main else StopStatus.CLOSED

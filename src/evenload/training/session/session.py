@@ -64,7 +64,7 @@ class Session(StepListener):
         self._contract = GradientContract(context, models, verifies=self._verifier is not None)
         self._ranks = ComputingRanks(context, models, saver.unregistered)
         self._advice = LinkAdvice(context, models)
-        self._mistakes = SilentMistakes(context, models)
+        self._mistakes = SilentMistakes(context, models, loaders)
         self._islands: IslandSynchroniser | None = None
         if context.islands is not None:
             find = functools.partial(live_objects, LRScheduler)
@@ -259,14 +259,21 @@ class Session(StepListener):
                     self._members.close()
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self._contract.before_optimizer(optimizer)
+        loop = self._context.loop
+        try:
+            self._contract.before_optimizer(optimizer)
+        except StepError:
+            if loop.optimizer_stepped:
+                loop.unsound = "an optimizer was refused after another one of the same step"
+            loop.watch.was_refused = True
+            raise
         self._mistakes.before_optimizer(optimizer)
         self._context.engine.totals.before_optimizer(optimizer)
         self._ranks.optimizer_begins(optimizer)
         if self._stale_rates is not None:
             self._stale_rates.before(optimizer)
         self._saver.in_optimizer = True
-        if (adaptive_batch := self._saver.adaptive_batch) is not None and self._context.loop.awaits_optimizer:
+        if (adaptive_batch := self._saver.adaptive_batch) is not None and loop.awaits_optimizer:
             adaptive_batch.rates.before(optimizer)
 
     def _after_optimizer(self, *_: Any) -> None:

@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from evenload.training.step.context import TrainingContext
-from evenload.training.step.step import Step
+from evenload.training.step.step import Step, StepLoader
 
 NUM_STEPS = 10
 """Steps after which some weight must have changed: fp16 skips the first ones until its scale fits."""
@@ -21,9 +21,12 @@ _CHANGED_BY_MODE = (_DropoutNd, _BatchNorm)
 
 
 class SilentMistakes:
-    def __init__(self, context: TrainingContext, models: Sequence[nn.Module]) -> None:
+    def __init__(self, context: TrainingContext, models: Sequence[nn.Module], loaders: Sequence[StepLoader]) -> None:
+        """`models`, `loaders`: what was prepared; the lists grow."""
         self._context = context
         self._models = models
+        self._loaders = loaders
+        self._resumed_epoch = 0
         self.num_looks = 0
         self._watched: list[tuple[nn.Parameter, int, torch.Tensor]] = []
         """Parameters, with their versions and first values at the first step."""
@@ -33,6 +36,7 @@ class SilentMistakes:
         """Look at a step that begins: the first `NUM_STEPS` of a session and one more, and the first of each epoch."""
         if not (step.batch.plan.step and self.num_looks):
             self._check_mode(step)
+        self._check_epochs(step)
         if self.num_looks == 0:
             trained = [p for model in self._models for p in model.parameters() if p.requires_grad]
             self._watched = [(p, p._version, _first_values(p).clone()) for p in trained[:_NUM_WATCHED]]
@@ -59,6 +63,21 @@ class SilentMistakes:
             "step.backward(loss_fn), optimizer.step(), optimizer.zero_grad()",
             step=step.index,
         )
+
+    def _check_epochs(self, step: Step) -> None:
+        """Report a resumed script that goes from epoch to epoch without having asked with which one to begin."""
+        if self.num_looks == 0:
+            self._resumed_epoch = step.epoch
+        elif step.epoch > self._resumed_epoch > 0:
+            began, self._resumed_epoch = self._resumed_epoch, 0
+            if not any(loader.epoch_was_read for loader in self._loaders):
+                self._context.recorder.event(
+                    "epoch_not_read",
+                    f"RESUMED AT EPOCH {began}, NOW IN EPOCH {step.epoch}, and the script has never read loader.epoch: a loop "
+                    "like `for epoch in range(N)` counts from 0 again and trains N more epochs. Write `for epoch in "
+                    "range(loader.epoch, N)`. (A loop that ends by step.index, or counts from a value of run.resume, is right)",
+                    step=step.index,
+                )
 
     def _check_update(self, step: Step) -> None:
         watched, self._watched = self._watched, []

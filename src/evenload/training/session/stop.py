@@ -91,9 +91,7 @@ class Stopper(StepListener):
             stop_status.write(self._context.spec.launch_dir, self._context.spec.worker, StopStatus.CANNOT_SAVE)
 
     def close(self, well: bool) -> None:
-        if not self._acts:
-            return
-        if well and self._is_main and not self._context.loop.stopped:
+        if self._acts and well and self._is_main and not self._context.loop.stopped:
             self._report("finished")
         is_leaving = worker.progress.exit_code == 0
         stop_status.write(

@@ -188,7 +188,7 @@ class StepLoop:
         """True if this rank has left the run on request, while the others continue (elastic/)."""
         self.last_loss = 0.0
         """Loss of the last step whose body has ended."""
-        self.before_use: Callable[[], None] = _nothing
+        self.before_use: Callable[[], None] = lambda: None
         """Called before the position or the steps of a loader are used: a rank that joins waits there."""
         self.unsound = ""
         """The error that shows that this rank's state may be wrong, so that no checkpoint may hold it."""
@@ -196,7 +196,7 @@ class StepLoop:
         """By callback, those that override it."""
         self.optimizer_stepped = False
         self._session_steps = 0
-        self._watch = UpdateWatch(engine)
+        self.watch = UpdateWatch(engine)
         self._dropped: Step | None = None
 
     def add_listener(self, listener: StepListener) -> None:
@@ -237,7 +237,7 @@ class StepLoop:
             listener.on_backward(step, loss_fn)
         self.failed = self.in_backward = True
         try:
-            kept = step.stats.calls > 0 and not self.optimizer_stepped and self._watch.keeps_weights
+            kept = step.stats.calls > 0 and not self.optimizer_stepped and self.watch.keeps_weights
             attempt = Attempt(step.batch, step.planner, step.stats, loss_fn, self.optimizer_stepped, kept)
             loss = self.engine.backward(attempt)
         except DivergenceError as error:
@@ -247,7 +247,7 @@ class StepLoop:
             self.in_backward = False
         self.failed = self.optimizer_stepped = False
         self.unsound = ""
-        self._watch.begin()
+        self.watch.begin()
         for listener in self._listeners["on_gradients"]:
             listener.on_gradients(step)
         return loss
@@ -333,7 +333,7 @@ class StepLoop:
         step = self.step
         if step is None or not step.stats.calls or step.stats.skipped or self.optimizer_stepped:
             return False
-        return self._watch.are_unused
+        return self.watch.are_unused
 
     def check_alone(self, loader: GlobalLoader) -> None:
         """Raise StepError if a step is open: a step can't be of two loaders, and a loader has one loop at a time."""
@@ -349,12 +349,11 @@ class StepLoop:
             )
 
 
-def _nothing() -> None:
-    """Nobody waits."""
-
-
 class StepLoader:
     """Result of `run.prepare` for a DataLoader: iterating over it yields steps."""
+
+    epoch_was_read = False
+    """True if the script has read `epoch`, to count its epochs from it."""
 
     def __init__(self, loader: GlobalLoader, planner: Planner, loop: StepLoop) -> None:
         self.loader = loader
@@ -368,6 +367,7 @@ class StepLoader:
     @property
     def epoch(self) -> int:
         """Epoch of the running iteration, or of the next one; after `run.resume` the one to continue with."""
+        self.epoch_was_read = True
         self._loop.before_use()
         return self.loader.epoch
 

@@ -23,9 +23,12 @@ class UpdateWatch:
         self._engine = engine
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.was_refused = False
+        """True if an optimizer was refused since that backward; its gradients may be those of parameters that nobody watches."""
 
     def begin(self) -> None:
         """Note the parameters as they are after a backward."""
+        self.was_refused = False
         self._watched = [(p, p._version) for p in self._engine.parameters.with_gradients(_NUM_WATCHED)]
         # Where the host has waited for the device, it can find an update through ``.data`` too.
         looks = self._engine.totals.waited
@@ -43,7 +46,7 @@ class UpdateWatch:
         """True if gradients of that backward are present, and nothing was updated."""
         if any(parameter._version != version for parameter, version in self._watched):
             return False
-        return bool(self._engine.leftovers())
+        return self.was_refused or bool(self._engine.leftovers())
 
 
 def _first_values(param: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`CouplingWatch`: names a loss that couples the samples of its batch, in the first steps of a run.
+"""`CouplingWatch`: names a loss that couples the samples of its batch, or is no mean over its units, in a run's first steps.
 
 At the end of a loop body, rank 0 computes a few samples of its share once more, whole and in two halves, and compares the
 gradients of some parameters (parts.py). That costs two small forwards and backwards, once; dropout is off, BatchNorm as in
@@ -25,6 +25,7 @@ from evenload.training.comm.user_collectives import user_collectives
 from evenload.training.compute import randomness
 from evenload.training.compute.batch_loss import CoupledLoss
 from evenload.training.compute.buffers import buffers_restored
+from evenload.training.compute.label_watch import describe_unweighted
 from evenload.training.compute.micro_steps import LossFn
 from evenload.training.compute.weighting import read_result
 from evenload.training.data import checks
@@ -38,6 +39,7 @@ from evenload.training.verify.parts import PartsFit, differs_on_average, fit_par
 from evenload.training.verify.random_draws import OwnState, SharedDraws
 from evenload.training.verify.saved_state import batch_norms, no_dropout, switched_off
 from evenload.training.verify.sides import Gradient, without_dropout
+from evenload.training.verify.wrong_units import describe_wrong_units
 
 _LEAST_SAMPLES = 4
 _NUM_SAMPLES = (8, 16, 32)
@@ -86,39 +88,53 @@ class CouplingWatch(StepListener):
         for call, loss_fn in loss_fns.items():
             num_samples = _NUM_SAMPLES[self._tries[call]]
             self._tries[call] += 1
-            found = None
+            looked = None
             # The user's code may raise anything in a batch of another size, or in a graph of its own: this shows nothing then.
             with contextlib.suppress(Exception), self._set_aside():
-                found = self._in_replica(functools.partial(self._look, step, loss_fn, call, num_samples))
-            if found is None:
+                looked = self._in_replica(functools.partial(self._look, step, loss_fn, call, num_samples))
+            if looked is None:
                 continue
             self._tries[call] = len(_NUM_SAMPLES)
+            found, wrong_units = looked
             if found.kind == "coupled":
                 self._report(step, found)
+            elif wrong_units:
+                self._context.recorder.event("wrong_units", wrong_units, step=step.index)
 
-    def _in_replica(self, work: Callable[[], PartsFit | None]) -> PartsFit | None:
+    def _in_replica(self, work: Callable[[], tuple[PartsFit, str] | None]) -> tuple[PartsFit, str] | None:
         """Run `work` where loss_fn runs: under dp in the first replica's thread."""
         strategy = self._context.engine.strategy
         return strategy.threads.run({0: work})[0] if isinstance(strategy, ThreadedStrategy) else work()
 
-    def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> PartsFit | None:
-        """Return how the parts make up the whole; None if that shows nothing."""
+    def _look(self, step: Step, loss_fn: LossFn, call: int, num_samples: int) -> tuple[PartsFit, str] | None:
+        """Return how the parts make up the whole, and what is wrong with its units; None if that shows nothing."""
         read = self._read(step, num_samples)
-        if read is None:
+        # BatchNorm without running statistics takes those of its batch in any mode, and over all ranks in training.
+        if read is None or any(getattr(module, "running_mean", 0) is None for _, module in batch_norms(self._models)):
             return None
-        data, num_read = read
+        data, num_read, first = read
         num = min(num_read, num_samples)
         quiet, params, device = without_dropout(loss_fn), self._params(), self._context.device
+        named = False
 
-        def compute(low: int, high: int, shift: int = 0, *, gradients: bool = True) -> Gradient:
-            part = cut_rows(data, low, high, num_read)
+        def compute(low: int, high: int, shift: int = 0, *, gradients: bool = True, anew: bool = False) -> Gradient:
+            nonlocal named
+            part = step.batch.read(first + low, first + high) if anew else cut_rows(data, low, high, num_read)
             key = (self._context.config.seed + shift, step.index, call)
             randomness.seed_all(device, *key)
             with SharedDraws(low, high - low, num, OwnState(device, *key, 1)):
                 result = read_result(quiet(part))
+            named = named or (result.weight is None and bool(describe_unweighted(part, result.loss)))
             units = float(high - low if result.weight is None else result.weight)
             grads = torch.autograd.grad(result.loss, params, allow_unused=True) if gradients else ()
             return Gradient(list(grads), float(result.loss.detach()), units, result.weight is not None)
+
+        def draws() -> bool:
+            """Return True if random numbers of loss_fn are not those of each sample (mixup)."""
+            compute(0, num, gradients=False)
+            drew = _probe(device)
+            randomness.seed_all(device, self._context.config.seed, step.index, call)
+            return drew != _probe(device)
 
         whole, spans = compute(0, num), ((0, num // 2), (num // 2, num))
         if not math.isfinite(whole.loss) or not whole.norm() or not math.isfinite(whole.norm()):
@@ -130,20 +146,24 @@ class CouplingWatch(StepListener):
         tolerance = TOLERANCES["bfloat16" if is_half else "float32"]
         found = fit_parts(whole, parts, tolerance)
         if found.kind == "coupled":
-            compute(0, num, gradients=False)
-            drew = _probe(device)
-            randomness.seed_all(device, self._context.config.seed, step.index, call)
-            if drew != _probe(device):
-                # Its random numbers are not those of each sample (mixup): then only the mean over many shows it.
+            if draws():
+                # Then only the mean over many shows it.
                 wholes = [compute(0, num, shift, gradients=False) for shift in range(NUM_SEEDS)]
                 in_parts = [
                     [compute(low, high, shift, gradients=False) for low, high in spans] for shift in range(NUM_SEEDS)
                 ]
-                return found if differs_on_average(wholes, in_parts) else None
-        return found
+                return (found, "") if differs_on_average(wholes, in_parts) else None
+            return found, ""
+        wrong_units = describe_wrong_units(whole, parts, found, is_random=False)
+        if not wrong_units or named:
+            return found, ""
+        # A collate_fn may count the units of its batch, and then those of a part are no rows of it.
+        whole, *parts = (compute(low, high, anew=True) for low, high in ((0, num), *spans))
+        again = fit_parts(whole, parts, tolerance)
+        return found, describe_wrong_units(whole, parts, again, is_random=draws())
 
-    def _read(self, step: Step, num_samples: int) -> tuple[Any, int] | None:
-        """Return a batch with samples of this rank, or of others where it has too few, and their number."""
+    def _read(self, step: Step, num_samples: int) -> tuple[Any, int, int] | None:
+        """Return a batch of samples of this rank, or of others where it has too few, their number, and the first's position."""
         batch = step.batch
         plan = batch.plan
         if not isinstance(step.loader.batch_size, int | None) or plan.num_samples < _LEAST_SAMPLES:
@@ -151,12 +171,12 @@ class CouplingWatch(StepListener):
         sizes = [plan.micro[0][rank] for rank in range(len(plan.shares))]
         own = max(range(len(sizes)), key=sizes.__getitem__) if self._context.groups.world_size == 1 else 0
         if sizes[own] >= _LEAST_SAMPLES:
-            return batch.micro(0, own, self._context.device).data, sizes[own]
+            return batch.micro(0, own, self._context.device).data, sizes[own], plan.slice_of(0, own)[0]
         low, high = plan.slice_of(0)
         high = min(high, low + num_samples)
         if high - low < _LEAST_SAMPLES or checks.is_stream(step.loader.user_loader):
             return None
-        return batch.read(low, high), high - low
+        return batch.read(low, high), high - low, low
 
     def _params(self) -> list[nn.Parameter]:
         """Return parameters whose gradients are compared: the smallest ones, which are those of all layers."""

@@ -1,0 +1,139 @@
+"""Find samplers and streams that give each rank another part of the data, which Evenload would split once more.
+
+The evidence is certain where a rank gets the same each time that it draws or reads, and other samples than rank 0. What draws
+from unseeded generators of its own differs between ranks too, but also from itself. Each loader is looked at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from evenload.errors import DataError
+
+MAX_COMPARED = 1 << 22
+"""Most keys of a sampler that are compared; to draw them takes a second."""
+_NUM_DRAWS = 3
+"""Draws that must equal a rank's first one: a few keys of a random sampler may be equal by chance."""
+_NUM_SHOWN = 4
+_NUM_SAMPLES, _NUM_VALUES = 8, 4096
+"""Samples of a stream that are compared, and values of each array in them."""
+_NUM_PROJECTIONS = 4
+_SAME = 0.05
+"""Distance of the projections of two rows of norm 1 that counts as rounding: unlike machines decode images differently."""
+
+
+def check_sampler(sampler: Any, rank: int, firsts: Sequence[Any], draw: Callable[[], Sequence[Any]]) -> None:
+    """Raise DataError if this rank's sampler certainly selects other samples than rank 0's.
+
+    Args:
+        sampler: named in the error.
+        rank: this rank, not 0.
+        firsts: the keys that rank 0 drew.
+        draw: draws this rank's keys; each time from the states of generators that rank 0 drew from.
+    """
+    own: Sequence[Any] = ()
+    # Code of the user's that fails on this rank alone, and keys that can't be compared, show nothing.
+    with suppress(Exception):
+        own = _other_keys(firsts, draw)
+    if own:
+        raise DataError(
+            f"{type(sampler).__qualname__} selects other samples on rank {rank} ({_shown(own)}) than on rank 0 "
+            f"({_shown(firsts)}): it depends on the rank, or on something drawn before evenload.init. Those of rank 0 would "
+            "be used on all ranks, the rest never. Evenload splits each global batch over the ranks itself: "
+            "remove the sampler and set shuffle=True, or give every rank the same sampler, over the whole dataset"
+        )
+
+
+def _other_keys(firsts: Sequence[Any], draw: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """Return this rank's keys if they are others than rank 0's, in whatever order, and the same at each draw; else nothing."""
+    own = draw()
+    if own == firsts:
+        return ()  # as nearly always, and fast
+    selected = _comparable(own)
+    if selected == _comparable(firsts) or any(_comparable(draw()) != selected for _ in range(_NUM_DRAWS)):
+        return ()
+    return own
+
+
+def _comparable(keys: Iterable[Any]) -> list[Any]:
+    """Return the keys in an order of their own; TypeError for those that are not made of numbers and text."""
+    found = [_plain(key) for key in keys]
+    return sorted(found) if all(type(key) is int for key in found) else sorted(map(json.dumps, found))
+
+
+def _plain(key: Any) -> Any:
+    try:
+        return operator.index(key)  # also of numpy and torch
+    except TypeError:
+        return key
+
+
+def _shown(keys: Sequence[Any]) -> str:
+    shown = ", ".join(repr(_plain(key)) for key in keys[:_NUM_SHOWN])
+    return f"{shown}, ...: {len(keys)}" if len(keys) > _NUM_SHOWN else shown
+
+
+def stream_row(samples: Sequence[Any]) -> list[int]:
+    """Return a few integers of the first samples of a batch, for `differs`: equal for equal samples, up to rounding."""
+    exact, count, log_norm, sums = 0, 0, 0.0, np.zeros(_NUM_PROJECTIONS)
+    for leaf in tree_leaves([samples[index] for index in range(min(_NUM_SAMPLES, len(samples)))]):
+        if isinstance(leaf, str | bytes | int):
+            exact = zlib.crc32(repr(leaf).encode(), exact)
+        elif (values := _values(leaf)) is None:
+            continue
+        elif values.dtype.kind in "iub" and values.dtype != np.uint8:
+            exact = zlib.crc32(values.tobytes(), exact)
+        elif norm := float(np.linalg.norm(wide := np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0))):
+            count += 1
+            log_norm += math.log2(norm)
+            signs = np.random.RandomState(count).randint(0, 2, (_NUM_PROJECTIONS, len(wide))) * 2 - 1
+            sums += signs @ (wide / norm)
+    return [exact, count, *(round(value * 1e6) for value in (log_norm, *sums))]
+
+
+def differs(row: Sequence[int], other: Sequence[int]) -> bool:
+    """Return True for rows of different samples."""
+    allowed = 1e6 * _SAME * math.sqrt(row[1])
+    return list(row[:2]) != list(other[:2]) or any(
+        abs(a - b) > allowed for a, b in zip(row[2:], other[2:], strict=True)
+    )
+
+
+def sharded_stream(where: str, rank: int) -> DataError:
+    return DataError(
+        f"{where}: rank {rank} read other samples of the iterable dataset than rank 0, and the same when it read them again: "
+        "the dataset shards itself by rank, so each rank would use a part of its own part, and the rest would never be "
+        "used. Let it yield all samples on every rank (without run.rank, RANK and dist.get_rank(); sharding over workers by "
+        "get_worker_info is right): Evenload takes each rank's part"
+    )
+
+
+def _values(leaf: Any) -> Any:
+    """Return an array, flat and cut, of a tensor, an array or a number; None of anything else."""
+    if (
+        type(leaf) is torch.Tensor
+        and leaf.layout is torch.strided
+        and leaf.device.type == "cpu"
+        and not leaf.is_quantized
+    ):
+        flat = leaf.detach().flatten()[:_NUM_VALUES]
+        leaf = (
+            (flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat)
+            .resolve_neg()
+            .resolve_conj()
+            .numpy()
+        )
+    if isinstance(leaf, float | np.ndarray | np.generic):
+        flat_values = np.asarray(leaf).reshape(-1)[:_NUM_VALUES]
+        return flat_values if flat_values.dtype.kind in "iubf" else None
+    return None
