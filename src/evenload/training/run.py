@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -24,6 +23,7 @@ from evenload.training.comm import collect
 from evenload.training.comm.control import Control, Operation
 from evenload.training.comm.subgroups import RankLocation, subset_of, user_group
 from evenload.training.launch import worker
+from evenload.training.launch.child_process import check_process
 from evenload.training.launch.uncaught import reports_uncaught
 from evenload.training.parallel.threaded.replica_threads import current_replica
 from evenload.training.session.open import open_context
@@ -79,12 +79,8 @@ def init(
         LaunchError: the other ranks can't be reached.
     """
     global _open
-    if worker.progress.reading or getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A spawned process imports the script before it does its work.
-        raise ConfigError(
-            "evenload.init was called while a new process (a DataLoader worker?) imports the script; put the training under "
-            "`if __name__ == '__main__':`"
-        )
+    if not dist.is_initialized():
+        check_process()
     script = {key: value for key, value in locals().items() if value is not None}
     if _open is not None:
         raise ConfigError(

@@ -94,7 +94,10 @@ class Registry:
             try:
                 value.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"the checkpoint's {name} does not fit this script's: {error}") from error
+                raise CheckpointError(
+                    f"the checkpoint's {name} does not fit this script's; keep it as it was, or start anew with --fresh "
+                    f"(evenload run --fresh train.py) or another project_dir: {error}"
+                ) from error
 
     def send(
         self,

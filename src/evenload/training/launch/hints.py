@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 from evenload.errors import EvenloadError
+from evenload.foreign_names import MODEL_ELSEWHERE, OPTIMIZER_ELSEWHERE
 
 _UNPREPARED = (
     "the loop runs over a plain DataLoader, which yields batches; write: model, loader = run.prepare(model, loader), then "
@@ -20,6 +21,18 @@ _NO_LAMBDA = (
     "what loader workers need, they receive by name where they are started by spawn: write the collate_fn (or the dataset's "
     "transform) as a def at the top of the file instead of a lambda, or leave multiprocessing_context out"
 )
+_DTYPE = (
+    "the model and the batch have different dtypes: convert the model before run.prepare, and the batch in loss_fn "
+    '(x.to(model dtype)); for mixed precision leave .half() and .to(dtype) out, and set evenload.init(precision="bf16")'
+)
+_GROUPS = (
+    "evenload.init opens the process groups: leave dist.init_process_group out, write run = evenload.init(), and read run.rank "
+    "and run.world_size"
+)
+_MP_SPAWN = (
+    "evenload run starts one process per device: call the function itself in place of torch.multiprocessing.spawn; or, in "
+    'plain python, write evenload.spawn(train, devices="cpu:2") in its place'
+)
 _MESSAGES = (
     (
         "Expected all tensors to be on the same device",
@@ -27,11 +40,8 @@ _MESSAGES = (
     ),
     (
         "Default process group has not been initialized",
-        "one rank alone has no process group; use run.barrier, run.reduce or run.gather, or run.group([0])",
-    ),
-    (
-        "initialize the default process group twice",
-        "evenload.init has made the process groups; leave dist.init_process_group out, or call it before evenload.init",
+        "evenload.init opens the process groups, and one rank alone has none; after it, use run.rank, run.barrier, run.reduce or "
+        "run.gather, or run.group([0])",
     ),
     ("element 0 of tensors does not require grad", _NO_GRADIENT),
     (
@@ -66,6 +76,10 @@ _MESSAGES = (
         "a scheduler counts its own calls of scheduler.step(): called once in each step, OneCycleLR needs "
         "total_steps=epochs * len(loader), where len(loader) counts global batches",
     ),
+    *((sign, _DTYPE) for sign in ("have the same dtype", "expected scalar type", "should be the same")),
+    ("initialize the default process group twice", _GROUPS),
+    ("-- Process ", _MP_SPAWN),
+    ("terminated with exit code", _MP_SPAWN),
     ("'Run' object is not callable", "write run = evenload.init(), then run.prepare(model, loader)"),
 )
 _NUMBER_OF_STEP = "a step is no number; its index in the run is step.index: if step.index % 100 == 0"
@@ -109,8 +123,9 @@ def hint_for(error: BaseException) -> str:
         return _UNPREPARED
     text = str(error)
     if isinstance(error, AttributeError):
-        if error.name == "module" and hasattr(error.obj, "named_parameters"):
-            return "the model stays your own object and is never wrapped: leave .module out"
+        for kind, names in (("named_parameters", MODEL_ELSEWHERE), ("param_groups", OPTIMIZER_ELSEWHERE)):
+            if hasattr(error.obj, kind) and error.name in names:
+                return names[error.name]
         if found := _SETTER.search(text):
             return (
                 f"{found[1]} is read only; devices are named by evenload run -d, settings by evenload.init, and batch_size on "
@@ -120,6 +135,8 @@ def hint_for(error: BaseException) -> str:
         return _KNOWN_RANK
     if isinstance(error, TypeError) and (hint := _hint_for_type(error, text)):
         return hint
+    if any(frame.f_code.co_name == "init_process_group" for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return _GROUPS
     if "values to unpack" in text and ".prepare(" in _last_line(error):
         return _PREPARE
     return next((hint for sign, hint in _MESSAGES if sign in text), "")
@@ -128,8 +145,6 @@ def hint_for(error: BaseException) -> str:
 def _hint_for_type(error: TypeError, text: str) -> str:
     if "'Step'" in text:
         return _NUMBER_OF_STEP
-    if "'GlobalBatch'" in text:
-        return f"the batch arrives in loss_fn: {_LOSS_FN}"
     if "is not callable" in text and (found := _ATTRIBUTE_CALL.search(_last_line(error))):
         return f"run.{found[1]} is a value: write it without ()"
     if "context manager protocol" in text and "main_first" in _last_line(error):

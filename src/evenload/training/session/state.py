@@ -155,6 +155,7 @@ class Saver:
         self._data_changed = any(is_data(row.name) for row in changed)
         text = changes_text(changed, conflicting, override=context.config.override) if changed else ""
         try:
+            settings.check_classes(changed)
             context.registry.load(state)
             notes = settings.take(changed)
         except EvenloadError:
@@ -341,7 +342,7 @@ class Saver:
 
     def _step_after_body(self) -> int:
         step = (loop := self._context.loop).step
-        return step.index + step.batch.num_steps if step is not None and step.stats.calls else loop.steps_done
+        return step.index + step.global_batch.num_steps if step is not None and step.stats.calls else loop.steps_done
 
     def last_save(self) -> tuple[float, int]:
         """Return the seconds of the run and the step of the last checkpoint that all ranks wrote together."""
