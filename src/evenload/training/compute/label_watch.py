@@ -1,4 +1,4 @@
-"""Warn once if a loss without weight is no mean over samples: a sum, or a mean over other units."""
+"""Warn once if a loss without weight is no mean over samples (a sum, or a mean over other units), or a weight no count."""
 
 from __future__ import annotations
 
@@ -33,15 +33,23 @@ class LabelWatch:
         self._left = 3
         self._lock = threading.Lock()
 
-    def check(self, data: Any, loss: torch.Tensor) -> None:
-        """Check the data and the loss of a micro-batch whose loss came without weight."""
+    def check(self, data: Any, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
+        """Check the data, the loss and its weight, if it came with one, of a micro-batch."""
         if not self._left:
             return
         with self._lock:  # replicas check concurrently
             if not self._left:
                 return
             self._left -= 1
-            if ignores_labels(data):
+            if weight is not None:
+                if not 0 < (number := float(weight)) < 1:
+                    return
+                message = (
+                    f"loss_fn returned (loss, weight) with the weight {number:.3g}: the second value counts the units that the "
+                    "loss is a mean over (samples, tokens, pixels), and weights it. Return a metric, such as an accuracy, by name: "
+                    "return {'loss': loss, 'accuracy': accuracy}; it is averaged into step.metrics"
+                )
+            elif ignores_labels(data):
                 message = (
                     "the batch's labels contain -100, but loss_fn returned no weight, so its mean over tokens is not the "
                     "global batch's. Return (loss, evenload.count_tokens(batch['labels'])) instead"

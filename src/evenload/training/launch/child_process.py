@@ -19,7 +19,7 @@ _IMPORTS = (
     "`if __name__ == '__main__':`"
 )
 _OF_A_RANK = (
-    "evenload.init was called in a process that rank {rank} of `{how}` started by multiprocessing, mp.spawn or subprocess. "
+    "evenload.init was called in a process that a rank of `{how}` started by multiprocessing, mp.spawn or subprocess. "
     "{how} has started one process per device: call the function itself, as train(), in place of mp.spawn(train, ...); or "
     'start ranks from plain python by evenload.spawn(train, devices="cpu:2")'
 )
@@ -57,7 +57,7 @@ def _find_error() -> EvenloadError | None:
         if spec.lifeline < 0 or worker.progress.pid == os.getpid():
             return None
         how = "evenload.spawn" if spec.origin == "spawn" else "evenload run"
-        return LaunchError(_OF_A_RANK.format(rank=spec.rank, how=how))
+        return LaunchError(_OF_A_RANK.format(how=how))
     return LaunchError(_ALONE) if _is_in_spawn() and detect().origin == "alone" else None
 
 

@@ -189,7 +189,7 @@ def _kept(files: Sequence[str]) -> list[bool]:
     users = [is_users_file(name) for name in files]
     if not any(users):
         users = [not (name.startswith((_PACKAGE, "<frozen")) or _TORCH_DATA in name) for name in files]
-    return [*users[:-1], True]
+    return [*users[:-1], not files[-1].startswith("<frozen")] if files else []
 
 
 def _keep_users_frames(summary: traceback.TracebackException) -> None:

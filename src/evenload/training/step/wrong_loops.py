@@ -38,6 +38,6 @@ def second_loop(*, same_loader: bool) -> StepError:
 def half_done(what: str) -> StepError:
     return StepError(
         f"{what} was called between step.backward and optimizer.step(), when the step is half done; call it at the end of the "
-        "loop body. Step the optimizer in each step: the DataLoader's batch_size replaces gradient accumulation. (After an update "
-        "by hand through .data, call model.zero_grad() first)"
+        "loop body. Step the optimizer in each step: the DataLoader's batch_size replaces gradient accumulation. (After an "
+        "update by hand through .data, call model.zero_grad() first)"
     )
