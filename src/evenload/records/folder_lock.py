@@ -31,8 +31,8 @@ def lock_folder(folder: Path) -> IO[str]:
         holder = file.read().strip() or "another process"
         file.close()
         raise ConfigError(
-            f"the run folder {folder} is in use by {holder}: set another project_dir for this run, or end that one first. (To train "
-            "on several devices start one run: evenload run -d 0,1 train.py)"
+            f"the run folder {folder} is in use by {holder}: set another project_dir for this run, or end that one first "
+            "(several devices make one run: evenload run -d 0,1 train.py)"
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -46,7 +46,7 @@ class LabelWatch:
                     return
                 message = (
                     f"loss_fn returned (loss, weight) with the weight {number:.3g}: the second value counts the units that the "
-                    "loss is a mean over (samples, tokens, pixels), and weights it. Return a metric, such as an accuracy, by name: "
+                    "loss is a mean over (samples, tokens, pixels), and weights it. Return a metric by name: "
                     "return {'loss': loss, 'accuracy': accuracy}; it is averaged into step.metrics"
                 )
             elif ignores_labels(data):

@@ -19,7 +19,7 @@ from evenload.atomic_file import write_atomically
 from evenload.config import COMMAND_LINE, LOCAL_SETTINGS, SETTINGS, SPAWN, Config, as_table, resolve
 from evenload.errors import ConfigError
 from evenload.job import attempt
-from evenload.records.folder_lock import lock_folder
+from evenload.records.folder_lock import LOCK_FILE, lock_folder
 from evenload.records.loggers.catalogue import check_loggers
 from evenload.records.reader import last_step_in
 from evenload.records.recorder import Recorder
@@ -121,7 +121,7 @@ def open_context(script: dict[str, Any]) -> TrainingContext:
         config = replace(config, fresh=False)
     control.barrier(Operation.INIT)
     check_loggers(config.loggers, config.logger_options)
-    if config.fresh and writes and folder.is_dir():
+    if config.fresh and writes and (folder / LOCK_FILE).exists():
         lock_folder(folder).close()  # before anything of another run is moved
     if config.fresh and Path.cwd().is_relative_to(folder):
         raise ConfigError(
